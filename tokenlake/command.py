@@ -1,0 +1,80 @@
+"""The `tokenlake` command: it finds the command named first and hands over the rest of the line."""
+
+import re
+import sys
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points, requires
+from typing import NoReturn
+
+GROUP = "tokenlake.commands"
+
+# Kept here, because a command's own help needs the extra that may be missing when the list is printed.
+SUMMARIES = {
+    "serve": "run the daemon of this node",
+    "replay": "feed a recorded event log through the rules and compare the instructions",
+    "config": "show each setting, its value and where it came from",
+    "demo": "three daemons and two engines on this machine, with and without the pool",
+    "bench": "measure the pool on a workload",
+}
+
+
+def main() -> NoReturn:
+    """Entry of the console script. Exit status: the command's own; 2 for a usage error or a missing extra."""
+    commands = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        print(_listing(commands))
+        sys.exit(0)
+    name, arguments = sys.argv[1], sys.argv[2:]
+    entry = commands.get(name)
+    if entry is None:
+        _fail(f"unknown command {name!r}; known: {', '.join(_ordered(commands))}")
+    try:
+        command: Callable[..., object] = entry.load()
+        # A click command; it ends the process itself. Some need an extra only when run, so that is caught too.
+        command(args=arguments, prog_name=f"tokenlake {name}", standalone_mode=True)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if not missing or missing.startswith("tokenlake"):
+            raise
+        _fail(
+            f"`tokenlake {name}` needs the module {missing!r}, which is not installed; install it with\n"
+            f"    pip install 'tokenlake[{_extras(entry, missing)}]'"
+        )
+    sys.exit(0)
+
+
+def _listing(commands: dict[str, EntryPoint]) -> str:
+    lines = ["usage: tokenlake COMMAND [OPTIONS]", ""]
+    lines += [f"  {name:<8} {SUMMARIES.get(name, commands[name].value)}" for name in _ordered(commands)]
+    lines += ["", "`tokenlake COMMAND --help` lists the options of a command."]
+    return "\n".join(lines)
+
+
+def _ordered(commands: dict[str, EntryPoint]) -> list[str]:
+    """Our own commands in the order of `SUMMARIES`, then those of other distributions by name."""
+    return [name for name in SUMMARIES if name in commands] + sorted(commands.keys() - SUMMARIES.keys())
+
+
+def _extras(entry: EntryPoint, missing: str) -> str:
+    """The extras to install, comma separated: the one named like the command's package, and the one that
+    brings the missing module where that is another."""
+    own = entry.module.partition(".")[0].removeprefix("tokenlake_")
+    owners = _extras_with(missing)
+    return own if not owners or own in owners else f"{own},{owners[0]}"
+
+
+def _extras_with(module: str) -> list[str]:
+    """The extras of this distribution that require the module's distribution by the same name."""
+    wanted = module.replace("_", "-").lower()
+    owners = []
+    for requirement in requires("tokenlake") or ():
+        name = re.match(r"[\w.-]+", requirement)
+        extra = re.search(r"""extra == ['"]([\w-]+)['"]""", requirement)
+        if name and extra and name[0].replace("_", "-").lower() == wanted:
+            owners.append(extra[1])
+    return owners
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"tokenlake: {message}", file=sys.stderr)
+    sys.exit(2)

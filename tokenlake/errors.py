@@ -1,0 +1,78 @@
+"""Every error that TokenLake raises to its caller, in one tree.
+
+::
+
+    TokenLakeError
+    +-- Unreachable             the daemon or the peer does not answer, or the connection broke
+    |   +-- DeadlinePassed      it is there, but did not answer in time
+    +-- Refused                 the other side answered no
+    |   +-- LayoutRefused       the layout is unknown, unsupported or another one
+    |   +-- CredentialRefused   neither uid nor token belongs to a tenant
+    |   +-- ProtocolRefused     other protocol version, failed probe hash, malformed or oversized frame
+    |   +-- LimitReached        a bound of the daemon or of the session; the message names it
+    |   +-- RingRefused         two members disagree on who is in the cluster
+    +-- ConfigurationError      a setting is unknown or invalid; names field, value and what was expected
+
+A miss is not an error: what happened to a key is a `Code` (`tokenlake.wire`) in the reply.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigurationError",
+    "CredentialRefused",
+    "DeadlinePassed",
+    "LayoutRefused",
+    "LimitReached",
+    "ProtocolRefused",
+    "Refused",
+    "RingRefused",
+    "TokenLakeError",
+    "Unreachable",
+]
+
+
+class TokenLakeError(Exception):
+    """Root of the tree."""
+
+
+class Unreachable(TokenLakeError):
+    """Nobody answers at the address; the message names it."""
+
+
+class DeadlinePassed(Unreachable):
+    """No answer within the deadline; the message names the call and the deadline."""
+
+
+class Refused(TokenLakeError):
+    """The other side answered and said no; the message is its reason."""
+
+
+class LayoutRefused(Refused):
+    """The layout, or one field of it, cannot be served; the message names it."""
+
+
+class CredentialRefused(Refused):
+    """The caller's uid or token maps to no tenant."""
+
+
+class ProtocolRefused(Refused):
+    """The two sides do not speak the same protocol, or a frame broke its rules."""
+
+
+class LimitReached(Refused):
+    """A configured bound was reached; the message names the bound and its value."""
+
+
+class RingRefused(Refused):
+    """Two nodes were configured with different members, weights or run lengths."""
+
+
+class ConfigurationError(TokenLakeError):
+    """A setting is unknown or invalid."""
+
+    def __init__(self, field: str, value: object, expected: str) -> None:
+        super().__init__(f"setting '{field}' is {value!r}; expected {expected}")
+        self.field = field
+        self.value = value
+        self.expected = expected

@@ -1,0 +1,100 @@
+"""Segment keys: a hash chain over the prompt prefix.
+
+::
+
+    root   = blake2b-256(key = tenant secret, MessagePack [fingerprint, adapter id, salt])
+    key[i] = blake2b-256(key[i-1] | token ids of segment i, uint32 little-endian | length-prefixed extras)
+
+So a key names the tenant, the layout, the adapter, the salt and every token up to the segment's end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenlake.identity import Fingerprint, SegmentKey
+
+__all__ = ["KEY_BYTES", "MAX_SECRET_BYTES", "Prefix", "TokenIds", "probe", "root_key"]
+
+KEY_BYTES = 32
+MAX_SECRET_BYTES = 64
+"""Longest key that blake2b takes."""
+
+TokenIds = Sequence[int] | NDArray[np.integer]
+
+
+def root_key(
+    secret: bytes, fingerprint: Fingerprint, adapter: str | None = None, salt: str | None = None
+) -> SegmentKey:
+    """The key that stands before the first segment. `secret`: 1 to 64 bytes, the tenant's own."""
+    body = msgspec.msgpack.encode([bytes(fingerprint), adapter, salt])
+    return SegmentKey(hashlib.blake2b(body, digest_size=KEY_BYTES, key=secret).digest())
+
+
+def probe(secret: bytes, fingerprint: Fingerprint) -> bytes:
+    """The key of a fixed prefix. Client and daemon compare it when they connect, so that a difference in
+    hashing (byte order, library, version) is found before the first lookup."""
+    chain = Prefix(root_key(secret, fingerprint, "probe", "probe"), 4)
+    chain.extend([0, 1, 258, 0xFFFFFFFF])
+    return chain.keys[0]
+
+
+class Prefix:
+    """The keys of one growing prompt. Hashes only what `extend` adds; a tail shorter than a segment waits.
+
+    Not safe for concurrent `extend`. `keys` is mutated in place and only ever grows.
+    """
+
+    __slots__ = ("_extras", "_tail", "keys", "root", "segment_tokens")
+
+    def __init__(
+        self, root: SegmentKey, segment_tokens: int, extras: Mapping[int, Iterable[bytes]] | None = None
+    ) -> None:
+        """`extras`: per segment index, digests of what the tokens do not say (an image, for instance)."""
+        self.root = root
+        self.segment_tokens = segment_tokens
+        self.keys: list[SegmentKey] = []
+        self._extras = {index: tuple(digests) for index, digests in (extras or {}).items()}
+        self._tail = bytearray()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens seen so far, the waiting tail included."""
+        return len(self.keys) * self.segment_tokens + len(self._tail) // 4
+
+    def extend(self, tokens: TokenIds) -> None:
+        """Append token ids (0 to 2**32 - 1; anything else raises OverflowError, ValueError or TypeError)."""
+        self._tail += encode_tokens(tokens)
+        size = self.segment_tokens * 4
+        whole = len(self._tail) // size
+        parent = self.keys[-1] if self.keys else self.root
+        tail = memoryview(self._tail)
+        for index in range(whole):
+            digest = hashlib.blake2b(parent, digest_size=KEY_BYTES)
+            digest.update(tail[index * size : (index + 1) * size])
+            for extra in self._extras.get(len(self.keys), ()):
+                digest.update(len(extra).to_bytes(4, "little") + extra)
+            parent = SegmentKey(digest.digest())
+            self.keys.append(parent)
+        tail.release()
+        del self._tail[: whole * size]
+
+
+def encode_tokens(tokens: TokenIds) -> bytes:
+    """Token ids as uint32 little-endian."""
+    if isinstance(tokens, np.ndarray):
+        if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) > 0xFFFFFFFF):
+            raise ValueError("token ids must lie between 0 and 2**32 - 1")
+        return tokens.astype("<u4", copy=False).tobytes()
+    # array('I') converts a list of ints two to three times faster than numpy does.
+    packed = array("I", tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()

@@ -1,0 +1,123 @@
+"""Layout: everything that gives the bytes of a segment their meaning."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import msgspec
+
+from tokenlake.errors import LayoutRefused
+from tokenlake.identity import Fingerprint
+
+__all__ = ["DTYPE_BYTES", "MAX_SEGMENT_BYTES", "MAX_SHARDS", "Layout"]
+
+SCHEMA_VERSION = 1
+"""First item of the fingerprint; grows when a field is added or changes its meaning."""
+
+MAX_SHARDS = 8
+"""KV heads are cut in gcd(kv_heads, 8) groups, so tensor parallelism 1, 2, 4 and 8 share with no setting."""
+
+MAX_SEGMENT_BYTES = 1 << 31
+"""Bound on one slot; a layout beyond it is refused before any memory is reserved."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ATTENTION_KINDS = ("full",)
+"""Causal attention over the whole prefix, multi-head or grouped-query."""
+STORAGE_ORDER = "group-layer-kv-head-token-dim"
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Identity of the bytes. Two engines share segments when all fields are equal, and never otherwise.
+
+    A segment's slot holds, in this order (design section 4)::
+
+        [head group][layer][K, V][head in group][token][head dim]
+
+    One head group is one shard; shards are contiguous and equal in size.
+    """
+
+    model_id: str
+    weights_digest: str
+    """Hex digest of configuration and weights; changes when weights change in place."""
+    dtype: str
+    layers: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    position: str
+    """Canonical text of the position encoding (kind, base, scaling)."""
+    attention: str = "full"
+    quantisation: str = "none"
+    storage: str = STORAGE_ORDER
+    segment_tokens: int = 256
+
+    def check(self) -> None:
+        """Raise `LayoutRefused` naming the first field that nobody here can serve."""
+        if self.dtype not in DTYPE_BYTES:
+            raise LayoutRefused(f"layout field 'dtype' is {self.dtype!r}; supported: {', '.join(DTYPE_BYTES)}")
+        if self.attention not in ATTENTION_KINDS:
+            raise LayoutRefused(
+                f"layout field 'attention' is {self.attention!r}; supported: {', '.join(ATTENTION_KINDS)}"
+            )
+        if self.quantisation != "none":
+            raise LayoutRefused(f"layout field 'quantisation' is {self.quantisation!r}; supported: none")
+        if self.storage != STORAGE_ORDER:
+            raise LayoutRefused(f"layout field 'storage' is {self.storage!r}; supported: {STORAGE_ORDER}")
+        for field in ("layers", "kv_heads", "key_dim", "value_dim", "segment_tokens"):
+            value = getattr(self, field)
+            if not 1 <= value <= 1 << 20:
+                raise LayoutRefused(f"layout field '{field}' is {value}; expected 1 to {1 << 20}")
+        for field in ("model_id", "weights_digest", "position"):
+            value = getattr(self, field)
+            if not 1 <= len(value) <= 4096:
+                raise LayoutRefused(f"layout field '{field}' has {len(value)} characters; expected 1 to 4096")
+        if self.segment_bytes > MAX_SEGMENT_BYTES:
+            raise LayoutRefused(
+                f"one segment of this layout takes {self.segment_bytes} bytes; at most {MAX_SEGMENT_BYTES}. "
+                f"Lower 'segment_tokens' (now {self.segment_tokens})"
+            )
+
+    @property
+    def shards(self) -> int:
+        """Number of head groups: gcd(kv_heads, 8)."""
+        return math.gcd(self.kv_heads, MAX_SHARDS)
+
+    @property
+    def heads_per_shard(self) -> int:
+        """KV heads in one head group."""
+        return self.kv_heads // self.shards
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of one head group of one segment."""
+        return self.segment_bytes // self.shards
+
+    @property
+    def segment_bytes(self) -> int:
+        """Bytes of one segment: layers x heads x tokens x (key dim + value dim) x element size."""
+        elements = self.layers * self.kv_heads * self.segment_tokens * (self.key_dim + self.value_dim)
+        return elements * DTYPE_BYTES[self.dtype]
+
+    def fingerprint(self) -> Fingerprint:
+        """blake2b-256 of the canonical MessagePack of the layout, schema version first."""
+        return Fingerprint(hashlib.blake2b(self.encode(), digest_size=32).digest())
+
+    def encode(self) -> bytes:
+        """Canonical MessagePack: [schema version, [field, value] pairs in declared order]."""
+        pairs = [[name, getattr(self, name)] for name in self.__struct_fields__]
+        return msgspec.msgpack.encode([SCHEMA_VERSION, pairs])
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> Layout:
+        """Inverse of `encode`; the result is checked. Raises `LayoutRefused`: unknown or missing fields,
+        another schema version, or a value that `check` refuses."""
+        try:
+            version, pairs = msgspec.msgpack.decode(encoded, type=tuple[int, list[tuple[str, str | int]]])
+            if version != SCHEMA_VERSION:
+                raise LayoutRefused(f"layout schema version is {version}; this side knows {SCHEMA_VERSION}")
+            layout = msgspec.convert(dict(pairs), cls)
+        except msgspec.MsgspecError as error:
+            raise LayoutRefused(f"layout cannot be read: {error}") from error
+        layout.check()
+        return layout
