@@ -1,0 +1,64 @@
+# The same commands for people and CI. Everything is installed into .venv, once: a stamp there says so.
+#
+#   make fast   lint, types and the tests of the rules; no torch; under a minute once installed
+#   make test   lint, types and every test, against real processes and the built wheel
+#   make demo   three daemons and two engines on this machine
+#
+# pip's own settings choose where packages come from. On Linux torch from pypi.org brings its CUDA packages
+# along; PIP_INDEX_URL or PIP_EXTRA_INDEX_URL names another index, for instance one with builds for the CPU.
+
+PYTHON ?= $(shell for python in python3.11 python3; do \
+	$$python -c '' >/dev/null 2>&1 && echo $$python && break; done)
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+SOURCES := tokenlake server client bench tests
+FAST_TESTS := $(wildcard tests/house tests/rules tests/core tests/sim tests/bench)
+
+.PHONY: fast test demo lint install install-dev install-engines
+.NOTPARALLEL:
+
+fast: install-dev lint
+	$(BIN)/python -m pytest $(FAST_TESTS) -m "not live and not slow"
+
+test: install-dev install-engines lint
+	$(BIN)/python -m pytest
+
+demo:
+	@start=$$(date +%s); \
+	$(MAKE) --no-print-directory install install-engines && \
+	echo "installation: $$(($$(date +%s) - start)) s"
+	$(BIN)/tokenlake demo
+
+lint:
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+
+install: $(VENV)/.installed
+install-dev: $(VENV)/.installed-dev
+install-engines: $(VENV)/.installed-engines
+
+# Editable installs share the venv's hatchling, so that the build is pinned too.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) hatchling
+	$(PIP_INSTALL) --no-build-isolation --editable ".[server,bench]"
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP_INSTALL) --no-build-isolation --editable ".[dev]"
+	@touch $@
+
+$(VENV)/.installed-engines: $(VENV)/.installed
+	@$(BIN)/python -c 'import torch' 2>/dev/null || \
+		echo "torch is about 200 MB to download (its CPU build; a CUDA build is several GB)"
+	$(PIP_INSTALL) --no-build-isolation --editable ".[transformers]"
+	@touch $@
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "error: no python3.11 or python3 found; name one: make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "error: TokenLake needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
+			"name another: make PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,1 @@
+"""What an engine imports to use the pool."""
