@@ -30,7 +30,7 @@ def main() -> NoReturn:
         _fail(f"unknown command {name!r}; known: {', '.join(_ordered(commands))}")
     try:
         command: Callable[..., object] = entry.load()
-        # A click command; it ends the process itself. Some need an extra only when run, so that is caught too.
+        # A click command, which ends the process itself. Some miss an extra only when they run.
         command(args=arguments, prog_name=f"tokenlake {name}", standalone_mode=True)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]

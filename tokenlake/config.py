@@ -1,0 +1,254 @@
+"""The settings of a daemon: one flat table, four sources.
+
+A flag wins over the environment (`TOKENLAKE_MEMORY`), that over the TOML file, that over the default. Every
+source is checked, also where another overrides it: a wrong file stays wrong. Every variable that starts with
+`TOKENLAKE_` is a setting, so a misspelt one is refused. Nothing here reads a file or the process's environment:
+both are passed in.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from tokenlake import config_values as kinds
+from tokenlake.config_values import Address, Kind, Peer, Tenant, format_size, parse_address, parse_size
+from tokenlake.errors import ConfigurationError
+
+__all__ = [
+    "Address",
+    "Peer",
+    "ServerConfig",
+    "Settings",
+    "Tenant",
+    "format_size",
+    "load_config",
+    "parse_address",
+    "parse_size",
+]
+
+PREFIX = "TOKENLAKE_"
+DEFAULT = "default"
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a daemon is told. Sizes are bytes, names end in their unit, shares are of `memory`.
+
+    Made by `load_config`, which checks it; the comments give the reason of each default.
+    """
+
+    # A single node needs no name of its own; a second one on the same ring is refused until it has one.
+    node: str = "local"
+    # Enough for a few thousand tokens of an 8B model; pre-touched in about two seconds.
+    memory: int = 1 << 30
+    # By `load_config`: {XDG_RUNTIME_DIR or /tmp}/tokenlake-{node}.sock, a directory of the user's own if there is
+    # one, and two nodes of one user do not meet.
+    socket: str = "/tmp/tokenlake-local.sock"
+    # Peers' connections are neither encrypted nor authenticated yet, hence loopback; port 0 takes a free one.
+    listen: str = "127.0.0.1:7440"
+    # Nobody else: a pool of one node. Never holds this node itself, whose weight is `memory` where the peers
+    # have sizes, and that of each of them where they have none.
+    peers: tuple[Peer, ...] = ()
+    # Metrics and health, readable by every user of this machine; "" turns them off.
+    metrics: str = "127.0.0.1:7441"
+    # A region has one tenant: large enough for tens of segments of 1 MiB, small enough that 1 GiB has 16 regions.
+    # Where `memory` is smaller, the default is `memory`.
+    region_size: int = 64 << 20
+    # Several heartbeats, so that a lost one does no harm; a dead engine's lease ends soon all the same.
+    lease_s: float = 10.0
+    # A reservation lasts from prepare to commit: the longest prefill we expect between them.
+    reservation_s: float = 30.0
+    # Less than the recompute of one segment; a longer wait would cost more than the hit saves.
+    match_deadline_ms: float = 20.0
+    # Ten times a slow round trip under load; the calls in flight wait this long once.
+    suspect_ms: float = 250.0
+    # What fetched and already pushed copies may hold, so that they never crowd out home copies.
+    staged_share: float = 0.10
+    # What writes may pile up while the network is slower than the engines; beyond it a store is refused.
+    dirty_share: float = 0.10
+    # No session may pin more than half: another one can always read something.
+    session_lease_share: float = 0.5
+    # Reserved slots hold nothing readable yet, hence half of what may be leased.
+    session_reserve_share: float = 0.25
+    # 8 engines of 8 ranks with room for as many processes that restart; bounds file descriptors and maps.
+    max_sessions: int = 256
+    # The frame of a match over 128K tokens is below 100 KiB; payload never travels in a frame.
+    max_frame: int = 4 << 20
+    # Consecutive segments kept on one node. 0 chooses: 1 below 16 nodes, 4 from 16, where a prefix would
+    # otherwise touch too many nodes.
+    run_length: int = 0
+    # They must be set aside by the administrator first.
+    huge_pages: bool = False
+    # "": memfd, which has no name to clean up and no limit by a container's /dev/shm.
+    arena_directory: str = ""
+    # Memory of this machine is trusted by default; checking costs a pass over each byte read.
+    verify_local_reads: bool = False
+    # Empty: the daemon's own user only.
+    allow_uids: tuple[int, ...] = ()
+    # Empty: one tenant "default" of all allowed users, its secret made at start.
+    tenants: tuple[Tenant, ...] = ()
+    # The event log grows without bound; it is for finding faults.
+    record: str = ""
+
+    def segments_kept_together(self) -> int:
+        """E of the placement: `run_length`, or what it chooses for this number of nodes."""
+        if self.run_length:
+            return self.run_length
+        return 1 if len(self.peers) + 1 < 16 else 4
+
+
+_SECRETIVE = ("tenant", "secret", "token", "credential")
+
+# Linux allows 107 bytes in the address of a Unix socket.
+_SOCKET = kinds.path("a path of 1 to 107 bytes", longest=107)
+_SHARE = kinds.real(0.01, 1, "a share of memory")
+
+_KINDS: dict[str, Kind] = {
+    "node": kinds.name(),
+    "memory": kinds.size(64 << 10, 1 << 50, multiple=kinds.PAGE),
+    "socket": _SOCKET,
+    "listen": kinds.loopback(),
+    "peers": kinds.peers(),
+    "metrics": kinds.loopback(optional=True),
+    "region_size": kinds.size(64 << 10, 1 << 50, multiple=kinds.PAGE),
+    "lease_s": kinds.real(0.1, 3600, "seconds"),
+    "reservation_s": kinds.real(0.1, 3600, "seconds"),
+    "match_deadline_ms": kinds.real(1, 60_000, "milliseconds"),
+    "suspect_ms": kinds.real(1, 60_000, "milliseconds"),
+    "staged_share": _SHARE,
+    "dirty_share": _SHARE,
+    "session_lease_share": _SHARE,
+    "session_reserve_share": _SHARE,
+    "max_sessions": kinds.whole(1, 65536),
+    "max_frame": kinds.size(64 << 10, 1 << 30),
+    "run_length": kinds.whole(0, 1024),
+    "huge_pages": kinds.truth(),
+    "arena_directory": kinds.path("an absolute path, or nothing for memfd", absolute=True, optional=True),
+    "verify_local_reads": kinds.truth(),
+    "allow_uids": kinds.uids(),
+    "tenants": kinds.tenants(),
+    "record": kinds.path("a path, or nothing", optional=True),
+}
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """A checked configuration, and for each field where its value came from: `default`, `file`,
+    `environment TOKENLAKE_X` or `flag --x`."""
+
+    config: ServerConfig
+    origin: Mapping[str, str]
+
+    def describe(self) -> Iterator[tuple[str, str, str]]:
+        """(field, value, origin) of each setting, in the order of `ServerConfig`; secrets are masked."""
+        for field, kind in _KINDS.items():
+            yield field, kind.show(getattr(self.config, field)), self.origin[field]
+
+
+def load_config(
+    *, toml_text: str | None, environ: Mapping[str, str], flags: Mapping[str, object]
+) -> Settings:
+    """Merge and check the sources.
+
+    `toml_text` None: no file. `flags` has the names of the fields; one that is None was not given. `environ` may
+    hold variables of others.
+
+    Raises ConfigurationError for the first setting that is unknown or invalid.
+    """
+    values: dict[str, Any] = {}
+    origin = dict.fromkeys(_KINDS, DEFAULT)
+    for field, raw, source in _given(toml_text, environ, flags):
+        if field not in _KINDS:
+            raise _error(field, raw, _closest(field), source)
+        try:
+            values[field] = _KINDS[field].parse(raw)
+        except ValueError as error:
+            raise _error(field, raw, str(error), source) from None
+        origin[field] = source
+    _fill_computed_defaults(values, environ)
+    config = ServerConfig(**values)
+    _check_together(config, origin)
+    return Settings(_without_self(config, origin), origin)
+
+
+def _given(
+    toml_text: str | None, environ: Mapping[str, str], flags: Mapping[str, object]
+) -> Iterator[tuple[str, object, str]]:
+    """(field, raw value, origin) of everything that was set, the weakest source first."""
+    for field, raw in _table(toml_text).items():
+        yield field, raw, "file"
+    for variable in sorted(environ):
+        if variable.startswith(PREFIX):
+            yield variable.removeprefix(PREFIX).lower(), environ[variable], f"environment {variable}"
+    for field, flag in flags.items():
+        if flag is not None:
+            yield field, flag, f"flag --{field.replace('_', '-')}"
+
+
+def _table(toml_text: str | None) -> dict[str, object]:
+    try:
+        return tomllib.loads(toml_text or "")
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError("configuration file", str(error), "valid TOML") from None
+
+
+def _fill_computed_defaults(values: dict[str, Any], environ: Mapping[str, str]) -> None:
+    plain = ServerConfig()
+    if "socket" not in values:
+        directory = environ.get("XDG_RUNTIME_DIR") or "/tmp"
+        socket = f"{directory}/tokenlake-{values.get('node', plain.node)}.sock"
+        try:
+            values["socket"] = _SOCKET.parse(socket)
+        except ValueError as error:
+            raise _error("socket", socket, str(error), DEFAULT) from None
+    if "region_size" not in values:
+        values["region_size"] = min(plain.region_size, values.get("memory", plain.memory))
+
+
+def _check_together(config: ServerConfig, origin: Mapping[str, str]) -> None:
+    """What concerns two fields; the error names the one to change."""
+
+    def refuse(field: str, expected: str) -> ConfigurationError:
+        shown = _KINDS[field].show(getattr(config, field))
+        return _error(field, shown, expected, origin[field])
+
+    if config.region_size > config.memory:
+        raise refuse("region_size", f"at most memory, {format_size(config.memory)}")
+    if config.huge_pages and config.region_size % kinds.HUGE_PAGE:
+        raise refuse("region_size", f"a multiple of {format_size(kinds.HUGE_PAGE)} with huge_pages")
+    if config.staged_share + config.dirty_share > 0.9:
+        raise refuse("staged_share", "at most 0.9 together with dirty_share: the rest is for home copies")
+    if config.metrics == config.listen and parse_address(config.listen).port:
+        raise refuse("metrics", f"another address than listen, {config.listen}")
+
+
+def _without_self(config: ServerConfig, origin: Mapping[str, str]) -> ServerConfig:
+    """All nodes may share one list of peers: the entry of this node must agree with it, and is left out."""
+    own = parse_address(config.listen)
+    for peer in config.peers:
+        expected = f"{config.node}={own}, as listen says, for the entry of this node"
+        if peer.name == config.node and (peer.host, peer.port) != own:
+            raise _error("peers", str(peer), expected, origin["peers"])
+        if peer.name == config.node and peer.memory not in (None, config.memory):
+            expected = f"/{format_size(config.memory)}, as memory says, for the entry of this node"
+            raise _error("peers", str(peer), expected, origin["peers"])
+        if peer.name != config.node and (peer.host, peer.port) == own:
+            raise _error("peers", str(peer), f"{own} to be this node, {config.node}", origin["peers"])
+    others = tuple(peer for peer in config.peers if peer.name != config.node)
+    return msgspec.structs.replace(config, peers=others)
+
+
+def _closest(field: str) -> str:
+    near = difflib.get_close_matches(field, _KINDS, n=1)
+    return f"a known setting (did you mean {near[0]!r}?)" if near else f"one of {', '.join(_KINDS)}"
+
+
+def _error(field: str, value: object, expected: str, source: str) -> ConfigurationError:
+    # Tables hold tenants, and a misspelt name may hide a secret: neither is shown.
+    tables = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(i, dict) for i in value))
+    if tables or any(word in field for word in _SECRETIVE):
+        value = kinds.MASK
+    return ConfigurationError(field, value, f"{expected} (set by {source})")
