@@ -1,0 +1,203 @@
+"""Token hit rates of other arrangements of the same memory, by the pool's rules.
+
+Requests are served one at a time in order. Only full segments are kept; a hit is the longest contiguous prefix
+that one cache holds; then the whole prompt is touched, deepest segment first, and what exceeds the capacity is
+evicted, least recently touched first. The hit rate is hit tokens / all prompt tokens, the part beyond the last
+full segment included. Segments are told apart by a digest of all tokens up to their end, made without the pool's
+key chain.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tokenlake.errors import ConfigurationError
+from tokenlake_bench.payload import PayloadIdentity
+from tokenlake_bench.workload import Request
+
+__all__ = [
+    "Accesses",
+    "Baselines",
+    "HitCount",
+    "Prompt",
+    "baselines",
+    "global_lru",
+    "infinite_cache",
+    "intern_segments",
+    "private_round_robin",
+    "private_routed",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`chain` has one id per full segment, in order; equal ids mean equal tokens up to the segment's end."""
+
+    tokens: int
+    chain: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Accesses:
+    """A workload as caches see it. Ids count from 0 in the order of first use."""
+
+    segment_tokens: int
+    prompts: list[Prompt]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens asked for, those beyond the last full segments included."""
+        return sum(prompt.tokens for prompt in self.prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class HitCount:
+    """What was found of what was asked."""
+
+    hit_tokens: int
+    prompt_tokens: int
+
+    @property
+    def rate(self) -> float:
+        """Share of the prompts' tokens found, 0 to 1; 0 where nothing was asked."""
+        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Baselines:
+    """`ideal` never evicts; the others share one capacity, split evenly where private."""
+
+    ideal: HitCount
+    private: HitCount
+    private_routed: HitCount
+    global_lru: HitCount
+
+
+class _Lru:
+    """Segment ids, at most `capacity`, least recently touched first."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._held: OrderedDict[int, None] = OrderedDict()
+
+    def match(self, chain: tuple[int, ...]) -> int:
+        """Length of the longest held prefix, in segments; does not touch."""
+        for depth, segment in enumerate(chain):
+            if segment not in self._held:
+                return depth
+        return len(chain)
+
+    def touch(self, chain: tuple[int, ...]) -> list[int]:
+        """Holds the chain, its first segment as the most recent; returns the ids no longer held."""
+        held = self._held
+        for segment in reversed(chain):
+            held[segment] = None
+            held.move_to_end(segment)
+        return [held.popitem(last=False)[0] for _ in range(len(held) - self._capacity)]
+
+
+def intern_segments(requests: Iterable[Request], segment_tokens: int) -> Accesses:
+    """Reads the requests once, one at a time."""
+    if segment_tokens < 1:
+        raise ConfigurationError("segment_tokens", segment_tokens, "at least 1")
+    identity = PayloadIdentity(0, "", b"")
+    ids: dict[bytes, int] = {}
+    prompts: list[Prompt] = []
+    for request in requests:
+        digests = identity.digests(request.tokens, segment_tokens)
+        chain = tuple(ids.setdefault(digest, len(ids)) for digest in digests)
+        prompts.append(Prompt(len(request.tokens), chain))
+    return Accesses(segment_tokens, prompts)
+
+
+def infinite_cache(accesses: Accesses) -> HitCount:
+    """One cache for all that never evicts."""
+    segments = sum(len(prompt.chain) for prompt in accesses.prompts)
+    return _round_robin(accesses, [_Lru(segments)])
+
+
+def global_lru(accesses: Accesses, capacity_tokens: int) -> HitCount:
+    """One cache for all, of the whole capacity."""
+    return _round_robin(accesses, _caches(accesses, 1, capacity_tokens))
+
+
+def private_round_robin(accesses: Accesses, nodes: int, capacity_tokens: int) -> HitCount:
+    """A cache per node with an even share of `capacity_tokens`; request i goes to node i modulo `nodes`."""
+    return _round_robin(accesses, _caches(accesses, nodes, capacity_tokens))
+
+
+def private_routed(accesses: Accesses, nodes: int, capacity_tokens: int, seed: int) -> HitCount:
+    """As above, but each request goes to the node that holds its longest prefix now; `seed` draws between equals.
+
+    A node that has served nothing comes first: otherwise a first segment that all requests share would send all
+    of them to the one node that happened to get it, and the other nodes' memory would stay empty.
+    """
+    caches = _caches(accesses, nodes, capacity_tokens)
+    rng = random.Random(seed)
+    everyone = (1 << nodes) - 1
+    unused = everyone
+    holders: dict[int, int] = {}
+    hit_segments = 0
+    for prompt in accesses.prompts:
+        best, depth = (unused, 0) if unused else _longest(prompt.chain, holders, everyone)
+        hit_segments += depth
+        chosen = rng.choice([node for node in range(nodes) if best >> node & 1])
+        bit = 1 << chosen
+        unused &= ~bit
+        for segment in prompt.chain:
+            holders[segment] = holders.get(segment, 0) | bit
+        for segment in caches[chosen].touch(prompt.chain):
+            holders[segment] &= ~bit
+    return _count(accesses, hit_segments)
+
+
+def baselines(
+    requests: Iterable[Request], *, segment_tokens: int, nodes: int, capacity_tokens: int, seed: int
+) -> Baselines:
+    """All four; reads the requests once. Raises ConfigurationError for an argument out of range."""
+    accesses = intern_segments(requests, segment_tokens)
+    return Baselines(
+        ideal=infinite_cache(accesses),
+        private=private_round_robin(accesses, nodes, capacity_tokens),
+        private_routed=private_routed(accesses, nodes, capacity_tokens, seed),
+        global_lru=global_lru(accesses, capacity_tokens),
+    )
+
+
+def _longest(chain: tuple[int, ...], holders: dict[int, int], everyone: int) -> tuple[int, int]:
+    """(bit set of the nodes that hold the longest prefix, its length in segments)."""
+    best = everyone
+    for depth, segment in enumerate(chain):
+        deeper = best & holders.get(segment, 0)
+        if not deeper:
+            return best, depth
+        best = deeper
+    return best, len(chain)
+
+
+def _caches(accesses: Accesses, nodes: int, capacity_tokens: int) -> list[_Lru]:
+    if nodes < 1:
+        raise ConfigurationError("nodes", nodes, "at least 1")
+    segments = capacity_tokens // nodes // accesses.segment_tokens
+    if segments < 1:
+        smallest = nodes * accesses.segment_tokens
+        raise ConfigurationError(
+            "capacity_tokens", capacity_tokens, f"at least {smallest}, one segment per node"
+        )
+    return [_Lru(segments) for _ in range(nodes)]
+
+
+def _round_robin(accesses: Accesses, caches: list[_Lru]) -> HitCount:
+    hit_segments = 0
+    for index, prompt in enumerate(accesses.prompts):
+        cache = caches[index % len(caches)]
+        hit_segments += cache.match(prompt.chain)
+        cache.touch(prompt.chain)
+    return _count(accesses, hit_segments)
+
+
+def _count(accesses: Accesses, hit_segments: int) -> HitCount:
+    return HitCount(hit_segments * accesses.segment_tokens, accesses.prompt_tokens)

@@ -1,0 +1,83 @@
+"""The bytes that a segment must have, from what they stand for and without the pool's key chain.
+
+    digest  = xxh3-128(seed, tenant, layout fingerprint, all tokens up to the segment's end)
+    word[i] = page[i mod 8192] xor tag(digest, i div 8192)
+
+`page` is 64 KiB of fixed words, all different. So each 64-byte line depends on the digest and on its place: a
+read that gives another segment's bytes, or these bytes shifted, is found however the pool derived its keys.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from tokenlake_bench.mixing import GOLDEN, mix64
+
+__all__ = ["PayloadIdentity", "check", "fill"]
+
+_PAGE_WORDS: Final = 8_192
+_PAGE_BYTES: Final = _PAGE_WORDS * 8
+_PAGE: Final = mix64(np.arange(1, _PAGE_WORDS + 1, dtype=np.uint64) * np.uint64(GOLDEN))
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadIdentity:
+    """Whose segments they are: the seed of the run, the tenant's name, the layout's fingerprint."""
+
+    seed: int
+    tenant: str
+    fingerprint: bytes
+
+    def digests(self, tokens: NDArray[np.uint32], segment_tokens: int) -> list[bytes]:
+        """16 bytes per full segment of `tokens` (one-dimensional), in order; what lies past the last is ignored."""
+        tenant = self.tenant.encode()
+        head = struct.pack("<QQ", self.seed & ((1 << 64) - 1), len(tenant)) + tenant
+        running = xxhash.xxh3_128(head + struct.pack("<Q", len(self.fingerprint)) + self.fingerprint)
+        data = np.ascontiguousarray(tokens, dtype="<u4").view(np.uint8).data
+        size = segment_tokens * 4
+        digests: list[bytes] = []
+        for end in range(size, len(data) + 1, size):
+            running.update(data[end - size : end])
+            digests.append(running.digest())
+        return digests
+
+
+def fill(out: NDArray[np.uint8], digest: bytes) -> None:
+    """Writes all of `out` (contiguous, one-dimensional, writable) with the bytes that `digest` stands for."""
+    tags = _tags(digest, len(out))
+    whole = len(out) // _PAGE_BYTES
+    pages = out[: whole * _PAGE_BYTES].view(np.uint64).reshape(whole, _PAGE_WORDS)
+    np.bitwise_xor(_PAGE, tags[:whole, None], out=pages)
+    if rest := len(out) - whole * _PAGE_BYTES:
+        out[-rest:] = (_PAGE ^ tags[whole]).view(np.uint8)[:rest]
+
+
+def check(data: NDArray[np.uint8], digest: bytes) -> bool:
+    """True if `fill` with `digest` gives exactly `data` (contiguous, one-dimensional; may be read-only).
+
+    Works page by page in 128 KiB of its own, so the segment is read once and a difference ends it early.
+    """
+    tags = _tags(digest, len(data))
+    whole = len(data) // _PAGE_BYTES
+    expected = np.empty(_PAGE_WORDS, dtype=np.uint64)
+    equal = np.empty(_PAGE_WORDS, dtype=np.bool_)
+    for number, page in enumerate(data[: whole * _PAGE_BYTES].view(np.uint64).reshape(whole, _PAGE_WORDS)):
+        np.bitwise_xor(_PAGE, tags[number], out=expected)
+        np.equal(page, expected, out=equal)
+        if not equal.all():
+            return False
+    rest = len(data) - whole * _PAGE_BYTES
+    return not rest or bool(np.array_equal(data[-rest:], (_PAGE ^ tags[whole]).view(np.uint8)[:rest]))
+
+
+def _tags(digest: bytes, size: int) -> NDArray[np.uint64]:
+    """One word per started page of a segment of `size` bytes."""
+    low, high = np.frombuffer(digest, dtype="<u8").reshape(2, 1).astype(np.uint64)
+    pages = np.arange(1, -(-size // _PAGE_BYTES) + 1, dtype=np.uint64)
+    return mix64(mix64(low + pages * np.uint64(GOLDEN)) ^ high)

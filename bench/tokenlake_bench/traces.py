@@ -1,0 +1,229 @@
+"""Mooncake's trace format: JSON lines, plain (`.jsonl`) or compressed (`.jsonl.zst`).
+
+A line has `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`, one id per started
+512-token block; equal ids mean equal prefixes up to and including that block. The tokens are not in such a file.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from tokenlake.errors import ConfigurationError, TokenLakeError
+from tokenlake_bench.mixing import WORD, key_of, mix64
+from tokenlake_bench.workload import Request, Workload, check_vocabulary, stream_tokens
+
+__all__ = ["BLOCK_TOKENS", "TraceError", "read_mooncake"]
+
+BLOCK_TOKENS: Final = 512
+
+_CHUNK_BYTES: Final = 1 << 16
+_NO_OUTPUT: Final = np.empty(0, dtype=np.uint32)
+
+
+class TraceError(TokenLakeError):
+    """A trace cannot be read; the message names the file and what was expected, for a bad line its number and field."""
+
+    def __init__(self, path: Path, problem: str, line: int | None = None, field: str | None = None) -> None:
+        where = str(path)
+        if line is not None:
+            where += f", line {line}"
+        if field is not None:
+            where += f", field '{field}'"
+        super().__init__(f"{where}: {problem}")
+        self.path = path
+        self.line = line
+        self.field = field
+
+
+class _Line(msgspec.Struct, gc=False):
+    """Fields of one line; others are ignored."""
+
+    timestamp: Annotated[float, Meta(ge=0)]
+    input_length: Annotated[int, Meta(ge=1)]
+    output_length: Annotated[int, Meta(ge=0)]
+    hash_ids: list[Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]]
+
+
+class _TraceRequest(msgspec.Struct, frozen=True, gc=False):
+    at_s: float
+    conversation: int
+    length: int
+    block_ids: NDArray[np.uint64]
+
+
+class _TraceWorkload:
+    def __init__(self, name: str, requests: list[_TraceRequest], seed: int, vocabulary: int) -> None:
+        self._name = name
+        self._requests = requests
+        self._key = np.array([key_of(seed & WORD)], dtype=np.uint64)
+        self._vocabulary = vocabulary
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        for index, request in enumerate(self._requests):
+            keys = mix64(mix64(request.block_ids) + self._key)
+            tokens = stream_tokens(keys, BLOCK_TOKENS, self._vocabulary).reshape(-1)[: request.length]
+            yield Request(index, request.at_s, request.conversation, tokens, _NO_OUTPUT)
+
+
+def read_mooncake(
+    path: Path | str,
+    *,
+    limit: int | None = None,
+    seed: int = 0,
+    vocabulary: int = 32_000,
+    jitter_s: float = 0.0,
+) -> Workload:
+    """The trace at `path`, or its first `limit` requests.
+
+    Token ids are a function of (`seed`, block id, position), below `vocabulary`; the last block is cut to
+    `input_length`. `output_tokens` is empty. `jitter_s` > 0 adds an even, seeded delay in [0, jitter_s) to
+    each arrival and keeps the order, for traces whose timestamps are rounded. `conversation` is inferred: a
+    request whose prompt contains the last full block of an earlier prompt goes on where that one ended (a first
+    block, which all requests may share, does not count).
+
+    Raises TraceError for a file that cannot be read, is empty or has a malformed line, ConfigurationError for
+    an argument out of range.
+    """
+    if limit is not None and limit < 1:
+        raise ConfigurationError("limit", limit, "at least 1")
+    if not 0 <= jitter_s < float("inf"):
+        raise ConfigurationError("jitter_s", jitter_s, "a finite number of seconds, at least 0")
+    check_vocabulary(vocabulary)
+    path = Path(path)
+    lines = _parse(path, limit)
+    arrivals = _jittered([line.timestamp / 1_000 for line in lines], jitter_s, seed)
+    conversations = _conversations(lines)
+    requests = [
+        _TraceRequest(at_s, conversation, line.input_length, np.array(line.hash_ids, dtype=np.uint64))
+        for at_s, conversation, line in zip(arrivals, conversations, lines, strict=True)
+    ]
+    return _TraceWorkload(path.name, requests, seed, vocabulary)
+
+
+def _parse(path: Path, limit: int | None) -> list[_Line]:
+    decoder = msgspec.json.Decoder(_Line)
+    lines: list[_Line] = []
+    earliest = 0.0
+    for number, text in enumerate(_text_lines(path), start=1):
+        if not text.strip():
+            continue
+        line = _decode(decoder, text, path, number)
+        if line.timestamp < earliest:
+            problem = f"expected at least {earliest:g}, the line before; got {line.timestamp:g}"
+            raise TraceError(path, problem, number, "timestamp")
+        earliest = line.timestamp
+        lines.append(line)
+        if len(lines) == limit:
+            break
+    if not lines:
+        raise TraceError(path, "expected at least one request; the file has none")
+    return lines
+
+
+def _decode(decoder: msgspec.json.Decoder[_Line], text: bytes, path: Path, number: int) -> _Line:
+    try:
+        line = decoder.decode(text)
+    except msgspec.ValidationError as error:
+        problem, field = _explain(str(error))
+        raise TraceError(path, problem, number, field) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TraceError(path, f"expected one JSON object; {error}", number) from None
+    blocks = -(-line.input_length // BLOCK_TOKENS)
+    if len(line.hash_ids) != blocks:
+        problem = (
+            f"expected {blocks} ids, one per started {BLOCK_TOKENS}-token block of an input_length of "
+            f"{line.input_length}; got {len(line.hash_ids)}"
+        )
+        raise TraceError(path, problem, number, "hash_ids")
+    return line
+
+
+def _explain(message: str) -> tuple[str, str | None]:
+    """(what was expected, field or None) from the text of a msgspec.ValidationError."""
+    if missing := re.fullmatch(r"Object missing required field `(\w+)`", message):
+        kinds = {"hash_ids": "a list of block ids", "timestamp": "a number of milliseconds"}
+        field = missing.group(1)
+        return f"expected {kinds.get(field, 'a number of tokens')}; the field is missing", field
+    what, _, where = message.partition(" - at `$")
+    found = re.match(r"\.(\w+)", where)
+    return what[:1].lower() + what[1:], found.group(1) if found else None
+
+
+def _conversations(lines: list[_Line]) -> list[int]:
+    ended_at: dict[int, int] = {}
+    numbers: list[int] = []
+    started = 0
+    for line in lines:
+        full = line.hash_ids[1 : line.input_length // BLOCK_TOKENS]
+        number = next((ended_at[block] for block in reversed(full) if block in ended_at), None)
+        if number is None:
+            number = started
+            started += 1
+        if full:
+            ended_at[full[-1]] = number
+        numbers.append(number)
+    return numbers
+
+
+def _jittered(arrivals: list[float], jitter_s: float, seed: int) -> list[float]:
+    if jitter_s == 0:
+        return arrivals
+    rng = random.Random(seed)
+    return sorted(at_s + rng.random() * jitter_s for at_s in arrivals)
+
+
+def _text_lines(path: Path) -> Iterator[bytes]:
+    """Lines of the file without their ends; one compressed chunk and one line are held at a time."""
+    if path.suffix not in (".jsonl", ".zst"):
+        raise TraceError(path, "expected a file name ending in .jsonl or .jsonl.zst")
+    rest = b""
+    for chunk in _decompressed(path) if path.suffix == ".zst" else _chunks(path):
+        *whole, rest = (rest + chunk).split(b"\n")
+        yield from whole
+    if rest:
+        yield rest
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                yield chunk
+    except OSError as error:
+        raise TraceError(path, f"expected a readable file; {error.strerror}") from error
+
+
+def _decompressed(path: Path) -> Iterator[bytes]:
+    try:
+        import zstandard
+    except ImportError:
+        raise TraceError(path, "reading .zst needs zstandard: pip install 'tokenlake[bench]'") from None
+    frame = None
+    try:
+        for chunk in _chunks(path):
+            while chunk:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                yield frame.decompress(chunk)
+                chunk = frame.unused_data
+                if frame.eof:
+                    frame = None
+    except zstandard.ZstdError as error:
+        raise TraceError(path, f"expected zstd data; {error}") from None
+    if frame is not None:
+        raise TraceError(path, "expected a whole zstd frame; the file ends within one")

@@ -1,0 +1,208 @@
+"""What a benchmark replays: requests in time order, each with its tokens, and a built-in workload.
+
+Tokens are a function of (seed, stream, position), so a workload holds lengths only and makes the tokens of a
+request when the iteration gets there. Iterating again gives the same requests.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenlake.errors import ConfigurationError
+from tokenlake_bench.mixing import GOLDEN, WORD, key_of, mix64
+
+__all__ = ["BuiltinSettings", "Request", "Workload", "builtin_workload", "stream_tokens"]
+
+Tokens = NDArray[np.uint32]
+
+_SYSTEM_STREAM: Final = 1
+_TEXT_STREAM: Final = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One prompt. The arrays are one-dimensional and belong to whoever took the request from the workload.
+
+    `index` counts from 0 in time order; `at_s` is the arrival in seconds of trace time; `conversation` is equal
+    for the turns of one conversation; `output_tokens` is the answer, empty where the source does not have it.
+    """
+
+    index: int
+    at_s: float
+    conversation: int
+    tokens: Tokens
+    output_tokens: Tokens
+
+
+class Workload(Protocol):
+    """Requests with non-decreasing `at_s`; each iteration gives the same requests."""
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Request]: ...
+
+
+def stream_tokens(keys: NDArray[np.uint64], count: int, vocabulary: int) -> Tokens:
+    """The first `count` tokens of each stream in `keys` (shape [k]): shape [k, count], below `vocabulary`."""
+    positions = np.arange(count, dtype=np.uint64) * np.uint64(GOLDEN)
+    words = mix64(keys[:, None] + positions[None, :])
+    words >>= np.uint64(32)
+    words *= np.uint64(vocabulary)
+    words >>= np.uint64(32)
+    return words.astype(np.uint32)
+
+
+def check_vocabulary(vocabulary: int) -> None:
+    """Raises ConfigurationError unless token ids below `vocabulary` fit a uint32."""
+    if not 2 <= vocabulary <= 1 << 32:
+        raise ConfigurationError("vocabulary", vocabulary, "2 to 2**32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltinSettings:
+    """Lengths are in tokens, both ends included; a field out of range raises ConfigurationError.
+
+    A conversation starts from a system prompt, drawn with weight 1 / rank**zipf, and a user text. It goes on
+    until its next prompt would exceed its own limit, drawn from the upper half of `prompt_tokens`. `concurrent`
+    conversations are open at any time; each request is the next turn of one of them, drawn evenly.
+    """
+
+    requests: int = 240
+    seed: int = 0
+    vocabulary: int = 32_000
+    prompt_tokens: tuple[int, int] = (600, 2_500)
+    user_tokens: tuple[int, int] = (48, 192)
+    answer_tokens: tuple[int, int] = (48, 160)
+    system_prompts: int = 6
+    zipf: float = 1.0
+    concurrent: int = 12
+    mean_gap_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        for field in ("requests", "system_prompts", "concurrent"):
+            if getattr(self, field) < 1:
+                raise ConfigurationError(field, getattr(self, field), "at least 1")
+        for field in ("prompt_tokens", "user_tokens", "answer_tokens"):
+            low, high = getattr(self, field)
+            if not 1 <= low <= high:
+                raise ConfigurationError(field, (low, high), "1 <= shortest <= longest")
+        for field in ("zipf", "mean_gap_s"):
+            if not 0 <= getattr(self, field) < float("inf"):
+                raise ConfigurationError(field, getattr(self, field), "a finite number, at least 0")
+        check_vocabulary(self.vocabulary)
+        if self.user_tokens[0] >= self.prompt_tokens[0]:
+            raise ConfigurationError("user_tokens", self.user_tokens, "shorter than the shortest prompt")
+        longest = self.system_tokens[1] + self.user_tokens[1]
+        if longest > self.prompt_tokens[1]:
+            raise ConfigurationError(
+                "prompt_tokens", self.prompt_tokens, f"room for a first prompt of {longest} tokens"
+            )
+
+    @property
+    def system_tokens(self) -> tuple[int, int]:
+        """Lengths of system prompts: the shortest possible prompt has the length asked for; a quarter of the range."""
+        low, high = self.prompt_tokens
+        shortest = low - self.user_tokens[0]
+        return shortest, shortest + (high - low) // 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Lengths of one request: its prompt is system[:system_length] + text[:text_length]."""
+
+    at_s: float
+    conversation: int
+    system: int
+    system_length: int
+    text_length: int
+    answer_length: int
+
+
+class _Conversation:
+    """An open conversation; `next_turn` is None once the next prompt would exceed its limit."""
+
+    def __init__(
+        self, settings: BuiltinSettings, rng: random.Random, number: int, lengths: list[int]
+    ) -> None:
+        self._settings = settings
+        self._rng = rng
+        self._number = number
+        weights = [rank**-settings.zipf for rank in range(1, len(lengths) + 1)]
+        self._system = rng.choices(range(len(lengths)), weights)[0]
+        self._system_length = lengths[self._system]
+        low, high = settings.prompt_tokens
+        self._limit = rng.randint((low + high) // 2, high)
+        self._text = rng.randint(*settings.user_tokens)
+
+    def next_turn(self, at_s: float) -> _Turn:
+        answer = self._rng.randint(*self._settings.answer_tokens)
+        turn = _Turn(at_s, self._number, self._system, self._system_length, self._text, answer)
+        self._text += answer + self._rng.randint(*self._settings.user_tokens)
+        return turn
+
+    @property
+    def over(self) -> bool:
+        return self._system_length + self._text > self._limit
+
+
+class _BuiltinWorkload:
+    def __init__(self, settings: BuiltinSettings) -> None:
+        self._settings = settings
+        self._turns = _schedule(settings)
+
+    @property
+    def name(self) -> str:
+        return f"built-in conversations (seed {self._settings.seed})"
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def __iter__(self) -> Iterator[Request]:
+        for index, turn in enumerate(self._turns):
+            system = self._stream(_SYSTEM_STREAM, turn.system, turn.system_length)
+            text = self._stream(_TEXT_STREAM, turn.conversation, turn.text_length + turn.answer_length)
+            prompt = np.concatenate([system, text[: turn.text_length]])
+            yield Request(index, turn.at_s, turn.conversation, prompt, text[turn.text_length :])
+
+    def _stream(self, kind: int, number: int, count: int) -> Tokens:
+        key = np.array([key_of(self._settings.seed & WORD, kind, number)], dtype=np.uint64)
+        return stream_tokens(key, count, self._settings.vocabulary).reshape(-1)
+
+
+def _schedule(settings: BuiltinSettings) -> list[_Turn]:
+    rng = random.Random(settings.seed)
+    lengths = [rng.randint(*settings.system_tokens) for _ in range(settings.system_prompts)]
+    open_conversations = [
+        _Conversation(settings, rng, number, lengths) for number in range(settings.concurrent)
+    ]
+    started = settings.concurrent
+    turns: list[_Turn] = []
+    at_s = 0.0
+    while len(turns) < settings.requests:
+        chosen = rng.randrange(settings.concurrent)
+        turns.append(open_conversations[chosen].next_turn(at_s))
+        if open_conversations[chosen].over:
+            open_conversations[chosen] = _Conversation(settings, rng, started, lengths)
+            started += 1
+        at_s += -settings.mean_gap_s * np.log1p(-rng.random()).item()
+    return turns
+
+
+def builtin_workload(settings: BuiltinSettings | None = None) -> Workload:
+    """Conversations of several turns over shared system prompts.
+
+    The prompt of a turn is the system prompt, all earlier user texts and answers, and a new user text. Answers are
+    given by the workload (`output_tokens`), whatever an engine generates, so that every run has the same prompts.
+    """
+    return _BuiltinWorkload(settings or BuiltinSettings())
