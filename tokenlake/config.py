@@ -2,8 +2,8 @@
 
 A flag wins over the environment (`TOKENLAKE_MEMORY`), that over the TOML file, that over the default. Every
 source is checked, also where another overrides it: a wrong file stays wrong. Every variable that starts with
-`TOKENLAKE_` is a setting, so a misspelt one is refused. Nothing here reads a file or the process's environment:
-both are passed in.
+`TOKENLAKE_` is a setting, so a misspelt one is refused. Nothing here reads a file or the process's
+environment: both are passed in.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     node: str = "local"
     # Enough for a few thousand tokens of an 8B model; pre-touched in about two seconds.
     memory: int = 1 << 30
-    # By `load_config`: {XDG_RUNTIME_DIR or /tmp}/tokenlake-{node}.sock, a directory of the user's own if there is
-    # one, and two nodes of one user do not meet.
+    # By `load_config`: {XDG_RUNTIME_DIR or /tmp}/tokenlake-{node}.sock. The user's own directory where there is
+    # one, and a name that two nodes do not share.
     socket: str = "/tmp/tokenlake-local.sock"
     # Peers' connections are neither encrypted nor authenticated yet, hence loopback; port 0 takes a free one.
     listen: str = "127.0.0.1:7440"
@@ -55,7 +55,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     peers: tuple[Peer, ...] = ()
     # Metrics and health, readable by every user of this machine; "" turns them off.
     metrics: str = "127.0.0.1:7441"
-    # A region has one tenant: large enough for tens of segments of 1 MiB, small enough that 1 GiB has 16 regions.
+    # A region has one tenant: large enough for tens of segments of 1 MiB, small enough for 16 in 1 GiB.
     # Where `memory` is smaller, the default is `memory`.
     region_size: int = 64 << 20
     # Several heartbeats, so that a lost one does no harm; a dead engine's lease ends soon all the same.
@@ -153,8 +153,8 @@ def load_config(
 ) -> Settings:
     """Merge and check the sources.
 
-    `toml_text` None: no file. `flags` has the names of the fields; one that is None was not given. `environ` may
-    hold variables of others.
+    `toml_text` None: no file. `flags` has the names of the fields; one that is None was not given. `environ`
+    may hold variables of others.
 
     Raises ConfigurationError for the first setting that is unknown or invalid.
     """
