@@ -1,0 +1,83 @@
+"""Consistent hashing with virtual nodes: which two nodes are the candidates of a segment key.
+
+A key is a uniform hash already, so its own bytes are the two hash values: bytes 0..8 name the home,
+bytes 8..16 the other candidate.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenlake.identity import Epoch, NodeId, SegmentKey
+from tokenlake.keys import KEY_BYTES
+
+__all__ = ["VIRTUAL_NODES", "Ring"]
+
+VIRTUAL_NODES = 128
+"""Per node of average weight: the share of a node then varies by some 9 % (1 / sqrt(128))."""
+
+
+class Ring:
+    """Immutable. Members with equal `members` and `run_length` build equal rings on every machine."""
+
+    def __init__(self, members: Mapping[NodeId, int], run_length: int = 1) -> None:
+        """`members`: weight per node (bytes of memory). `run_length`: E of the design, carried here because
+        nodes that disagree on it would place differently."""
+        if not members or min(members.values()) <= 0:
+            raise ValueError("a ring needs at least one member, each of positive weight")
+        self.members = tuple(sorted(members))
+        self.run_length = run_length
+        mean = sum(members.values()) / len(members)
+        points: list[tuple[int, int]] = []
+        for index, node in enumerate(self.members):
+            for replica in range(max(1, round(VIRTUAL_NODES * members[node] / mean))):
+                digest = hashlib.blake2b(f"{node}#{replica}".encode(), digest_size=8).digest()
+                points.append((int.from_bytes(digest, "big"), index))
+        points.sort()
+        self._points = np.array([point for point, _ in points], dtype=np.uint64)
+        owners = [owner for _, owner in points]
+        self._owner = np.array(owners, dtype=np.int64)
+        self._next_other = np.array(_next_distinct(owners), dtype=np.int64)
+        self.epoch = Epoch(self._digest(members))
+
+    def _digest(self, members: Mapping[NodeId, int]) -> int:
+        text = "|".join([f"{node}={members[node]}" for node in self.members] + [f"E={self.run_length}"])
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+    def candidates(self, keys: bytes) -> list[tuple[NodeId, NodeId]]:
+        """(home, other) for each of the concatenated 32-byte `keys`. Both are the same node only when the
+        ring has one member."""
+        homes, others = self._locate(keys)
+        names = self.members
+        return [(names[home], names[other]) for home, other in zip(homes.tolist(), others.tolist(), strict=True)]
+
+    def home(self, key: SegmentKey) -> NodeId:
+        """The node that keeps the directory entry of `key`."""
+        return self.candidates(key)[0][0]
+
+    def _locate(self, keys: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        hashes = np.frombuffer(keys, dtype=">u8").reshape(-1, KEY_BYTES // 8).astype(np.uint64)
+        last = len(self._points)
+        home_points = np.searchsorted(self._points, hashes[:, 0]) % last
+        other_points = np.searchsorted(self._points, hashes[:, 1]) % last
+        homes = self._owner[home_points]
+        others = self._owner[other_points]
+        return homes, np.where(others == homes, self._next_other[other_points], others)
+
+
+def _next_distinct(owners: list[int]) -> list[int]:
+    """For each point of the circle, the first owner after it that is not its own."""
+    count = len(owners)
+    result = list(owners)
+    following = owners[0]
+    # Two turns backwards: the first finds what lies beyond the end of the list.
+    for index in range(2 * count - 1, -1, -1):
+        at = index % count
+        after = (at + 1) % count
+        following = owners[after] if owners[after] != owners[at] else result[after]
+        result[at] = following
+    return result

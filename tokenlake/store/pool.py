@@ -1,0 +1,107 @@
+"""The slots of one tenant and one slot size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import msgspec
+
+from tokenlake.identity import TenantId
+from tokenlake.store.eviction import EvictionPolicy, LeastRecentlyUsed
+from tokenlake.store.region import RegionShape
+from tokenlake.store.segment import Kind, Segment, State
+from tokenlake.wire.slots import SlotRef
+
+__all__ = ["Budgets", "SlotPool"]
+
+
+class Budgets(msgspec.Struct, frozen=True):
+    """Shares of a pool's slots; each is at least two slots, so that a tiny arena works."""
+
+    staged: float = 0.10
+    """Staged copies may displace home copies up to this share; free slots they may use beyond it."""
+    dirty: float = 0.10
+    """Segments being written or waiting to be pushed."""
+
+
+class SlotPool:
+    """Free slots, and the evictable segments in order. Changed by `SegmentStore` alone."""
+
+    def __init__(self, tenant: TenantId, slot_bytes: int, budgets: Budgets, home: Callable[[], EvictionPolicy]):
+        self.tenant = tenant
+        self.slot_bytes = slot_bytes
+        self.budgets = budgets
+        self.regions: list[int] = []
+        self.slots = 0
+        self.free: list[tuple[int, int]] = []
+        """(region, slot), taken from the end."""
+        self.order: dict[Kind, EvictionPolicy] = {Kind.STAGED: LeastRecentlyUsed(), Kind.HOME: home()}
+        self.unpinned = {Kind.STAGED: 0, Kind.HOME: 0}
+        """READY segments with no pin: a search for a victim ends at once when there is none."""
+        self.counts = dict.fromkeys(Kind, 0)
+        """Segments RESERVED or READY, by kind."""
+        self.quarantined = 0
+
+    def add_region(self, region: int, region_bytes: int) -> None:
+        """Cut a fresh region into free slots."""
+        count = RegionShape(region_bytes, self.slot_bytes).slots
+        self.regions.append(region)
+        self.slots += count
+        self.free.extend((region, slot) for slot in range(count - 1, -1, -1))
+
+    def drop_region(self, region: int) -> None:
+        """Forget a region all of whose slots are free."""
+        kept = [place for place in self.free if place[0] != region]
+        self.slots -= len(self.free) - len(kept)
+        self.free = kept
+        self.regions.remove(region)
+
+    def budget(self, share: float) -> int:
+        """A share of this pool in slots."""
+        return max(2, math.ceil(share * self.slots))
+
+    def take(self, generations: dict[int, list[int]]) -> SlotRef:
+        """A free slot under a new generation. IndexError when there is none."""
+        region, slot = self.free.pop()
+        generations[region][slot] += 1
+        return SlotRef(region, slot, generations[region][slot])
+
+    def victim(self, kind: Kind) -> Segment | None:
+        """The coldest unpinned segment of `kind`. Pinned ones on the way are in use, so they count as touched:
+        each is passed over once per turn of the order."""
+        if not self.unpinned[kind]:
+            return None
+        order = self.order[kind]
+        while True:
+            segment = order.coldest()
+            if not segment.pins:
+                return segment
+            order.touch(segment, segment.touched)
+
+    def enter(self, segment: Segment, now: float) -> None:
+        """A READY segment takes its place in the order of its kind."""
+        if segment.kind in self.order:
+            self.order[segment.kind].insert(segment, now)
+            self.unpinned[segment.kind] += not segment.pins
+
+    def leave(self, segment: Segment) -> None:
+        """Inverse of `enter`."""
+        if segment.kind in self.order:
+            self.order[segment.kind].remove(segment)
+            self.unpinned[segment.kind] -= not segment.pins
+
+    def check_integrity(self, segments: list[Segment], quarantined: list[Segment]) -> None:
+        """Conservation of slots: free + indexed + quarantined = all, each place once."""
+        places = [*self.free, *((s.place.region, s.place.slot) for s in segments + quarantined)]
+        assert len(places) == len(set(places)) == self.slots, f"{len(places)} places for {self.slots} slots"
+        assert self.quarantined == len(quarantined)
+        for kind in Kind:
+            of_kind = [s for s in segments if s.kind is kind]
+            assert self.counts[kind] == len(of_kind), f"{kind.name}: counted {self.counts[kind]}, are {len(of_kind)}"
+            if kind in self.order:
+                ready = [s for s in of_kind if s.state is State.READY]
+                assert len(self.order[kind]) == len(ready)
+                assert self.unpinned[kind] == sum(not s.pins for s in ready)
+        assert all(s.pins > 0 for s in quarantined)
+        assert all(s.pins >= 0 for s in segments)

@@ -1,0 +1,51 @@
+"""Where the slots of a region lie. Client and daemon compute the same offsets from the same two numbers.
+
+::
+
+    0                    header                                   region_bytes
+    | generation x slots | slot 0 | slot 1 | ... | slot n-1 | unused |
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["GENERATION_BYTES", "RegionShape"]
+
+GENERATION_BYTES = 8
+"""One uint64 per slot, written by the daemon, so that a copy out can check that the slot was not reused."""
+_PAGE = 4096
+_CACHE_LINE = 64
+
+
+class RegionShape(NamedTuple):
+    """A region of `region_bytes` cut in slots of `slot_bytes`."""
+
+    region_bytes: int
+    slot_bytes: int
+
+    @property
+    def stride(self) -> int:
+        """Distance between slots: slot_bytes rounded up to a cache line."""
+        return -(-self.slot_bytes // _CACHE_LINE) * _CACHE_LINE
+
+    @property
+    def slots(self) -> int:
+        """How many fit beside the header; may be 0."""
+        count = self.region_bytes // (self.stride + GENERATION_BYTES)
+        while count and self._header(count) + count * self.stride > self.region_bytes:
+            count -= 1
+        return count
+
+    @property
+    def header_bytes(self) -> int:
+        """The generation table, rounded up to a page."""
+        return self._header(self.slots)
+
+    def offset(self, slot: int) -> int:
+        """First byte of `slot` in the region."""
+        return self.header_bytes + slot * self.stride
+
+    @staticmethod
+    def _header(slots: int) -> int:
+        return -(-slots * GENERATION_BYTES // _PAGE) * _PAGE

@@ -1,0 +1,88 @@
+"""A segment as its node knows it.
+
+::
+
+    (slot FREE) -> RESERVED -> READY -> GONE -> (slot FREE)
+                      |                  ^
+                      +------------------+   abort, deadline, session gone
+
+A segment is in the index while RESERVED or READY. GONE with pins is quarantine: somebody may still read or
+write the slot, so it has no new owner until the last pin goes.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from tokenlake.identity import NodeId, SegmentKey, TenantId
+from tokenlake.wire.slots import SlotRef
+
+__all__ = ["Kind", "Segment", "State"]
+
+
+class State(IntEnum):
+    """Where in its life a segment is."""
+
+    RESERVED = 0
+    READY = 1
+    GONE = 2
+
+
+class Kind(IntEnum):
+    """Why this node keeps the segment."""
+
+    DIRTY = 0
+    """Written here, not yet pushed: never a victim."""
+    STAGED = 1
+    """Kept because a local engine wrote or fetched it; first victim."""
+    HOME = 2
+    """The copy the pool relies on; victim by policy."""
+
+
+class Segment:
+    """Mutable; changed by `SegmentStore` alone, but for `checksums`, `missing_shards` and `source`."""
+
+    __slots__ = (
+        "checksums",
+        "depth",
+        "key",
+        "kind",
+        "missing_shards",
+        "packed",
+        "pins",
+        "place",
+        "slot_bytes",
+        "source",
+        "state",
+        "tenant",
+        "touched",
+    )
+
+    def __init__(
+        self, tenant: TenantId, key: SegmentKey, slot_bytes: int, place: SlotRef, kind: Kind, depth: int, now: float
+    ) -> None:
+        self.tenant = tenant
+        self.key = key
+        self.slot_bytes = slot_bytes
+        self.place = place
+        self.packed = place.pack()
+        """`place` as it goes over the wire, made once."""
+        self.kind = kind
+        self.state = State.RESERVED
+        self.depth = depth
+        """Index of the segment in its prompt."""
+        self.pins = 0
+        """Leases, writes, sends and receives that need the slot to stay what it is."""
+        self.touched = now
+        self.checksums = b""
+        """8 bytes per shard once READY."""
+        self.missing_shards = 0
+        """Bit mask of the shards not committed yet."""
+        self.source: NodeId | None = None
+        """Of a staged copy: the node that keeps the home copy."""
+
+    def __repr__(self) -> str:
+        return (
+            f"<{self.kind.name} {self.state.name} {self.key.hex()[:8]} at {self.place.region}:{self.place.slot} "
+            f"gen {self.place.generation} pins {self.pins}>"
+        )

@@ -1,0 +1,256 @@
+"""The segments of one node: index, slots, pins, budgets, eviction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.metrics import Counters, Metric
+from tokenlake.placement import Vacancy
+from tokenlake.store.eviction import EvictionPolicy, LeastRecentlyUsed
+from tokenlake.store.pool import Budgets, SlotPool
+from tokenlake.store.region import RegionShape
+from tokenlake.store.segment import Kind, Segment, State
+from tokenlake.wire.codes import Code
+from tokenlake.wire.slots import SlotRef
+
+__all__ = ["Budgets", "SegmentStore"]
+
+EVICTED = Metric("tokenlake_evicted_segments_total", "Segments that gave their slot to another, staged ones included")
+QUARANTINED = Metric(
+    "tokenlake_quarantined_segments_total", "Segments that left the index while somebody could still touch the slot"
+)
+
+_NO_SEGMENTS: dict[SegmentKey, Segment] = {}
+
+
+class SegmentStore:
+    """All changes are synchronous: a reservation takes a slot, evicting if it must, or is refused at once.
+
+    `reissued` and `evicted` collect what the caller has to make known (generations of slots that changed
+    hands, home copies that left); the caller empties them.
+    """
+
+    def __init__(
+        self,
+        regions: Sequence[int],
+        region_bytes: int,
+        budgets: Budgets,
+        counters: Counters,
+        policy: Callable[[], EvictionPolicy] = LeastRecentlyUsed,
+    ) -> None:
+        """`regions`: ids of the regions that exist, each of `region_bytes`."""
+        self.region_bytes = region_bytes
+        self.reissued: list[SlotRef] = []
+        self.evicted: list[Segment] = []
+        self._counters = counters
+        self._budgets = budgets
+        self._policy = policy
+        self._spare = list(regions)
+        self._regions = len(self._spare)
+        self._generations: dict[int, list[int]] = {}
+        self._index: dict[TenantId, dict[SegmentKey, Segment]] = {}
+        self._pools: dict[tuple[TenantId, int], SlotPool] = {}
+        self._quarantine: dict[SlotRef, Segment] = {}
+
+    # -- looking up
+
+    def get(self, tenant: TenantId, key: SegmentKey) -> Segment | None:
+        """The segment, RESERVED or READY."""
+        return self._index.get(tenant, _NO_SEGMENTS).get(key)
+
+    def index(self, tenant: TenantId) -> dict[SegmentKey, Segment]:
+        """The tenant's index, RESERVED and READY; for reading only."""
+        return self._index.get(tenant, _NO_SEGMENTS)
+
+    def segments(self) -> Iterable[Segment]:
+        """Every indexed segment, in order of tenants and insertion."""
+        for index in self._index.values():
+            yield from index.values()
+
+    def pool(self, tenant: TenantId, slot_bytes: int) -> SlotPool | None:
+        """The pool of that slot size, given a spare region if it has none. None when there is none to give."""
+        pool = self._pools.get((tenant, slot_bytes))
+        if pool is None:
+            if not self._spare or not RegionShape(self.region_bytes, slot_bytes).slots:
+                return None
+            pool = self._pools[tenant, slot_bytes] = SlotPool(tenant, slot_bytes, self._budgets, self._policy)
+        if not pool.regions:
+            self._grow(pool)
+        return pool if pool.regions else None
+
+    def pools(self) -> Iterable[SlotPool]:
+        """Every pool, in order of creation."""
+        return self._pools.values()
+
+    def region_owner(self, region: int) -> SlotPool | None:
+        """The pool that a region belongs to."""
+        return next((pool for pool in self._pools.values() if region in pool.regions), None)
+
+    def vacancy(self, now: float) -> Vacancy:
+        """Free memory, and the age of the coldest home copy of all pools."""
+        total = self._regions * self.region_bytes
+        free = len(self._spare) * self.region_bytes
+        age = 0.0
+        for pool in self._pools.values():
+            free += len(pool.free) * pool.slot_bytes
+            if pool.unpinned[Kind.HOME]:
+                age = max(age, now - pool.order[Kind.HOME].coldest().touched)
+        return Vacancy(free / total if total else 0.0, age)
+
+    # -- life of a segment
+
+    def reserve(
+        self, tenant: TenantId, slot_bytes: int, key: SegmentKey, kind: Kind, depth: int, now: float
+    ) -> Segment | Code:
+        """A slot for a new segment, RESERVED, indexed and pinned once for the caller; or the reason why not.
+
+        The key must not be indexed. Victims: staged copies, then home copies by policy; a staged copy takes a
+        home copy's slot only within its budget.
+        """
+        pool = self.pool(tenant, slot_bytes)
+        if pool is None:
+            return Code.NO_REGION
+        if kind is Kind.DIRTY and pool.counts[Kind.DIRTY] >= pool.budget(pool.budgets.dirty):
+            return Code.WRITE_BUDGET
+        if not pool.free and self._spare:
+            self._grow(pool)
+        if not pool.free and not self._make_room(pool, kind):
+            return Code.NO_SLOT
+        segment = Segment(tenant, key, slot_bytes, pool.take(self._generations), kind, depth, now)
+        segment.pins = 1
+        pool.counts[kind] += 1
+        self._index.setdefault(tenant, {})[key] = segment
+        self.reissued.append(segment.place)
+        return segment
+
+    def publish(self, segment: Segment, checksums: bytes, now: float) -> None:
+        """RESERVED -> READY. The caller's pin stays."""
+        assert segment.state is State.RESERVED
+        segment.state = State.READY
+        segment.checksums = checksums
+        self._pool_of(segment).enter(segment, now)
+
+    def discard(self, segment: Segment) -> None:
+        """Out of the index. The slot is free at once without pins, else quarantined until the last one goes."""
+        pool = self._pool_of(segment)
+        if segment.state is State.READY:
+            pool.leave(segment)
+        segment.state = State.GONE
+        pool.counts[segment.kind] -= 1
+        del self._index[segment.tenant][segment.key]
+        if segment.pins:
+            self._quarantine[segment.place] = segment
+            pool.quarantined += 1
+            self._counters.add(QUARANTINED)
+        else:
+            pool.free.append((segment.place.region, segment.place.slot))
+
+    def become(self, segment: Segment, kind: Kind, now: float) -> None:
+        """Change the kind of an indexed segment."""
+        if segment.kind is kind:
+            return
+        pool = self._pool_of(segment)
+        if segment.state is State.READY:
+            pool.leave(segment)
+        pool.counts[segment.kind] -= 1
+        segment.kind = kind
+        pool.counts[kind] += 1
+        if segment.state is State.READY:
+            pool.enter(segment, now)
+
+    def pin(self, segment: Segment) -> None:
+        """The slot stays what it is until the matching `unpin`."""
+        if not segment.pins and segment.state is State.READY and segment.kind is not Kind.DIRTY:
+            self._pool_of(segment).unpinned[segment.kind] -= 1
+        segment.pins += 1
+
+    def unpin(self, segment: Segment) -> None:
+        """Undo one `pin`; frees a quarantined slot with the last."""
+        segment.pins -= 1
+        if segment.pins:
+            return
+        pool = self._pool_of(segment)
+        if segment.state is State.GONE:
+            del self._quarantine[segment.place]
+            pool.quarantined -= 1
+            pool.free.append((segment.place.region, segment.place.slot))
+        elif segment.state is State.READY and segment.kind is not Kind.DIRTY:
+            pool.unpinned[segment.kind] += 1
+
+    def touch(self, segments: Sequence[Segment], now: float) -> None:
+        """The READY segments of one prompt were read; given in prompt order, touched deepest first, so that a
+        parent outlives its children."""
+        for segment in reversed(segments):
+            if segment.kind is not Kind.DIRTY:
+                self._pool_of(segment).order[segment.kind].touch(segment, now)
+
+    # -- regions
+
+    def reclaim(self, pool: SlotPool) -> int | None:
+        """Empty one region of `pool` for somebody else and take it away; its id, or None while something in
+        each of them is pinned or dirty. The caller replaces the memory, then calls `add_spare`."""
+        for region in pool.regions:
+            inside = [s for s in self.segments() if s.place.region == region]
+            held = any(s.pins or s.kind is Kind.DIRTY for s in inside)
+            if held or any(place.region == region for place in self._quarantine):
+                continue
+            for segment in inside:
+                self._evict(segment)
+            pool.drop_region(region)
+            del self._generations[region]
+            return region
+        return None
+
+    def add_spare(self, region: int) -> None:
+        """A fresh region, never seen by anyone."""
+        self._spare.append(region)
+
+    @property
+    def spare_regions(self) -> int:
+        """Regions that belong to nobody yet."""
+        return len(self._spare)
+
+    # -- inside
+
+    def _pool_of(self, segment: Segment) -> SlotPool:
+        return self._pools[segment.tenant, segment.slot_bytes]
+
+    def _grow(self, pool: SlotPool) -> None:
+        if self._spare:
+            region = self._spare.pop(0)
+            self._generations[region] = [0] * RegionShape(self.region_bytes, pool.slot_bytes).slots
+            pool.add_region(region, self.region_bytes)
+
+    def _make_room(self, pool: SlotPool, kind: Kind) -> bool:
+        """Evict one segment so that one of `kind` can come. Nothing is evicted for a loser."""
+        order: tuple[Kind, ...] = (Kind.STAGED, Kind.HOME)
+        if kind is Kind.STAGED and pool.counts[Kind.STAGED] < pool.budget(pool.budgets.staged):
+            order = (Kind.HOME, Kind.STAGED)
+        elif kind is Kind.STAGED:
+            order = (Kind.STAGED,)
+        for victims in order:
+            victim = pool.victim(victims)
+            if victim is not None:
+                self._evict(victim)
+                return True
+        return False
+
+    def _evict(self, segment: Segment) -> None:
+        self._counters.add(EVICTED)
+        if segment.kind is Kind.HOME:
+            self.evicted.append(segment)
+        self.discard(segment)
+
+    def check_integrity(self) -> None:
+        """AssertionError when slots, pins, counts and index do not add up. Slow; for tests."""
+        for (tenant, slot_bytes), pool in self._pools.items():
+            segments = [s for s in self.segments() if (s.tenant, s.slot_bytes) == (tenant, slot_bytes)]
+            gone = [s for s in self._quarantine.values() if (s.tenant, s.slot_bytes) == (tenant, slot_bytes)]
+            pool.check_integrity(segments, gone)
+        for tenant, index in self._index.items():
+            for key, segment in index.items():
+                assert (segment.tenant, segment.key) == (tenant, key)
+                assert segment.state is not State.GONE
+                assert segment.place.generation == self._generations[segment.place.region][segment.place.slot]
+        assert sum(len(p.regions) for p in self._pools.values()) + len(self._spare) <= self._regions

@@ -1,0 +1,51 @@
+"""What happened to a key. On the wire a batch carries one byte per key."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+__all__ = ["Code"]
+
+
+class Code(IntEnum):
+    """One per key and call; a call never answers with one truth value for a batch."""
+
+    LOCAL = 1
+    """Leased, in this node's arena: the slot is in the reply."""
+    REMOTE = 2
+    """Leased at another node: fetch brings it here."""
+    PENDING = 3
+    """Somebody is writing it now."""
+    MISSING = 4
+    """Nobody has it."""
+    UNKNOWN = 5
+    """Its home does not answer, or came back and does not know yet what others hold."""
+    LOST = 6
+    """It was promised and is gone, or did not arrive whole within the deadline."""
+    ELSEWHERE = 7
+    """Between nodes: the home names the node that has it."""
+
+    RESERVED = 16
+    """A slot to fill, then commit."""
+    EXISTS = 17
+    """The pool has it already; nothing to do."""
+    COMMITTED = 18
+    """Published."""
+    EXPIRED = 19
+    """The reservation's deadline passed, or the session is gone: nothing was published."""
+
+    NO_SLOT = 32
+    """Refused: every slot is leased, being written or in quarantine."""
+    WRITE_BUDGET = 33
+    """Refused: as many segments as allowed wait to be pushed; a later try may succeed."""
+    SESSION_LIMIT = 34
+    """Refused: the session has leased or reserved as much as one session may."""
+    NO_REGION = 35
+    """Refused: no region of this slot size, and none free to become one."""
+    BAD_CHECKSUM = 36
+    """Refused: the bytes that arrived are not those that were written."""
+
+    @property
+    def refused(self) -> bool:
+        """The call could not be served for this key; the code is the reason."""
+        return self >= Code.NO_SLOT

@@ -1,0 +1,226 @@
+"""Messages between an engine's process and its daemon, over the local socket.
+
+A request carries an `id` that its reply repeats; a message without one is not answered. Keys and slots travel
+packed: `keys` is 32 bytes each, `codes` one byte each, `slots` 16 bytes each (`tokenlake.wire.slots`).
+The tenant is the connection's, never a field here.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = [
+    "Abort",
+    "Attach",
+    "Bye",
+    "Commit",
+    "Committed",
+    "EngineReply",
+    "EngineRequest",
+    "Failed",
+    "Fetch",
+    "Fetched",
+    "Heartbeat",
+    "HeartbeatReply",
+    "Hello",
+    "Match",
+    "Matched",
+    "OpenRegion",
+    "Prepare",
+    "Prepared",
+    "Region",
+    "Release",
+    "Welcome",
+    "reply_decoder",
+    "request_decoder",
+]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    pass
+
+
+class Hello(_Message, tag=1):
+    """First frame of a connection."""
+
+    id: int
+    oldest_version: int
+    newest_version: int
+    layout: bytes
+    """`Layout.encode()`."""
+    probe: bytes
+    """`keys.probe` under the public secret `PROBE_SECRET`: do both sides hash alike?"""
+    token: str | None = None
+    session: int = 0
+    """0 opens a session; else joins this one."""
+    resume: int = 0
+    """The connection this process had before, whose leases it still holds; 0 for none."""
+
+
+class Welcome(_Message, tag=2):
+    """Answers `Hello`."""
+
+    id: int
+    version: int
+    node: str
+    incarnation: int
+    session: int
+    connection: int
+    tenant: str
+    secret: bytes
+    """The tenant's, for the root of the key chain."""
+    probe: bytes
+    """`keys.probe` under `secret`; the client compares."""
+    heartbeat_s: float
+    max_frame: int
+
+
+class Failed(_Message, tag=3):
+    """Answers a request that broke a rule. `kind` is a class name of `tokenlake.errors`."""
+
+    id: int
+    kind: str
+    reason: str
+
+
+class Match(_Message, tag=4):
+    """Which of these keys, from the first on, does the pool have? What is found is leased."""
+
+    id: int
+    keys: bytes
+    deadline_s: float
+
+
+class Matched(_Message, tag=5):
+    """Answers `Match` and `Attach`. `lease` is 0 when nothing was found."""
+
+    id: int
+    lease: int
+    hits: int
+    """Leased segments from the first on without a gap; the others are not leased."""
+    codes: bytes
+    slots: bytes
+    """Of the first `hits` keys; zeros where the code is not LOCAL."""
+    checksums: bytes
+    """8 bytes per shard for each of the first `hits`; zeros where not LOCAL."""
+
+
+class Attach(_Message, tag=6):
+    """Hold a lease that another process of the session made."""
+
+    id: int
+    lease: int
+
+
+class Fetch(_Message, tag=7):
+    """Bring the segments `start` to `stop` of a lease into this node's arena."""
+
+    id: int
+    lease: int
+    start: int
+    stop: int
+    deadline_s: float
+    """0: the daemon predicts it."""
+
+
+class Fetched(_Message, tag=8):
+    """Answers `Fetch`: one code, slot and checksum per segment asked for."""
+
+    id: int
+    codes: bytes
+    slots: bytes
+    checksums: bytes
+
+
+class Release(_Message, tag=9):
+    """This process no longer looks at these segments: (lease, start, stop) each. Not answered."""
+
+    ranges: tuple[tuple[int, int, int], ...]
+
+
+class Prepare(_Message, tag=10):
+    """Reserve slots for consecutive segments of one prompt, the first at index `first`."""
+
+    id: int
+    keys: bytes
+    first: int
+
+
+class Prepared(_Message, tag=11):
+    """Answers `Prepare`: RESERVED with a slot, EXISTS, PENDING, or the reason of the refusal."""
+
+    id: int
+    write: int
+    codes: bytes
+    slots: bytes
+    retry_after_s: float = 0.0
+
+
+class Commit(_Message, tag=12):
+    """Shards of the segments at `indices` are filled. READY when all shards of a segment are in."""
+
+    id: int
+    write: int
+    indices: tuple[int, ...]
+    shards: int
+    """Bit mask of the shards that this process wrote."""
+    checksums: bytes
+    """xxh3-64, little-endian, per segment and set bit of `shards`, in that order."""
+
+
+class Committed(_Message, tag=13):
+    """Answers `Commit`: COMMITTED (or RESERVED while shards are missing), EXISTS, EXPIRED."""
+
+    id: int
+    codes: bytes
+
+
+class Abort(_Message, tag=14):
+    """Give back what is not committed of a write; its slots will not be written any more. Not answered."""
+
+    write: int
+
+
+class Heartbeat(_Message, tag=15):
+    """Renews the session's leases and reservations."""
+
+    id: int
+
+
+class HeartbeatReply(_Message, tag=16):
+    """`alive` is False when the session's deadline had passed: its reservations are gone, its leases are
+    kept only until they are released."""
+
+    id: int
+    alive: bool
+
+
+class OpenRegion(_Message, tag=17):
+    """Ask for a region's descriptor."""
+
+    id: int
+    region: int
+
+
+class Region(_Message, tag=18):
+    """Answers `OpenRegion`; the descriptor travels beside the frame."""
+
+    id: int
+    region: int
+    region_bytes: int
+    slot_bytes: int
+
+
+class Bye(_Message, tag=19):
+    """This process holds nothing any more and has unmapped. Not answered."""
+
+
+EngineRequest = (
+    Hello | Match | Attach | Fetch | Release | Prepare | Commit | Abort | Heartbeat | OpenRegion | Bye
+)
+EngineReply = Welcome | Failed | Matched | Fetched | Prepared | Committed | HeartbeatReply | Region
+
+PROBE_SECRET = b"tokenlake probe"
+
+request_decoder: msgspec.msgpack.Decoder[EngineRequest] = msgspec.msgpack.Decoder(EngineRequest)
+reply_decoder: msgspec.msgpack.Decoder[EngineReply] = msgspec.msgpack.Decoder(EngineReply)

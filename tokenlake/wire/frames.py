@@ -1,0 +1,66 @@
+"""Frames: 4 bytes of length (little-endian, of the body alone), then a MessagePack body."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+import msgspec
+
+from tokenlake.errors import ProtocolRefused
+
+__all__ = ["HEADER_BYTES", "FrameDecoder", "decode", "encode", "pack_frame"]
+
+HEADER_BYTES = 4
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """A message's MessagePack, without a header."""
+    return _encoder.encode(message)
+
+
+def pack_frame(message: msgspec.Struct) -> bytes:
+    """A whole frame."""
+    body = _encoder.encode(message)
+    return len(body).to_bytes(HEADER_BYTES, "little") + body
+
+
+class FrameDecoder:
+    """Cuts a byte stream into frame bodies. Holds at most one frame of at most `max_frame` bytes."""
+
+    __slots__ = ("_buffer", "max_frame")
+
+    def __init__(self, max_frame: int) -> None:
+        self._buffer = bytearray()
+        self.max_frame = max_frame
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Bodies completed by `data`. Raises `ProtocolRefused` for a frame over the bound: the stream cannot
+        be read on after that."""
+        self._buffer += data
+        start = 0
+        buffer = self._buffer
+        try:
+            while len(buffer) - start >= HEADER_BYTES:
+                size = int.from_bytes(buffer[start : start + HEADER_BYTES], "little")
+                if size > self.max_frame:
+                    raise ProtocolRefused(f"a frame of {size} bytes; at most {self.max_frame} are accepted")
+                end = start + HEADER_BYTES + size
+                if len(buffer) < end:
+                    break
+                body = bytes(buffer[start + HEADER_BYTES : end])
+                start = end
+                yield body
+        finally:
+            del buffer[:start]
+
+
+def decode(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
+    """Decode one body. Raises `ProtocolRefused` with the reason."""
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolRefused(f"a frame that this protocol does not know: {error}") from error

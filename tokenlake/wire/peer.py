@@ -1,0 +1,233 @@
+"""Messages between daemons.
+
+The control connection carries everything but segments' bytes. A bulk connection carries `Pull` frames one way
+and, for each, a `Pulled` frame followed by raw bytes the other way. Both begin with `PeerHello`.
+A request carries a `call` that its reply repeats.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = [
+    "Advertised",
+    "Announce",
+    "Evicted",
+    "Held",
+    "Lookup",
+    "LookupReply",
+    "Offer",
+    "OfferReply",
+    "PeerHello",
+    "PeerMessage",
+    "PeerRefused",
+    "PeerWelcome",
+    "Ping",
+    "Pong",
+    "Pull",
+    "Pulled",
+    "Ready",
+    "ReadyReply",
+    "Redundant",
+    "ReleaseLease",
+    "Touched",
+    "Withdraw",
+    "bulk_request_decoder",
+    "handshake_decoder",
+    "peer_decoder",
+    "pulled_decoder",
+]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    pass
+
+
+class PeerHello(_Message, tag=1):
+    """First frame of a connection between daemons."""
+
+    oldest_version: int
+    newest_version: int
+    node: str
+    incarnation: int
+    epoch: int
+    members: tuple[str, ...]
+    bulk: bool
+
+
+class PeerWelcome(_Message, tag=2):
+    """Answers `PeerHello`."""
+
+    version: int
+    node: str
+    incarnation: int
+
+
+class PeerRefused(_Message, tag=3):
+    """Answers a `PeerHello` that cannot be served; the connection closes after it."""
+
+    kind: str
+    reason: str
+
+
+class Lookup(_Message, tag=4):
+    """Which of these keys do you have, or know of as their home? What is there is leased to the caller."""
+
+    call: int
+    tenant: str
+    keys: bytes
+
+
+class LookupReply(_Message, tag=5):
+    """LOCAL (leased there), ELSEWHERE (node in `nodes`), PENDING, MISSING or UNKNOWN per key."""
+
+    call: int
+    lease: int
+    codes: bytes
+    nodes: tuple[str, ...]
+    """One for each ELSEWHERE, in order."""
+
+
+class ReleaseLease(_Message, tag=6):
+    """The caller's leases that it no longer needs."""
+
+    leases: tuple[int, ...]
+
+
+class Announce(_Message, tag=7):
+    """To the home: the sender is writing these."""
+
+    tenant: str
+    keys: bytes
+    deadline_s: float
+
+
+class Withdraw(_Message, tag=8):
+    """To the home: the sender gave up writing these."""
+
+    tenant: str
+    keys: bytes
+
+
+class Ready(_Message, tag=9):
+    """To the home: the sender has these, not yet pushed."""
+
+    call: int
+    tenant: str
+    keys: bytes
+
+
+class ReadyReply(_Message, tag=10):
+    """COMMITTED: the first; EXISTS: somebody else's commit came first."""
+
+    call: int
+    codes: bytes
+
+
+class Offer(_Message, tag=11):
+    """To the chosen holder: pull these from the sender and keep them."""
+
+    call: int
+    tenant: str
+    keys: bytes
+    first: int
+    """Index of the first segment in its prompt; the keys are consecutive."""
+    slot_bytes: int
+    shards: int
+
+
+class OfferReply(_Message, tag=12):
+    """COMMITTED, EXISTS, or the reason of the refusal per key."""
+
+    call: int
+    codes: bytes
+
+
+class Held(_Message, tag=13):
+    """To the home: the sender keeps the home copy of these."""
+
+    tenant: str
+    keys: bytes
+
+
+class Redundant(_Message, tag=14):
+    """From the home: another node keeps the home copy; yours may go. One node per key in `nodes`."""
+
+    tenant: str
+    keys: bytes
+    nodes: tuple[str, ...]
+
+
+class Evicted(_Message, tag=15):
+    """To the home: the sender no longer has these."""
+
+    tenant: str
+    keys: bytes
+
+
+class Touched(_Message, tag=16):
+    """To the holder: copies of these were read elsewhere. Deepest first."""
+
+    tenant: str
+    keys: bytes
+
+
+class Advertised(_Message, tag=17):
+    """The sender has told its home copies to this incarnation of the receiver, all of them."""
+
+
+class Ping(_Message, tag=18):
+    """Are you there? `vacancy` is the sender's."""
+
+    call: int
+    vacancy: tuple[float, float]
+
+
+class Pong(_Message, tag=19):
+    """Answers `Ping`."""
+
+    call: int
+    vacancy: tuple[float, float]
+
+
+class Pull(_Message, tag=20):
+    """On a bulk connection: send these segments."""
+
+    tenant: str
+    keys: bytes
+
+
+class Pulled(_Message, tag=21):
+    """Answers `Pull`; the bytes of the segments whose code is LOCAL follow, in order, `slot_bytes` each."""
+
+    slot_bytes: int
+    codes: bytes
+    checksums: bytes
+    """8 bytes per shard of each LOCAL segment, as the writer made them."""
+
+
+PeerMessage = (
+    Lookup
+    | LookupReply
+    | ReleaseLease
+    | Announce
+    | Withdraw
+    | Ready
+    | ReadyReply
+    | Offer
+    | OfferReply
+    | Held
+    | Redundant
+    | Evicted
+    | Touched
+    | Advertised
+    | Ping
+    | Pong
+)
+
+peer_decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)
+handshake_decoder: msgspec.msgpack.Decoder[PeerHello | PeerWelcome | PeerRefused] = msgspec.msgpack.Decoder(
+    PeerHello | PeerWelcome | PeerRefused
+)
+bulk_request_decoder: msgspec.msgpack.Decoder[Pull] = msgspec.msgpack.Decoder(Pull)
+pulled_decoder: msgspec.msgpack.Decoder[Pulled] = msgspec.msgpack.Decoder(Pulled)

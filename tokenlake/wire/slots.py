@@ -1,0 +1,46 @@
+"""Packed slot references: region (uint32), slot (uint32), generation (uint64), little-endian; 16 bytes."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from tokenlake.identity import SegmentKey
+from tokenlake.keys import KEY_BYTES
+
+__all__ = ["NO_SLOT_BYTES", "SLOT_BYTES", "SlotRef", "join_keys", "split_keys", "unpack_slots"]
+
+_SLOT = struct.Struct("<IIQ")
+SLOT_BYTES = _SLOT.size
+NO_SLOT_BYTES = bytes(SLOT_BYTES)
+"""Stands where a key has no slot."""
+
+
+class SlotRef(NamedTuple):
+    """A place in a node's arena, and which use of it is meant."""
+
+    region: int
+    slot: int
+    generation: int
+
+    def pack(self) -> bytes:
+        """16 bytes."""
+        return _SLOT.pack(self.region, self.slot, self.generation)
+
+
+def unpack_slots(packed: bytes) -> list[SlotRef]:
+    """Inverse of concatenated `SlotRef.pack`."""
+    return [SlotRef._make(fields) for fields in _SLOT.iter_unpack(packed)]
+
+
+def split_keys(packed: bytes) -> list[SegmentKey]:
+    """Keys of a message. A length that is no multiple of 32 is the sender's error: ValueError."""
+    if len(packed) % KEY_BYTES:
+        raise ValueError(f"keys take {len(packed)} bytes, which is no multiple of {KEY_BYTES}")
+    return [SegmentKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
+
+
+def join_keys(keys: Iterable[SegmentKey]) -> bytes:
+    """Inverse of `split_keys`."""
+    return b"".join(keys)

@@ -1,0 +1,22 @@
+"""Which protocol the two ends speak."""
+
+from __future__ import annotations
+
+from tokenlake.errors import ProtocolRefused
+
+__all__ = ["OLDEST_VERSION", "PROTOCOL_VERSION", "agree"]
+
+PROTOCOL_VERSION = 1
+OLDEST_VERSION = 1
+"""Both ends offer [OLDEST_VERSION, PROTOCOL_VERSION] and use the highest that both know."""
+
+
+def agree(oldest: int, newest: int) -> int:
+    """The version to speak with a peer that offers this range. Raises `ProtocolRefused` naming both ranges."""
+    version = min(newest, PROTOCOL_VERSION)
+    if version < max(oldest, OLDEST_VERSION):
+        raise ProtocolRefused(
+            f"the other side speaks protocol versions {oldest} to {newest}, this side {OLDEST_VERSION} to "
+            f"{PROTOCOL_VERSION}; install matching versions of tokenlake on both"
+        )
+    return version
