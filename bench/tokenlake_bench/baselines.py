@@ -1,10 +1,10 @@
 """Token hit rates of other arrangements of the same memory, by the pool's rules.
 
-Requests are served one at a time in order. Only full segments are kept; a hit is the longest contiguous prefix
-that one cache holds; then the whole prompt is touched, deepest segment first, and what exceeds the capacity is
-evicted, least recently touched first. The hit rate is hit tokens / all prompt tokens, the part beyond the last
-full segment included. Segments are told apart by a digest of all tokens up to their end, made without the pool's
-key chain.
+Requests are served one at a time in order. Only full segments are kept; a hit is the longest contiguous
+prefix that one cache holds; then the whole prompt is touched, deepest segment first, and what exceeds the
+capacity is evicted, least recently touched first. The hit rate is hit tokens / all prompt tokens, the part
+beyond the last full segment included. Segments are told apart by a digest of all tokens up to their end, made
+without the pool's key chain.
 """
 
 from __future__ import annotations
@@ -130,10 +130,10 @@ def private_round_robin(accesses: Accesses, nodes: int, capacity_tokens: int) ->
 
 
 def private_routed(accesses: Accesses, nodes: int, capacity_tokens: int, seed: int) -> HitCount:
-    """As above, but each request goes to the node that holds its longest prefix now; `seed` draws between equals.
+    """As above, but each request goes to the node that holds its longest prefix; `seed` draws between equals.
 
-    A node that has served nothing comes first: otherwise a first segment that all requests share would send all
-    of them to the one node that happened to get it, and the other nodes' memory would stay empty.
+    A node that has served nothing comes first: otherwise a first segment that all requests share would send
+    all of them to the one node that happened to get it, and the other nodes' memory would stay empty.
     """
     caches = _caches(accesses, nodes, capacity_tokens)
     rng = random.Random(seed)

@@ -35,7 +35,7 @@ class PayloadIdentity:
     fingerprint: bytes
 
     def digests(self, tokens: NDArray[np.uint32], segment_tokens: int) -> list[bytes]:
-        """16 bytes per full segment of `tokens` (one-dimensional), in order; what lies past the last is ignored."""
+        """16 bytes per full segment of `tokens` (one-dimensional), in order; the rest is ignored."""
         tenant = self.tenant.encode()
         head = struct.pack("<QQ", self.seed & ((1 << 64) - 1), len(tenant)) + tenant
         running = xxhash.xxh3_128(head + struct.pack("<Q", len(self.fingerprint)) + self.fingerprint)

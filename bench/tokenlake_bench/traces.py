@@ -1,7 +1,8 @@
 """Mooncake's trace format: JSON lines, plain (`.jsonl`) or compressed (`.jsonl.zst`).
 
 A line has `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`, one id per started
-512-token block; equal ids mean equal prefixes up to and including that block. The tokens are not in such a file.
+512-token block; equal ids mean equal prefixes up to and including that block. The tokens are not in such a
+file.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _NO_OUTPUT: Final = np.empty(0, dtype=np.uint32)
 
 
 class TraceError(TokenLakeError):
-    """A trace cannot be read; the message names the file and what was expected, for a bad line its number and field."""
+    """A trace cannot be read; the message names file, line, field and what was expected."""
 
     def __init__(self, path: Path, problem: str, line: int | None = None, field: str | None = None) -> None:
         where = str(path)
@@ -94,8 +95,8 @@ def read_mooncake(
     Token ids are a function of (`seed`, block id, position), below `vocabulary`; the last block is cut to
     `input_length`. `output_tokens` is empty. `jitter_s` > 0 adds an even, seeded delay in [0, jitter_s) to
     each arrival and keeps the order, for traces whose timestamps are rounded. `conversation` is inferred: a
-    request whose prompt contains the last full block of an earlier prompt goes on where that one ended (a first
-    block, which all requests may share, does not count).
+    request whose prompt contains the last full block of an earlier prompt goes on where that one ended (a
+    first block, which all requests may share, does not count).
 
     Raises TraceError for a file that cannot be read, is empty or has a malformed line, ConfigurationError for
     an argument out of range.

@@ -29,8 +29,9 @@ _TEXT_STREAM: Final = 2
 class Request:
     """One prompt. The arrays are one-dimensional and belong to whoever took the request from the workload.
 
-    `index` counts from 0 in time order; `at_s` is the arrival in seconds of trace time; `conversation` is equal
-    for the turns of one conversation; `output_tokens` is the answer, empty where the source does not have it.
+    `index` counts from 0 in time order; `at_s` is the arrival in seconds of trace time; `conversation` is
+    equal for the turns of one conversation; `output_tokens` is the answer, empty where the source does not
+    have it.
     """
 
     index: int
@@ -74,8 +75,9 @@ class BuiltinSettings:
     """Lengths are in tokens, both ends included; a field out of range raises ConfigurationError.
 
     A conversation starts from a system prompt, drawn with weight 1 / rank**zipf, and a user text. It goes on
-    until its next prompt would exceed its own limit, drawn from the upper half of `prompt_tokens`. `concurrent`
-    conversations are open at any time; each request is the next turn of one of them, drawn evenly.
+    until its next prompt would exceed its own limit, drawn from the upper half of `prompt_tokens`.
+    `concurrent` conversations are open at any time; each request is the next turn of one of them, drawn
+    evenly.
     """
 
     requests: int = 240
@@ -111,7 +113,7 @@ class BuiltinSettings:
 
     @property
     def system_tokens(self) -> tuple[int, int]:
-        """Lengths of system prompts: the shortest possible prompt has the length asked for; a quarter of the range."""
+        """Lengths of system prompts: they vary by a quarter of the range of `prompt_tokens`."""
         low, high = self.prompt_tokens
         shortest = low - self.user_tokens[0]
         return shortest, shortest + (high - low) // 4
@@ -202,7 +204,8 @@ def _schedule(settings: BuiltinSettings) -> list[_Turn]:
 def builtin_workload(settings: BuiltinSettings | None = None) -> Workload:
     """Conversations of several turns over shared system prompts.
 
-    The prompt of a turn is the system prompt, all earlier user texts and answers, and a new user text. Answers are
-    given by the workload (`output_tokens`), whatever an engine generates, so that every run has the same prompts.
+    The prompt of a turn is the system prompt, all earlier user texts and answers, and a new user text.
+    Answers are given by the workload (`output_tokens`), whatever an engine generates, so that every run has
+    the same prompts.
     """
     return _BuiltinWorkload(settings or BuiltinSettings())
