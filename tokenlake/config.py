@@ -45,8 +45,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     node: str = "local"
     # Enough for a few thousand tokens of an 8B model; pre-touched in about two seconds.
     memory: int = 1 << 30
-    # By `load_config`: {XDG_RUNTIME_DIR or /tmp}/tokenlake-{node}.sock. The user's own directory where there is
-    # one, and a name that two nodes do not share.
+    # By `load_config`: {XDG_RUNTIME_DIR or /tmp}/tokenlake-{node}.sock. The user's own directory where there
+    # is one, and a name that two nodes do not share.
     socket: str = "/tmp/tokenlake-local.sock"
     # Peers' connections are neither encrypted nor authenticated yet, hence loopback; port 0 takes a free one.
     listen: str = "127.0.0.1:7440"

@@ -176,13 +176,11 @@ def path(expected: str, *, longest: int = 4095, absolute: bool = False, optional
     """A path of at most `longest` bytes; the empty one only if `optional`."""
 
     def parse(value: object) -> str:
-        if (
-            not isinstance(value, str)
-            or "\0" in value
-            or len(value.encode(errors="surrogateescape")) > longest
-        ):
+        if not isinstance(value, str) or "\0" in value or not (value or optional):
             raise ValueError(expected)
-        if (not value and not optional) or (value and absolute and not value.startswith("/")):
+        # A path from the environment may hold bytes that are no text.
+        too_long = len(value.encode(errors="surrogateescape")) > longest
+        if too_long or (value and absolute and not value.startswith("/")):
             raise ValueError(expected)
         return value
 

@@ -30,7 +30,7 @@ FIELDS = ServerConfig.__struct_fields__
 SECRET = "00112233445566778899aabbccddeeff"
 
 
-def load(toml: str | None = None, environ: Mapping[str, str] | None = None, **flags: Any) -> Settings:
+def load(toml: str | None = None, environ: Mapping[str, str] | None = None, /, **flags: Any) -> Settings:
     return load_config(toml_text=toml, environ=environ or {}, flags=flags)
 
 
@@ -52,7 +52,7 @@ def test_every_field_has_a_default_that_its_own_check_accepts() -> None:
     assert tuple(described) == FIELDS
     for field, value in described.items():
         if field != "tenants":
-            assert load(environ={f"TOKENLAKE_{field.upper()}": value}).config == ServerConfig()
+            assert load(None, {f"TOKENLAKE_{field.upper()}": value}).config == ServerConfig()
 
 
 def test_every_default_has_its_reason_beside_it() -> None:
@@ -80,7 +80,7 @@ def test_the_stronger_source_wins(
 
 
 def test_variables_of_others_are_not_settings() -> None:
-    assert load(environ={"PATH": "/bin", "TOKENLAKES": "1", "memory": "1"}).config == ServerConfig()
+    assert load(None, {"PATH": "/bin", "TOKENLAKES": "1", "memory": "1"}).config == ServerConfig()
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_the_default_socket_follows_user_and_node(
 
 def test_a_default_socket_that_is_too_long_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="socket.*set by default"):
-        load(environ={"XDG_RUNTIME_DIR": "/run/" + "a" * 100})
+        load(None, {"XDG_RUNTIME_DIR": "/run/" + "a" * 100})
 
 
 def test_a_small_memory_has_a_region_of_its_size() -> None:
@@ -396,7 +396,7 @@ def test_a_shown_address_reads_back(host: str, port: int) -> None:
 @given(st.sampled_from(FIELDS), st.text())
 def test_any_text_is_taken_or_refused_by_name(field: str, text: str) -> None:
     try:
-        load(environ={f"TOKENLAKE_{field.upper()}": text})
+        load(None, {f"TOKENLAKE_{field.upper()}": text})
     except ConfigurationError as error:
         assert error.field == field
 

@@ -1,0 +1,83 @@
+"""Who may import whom: bench -> client, server -> tokenlake; the rules do no I/O; the client stays thin."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {
+    "tokenlake": ROOT / "tokenlake",
+    "tokenlake_server": ROOT / "server" / "tokenlake_server",
+    "tokenlake_client": ROOT / "client" / "tokenlake_client",
+    "tokenlake_bench": ROOT / "bench" / "tokenlake_bench",
+}
+FORBIDDEN = {
+    "tokenlake": {"tokenlake_server", "tokenlake_client", "tokenlake_bench"}
+    | {
+        "asyncio",
+        "mmap",
+        "multiprocessing",
+        "random",
+        "selectors",
+        "socket",
+        "subprocess",
+        "threading",
+        "time",
+    },
+    "tokenlake_server": {"tokenlake_client", "tokenlake_bench"},
+    "tokenlake_client": {"tokenlake_server", "tokenlake_bench"},
+    "tokenlake_bench": set(),
+}
+# What the rules may not reach, anywhere below the client.
+HEAVY = ("torch", "grpc", "scipy", "click", "rich", "tokenlake_server", "tokenlake_bench")
+
+
+def imports(source: str) -> Iterator[str]:
+    """The top-level package of every import in a module, also of those inside functions."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield (node.module or "").partition(".")[0]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_arrows_point_down_only(package: str) -> None:
+    modules = sorted(PACKAGES[package].rglob("*.py"))
+    assert modules
+    wrong = {
+        f"{module.relative_to(ROOT)} imports {name}"
+        for module in modules
+        for name in imports(module.read_text())
+        if name in FORBIDDEN[package]
+    }
+    assert not wrong
+
+
+def test_an_import_inside_a_function_is_seen() -> None:
+    source = "import os.path\ndef f():\n    from tokenlake_server.cli import serve\nfrom . import g\n"
+    assert list(imports(source)) == ["os", "tokenlake_server"]
+
+
+@pytest.mark.parametrize("package", ["tokenlake", "tokenlake_client"])
+def test_importing_every_light_module_loads_nothing_heavy(package: str) -> None:
+    """In a process of its own. An engine's adapter needs its engine, so `engines` is left out."""
+    names = [_dotted(package, path) for path in sorted(PACKAGES[package].rglob("*.py"))]
+    light = [name for name in names if ".engines." not in name]
+    program = (
+        f"import importlib, sys\nfor name in {light!r}: importlib.import_module(name)\n"
+        f"print(*sorted(set({HEAVY!r}) & sys.modules.keys()))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr, result.stdout.strip()) == (0, "", "")
+
+
+def _dotted(package: str, path: Path) -> str:
+    parts = path.relative_to(PACKAGES[package]).with_suffix("").parts
+    return ".".join([package, *parts]).removesuffix(".__init__")

@@ -1,0 +1,132 @@
+"""The dispatcher: it lists, finds and hands over, and says what to install."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from typing import NoReturn
+
+import pytest
+
+from tokenlake import command
+
+COMMANDS = ["serve", "replay", "config", "demo", "bench"]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Exit status of `tokenlake ARGUMENTS` in this process."""
+    monkeypatch.setattr(sys, "argv", ["tokenlake", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        command.main()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def offer(monkeypatch: pytest.MonkeyPatch, name: str, target: str) -> None:
+    """Make `name` the only command, implemented by `target` ("module:attribute")."""
+    entry = EntryPoint(name=name, value=target, group=command.GROUP)
+    monkeypatch.setattr(command, "entry_points", lambda group: [entry])
+
+
+def accept(args: list[str], prog_name: str, standalone_mode: bool) -> None:
+    print(args, prog_name, standalone_mode)
+
+
+def leave(args: list[str], prog_name: str, standalone_mode: bool) -> NoReturn:
+    sys.exit(7)
+
+
+def lack_torch(args: list[str], prog_name: str, standalone_mode: bool) -> NoReturn:
+    raise ModuleNotFoundError("No module named 'torch.cuda'", name="torch.cuda")
+
+
+def lack_one_of_ours(args: list[str], prog_name: str, standalone_mode: bool) -> NoReturn:
+    raise ModuleNotFoundError("No module named 'tokenlake.nothing'", name="tokenlake.nothing")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_alone_it_lists_the_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert run(monkeypatch, *arguments) == 0
+    listed = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert [words[0] for words in listed] == COMMANDS
+    assert all(len(words) > 2 for words in listed)
+
+
+def test_each_command_has_a_summary() -> None:
+    assert list(command.SUMMARIES) == COMMANDS
+
+
+def test_an_unknown_command_names_the_known(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "sevre") == 2
+    assert capsys.readouterr().err == f"tokenlake: unknown command 'sevre'; known: {', '.join(COMMANDS)}\n"
+
+
+def test_the_rest_of_the_line_goes_to_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    offer(monkeypatch, "serve", f"{__name__}:accept")
+    assert run(monkeypatch, "serve", "--memory", "1GiB") == 0
+    assert capsys.readouterr().out == "['--memory', '1GiB'] tokenlake serve True\n"
+
+
+def test_the_exit_status_is_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(monkeypatch, "serve", f"{__name__}:leave")
+    assert run(monkeypatch, "serve") == 7
+
+
+def test_a_module_of_no_extra_is_put_down_to_the_commands_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    offer(monkeypatch, "serve", "not_installed_anywhere:serve")
+    assert run(monkeypatch, "serve") == 2
+    error = capsys.readouterr().err
+    assert "`tokenlake serve` needs the module 'not_installed_anywhere'" in error
+
+
+@pytest.mark.parametrize(
+    ("target", "missing", "extras"),
+    [
+        ("tokenlake_server.cli:serve", "click", "server"),
+        ("tokenlake_server.cli:serve", "prometheus_client", "server"),
+        ("tokenlake_bench.cli:demo", "click", "bench"),
+        ("tokenlake_bench.cli:demo", "zstandard", "bench"),
+        ("tokenlake_bench.cli:demo", "torch", "bench,transformers"),
+        ("tokenlake_server.cli:serve", "unheard_of", "server"),
+    ],
+)
+def test_the_extras_that_bring_a_module(target: str, missing: str, extras: str) -> None:
+    entry = EntryPoint(name="x", value=target, group=command.GROUP)
+    assert command._extras(entry, missing) == extras
+
+
+def test_an_extra_missed_while_running_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    offer(monkeypatch, "demo", f"{__name__}:lack_torch")
+    assert run(monkeypatch, "demo") == 2
+    error = capsys.readouterr().err
+    assert "needs the module 'torch'" in error
+    assert "transformers]'" in error
+
+
+def test_a_module_of_ours_that_is_missing_is_a_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(monkeypatch, "serve", f"{__name__}:lack_one_of_ours")
+    monkeypatch.setattr(sys, "argv", ["tokenlake", "serve"])
+    with pytest.raises(ModuleNotFoundError, match="tokenlake.nothing"):
+        command.main()
+
+
+def test_listing_imports_no_extra() -> None:
+    program = (
+        "import sys; sys.argv = ['tokenlake']\n"
+        "from tokenlake.command import main\n"
+        "try: main()\n"
+        "except SystemExit: print(sorted({'click', 'rich', 'numpy', 'tokenlake_server'} & sys.modules.keys()))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "[]"
