@@ -59,6 +59,6 @@ $(VENV)/.installed-engines: $(VENV)/.installed
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "error: no python3.11 or python3 found; name one: make PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "error: TokenLake needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
-			"name another: make PYTHON=..." >&2; exit 1; }
+		echo "error: TokenLake needs Python 3.11 or later, which $(PYTHON) is not; name one: make PYTHON=..." >&2; \
+		exit 1; }
 	$(PYTHON) -m venv $(VENV)
