@@ -1,0 +1,60 @@
+"""A Llama made on the spot: seeded random weights, no download, no tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["TinyModel", "save_tiny_model"]
+
+WEIGHT_SCALE = 4.0
+"""transformers initialises for training, which gives almost uniform logits; larger weights make the greedy
+token depend on the context, so that a wrong cache shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """Sized so that prefill of 1,024 tokens takes at least 100 ms on one CPU thread in float32."""
+
+    seed: int = 0
+    vocabulary: int = 1024
+    hidden: int = 384
+    intermediate: int = 1024
+    layers: int = 4
+    heads: int = 6
+    kv_heads: int = 2
+    positions: int = 32768
+
+
+def save_tiny_model(directory: str | Path, model: TinyModel | None = None) -> Path:
+    """Write configuration and float32 weights to `directory` and return it. Needs the `transformers`
+    extra. Same `model`, same bytes. There are no special tokens: generation ends by length."""
+    # Imported here so that the package is importable without the extra.
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = model or TinyModel()
+    config = LlamaConfig(
+        vocab_size=sizes.vocabulary,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.intermediate,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        max_position_embeddings=sizes.positions,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(sizes.seed)
+        network: Any = LlamaForCausalLM(config).to(torch.float32).eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(WEIGHT_SCALE)
+    path = Path(directory)
+    network.save_pretrained(path)
+    return path

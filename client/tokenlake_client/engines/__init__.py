@@ -1,0 +1,1 @@
+"""Integrations, one package per engine. Importing this package imports no engine."""

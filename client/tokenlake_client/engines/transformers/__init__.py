@@ -1,0 +1,7 @@
+"""The pool under Hugging Face transformers: `TokenLakeEngine` wraps a model's prefill and `generate`."""
+
+from tokenlake_client.engines.transformers.counters import Counts
+from tokenlake_client.engines.transformers.engine import EngineOptions, Prefill, TokenLakeEngine
+from tokenlake_client.engines.transformers.layout import layout_of
+
+__all__ = ["Counts", "EngineOptions", "Prefill", "TokenLakeEngine", "layout_of"]

@@ -1,0 +1,100 @@
+"""Which model configurations the pool can serve, and how they encode positions. Imports no engine.
+
+What is accepted is listed; a setting that sounds like attention and is not listed is refused by name,
+because a cache whose meaning is unknown must not be shared.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tokenlake.errors import LayoutRefused
+
+__all__ = ["check_config", "position_of"]
+
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+"""Rotations that depend on a token's position alone. `dynamic` and `longrope` depend on the length of the
+whole sequence too, so a prefix's keys change as the sequence grows."""
+
+LEARNED_POSITIONS = {"gpt2": "n_positions", "opt": "max_position_embeddings"}
+"""Model types that add a learned vector per position, and the setting that names how many there are."""
+
+ATTENTION_WORDS = re.compile(
+    r"attn|attention|window|alibi|kv_|sparse|bidirect|causal|index_|indexer|local|conv|mamba|ssm|recurr|lsh"
+    r"|linear|rope|rotary|cross|layer_types|block_type|position_bias|chunk|state_size|compress|latent"
+)
+
+# fmt: off
+UNDERSTOOD = frozenset((
+    "attention_bias", "attention_dropout", "attention_head_dim", "attention_heads",
+    "attention_multiplier", "attention_out_bias", "attention_probs_dropout_prob",
+    "attention_softmax_in_fp32", "attn_logit_softcapping", "attn_pdrop", "chunk_size_feed_forward",
+    "decoder_sparse_step", "is_causal", "layer_types", "max_window_layers", "mlp_layer_types",
+    "no_rope_layer_interval", "no_rope_layers", "num_attention_heads", "num_kv_heads",
+    "num_ln_in_parallel_attn", "num_local_experts", "original_max_position_embeddings",
+    "output_attentions", "parallel_attn", "partial_rotary_factor", "query_pre_attn_scalar",
+    "reorder_and_upcast_attn", "rope_parameters", "rope_scaling", "rope_theta",
+    "scale_attention_softmax_in_fp32", "scale_attn_by_inverse_layer_idx", "scale_attn_weights",
+    "sliding_window", "use_sliding_window",
+))
+# fmt: on
+"""Settings that change the values in a cache but not what they mean (the weights digest covers the values),
+and those that `check_config` or the cache's own layer types decide."""
+
+
+def check_config(config: Any) -> None:
+    """Raise `LayoutRefused`, naming field and reason, unless `config` is of a text decoder that caches one
+    key and one value per KV head, layer and token, of all tokens before."""
+    settings: Mapping[str, object] = config.to_dict()
+    if settings.get("is_encoder_decoder"):
+        raise _refused("is_encoder_decoder", True, "the decoder's cache depends on the encoder's input")
+    if config.get_text_config(decoder=True) is not config:
+        raise _refused("text_config", "present", "the cache depends on more than token ids")
+    if settings.get("quantization_config") is not None:
+        raise _refused("quantization_config", "present", "quantised weights are not supported")
+    if settings.get("kv_lora_rank") is not None:
+        raise _refused("kv_lora_rank", settings["kv_lora_rank"], "latent attention is not supported")
+    if settings.get("is_causal") is False:
+        raise _refused("is_causal", False, "a token's cache depends on tokens after it")
+    for name in ("sliding_window", "attention_chunk_size"):
+        if settings.get(name) is not None and settings.get("use_sliding_window") is not False:
+            raise _refused(name, settings[name], "a layer does not keep the whole prefix")
+    for kind in _layer_types(settings):
+        if kind != "full_attention":
+            raise _refused("layer_types", kind, "supported: full_attention")
+    for name, value in settings.items():
+        if value and name not in UNDERSTOOD and ATTENTION_WORDS.search(name):
+            raise _refused(name, value, "what it does to the cache is not known")
+
+
+def position_of(config: Any) -> str:
+    """Canonical text of the position encoding. Raises `LayoutRefused` for one whose cached keys are not a
+    function of token and position."""
+    rope = getattr(config, "rope_parameters", None)
+    if rope:
+        if any(isinstance(value, Mapping) for value in rope.values()):
+            raise _refused("rope_parameters", sorted(rope), "one encoding for all layers is supported")
+        kind = rope.get("rope_type", "default")
+        if kind not in STATIC_ROPE:
+            raise _refused("rope_parameters.rope_type", kind, f"supported: {', '.join(STATIC_ROPE)}")
+        return _canonical({"kind": "rope", **rope})
+    size = LEARNED_POSITIONS.get(config.model_type)
+    if size is None:
+        raise _refused("model_type", config.model_type, "its position encoding is not known")
+    return _canonical({"kind": "learned", "positions": getattr(config, size)})
+
+
+def _layer_types(settings: Mapping[str, object]) -> list[object]:
+    kinds = settings.get("layer_types")
+    return list(kinds) if isinstance(kinds, (list, tuple)) else []
+
+
+def _canonical(value: Mapping[str, object]) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _refused(field: str, value: object, reason: str) -> LayoutRefused:
+    return LayoutRefused(f"model configuration field '{field}' is {str(value)[:80]!r}: {reason}")

@@ -1,0 +1,47 @@
+"""What an engine counts."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, fields
+
+__all__ = ["Counters", "Counts"]
+
+
+@dataclass(slots=True)
+class Counts:
+    """Sums since the engine was made. `tokens_asked == tokens_hit + tokens_computed`."""
+
+    requests: int = 0
+    """Rows of batches whose prompt was looked up."""
+    requests_without_pool: int = 0
+    """Calls served by the model alone: not servable, no daemon, or a failure."""
+    tokens_asked: int = 0
+    tokens_hit: int = 0
+    tokens_computed: int = 0
+    tokens_stored: int = 0
+    tokens_not_stored: int = 0
+    """New tokens whose segment was refused, was there already, or found the writer's queue full."""
+    failures: int = 0
+    """Errors of the pool's path, none of which reached the caller."""
+    pool_seconds: float = 0.0
+    """Time that requests spent matching, fetching and copying; the background writer's is not in it."""
+
+
+class Counters:
+    """Counts that several threads add to."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = Counts()
+
+    def add(self, **amounts: float) -> None:
+        """Add each amount to the count of that name."""
+        with self._lock:
+            for name, amount in amounts.items():
+                setattr(self._counts, name, getattr(self._counts, name) + amount)
+
+    def read(self) -> Counts:
+        """A consistent copy."""
+        with self._lock:
+            return Counts(**{field.name: getattr(self._counts, field.name) for field in fields(Counts)})

@@ -1,0 +1,73 @@
+"""The cache of one prompt: its known prefix from the pool, the rest from the model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tokenlake.identity import SegmentKey
+from tokenlake_client.engines.base import CachePool
+from tokenlake_client.engines.transformers.cache import RoomyCache, RoomyLayer
+from tokenlake_client.engines.transformers.slots import LayerPair, read_segments
+
+__all__ = ["PartialLoad", "compute", "load"]
+
+
+class PartialLoad(Exception):
+    """Loading ended by an error after `tokens` tokens, which are right."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(f"the pool failed after {tokens} tokens")
+        self.tokens = tokens
+
+
+def load(pool: CachePool, keys: Sequence[SegmentKey], layers: Sequence[LayerPair], window: int) -> int:
+    """Copy the longest known prefix of `keys` into `layers` ([heads, tokens, dim] each) and return its
+    length in tokens. Leases at most `window` segments longer than their copy takes.
+
+    Raises `PartialLoad` from whatever the pool raised.
+    """
+    layout = pool.layout
+    loaded = 0
+    try:
+        with pool.match(keys) as lease:
+            while loaded < lease.hits:
+                stop = min(loaded + window, lease.hits)
+                segments = lease.fetch(loaded, stop)
+                count = len(segments)
+                read_segments(segments, layout, layers, loaded * layout.segment_tokens)
+                lost = count < stop - loaded
+                # Views keep their segments leased: they go before the release.
+                del segments
+                lease.release(loaded, loaded + count)
+                loaded += count
+                if lost:
+                    break
+    except Exception as error:
+        raise PartialLoad(loaded * layout.segment_tokens) from error
+    return loaded * layout.segment_tokens
+
+
+def compute(model: Any, tokens: Sequence[int], layers: Sequence[LayerPair], known: int, chunk: int) -> None:
+    """Fill tokens [known, len(tokens)) of `layers` ([1, heads, len(tokens), dim] each), whose tokens before
+    `known` are valid, with forward passes of at most `chunk` tokens."""
+    if known == len(tokens):
+        return
+    cache = RoomyCache([RoomyLayer(keys, values, known) for keys, values in layers])
+    # The logits of a prompt are vocabulary x tokens; nobody reads them.
+    accepts = inspect.signature(model.forward).parameters
+    extras = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
+    ids = torch.tensor([list(tokens[known:])], dtype=torch.long, device=model.device)
+    with torch.no_grad():
+        for start in range(known, len(tokens), chunk):
+            stop = min(start + chunk, len(tokens))
+            model(
+                input_ids=ids[:, start - known : stop - known],
+                position_ids=torch.arange(start, stop, device=model.device)[None],
+                past_key_values=cache,
+                use_cache=True,
+                **extras,
+            )

@@ -1,0 +1,136 @@
+"""Stores segments behind the engine's back: one thread, a bounded queue, no waiting in the request."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tokenlake.identity import SegmentKey
+from tokenlake.layout import Layout
+from tokenlake_client.engines.base import CachePool
+from tokenlake_client.engines.transformers.counters import Counters
+from tokenlake_client.engines.transformers.slots import LayerPair, write_segment
+
+__all__ = ["StoreTask", "Writer", "task_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreTask:
+    """Segments [first, first + len(keys)) of one prompt.
+
+    Owns references to `layers`, whose tokens up to the last segment's end nobody writes any more. Token 0
+    of `layers` is the prompt's first.
+    """
+
+    pool: CachePool
+    layout: Layout
+    keys: Sequence[SegmentKey]
+    first: int
+    layers: Sequence[LayerPair]
+    computed: tuple[Any, ...]
+    """Events of the accelerators that computed `layers`."""
+
+
+def task_of(
+    pool: CachePool, layout: Layout, keys: Sequence[SegmentKey], first: int, layers: Sequence[LayerPair]
+) -> StoreTask:
+    """A task for the thread that has just computed `layers`."""
+    devices = {keys_.device for keys_, _ in layers if keys_.device.type == "cuda"}
+    events = tuple(torch.cuda.current_stream(device).record_event() for device in devices)
+    return StoreTask(pool, layout, keys, first, layers, events)
+
+
+class Writer:
+    """Runs store tasks in the order they were submitted."""
+
+    def __init__(
+        self,
+        counters: Counters,
+        report: Callable[[str, BaseException], None],
+        *,
+        tasks: int,
+        window: int,
+        patience: float,
+    ) -> None:
+        """`tasks`: most that wait; each keeps a cache alive. `window`: segments per reservation.
+        `patience`: seconds to wait for the pool's write budget."""
+        self._counters = counters
+        self._report = report
+        self._limit = tasks
+        self._window = window
+        self._patience = patience
+        self._changed = threading.Condition()
+        self._waiting: deque[StoreTask] = deque()
+        self._busy = False
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def submit(self, task: StoreTask) -> bool:
+        """Queue `task`; False, and its tokens counted as not stored, when the queue is full."""
+        with self._changed:
+            accepted = not self._closed and len(self._waiting) < self._limit
+            if accepted:
+                self._waiting.append(task)
+                self._changed.notify_all()
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="tokenlake-store", daemon=True)
+                    self._thread.start()
+        if not accepted:
+            self._counters.add(tokens_not_stored=len(task.keys) * task.layout.segment_tokens)
+        return accepted
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until all submitted tasks are done; False when `timeout` seconds were not enough."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting and not self._busy, timeout)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Finish what was submitted, for at most `timeout` seconds, and end the thread."""
+        self.flush(timeout)
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    return
+                task = self._waiting.popleft()
+                self._busy = True
+            try:
+                self._store(task)
+            except Exception as error:
+                self._report("storing segments", error)
+            # The cache that the task owns must not live until the next one arrives.
+            del task
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+    def _store(self, task: StoreTask) -> None:
+        for event in task.computed:
+            event.synchronize()
+        size = task.layout.segment_tokens
+        done = 0
+        try:
+            for low in range(0, len(task.keys), self._window):
+                keys = task.keys[low : low + self._window]
+                first = task.first + low
+                with task.pool.store(keys, first, self._patience) as write:
+                    filled = len(write.slots)
+                    for index, slot in write.slots:
+                        write_segment(slot, task.layout, task.layers, (first + index) * size)
+                done += filled
+        finally:
+            self._counters.add(tokens_stored=done * size, tokens_not_stored=(len(task.keys) - done) * size)

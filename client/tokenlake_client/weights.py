@@ -1,0 +1,132 @@
+"""The weights digest: which weights, under which configuration, a segment was computed with.
+
+Of a model directory it is a blake2b-256 over the configuration and, for each file that holds weights or
+model code, its name relative to the directory, its size and the blake2b-256 of its content (a weight
+file's header is part of its content). So equal files in another directory have the same digest, and every
+engine that loads one directory computes the same one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tokenlake.errors import LayoutRefused
+
+__all__ = ["digest_of_directory", "digest_of_tensors", "digest_of_version", "weight_files"]
+
+SCHEMA_VERSION = 1
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+CODE_SUFFIX = ".py"
+"""Model code shipped with the weights changes what they compute."""
+CONFIGURATION_FILES = ("config.json", "adapter_config.json")
+IGNORED_SETTINGS = ("_name_or_path", "transformers_version")
+"""Settings that say where a model came from, not what it computes."""
+READ_BYTES = 4 << 20
+THREADS = 4
+
+
+def digest_of_directory(directory: str | Path, cache: Path | None = None) -> str:
+    """Hex digest of the model in `directory`.
+
+    Content digests are kept in `cache` (default: `tokenlake/weights` in the user's cache directory), by
+    path, size and times of change, so that a second call reads no weights. A cache that cannot be written
+    is done without. Raises `LayoutRefused` where there is no configuration or no weight file.
+    """
+    root = Path(directory)
+    configurations = [
+        [name, _configuration(root / name)] for name in CONFIGURATION_FILES if (root / name).is_file()
+    ]
+    files = weight_files(root)
+    if not configurations or not files:
+        raise LayoutRefused(f"layout field 'weights_digest': no configuration or no weight file in {root}")
+    files += sorted(path for path in root.iterdir() if path.suffix == CODE_SUFFIX)
+    store = _cache_directory() if cache is None else cache
+    with ThreadPoolExecutor(max_workers=THREADS) as threads:
+        digests = list(threads.map(lambda path: _content_digest(path, store), files))
+    entries = [[path.name, path.stat().st_size, digest] for path, digest in zip(files, digests, strict=True)]
+    return _digest_of_json([SCHEMA_VERSION, "directory", configurations, entries])
+
+
+def digest_of_tensors(
+    config: Mapping[str, object], tensors: Iterable[tuple[str, str, tuple[int, ...], memoryview]]
+) -> str:
+    """Hex digest of weights in memory. `tensors`: (name, dtype, shape, contiguous bytes), in any order;
+    each buffer is read before the next one is asked for."""
+    entries = [
+        [name, dtype, list(shape), hashlib.blake2b(content, digest_size=32).hexdigest()]
+        for name, dtype, shape, content in tensors
+    ]
+    settings = {name: value for name, value in config.items() if name not in IGNORED_SETTINGS}
+    return _digest_of_json([SCHEMA_VERSION, "memory", settings, sorted(entries)])
+
+
+def digest_of_version(digest: str, version: str) -> str:
+    """Hex digest of weights that started as `digest` and were changed in place to `version`."""
+    return _digest_of_json([SCHEMA_VERSION, "version", digest, version])
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files in `directory` that hold weights, by name."""
+    return sorted(path for path in directory.iterdir() if path.suffix in WEIGHT_SUFFIXES)
+
+
+def _digest_of_json(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
+
+
+def _configuration(path: Path) -> dict[str, object]:
+    try:
+        settings = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise LayoutRefused(f"layout field 'weights_digest': {path} cannot be read: {error}") from error
+    return {name: value for name, value in settings.items() if name not in IGNORED_SETTINGS}
+
+
+def _cache_directory() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "tokenlake" / "weights"
+
+
+def _content_digest(path: Path, store: Path) -> str:
+    real = path.resolve()
+    state = real.stat()
+    # The time of the inode's change cannot be set back, as a copying tool does with the modification time.
+    identity = [str(real), state.st_size, state.st_mtime_ns, state.st_ctime_ns]
+    entry = store / f"{_digest_of_json(str(real))}.json"
+    try:
+        known_identity, known_digest = json.loads(entry.read_bytes())
+        if known_identity == identity:
+            return str(known_digest)
+    except (OSError, ValueError, TypeError):
+        pass
+    digest = _hash_file(real)
+    _remember(entry, [identity, digest])
+    return digest
+
+
+def _hash_file(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=32)
+    buffer = bytearray(READ_BYTES)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(view):
+            digest.update(view[:count])
+    return digest.hexdigest()
+
+
+def _remember(entry: Path, value: object) -> None:
+    """Replace `entry` in one step, so that a reader never sees half of it."""
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=entry.parent, delete=False) as file:
+            json.dump(value, file)
+        os.replace(file.name, entry)
+    except OSError:
+        return

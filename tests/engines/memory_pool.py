@@ -1,0 +1,127 @@
+"""A pool in this process: the client's interface over a dictionary of real bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenlake.errors import Unreachable
+from tokenlake.identity import SegmentKey
+from tokenlake.keys import Prefix, TokenIds, root_key
+from tokenlake.layout import Layout
+from tokenlake_client.engines.base import CacheLease, CachePool, CacheWrite
+
+SECRET = b"secret of the test's tenant"
+
+
+class MemoryPool:
+    """Holds every committed segment. `broken` names calls that raise; `lose_after` makes each fetch return
+    at most so many segments."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.segments: dict[SegmentKey, NDArray[np.uint8]] = {}
+        self.broken: set[str] = set()
+        self.lose_after: int | None = None
+        self.stored: list[tuple[int, int]] = []
+        """(first segment, segments committed) of each write."""
+        self.lock = threading.Lock()
+
+    def fail(self, call: str) -> None:
+        if call in self.broken:
+            raise Unreachable(f"{call} is broken")
+
+    def prefix(self, tokens: TokenIds = (), *, adapter: str | None = None, salt: str | None = None) -> Prefix:
+        self.fail("prefix")
+        prefix = Prefix(
+            root_key(SECRET, self.layout.fingerprint(), adapter, salt), self.layout.segment_tokens
+        )
+        prefix.extend(tokens)
+        return prefix
+
+    def match(self, keys: Sequence[SegmentKey]) -> CacheLease:
+        self.fail("match")
+        with self.lock:
+            hits = next((i for i, key in enumerate(keys) if key not in self.segments), len(keys))
+        return MemoryLease(self, keys, hits)
+
+    def store(self, keys: Sequence[SegmentKey], first: int, patience: float = 0.0) -> CacheWrite:
+        self.fail("store")
+        return MemoryWrite(self, keys, first)
+
+    def close(self) -> None:
+        self.fail("close")
+
+    def flip(self) -> None:
+        """Change every stored segment's bytes, to numbers that are still finite."""
+        for key, segment in self.segments.items():
+            changed = segment.view(np.uint16).copy()
+            changed ^= 0x0180
+            self.segments[key] = changed.view(np.uint8)
+
+
+class MemoryLease:
+    """Hands out read-only arrays, as the client does."""
+
+    def __init__(self, pool: MemoryPool, keys: Sequence[SegmentKey], hits: int) -> None:
+        self.pool, self.keys, self.hits = pool, keys, hits
+
+    def fetch(self, start: int, stop: int) -> list[NDArray[np.uint8]]:
+        self.pool.fail("fetch")
+        if start > 0:
+            self.pool.fail("second fetch")
+        if self.pool.lose_after is not None:
+            stop = min(stop, start + self.pool.lose_after)
+        views = [self.pool.segments[key].view() for key in self.keys[start:stop]]
+        for view in views:
+            view.flags.writeable = False
+        return views
+
+    def release(self, start: int = 0, stop: int | None = None) -> None:
+        self.pool.fail("release")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class MemoryWrite:
+    """Grants every key that is not stored yet."""
+
+    def __init__(self, pool: MemoryPool, keys: Sequence[SegmentKey], first: int) -> None:
+        self.pool, self.keys, self.first = pool, keys, first
+        size = pool.layout.segment_bytes
+        # Filled with ones, so that a place nobody wrote shows as a number that is none.
+        self.slots = [
+            (index, np.full(size, 0xFF, np.uint8))
+            for index, key in enumerate(keys)
+            if key not in pool.segments
+        ]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            return
+        self.pool.fail("commit")
+        with self.pool.lock:
+            for index, slot in self.slots:
+                self.pool.segments[self.keys[index]] = slot
+            self.pool.stored.append((self.first, len(self.slots)))
+
+
+def as_pool(pool: MemoryPool) -> CachePool:
+    """Checks the interface statically."""
+    return pool

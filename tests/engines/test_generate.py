@@ -1,0 +1,374 @@
+"""Greedy tokens of an engine with the pool are those of the model alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engines.memory_pool import MemoryPool, as_pool
+from tests.engines.models import FAMILIES, PAD, VOCABULARY, family, prompt
+from tokenlake.errors import Unreachable
+from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
+
+SEGMENT = 16
+NEW = 10
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return family("llama-gqa")
+
+
+@pytest.fixture
+def pool(model: Any) -> MemoryPool:
+    return MemoryPool(layout_of(model, segment_tokens=SEGMENT))
+
+
+def engine_of(model: Any, pool: MemoryPool, **options: Any) -> TokenLakeEngine:
+    settings = {"window": 2, "prefill_chunk": 24, **options}
+    return TokenLakeEngine(model, as_pool(pool), EngineOptions(**settings))
+
+
+def padded(rows: list[list[int]]) -> tuple[Any, Any]:
+    width = max(map(len, rows))
+    ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return ids, mask
+
+
+def greedy(generate: Callable[..., Any], ids: Any, mask: Any = None, **arguments: Any) -> list[list[int]]:
+    settings = {"max_new_tokens": NEW, "do_sample": False, **arguments}
+    output: list[list[int]] = generate(ids, attention_mask=mask, **settings).tolist()
+    return output
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_cold_and_warm_give_the_tokens_of_the_model_alone(name: str) -> None:
+    model = family(name)
+    pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
+    ids, mask = padded([prompt(5 * SEGMENT + 3), prompt(7, 1), prompt(2 * SEGMENT, 2)])
+    expected = greedy(model.generate, ids, mask)
+    with engine_of(model, pool) as engine:
+        assert greedy(engine.generate, ids, mask) == expected
+        assert engine.counts.tokens_hit == 0
+        engine.flush()
+        assert greedy(engine.generate, ids, mask) == expected
+        counts = engine.counts
+    # Of the third prompt the last token stays to compute, and with it its second segment's hit.
+    assert counts.tokens_hit == (5 + 0 + 1) * SEGMENT
+    assert counts.tokens_asked == counts.tokens_hit + counts.tokens_computed
+    assert counts.failures == counts.requests_without_pool == 0
+    assert all(not torch.isnan(torch.from_numpy(s.view("f4"))).any() for s in pool.segments.values())
+
+
+@pytest.mark.parametrize(
+    "length", [1, 2, SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT, 2 * SEGMENT + 1, 9 * SEGMENT]
+)
+def test_prompts_that_end_near_a_segments_end(model: Any, pool: MemoryPool, length: int) -> None:
+    ids = torch.tensor([prompt(length)])
+    expected = greedy(model.generate, ids)
+    with engine_of(model, pool) as engine:
+        assert greedy(engine.generate, ids) == expected
+        engine.flush()
+        assert greedy(engine.generate, ids) == expected
+        assert engine.counts.tokens_hit == (length - 1) // SEGMENT * SEGMENT
+        assert engine.counts.failures == 0
+
+
+def test_segments_completed_by_decode_are_hit_by_the_next_turn(model: Any, pool: MemoryPool) -> None:
+    ids = torch.tensor([prompt(2 * SEGMENT + 9)])
+    with engine_of(model, pool) as engine:
+        answer = greedy(engine.generate, ids, max_new_tokens=3 * SEGMENT, eos_token_id=None)
+        engine.flush()
+        in_cache = len(answer[0]) - 1
+        assert len(pool.segments) == in_cache // SEGMENT
+        turn = torch.tensor([answer[0] + prompt(5, 3)])
+        expected = greedy(model.generate, turn)
+        before = engine.counts
+        assert greedy(engine.generate, turn) == expected
+        assert engine.counts.tokens_hit - before.tokens_hit == in_cache // SEGMENT * SEGMENT
+
+
+def test_nothing_after_the_end_of_a_row_is_stored(model: Any, pool: MemoryPool) -> None:
+    rows = [prompt(SEGMENT - 2, 4), prompt(SEGMENT + 2, 5)]
+    ids, mask = padded(rows)
+    alone = greedy(model.generate, ids, mask, max_new_tokens=4 * SEGMENT, eos_token_id=None)
+    # The first row ends with its third new token; the other goes on.
+    end = alone[0][ids.shape[1] + 2]
+    arguments = {"max_new_tokens": 4 * SEGMENT, "eos_token_id": end}
+    expected = greedy(model.generate, ids, mask, **arguments)
+    with engine_of(model, pool) as engine:
+        assert greedy(engine.generate, ids, mask, **arguments) == expected
+        engine.flush()
+    for row, prompt_tokens, padding in zip(expected, rows, (4, 0), strict=True):
+        tokens = row[padding:-1]
+        ends = [i for i in range(len(prompt_tokens), len(tokens)) if tokens[i] == end]
+        kept = tokens[: ends[0] + 1] if ends else tokens
+        assert pool.match(pool.prefix(tokens).keys).hits == len(kept) // SEGMENT
+
+
+def test_flipped_bytes_change_the_tokens(model: Any, pool: MemoryPool) -> None:
+    ids = torch.tensor([prompt(6 * SEGMENT, 6)])
+    with engine_of(model, pool) as engine:
+        expected = greedy(engine.generate, ids)
+        engine.flush()
+        pool.flip()
+        assert greedy(engine.generate, ids) != expected
+
+
+@pytest.mark.parametrize("call", ["prefix", "match", "fetch", "second fetch", "release", "store", "commit"])
+def test_a_failing_pool_changes_no_token(
+    model: Any, pool: MemoryPool, call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids, mask = padded([prompt(5 * SEGMENT + 3), prompt(40, 1)])
+    expected = greedy(model.generate, ids, mask)
+    with engine_of(model, pool) as engine, caplog.at_level(logging.WARNING, "tokenlake"):
+        if call not in ("store", "commit"):
+            greedy(engine.generate, ids, mask)
+            engine.flush()
+        pool.broken = {call}
+        for _ in range(2):
+            engine._connection._retry_at = 0.0
+            assert greedy(engine.generate, ids, mask) == expected
+            engine.flush()
+        assert engine.counts.failures > 0
+        assert sum(f"{call} is broken" in record.message for record in caplog.records) == 1
+        pool.broken = set()
+
+
+def test_a_failed_pool_is_left_alone_for_a_while(model: Any, pool: MemoryPool) -> None:
+    ids = torch.tensor([prompt(40)])
+    with engine_of(model, pool) as engine:
+        pool.broken = {"match"}
+        greedy(engine.generate, ids)
+        greedy(engine.generate, ids)
+        assert engine.counts.failures == 1
+        assert engine.counts.requests_without_pool == 1
+
+
+def test_segments_lost_between_match_and_fetch_are_computed(model: Any, pool: MemoryPool) -> None:
+    ids = torch.tensor([prompt(6 * SEGMENT)])
+    expected = greedy(model.generate, ids)
+    with engine_of(model, pool) as engine:
+        greedy(engine.generate, ids)
+        engine.flush()
+        pool.lose_after = 1
+        assert greedy(engine.generate, ids) == expected
+        assert engine.counts.tokens_hit == SEGMENT
+
+
+def test_a_mask_that_is_not_given_is_inferred_from_the_padding(model: Any, pool: MemoryPool) -> None:
+    ids, _ = padded([prompt(40), prompt(9, 1)])
+    expected = greedy(model.generate, ids)
+    with engine_of(model, pool) as engine:
+        assert greedy(engine.generate, ids) == expected
+        assert engine.counts.requests == 2
+
+
+def test_sampling_with_several_sequences(model: Any, pool: MemoryPool) -> None:
+    ids, mask = padded([prompt(40), prompt(9, 1)])
+    settings = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 20, "top_k": 5}
+    torch.manual_seed(5)
+    expected = model.generate(ids, attention_mask=mask, **settings).tolist()
+    with engine_of(model, pool) as engine:
+        for _ in range(2):
+            torch.manual_seed(5)
+            assert engine.generate(ids, attention_mask=mask, **settings).tolist() == expected
+            engine.flush()
+        assert engine.counts.tokens_hit == 2 * SEGMENT
+        assert engine.counts.failures == 0
+
+
+def test_a_long_answer_outgrows_the_room_that_was_set_aside(
+    model: Any, pool: MemoryPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenlake_client.engines.transformers.engine.MAX_EXPECTED_TOKENS", 3)
+    monkeypatch.setattr("tokenlake_client.engines.transformers.cache.SPARE_TOKENS", 4)
+    ids = torch.tensor([prompt(20)])
+    settings = {"max_new_tokens": 40, "eos_token_id": None}
+    expected = greedy(model.generate, ids, **settings)
+    with engine_of(model, pool) as engine:
+        assert greedy(engine.generate, ids, **settings) == expected
+        engine.flush()
+        assert len(pool.segments) == 59 // SEGMENT
+
+
+def test_the_returned_cache_can_be_cut_and_continued(model: Any, pool: MemoryPool) -> None:
+    ids = torch.tensor([prompt(20)])
+    settings = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
+    plain = model.generate(ids, **settings)
+    with engine_of(model, pool) as engine:
+        output = engine.generate(ids, **settings)
+        assert torch.equal(output.sequences, plain.sequences)
+        other = torch.tensor([prompt(6, 8)])
+        results = []
+        for cache in (plain.past_key_values, output.past_key_values):
+            before = [layer.keys.clone() for layer in cache.layers]
+            held = [layer.keys for layer in cache.layers]
+            cache.crop(-3)
+            with torch.no_grad():
+                results.append(model(input_ids=other, past_key_values=cache).logits)
+            assert all(torch.equal(a, b) for a, b in zip(before, held, strict=True))
+        assert torch.allclose(*results, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"num_beams": 2}, "beam_search"),
+        ({"use_cache": False}, "use_cache"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),
+        ({"cache_implementation": "static"}, "cache_implementation"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+    ],
+)
+def test_calls_that_are_not_served_by_name(
+    model: Any, pool: MemoryPool, arguments: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = torch.tensor([prompt(40)])
+    settings = {"max_new_tokens": 4, "do_sample": False, **arguments}
+    expected = model.generate(ids, **settings)
+    with engine_of(model, pool) as engine, caplog.at_level(logging.WARNING, "tokenlake"):
+        output = engine.generate(ids, **settings)
+        assert engine.counts.requests_without_pool == 1
+        assert engine.counts.failures == 0
+    sequences = [o if torch.is_tensor(o) else o.sequences for o in (output, expected)]
+    assert torch.equal(*sequences)
+    assert named in caplog.text
+
+
+def test_right_padding_and_given_caches_go_to_the_model(model: Any, pool: MemoryPool) -> None:
+    ids = torch.tensor([prompt(20), prompt(20, 1)])
+    mask = torch.ones_like(ids)
+    mask[0, -2:] = 0
+    with engine_of(model, pool) as engine:
+        assert greedy(engine.generate, ids, mask) == greedy(model.generate, ids, mask)
+        caches = [model(input_ids=ids[:, :10], use_cache=True).past_key_values for _ in range(2)]
+        given, alone = (
+            greedy(g, ids, past_key_values=c)
+            for g, c in zip((engine.generate, model.generate), caches, strict=True)
+        )
+        assert given == alone
+        assert engine.counts.requests_without_pool == 2
+
+
+def test_a_refused_model_is_served_alone_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    from tests.engines.models import LLAMA, build
+
+    sliding = build("MistralConfig", "MistralForCausalLM", {**LLAMA, "sliding_window": 8})
+    ids = torch.tensor([prompt(40)])
+    with caplog.at_level(logging.WARNING, "tokenlake"), TokenLakeEngine(sliding, "/nowhere") as engine:
+        for _ in range(2):
+            assert greedy(engine.generate, ids) == greedy(sliding.generate, ids)
+        assert engine.layout is None
+        assert engine.counts.requests_without_pool == 2
+    assert caplog.text.count("'sliding_window'") == 1
+
+
+def test_a_pool_of_another_layout_is_not_used(model: Any) -> None:
+    other = MemoryPool(layout_of(family("llama-mha"), segment_tokens=SEGMENT))
+    ids = torch.tensor([prompt(40)])
+    with engine_of(model, other) as engine:
+        assert greedy(engine.generate, ids) == greedy(model.generate, ids)
+        engine.flush()
+        assert engine.counts.failures == 1
+    assert not other.segments
+
+
+def test_prefill_continues_with_the_model(model: Any, pool: MemoryPool) -> None:
+    tokens = prompt(4 * SEGMENT + 2)
+    ids = torch.tensor([tokens])
+    expected = greedy(model.generate, ids)
+    with engine_of(model, pool) as engine:
+        for hit in (0, 4 * SEGMENT):
+            result = engine.prefill(tokens)
+            assert (result.tokens_hit, result.tokens_computed) == (hit, len(tokens) - hit)
+            assert result.cache.get_seq_length() == len(tokens) - 1
+            assert greedy(model.generate, ids, past_key_values=result.cache) == expected
+            engine.flush()
+    with TokenLakeEngine(model) as engine:
+        assert engine.prefill(tokens).tokens_hit == 0
+
+
+def test_new_weights_share_nothing_with_the_old_ones(pool: MemoryPool) -> None:
+    model = family("llama-gqa")
+    ids = torch.tensor([prompt(40)])
+    with engine_of(model, pool) as engine:
+        greedy(engine.generate, ids)
+        with torch.no_grad():
+            model.model.embed_tokens.weight.mul_(1.5)
+        expected = greedy(model.generate, ids)
+        assert engine.layout is not None
+        old = engine.layout
+        engine.new_weights("step 1")
+        assert greedy(engine.generate, ids) == expected
+        assert engine.counts.tokens_hit == 0
+        assert engine.layout.fingerprint() != old.fingerprint()
+        second = MemoryPool(engine.layout)
+        engine.new_weights("step 1", as_pool(second))
+        for hit in (0, 2 * SEGMENT):
+            assert greedy(engine.generate, ids) == expected
+            assert engine.counts.tokens_hit == hit
+            engine.flush()
+
+
+def test_salts_and_adapters_do_not_share(model: Any, pool: MemoryPool) -> None:
+    ids = torch.tensor([prompt(40)])
+    for options in ({}, {"salt": "a"}, {"adapter": "b"}):
+        with engine_of(model, pool, **options) as engine:
+            greedy(engine.generate, ids)
+            assert engine.counts.tokens_hit == 0
+            engine.flush()
+    assert len(pool.segments) == 3 * ((40 + NEW - 1) // SEGMENT)
+
+
+def test_a_daemon_that_appears_later_is_used(
+    model: Any, pool: MemoryPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = True
+
+    def connect(self: TokenLakeEngine, socket: object) -> Any:
+        if absent:
+            raise Unreachable(f"nobody at {socket}")
+        return as_pool(pool)
+
+    monkeypatch.setattr(TokenLakeEngine, "_connect", connect)
+    ids = torch.tensor([prompt(40)])
+    expected = greedy(model.generate, ids)
+    with TokenLakeEngine(model, "/run/later", EngineOptions(segment_tokens=SEGMENT)) as engine:
+        assert greedy(engine.generate, ids) == expected
+        assert engine.counts.requests == 0
+        absent = False
+        engine._connection._retry_at = 0.0
+        assert greedy(engine.generate, ids) == expected
+        assert engine.counts.requests == 1
+
+
+def test_a_full_queue_stores_nothing_and_blocks_nobody(model: Any, pool: MemoryPool) -> None:
+    ids = torch.tensor([prompt(40)])
+    with engine_of(model, pool, write_queue=0) as engine:
+        greedy(engine.generate, ids)
+        assert engine.counts.tokens_not_stored >= 2 * SEGMENT
+    assert not pool.segments
+
+
+def test_bfloat16_bytes_survive_the_round_trip() -> None:
+    model = family("llama-gqa", torch.bfloat16)
+    pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
+    tokens = prompt(4 * SEGMENT + 1)
+    with engine_of(model, pool) as engine:
+        cold = engine.prefill(tokens)
+        engine.flush()
+        warm = engine.prefill(tokens)
+        assert warm.tokens_hit == 4 * SEGMENT
+    for computed, loaded in zip(cold.cache.layers, warm.cache.layers, strict=True):
+        assert torch.equal(computed.keys.view(torch.uint16), loaded.keys.view(torch.uint16))
+        assert torch.equal(computed.values.view(torch.uint16), loaded.values.view(torch.uint16))
+
+
+def test_token_ids_stay_in_the_vocabulary() -> None:
+    assert max(prompt(500)) < VOCABULARY
