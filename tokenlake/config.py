@@ -148,9 +148,7 @@ class Settings(msgspec.Struct, frozen=True):
             yield field, kind.show(getattr(self.config, field)), self.origin[field]
 
 
-def load_config(
-    *, toml_text: str | None, environ: Mapping[str, str], flags: Mapping[str, object]
-) -> Settings:
+def load_config(*, toml_text: str | None, environ: Mapping[str, str], flags: Mapping[str, object]) -> Settings:
     """Merge and check the sources.
 
     `toml_text` None: no file. `flags` has the names of the fields; one that is None was not given. `environ`

@@ -55,7 +55,13 @@ class Directory:
         return entry
 
     def pending(
-        self, tenant: TenantId, key: SegmentKey, node: NodeId, incarnation: Incarnation, deadline: float, now: float
+        self,
+        tenant: TenantId,
+        key: SegmentKey,
+        node: NodeId,
+        incarnation: Incarnation,
+        deadline: float,
+        now: float,
     ) -> None:
         """`node` is writing it. Changes nothing where somebody already has it or writes it."""
         if self.get(tenant, key, now) is None:

@@ -7,6 +7,7 @@ for, so they cannot drift from it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 __all__ = ["Counters", "Metric"]
 
@@ -15,7 +16,7 @@ class Metric:
     """A counter's name and meaning; identity is the object. `all()` yields every one declared."""
 
     __slots__ = ("help", "name")
-    _declared: dict[str, Metric] = {}
+    _declared: ClassVar[dict[str, Metric]] = {}
 
     def __init__(self, name: str, help: str) -> None:
         if name in self._declared:

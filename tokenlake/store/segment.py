@@ -59,7 +59,14 @@ class Segment:
     )
 
     def __init__(
-        self, tenant: TenantId, key: SegmentKey, slot_bytes: int, place: SlotRef, kind: Kind, depth: int, now: float
+        self,
+        tenant: TenantId,
+        key: SegmentKey,
+        slot_bytes: int,
+        place: SlotRef,
+        kind: Kind,
+        depth: int,
+        now: float,
     ) -> None:
         self.tenant = tenant
         self.key = key

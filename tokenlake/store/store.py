@@ -18,7 +18,8 @@ __all__ = ["Budgets", "SegmentStore"]
 
 EVICTED = Metric("tokenlake_evicted_segments_total", "Segments that gave their slot to another, staged ones included")
 QUARANTINED = Metric(
-    "tokenlake_quarantined_segments_total", "Segments that left the index while somebody could still touch the slot"
+    "tokenlake_quarantined_segments_total",
+    "Segments that left the index while somebody could still touch the slot",
 )
 
 _NO_SEGMENTS: dict[SegmentKey, Segment] = {}

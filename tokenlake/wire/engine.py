@@ -40,7 +40,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
     pass
 
 
-class Hello(_Message, tag=1):
+class Hello(_Message, frozen=True, tag=1):
     """First frame of a connection."""
 
     id: int
@@ -57,7 +57,7 @@ class Hello(_Message, tag=1):
     """The connection this process had before, whose leases it still holds; 0 for none."""
 
 
-class Welcome(_Message, tag=2):
+class Welcome(_Message, frozen=True, tag=2):
     """Answers `Hello`."""
 
     id: int
@@ -75,7 +75,7 @@ class Welcome(_Message, tag=2):
     max_frame: int
 
 
-class Failed(_Message, tag=3):
+class Failed(_Message, frozen=True, tag=3):
     """Answers a request that broke a rule. `kind` is a class name of `tokenlake.errors`."""
 
     id: int
@@ -83,7 +83,7 @@ class Failed(_Message, tag=3):
     reason: str
 
 
-class Match(_Message, tag=4):
+class Match(_Message, frozen=True, tag=4):
     """Which of these keys, from the first on, does the pool have? What is found is leased."""
 
     id: int
@@ -91,7 +91,7 @@ class Match(_Message, tag=4):
     deadline_s: float
 
 
-class Matched(_Message, tag=5):
+class Matched(_Message, frozen=True, tag=5):
     """Answers `Match` and `Attach`. `lease` is 0 when nothing was found."""
 
     id: int
@@ -105,14 +105,14 @@ class Matched(_Message, tag=5):
     """8 bytes per shard for each of the first `hits`; zeros where not LOCAL."""
 
 
-class Attach(_Message, tag=6):
+class Attach(_Message, frozen=True, tag=6):
     """Hold a lease that another process of the session made."""
 
     id: int
     lease: int
 
 
-class Fetch(_Message, tag=7):
+class Fetch(_Message, frozen=True, tag=7):
     """Bring the segments `start` to `stop` of a lease into this node's arena."""
 
     id: int
@@ -123,7 +123,7 @@ class Fetch(_Message, tag=7):
     """0: the daemon predicts it."""
 
 
-class Fetched(_Message, tag=8):
+class Fetched(_Message, frozen=True, tag=8):
     """Answers `Fetch`: one code, slot and checksum per segment asked for."""
 
     id: int
@@ -132,13 +132,13 @@ class Fetched(_Message, tag=8):
     checksums: bytes
 
 
-class Release(_Message, tag=9):
+class Release(_Message, frozen=True, tag=9):
     """This process no longer looks at these segments: (lease, start, stop) each. Not answered."""
 
     ranges: tuple[tuple[int, int, int], ...]
 
 
-class Prepare(_Message, tag=10):
+class Prepare(_Message, frozen=True, tag=10):
     """Reserve slots for consecutive segments of one prompt, the first at index `first`."""
 
     id: int
@@ -146,7 +146,7 @@ class Prepare(_Message, tag=10):
     first: int
 
 
-class Prepared(_Message, tag=11):
+class Prepared(_Message, frozen=True, tag=11):
     """Answers `Prepare`: RESERVED with a slot, EXISTS, PENDING, or the reason of the refusal."""
 
     id: int
@@ -156,7 +156,7 @@ class Prepared(_Message, tag=11):
     retry_after_s: float = 0.0
 
 
-class Commit(_Message, tag=12):
+class Commit(_Message, frozen=True, tag=12):
     """Shards of the segments at `indices` are filled. READY when all shards of a segment are in."""
 
     id: int
@@ -168,26 +168,26 @@ class Commit(_Message, tag=12):
     """xxh3-64, little-endian, per segment and set bit of `shards`, in that order."""
 
 
-class Committed(_Message, tag=13):
+class Committed(_Message, frozen=True, tag=13):
     """Answers `Commit`: COMMITTED (or RESERVED while shards are missing), EXISTS, EXPIRED."""
 
     id: int
     codes: bytes
 
 
-class Abort(_Message, tag=14):
+class Abort(_Message, frozen=True, tag=14):
     """Give back what is not committed of a write; its slots will not be written any more. Not answered."""
 
     write: int
 
 
-class Heartbeat(_Message, tag=15):
+class Heartbeat(_Message, frozen=True, tag=15):
     """Renews the session's leases and reservations."""
 
     id: int
 
 
-class HeartbeatReply(_Message, tag=16):
+class HeartbeatReply(_Message, frozen=True, tag=16):
     """`alive` is False when the session's deadline had passed: its reservations are gone, its leases are
     kept only until they are released."""
 
@@ -195,14 +195,14 @@ class HeartbeatReply(_Message, tag=16):
     alive: bool
 
 
-class OpenRegion(_Message, tag=17):
+class OpenRegion(_Message, frozen=True, tag=17):
     """Ask for a region's descriptor."""
 
     id: int
     region: int
 
 
-class Region(_Message, tag=18):
+class Region(_Message, frozen=True, tag=18):
     """Answers `OpenRegion`; the descriptor travels beside the frame."""
 
     id: int
@@ -211,13 +211,11 @@ class Region(_Message, tag=18):
     slot_bytes: int
 
 
-class Bye(_Message, tag=19):
+class Bye(_Message, frozen=True, tag=19):
     """This process holds nothing any more and has unmapped. Not answered."""
 
 
-EngineRequest = (
-    Hello | Match | Attach | Fetch | Release | Prepare | Commit | Abort | Heartbeat | OpenRegion | Bye
-)
+EngineRequest = Hello | Match | Attach | Fetch | Release | Prepare | Commit | Abort | Heartbeat | OpenRegion | Bye
 EngineReply = Welcome | Failed | Matched | Fetched | Prepared | Committed | HeartbeatReply | Region
 
 PROBE_SECRET = b"tokenlake probe"

@@ -43,7 +43,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
     pass
 
 
-class PeerHello(_Message, tag=1):
+class PeerHello(_Message, frozen=True, tag=1):
     """First frame of a connection between daemons."""
 
     oldest_version: int
@@ -55,7 +55,7 @@ class PeerHello(_Message, tag=1):
     bulk: bool
 
 
-class PeerWelcome(_Message, tag=2):
+class PeerWelcome(_Message, frozen=True, tag=2):
     """Answers `PeerHello`."""
 
     version: int
@@ -63,14 +63,14 @@ class PeerWelcome(_Message, tag=2):
     incarnation: int
 
 
-class PeerRefused(_Message, tag=3):
+class PeerRefused(_Message, frozen=True, tag=3):
     """Answers a `PeerHello` that cannot be served; the connection closes after it."""
 
     kind: str
     reason: str
 
 
-class Lookup(_Message, tag=4):
+class Lookup(_Message, frozen=True, tag=4):
     """Which of these keys do you have, or know of as their home? What is there is leased to the caller."""
 
     call: int
@@ -78,7 +78,7 @@ class Lookup(_Message, tag=4):
     keys: bytes
 
 
-class LookupReply(_Message, tag=5):
+class LookupReply(_Message, frozen=True, tag=5):
     """LOCAL (leased there), ELSEWHERE (node in `nodes`), PENDING, MISSING or UNKNOWN per key."""
 
     call: int
@@ -88,13 +88,13 @@ class LookupReply(_Message, tag=5):
     """One for each ELSEWHERE, in order."""
 
 
-class ReleaseLease(_Message, tag=6):
+class ReleaseLease(_Message, frozen=True, tag=6):
     """The caller's leases that it no longer needs."""
 
     leases: tuple[int, ...]
 
 
-class Announce(_Message, tag=7):
+class Announce(_Message, frozen=True, tag=7):
     """To the home: the sender is writing these."""
 
     tenant: str
@@ -102,14 +102,14 @@ class Announce(_Message, tag=7):
     deadline_s: float
 
 
-class Withdraw(_Message, tag=8):
+class Withdraw(_Message, frozen=True, tag=8):
     """To the home: the sender gave up writing these."""
 
     tenant: str
     keys: bytes
 
 
-class Ready(_Message, tag=9):
+class Ready(_Message, frozen=True, tag=9):
     """To the home: the sender has these, not yet pushed."""
 
     call: int
@@ -117,14 +117,14 @@ class Ready(_Message, tag=9):
     keys: bytes
 
 
-class ReadyReply(_Message, tag=10):
+class ReadyReply(_Message, frozen=True, tag=10):
     """COMMITTED: the first; EXISTS: somebody else's commit came first."""
 
     call: int
     codes: bytes
 
 
-class Offer(_Message, tag=11):
+class Offer(_Message, frozen=True, tag=11):
     """To the chosen holder: pull these from the sender and keep them."""
 
     call: int
@@ -136,21 +136,21 @@ class Offer(_Message, tag=11):
     shards: int
 
 
-class OfferReply(_Message, tag=12):
+class OfferReply(_Message, frozen=True, tag=12):
     """COMMITTED, EXISTS, or the reason of the refusal per key."""
 
     call: int
     codes: bytes
 
 
-class Held(_Message, tag=13):
+class Held(_Message, frozen=True, tag=13):
     """To the home: the sender keeps the home copy of these."""
 
     tenant: str
     keys: bytes
 
 
-class Redundant(_Message, tag=14):
+class Redundant(_Message, frozen=True, tag=14):
     """From the home: another node keeps the home copy; yours may go. One node per key in `nodes`."""
 
     tenant: str
@@ -158,46 +158,47 @@ class Redundant(_Message, tag=14):
     nodes: tuple[str, ...]
 
 
-class Evicted(_Message, tag=15):
-    """To the home: the sender no longer has these."""
+class Evicted(_Message, frozen=True, tag=15):
+    """To the home: `node` does not have these (any more). Said by the node itself, or by whoever asked it."""
 
     tenant: str
     keys: bytes
+    node: str
 
 
-class Touched(_Message, tag=16):
+class Touched(_Message, frozen=True, tag=16):
     """To the holder: copies of these were read elsewhere. Deepest first."""
 
     tenant: str
     keys: bytes
 
 
-class Advertised(_Message, tag=17):
+class Advertised(_Message, frozen=True, tag=17):
     """The sender has told its home copies to this incarnation of the receiver, all of them."""
 
 
-class Ping(_Message, tag=18):
+class Ping(_Message, frozen=True, tag=18):
     """Are you there? `vacancy` is the sender's."""
 
     call: int
     vacancy: tuple[float, float]
 
 
-class Pong(_Message, tag=19):
+class Pong(_Message, frozen=True, tag=19):
     """Answers `Ping`."""
 
     call: int
     vacancy: tuple[float, float]
 
 
-class Pull(_Message, tag=20):
+class Pull(_Message, frozen=True, tag=20):
     """On a bulk connection: send these segments."""
 
     tenant: str
     keys: bytes
 
 
-class Pulled(_Message, tag=21):
+class Pulled(_Message, frozen=True, tag=21):
     """Answers `Pull`; the bytes of the segments whose code is LOCAL follow, in order, `slot_bytes` each."""
 
     slot_bytes: int

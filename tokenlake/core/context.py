@@ -1,0 +1,100 @@
+"""What the parts of a `NodeCore` share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+
+from tokenlake.core.instructions import Instruction
+from tokenlake.core.timers import Timer, Timers
+from tokenlake.directory import Directory
+from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
+from tokenlake.metrics import Counters
+from tokenlake.placement import default_run_length
+from tokenlake.ring import Ring
+from tokenlake.store import Budgets, Segment, SegmentStore, State
+
+__all__ = ["Context", "CoreConfig"]
+
+
+class CoreConfig(msgspec.Struct, frozen=True):
+    """What a node's rules must know; first line of an event log. Times in seconds."""
+
+    node: str
+    incarnation: int
+    members: dict[str, int]
+    """Every node of the cluster, itself included, and its memory in bytes."""
+    regions: int
+    region_bytes: int
+    run_length: int = 0
+    """E; 0 takes the default for the number of nodes."""
+    staged_share: float = 0.10
+    dirty_share: float = 0.10
+    session_lease_share: float = 0.5
+    session_reserve_share: float = 0.25
+    max_sessions: int = 256
+    lease_s: float = 10.0
+    reservation_s: float = 30.0
+    match_deadline_s: float = 0.020
+    suspect_s: float = 0.250
+    gossip_s: float = 0.250
+    """Between two pings to a peer."""
+    peer_lease_s: float = 30.0
+    """A lease to another node ends then; the sends it started hold their own pins."""
+    sync_grace_s: float = 5.0
+    """A home that started answers UNKNOWN until every peer advertised, at most this long."""
+    directory_limit: int = 1 << 20
+
+
+class Context:
+    """State of one node, the time of the event at hand and the instructions it led to."""
+
+    def __init__(self, config: CoreConfig) -> None:
+        self.config = config
+        self.node = NodeId(config.node)
+        self.incarnation = Incarnation(config.incarnation)
+        run_length = config.run_length or default_run_length(len(config.members))
+        self.ring = Ring({NodeId(name): weight for name, weight in config.members.items()}, run_length)
+        self.counters = Counters()
+        self.store = SegmentStore(
+            range(config.regions),
+            config.region_bytes,
+            Budgets(staged=config.staged_share, dirty=config.dirty_share),
+            self.counters,
+        )
+        self.directory = Directory(config.directory_limit)
+        self.timers = Timers()
+        self.now = 0.0
+        self.started = 0.0
+        """When this node's rules began: the time of `NodeCore.start`."""
+        self.out: list[Instruction] = []
+        self._ids = itertools.count(1)
+
+    def emit(self, instruction: Instruction) -> None:
+        """Add to what the driver must do."""
+        self.out.append(instruction)
+
+    def next_id(self) -> int:
+        """Names a lease, write, call or fetch; never used twice in this incarnation."""
+        return next(self._ids)
+
+    def after(self, delay_s: float, callback: Callable[[], None]) -> Timer:
+        """Call `callback` in `delay_s` from now."""
+        return self.timers.at(self.now + delay_s, callback)
+
+    def by_home(self, keys: Iterable[SegmentKey]) -> Mapping[NodeId, list[SegmentKey]]:
+        """Keys grouped by their home, in order."""
+        keys = list(keys)
+        grouped: dict[NodeId, list[SegmentKey]] = {}
+        if keys:
+            for key, (home, _) in zip(keys, self.ring.candidates(b"".join(keys)), strict=True):
+                grouped.setdefault(home, []).append(key)
+        return grouped
+
+    def ready(self, tenant: TenantId, keys: Iterable[SegmentKey]) -> list[Segment | None]:
+        """This node's READY segments, None where it has none."""
+        index = self.store.index(tenant)
+        found = [index.get(key) for key in keys]
+        return [s if s is not None and s.state is State.READY else None for s in found]

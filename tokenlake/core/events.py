@@ -1,0 +1,130 @@
+"""What happens to a node. A driver makes these and hands them to `NodeCore.handle`, one at a time.
+
+Events are per request, never per token. Packed fields are as in `tokenlake.wire`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tokenlake.wire import engine, peer
+
+__all__ = [
+    "Event",
+    "FetchDone",
+    "Joined",
+    "PeerDown",
+    "PeerSaid",
+    "PeerUp",
+    "ProcessGone",
+    "PullAsked",
+    "RegionReady",
+    "Requested",
+    "SendDone",
+    "Tick",
+]
+
+
+class _Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    pass
+
+
+class Joined(_Event, frozen=True, tag=1):
+    """A process connected and its credential, layout and version were accepted."""
+
+    connection: int
+    request: int
+    tenant: str
+    slot_bytes: int
+    shards: int
+    segment_tokens: int
+    session: int
+    """0 opens a session."""
+    resume: int
+    """The process's earlier connection, or 0."""
+
+
+class Requested(_Event, frozen=True, tag=2):
+    """A frame of a joined process."""
+
+    connection: int
+    message: engine.EngineRequest
+
+
+class ProcessGone(_Event, frozen=True, tag=3):
+    """The process is dead, or said `Bye`: it can touch no slot any more."""
+
+    connection: int
+
+
+class PeerUp(_Event, frozen=True, tag=4):
+    """A control connection to `node` stands."""
+
+    node: str
+    incarnation: int
+
+
+class PeerDown(_Event, frozen=True, tag=5):
+    """It broke."""
+
+    node: str
+    incarnation: int
+
+
+class PeerSaid(_Event, frozen=True, tag=6):
+    """A frame of a peer's control connection."""
+
+    node: str
+    message: peer.PeerMessage
+
+
+class FetchDone(_Event, frozen=True, tag=7):
+    """The receiver of a `StartFetch` has returned: from here on nobody writes into its slots.
+
+    `codes`: LOCAL where the bytes arrived whole and their checksums were right, else the reason.
+    `checksums`: 8 bytes per shard for each key, zeros where not LOCAL.
+    """
+
+    fetch: int
+    codes: bytes
+    checksums: bytes
+
+
+class PullAsked(_Event, frozen=True, tag=8):
+    """A peer asks for segments on the bulk connection `stream`."""
+
+    stream: int
+    node: str
+    tenant: str
+    keys: bytes
+
+
+class SendDone(_Event, frozen=True, tag=9):
+    """The sender of a `SendBulk` has returned, whatever became of it."""
+
+    stream: int
+
+
+class RegionReady(_Event, frozen=True, tag=10):
+    """A fresh region stands where `ReplaceRegion` asked for it."""
+
+    region: int
+
+
+class Tick(_Event, frozen=True, tag=11):
+    """Time passed; a timer is due."""
+
+
+Event = (
+    Joined
+    | Requested
+    | ProcessGone
+    | PeerUp
+    | PeerDown
+    | PeerSaid
+    | FetchDone
+    | PullAsked
+    | SendDone
+    | RegionReady
+    | Tick
+)

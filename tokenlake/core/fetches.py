@@ -1,0 +1,153 @@
+"""Segments on their way here: one transfer for many waiters.
+
+A *flight* is one pull from one node into slots reserved here. Whoever wants a segment that is in flight waits
+for that flight. The slots stay pinned by the flight until its receiver has returned, so late bytes never
+reach a slot that has a new owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tokenlake.core.context import Context
+from tokenlake.core.instructions import AbortFetch, StartFetch
+from tokenlake.core.peers import Peers
+from tokenlake.core.timers import Timer
+from tokenlake.identity import NodeId, SegmentKey, TenantId
+from tokenlake.metrics import Metric
+from tokenlake.store import Kind, Segment, State
+from tokenlake.wire import Code
+from tokenlake.wire.slots import join_keys
+
+__all__ = ["Fetches", "OnArrival", "deadline_s"]
+
+ARRIVED = Metric("tokenlake_received_segments_total", "Segments received whole from other nodes")
+ARRIVED_BYTES = Metric("tokenlake_received_bytes_total", "Bytes of segments received whole from other nodes")
+CORRUPT = Metric("tokenlake_corrupt_segments_total", "Segments whose checksum was wrong on arrival")
+ABORTED = Metric("tokenlake_aborted_fetches_total", "Transfers that missed their deadline")
+
+OnArrival = Callable[[Segment | None, Code], None]
+"""Called once: the segment, pinned for the caller, with LOCAL; or None with the reason."""
+
+
+def deadline_s(predicted_s: float) -> float:
+    """Give-up time of a transfer: predicted x 3 + 50 ms (design section 6)."""
+    return predicted_s * 3 + 0.050
+
+
+class _Flight:
+    def __init__(self, node: NodeId, tenant: TenantId, kind: Kind, began: float) -> None:
+        self.node = node
+        self.tenant = tenant
+        self.kind = kind
+        self.began = began
+        self.segments: list[Segment] = []
+        self.timer: Timer | None = None
+
+
+class Fetches:
+    """Flights, by id and by segment."""
+
+    def __init__(self, context: Context, peers: Peers) -> None:
+        self._context = context
+        self._peers = peers
+        self._flights: dict[int, _Flight] = {}
+        self._waiters: dict[Segment, list[OnArrival]] = {}
+
+    def bring(
+        self,
+        node: NodeId,
+        tenant: TenantId,
+        wanted: Sequence[tuple[SegmentKey, int, OnArrival]],
+        *,
+        kind: Kind,
+        slot_bytes: int,
+        shards: int,
+        limit_s: float | None = None,
+    ) -> None:
+        """Fetch (key, depth) each from `node` as copies of `kind`. Those that are here or on their way already
+        are not fetched again; those without a slot are refused at once. `limit_s`: at most this long."""
+        flight = _Flight(node, tenant, kind, self._context.now)
+        refused: list[tuple[OnArrival, Code]] = []
+        for key, depth, on_arrival in wanted:
+            known = self._context.store.get(tenant, key)
+            if known is not None:
+                self._join(known, on_arrival, refused)
+                continue
+            segment = self._context.store.reserve(tenant, slot_bytes, key, kind, depth, self._context.now)
+            if isinstance(segment, Code):
+                refused.append((on_arrival, segment))
+                continue
+            segment.source = node if kind is Kind.STAGED else None
+            self._waiters[segment] = [on_arrival]
+            flight.segments.append(segment)
+        if flight.segments:
+            self._depart(flight, slot_bytes, shards, limit_s)
+        for on_arrival, code in refused:
+            on_arrival(None, code)
+
+    def _join(self, known: Segment, on_arrival: OnArrival, refused: list[tuple[OnArrival, Code]]) -> None:
+        if known in self._waiters:
+            self._waiters[known].append(on_arrival)
+        elif known.state is State.READY:
+            self._context.store.pin(known)
+            on_arrival(known, Code.LOCAL)
+        else:
+            # A local engine is writing it: its commit may never come, so nobody waits for it here.
+            refused.append((on_arrival, Code.PENDING))
+
+    def _depart(self, flight: _Flight, slot_bytes: int, shards: int, limit_s: float | None) -> None:
+        fetch = self._context.next_id()
+        self._flights[fetch] = flight
+        wait = deadline_s(self._peers.predict_s(flight.node, slot_bytes * len(flight.segments)))
+        flight.timer = self._context.after(wait if limit_s is None else min(wait, limit_s), lambda: self._abort(fetch))
+        keys = join_keys(segment.key for segment in flight.segments)
+        slots = b"".join(segment.packed for segment in flight.segments)
+        self._context.emit(StartFetch(fetch, flight.node, flight.tenant, keys, slots, slot_bytes, shards))
+
+    def _abort(self, fetch: int) -> None:
+        self._context.counters.add(ABORTED)
+        self._context.emit(AbortFetch(fetch))
+
+    def done(self, fetch: int, codes: bytes, checksums: bytes) -> None:
+        """The receiver returned: publish what arrived, give back the rest, tell the waiters."""
+        flight = self._flights.pop(fetch)
+        if flight.timer is not None:
+            flight.timer.cancel()
+        store = self._context.store
+        size = len(checksums) // max(1, len(codes))
+        arrived = [s for s, code in zip(flight.segments, codes, strict=True) if code == Code.LOCAL]
+        for index, segment in enumerate(flight.segments):
+            if codes[index] == Code.LOCAL:
+                store.publish(segment, checksums[index * size : (index + 1) * size], self._context.now)
+            else:
+                self._context.counters.add(CORRUPT, codes[index] == Code.BAD_CHECKSUM)
+                store.unpin(segment)
+                store.discard(segment)
+        store.touch([s for s in arrived if s.kind is not Kind.DIRTY], self._context.now)
+        nbytes = sum(segment.slot_bytes for segment in arrived)
+        self._context.counters.add(ARRIVED, len(arrived))
+        self._context.counters.add(ARRIVED_BYTES, nbytes)
+        if arrived:
+            self._peers.measured(flight.node, nbytes, self._context.now - flight.began)
+        for index, segment in enumerate(flight.segments):
+            code = Code(codes[index])
+            for on_arrival in self._waiters.pop(segment):
+                if code is Code.LOCAL:
+                    store.pin(segment)
+                    on_arrival(segment, code)
+                else:
+                    on_arrival(None, code)
+            if code is Code.LOCAL:
+                store.unpin(segment)
+
+    @property
+    def pins(self) -> int:
+        """Pins held here; for integrity checks."""
+        return sum(len(flight.segments) for flight in self._flights.values())
+
+    def check_integrity(self) -> None:
+        """AssertionError when a segment waits in no flight or in two."""
+        flying = [segment for flight in self._flights.values() for segment in flight.segments]
+        assert len(flying) == len(set(flying)) == len(self._waiters)
+        assert all(segment in self._waiters for segment in flying)

@@ -1,0 +1,103 @@
+"""This node as a home: what it answers about the segments that hash to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenlake.core.context import Context
+from tokenlake.core.peers import Peer, Peers
+from tokenlake.directory import Standing
+from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
+from tokenlake.wire import Code
+from tokenlake.wire import peer as wire
+from tokenlake.wire.slots import join_keys
+
+__all__ = ["Home"]
+
+
+class Home:
+    """Directory, and whether it can be trusted yet.
+
+    A home that started knows nothing of what others hold: until they all advertised it answers UNKNOWN where
+    it would say MISSING.
+    """
+
+    def __init__(self, context: Context, peers: Peers) -> None:
+        self._context = context
+        self._peers = peers
+        self._advertised: dict[NodeId, Incarnation] = {}
+        self._complete = False
+
+    def advertised(self, node: NodeId) -> None:
+        """`node` told all its home copies."""
+        peer = self._peers.get(node)
+        if peer is not None:
+            self._advertised[node] = peer.incarnation
+
+    @property
+    def complete(self) -> bool:
+        """Has every peer that is up advertised, or did it have time enough to?"""
+        if not self._complete:
+            waited = self._context.now >= self._context.started + self._context.config.sync_grace_s
+            self._complete = waited or all(
+                peer.up and self._advertised.get(peer.node) == peer.incarnation for peer in self._peers
+            )
+        return self._complete
+
+    def ask(self, tenant: TenantId, key: SegmentKey) -> tuple[Code, NodeId | None]:
+        """What the directory says: ELSEWHERE with the node (never this one, never one that is gone), PENDING,
+        MISSING or UNKNOWN."""
+        entry = self._context.directory.get(tenant, key, self._context.now)
+        if entry is None:
+            return (Code.MISSING if self.complete else Code.UNKNOWN), None
+        if entry.standing is Standing.PENDING:
+            return Code.PENDING, None
+        if entry.node == self._context.node:
+            return Code.MISSING, None
+        return (Code.ELSEWHERE, entry.node) if self._peers.usable(entry.node) else (Code.UNKNOWN, None)
+
+    def announce(self, node: NodeId, message: wire.Announce, keys: Sequence[SegmentKey]) -> None:
+        """`node` writes these."""
+        deadline = self._context.now + message.deadline_s
+        for key in keys:
+            self._context.directory.pending(
+                TenantId(message.tenant), key, node, self._life(node), deadline, self._context.now
+            )
+
+    def ready(self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey]) -> tuple[bytes, list[NodeId]]:
+        """`node` committed these: COMMITTED, or EXISTS with the node whose commit came first. A first that is
+        down has nothing any more."""
+        codes = bytearray()
+        firsts: list[NodeId] = []
+        for key in keys:
+            first = self._context.directory.ready(tenant, key, node, self._life(node))
+            if first is not None and not self._lives(first):
+                self._context.directory.gone(tenant, key, first)
+                first = self._context.directory.ready(tenant, key, node, self._life(node))
+            codes.append(Code.COMMITTED if first is None else Code.EXISTS)
+            if first is not None:
+                firsts.append(first)
+        return bytes(codes), firsts
+
+    def held(self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey]) -> None:
+        """`node` keeps the home copies of these. Where another living node does, `node` is told."""
+        redundant: list[SegmentKey] = []
+        holders: list[str] = []
+        for key in keys:
+            holder = self._context.directory.held(tenant, key, node, self._life(node))
+            if holder is not None and not self._lives(holder):
+                self._context.directory.gone(tenant, key, holder)
+                holder = self._context.directory.held(tenant, key, node, self._life(node))
+            if holder is not None:
+                redundant.append(key)
+                holders.append(holder)
+        if redundant:
+            self._peers.tell(node, wire.Redundant(tenant, join_keys(redundant), tuple(holders)))
+
+    def _life(self, node: NodeId) -> Incarnation:
+        peer = self._peers.get(node)
+        return self._context.incarnation if peer is None else peer.incarnation
+
+    def _lives(self, node: NodeId) -> bool:
+        peer: Peer | None = self._peers.get(node)
+        return peer is None or (peer.up and not peer.suspect)

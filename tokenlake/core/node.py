@@ -1,0 +1,263 @@
+"""NodeCore: every decision of a node, with no I/O.
+
+A driver (the daemon, the simulator, a replay) hands it one event at a time with the time at which it
+happened, carries out the instructions it returns, and calls it with `Tick` when `next_wake` is reached. Equal
+events at equal times give equal instructions in every process: nothing here iterates a set, reads a clock or
+draws a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tokenlake.core import events
+from tokenlake.core.advertising import Advertising
+from tokenlake.core.context import Context, CoreConfig
+from tokenlake.core.fetches import Fetches
+from tokenlake.core.home import Home
+from tokenlake.core.instructions import Answer, Instruction, ReplaceRegion, Say, Stamp, Welcomed
+from tokenlake.core.peers import Peer, Peers
+from tokenlake.core.pushes import Pushes
+from tokenlake.core.reads import Reads
+from tokenlake.core.serving import Serving
+from tokenlake.core.sessions import Process, Session, Sessions
+from tokenlake.core.writes import Writes
+from tokenlake.identity import ConnectionId, Incarnation, LeaseId, NodeId, SessionId, TenantId
+from tokenlake.metrics import Counters
+from tokenlake.store import Kind, Segment, SegmentStore, State
+from tokenlake.wire import engine, peer
+from tokenlake.wire.slots import join_keys, split_keys
+
+__all__ = ["NodeCore"]
+
+
+class NodeCore:
+    """The whole sequence of every read, write, push, retry and time-out of one node."""
+
+    def __init__(self, config: CoreConfig) -> None:
+        context = self._context = Context(config)
+        self._sessions = Sessions(context)
+        self._peers = Peers(context, self._lost, self._restored)
+        self._home = Home(context, self._peers)
+        self._serving = Serving(context, self._peers, self._home)
+        self._fetches = Fetches(context, self._peers)
+        self._pushes = Pushes(context, self._peers, self._home, self._fetches)
+        self._reads = Reads(context, self._sessions, self._peers, self._home, self._fetches)
+        self._writes = Writes(context, self._sessions, self._peers, self._home, self._pushes)
+        self._advertising = Advertising(context, self._peers)
+        self._replacing: int | None = None
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            events.Joined: self._on_joined,
+            events.Requested: self._on_requested,
+            events.ProcessGone: self._on_process_gone,
+            events.PeerUp: lambda e: self._peers.came_up(NodeId(e.node), Incarnation(e.incarnation)),
+            events.PeerDown: lambda e: self._peers.went_down(NodeId(e.node), Incarnation(e.incarnation)),
+            events.PeerSaid: self._on_peer_said,
+            events.FetchDone: lambda e: self._fetches.done(e.fetch, e.codes, e.checksums),
+            events.PullAsked: lambda e: self._serving.pull(e.stream, TenantId(e.tenant), split_keys(e.keys)),
+            events.SendDone: lambda e: self._serving.sent(e.stream),
+            events.RegionReady: self._on_region_ready,
+            events.Tick: lambda e: None,
+        }
+        self._requests: dict[type, Callable[[Process, Any], None]] = {
+            engine.Match: self._reads.match,
+            engine.Attach: self._reads.attach,
+            engine.Fetch: self._reads.fetch,
+            engine.Release: self._reads.release,
+            engine.Prepare: self._writes.prepare,
+            engine.Commit: self._writes.commit,
+            engine.Abort: self._writes.abort,
+        }
+
+    # -- the driver's side
+
+    @property
+    def store(self) -> SegmentStore:
+        """For gauges and checks; not to be changed."""
+        return self._context.store
+
+    @property
+    def counters(self) -> Counters:
+        """For the metrics page."""
+        return self._context.counters
+
+    @property
+    def config(self) -> CoreConfig:
+        """As given."""
+        return self._context.config
+
+    def start(self, now: float) -> None:
+        """Once, before the first event: timers begin at `now`."""
+        self._context.now = self._context.started = now
+        self._peers.start()
+        self._context.after(self._context.config.gossip_s, self._report)
+
+    def next_wake(self) -> float | None:
+        """When to call with `Tick` at the latest."""
+        return self._context.timers.next()
+
+    def handle(self, event: events.Event, now: float) -> list[Instruction]:
+        """Take one event; what to do about it, in order. `now` (seconds) never decreases.
+
+        Raises `ValueError` for a message whose packed fields do not add up: the sender broke the protocol, and
+        nothing was changed.
+        """
+        context = self._context
+        context.now = now
+        context.timers.fire(now)
+        self._handlers[type(event)](event)
+        self._tell_evicted()
+        for node, lease in self._sessions.take_peer_releases():
+            self._peers.tell(node, peer.ReleaseLease((lease,)))
+        out, context.out = context.out, []
+        if context.store.reissued:
+            out.insert(0, Stamp(b"".join(place.pack() for place in context.store.reissued)))
+            context.store.reissued.clear()
+        return out
+
+    # -- engines
+
+    def _on_joined(self, event: events.Joined) -> None:
+        tenant = TenantId(event.tenant)
+        joined = self._sessions.join(
+            ConnectionId(event.connection),
+            tenant,
+            event.slot_bytes,
+            event.shards,
+            event.segment_tokens,
+            SessionId(event.session),
+            ConnectionId(event.resume),
+        )
+        if isinstance(joined, Session):
+            self._context.emit(Welcomed(event.connection, event.request, joined.id))
+            self._find_region(joined)
+        else:
+            self._context.emit(Answer(event.connection, engine.Failed(event.request, "LimitReached", joined)))
+
+    def _find_region(self, session: Session) -> None:
+        """A newcomer whose slot size has no region gets one from a pool that no connected engine uses."""
+        store = self._context.store
+        if self._replacing is not None or store.pool(session.tenant, session.slot_bytes) is not None:
+            return
+        used = [(s.tenant, s.slot_bytes) for s in self._sessions]
+        for pool in store.pools():
+            if (pool.tenant, pool.slot_bytes) not in used and pool.regions:
+                self._replacing = store.reclaim(pool)
+                if self._replacing is not None:
+                    self._context.emit(ReplaceRegion(self._replacing))
+                    return
+
+    def _on_region_ready(self, event: events.RegionReady) -> None:
+        self._replacing = None
+        self._context.store.add_spare(event.region)
+
+    def _on_requested(self, event: events.Requested) -> None:
+        process = self._sessions.process(ConnectionId(event.connection))
+        if process is None:
+            return
+        message = event.message
+        alive = self._sessions.renew(process.session)
+        if isinstance(message, engine.Heartbeat):
+            self._context.emit(Answer(event.connection, engine.HeartbeatReply(message.id, alive)))
+            return
+        handler = self._requests.get(type(message))
+        if handler is None:
+            raise ValueError(f"{type(message).__name__} is not a request of a joined process")
+        handler(process, message)
+
+    def _on_process_gone(self, event: events.ProcessGone) -> None:
+        self._sessions.gone(ConnectionId(event.connection))
+
+    # -- peers
+
+    def _lost(self, peer_: Peer) -> None:
+        self._serving.release_all(peer_.node)
+
+    def _restored(self, peer_: Peer) -> None:
+        self._advertising.begin(peer_.node)
+
+    def _on_peer_said(self, event: events.PeerSaid) -> None:
+        node = NodeId(event.node)
+        message = event.message
+        self._peers.heard(node)
+        match message:
+            case peer.Lookup():
+                self._context.emit(Say(node, self._serving.lookup(node, message, split_keys(message.keys))))
+            case peer.LookupReply() | peer.ReadyReply() | peer.OfferReply() | peer.Pong():
+                self._peers.replied(node, message)
+            case peer.ReleaseLease():
+                for lease in message.leases:
+                    self._serving.release(LeaseId(lease), node)
+            case peer.Ready():
+                codes, _ = self._home.ready(node, TenantId(message.tenant), split_keys(message.keys))
+                self._peers.tell(node, peer.ReadyReply(message.call, codes))
+            case peer.Offer():
+                self._pushes.offered(node, message)
+            case peer.Ping():
+                self._peers.pinged(node, message)
+            case _:
+                self._on_peer_told(node, message)
+
+    def _on_peer_told(self, node: NodeId, message: peer.PeerMessage) -> None:
+        match message:
+            case peer.Announce():
+                self._home.announce(node, message, split_keys(message.keys))
+            case peer.Withdraw():
+                for key in split_keys(message.keys):
+                    self._context.directory.withdraw(TenantId(message.tenant), key, node)
+            case peer.Held():
+                self._home.held(node, TenantId(message.tenant), split_keys(message.keys))
+            case peer.Redundant():
+                self._pushes.redundant(message)
+            case peer.Evicted():
+                for key in split_keys(message.keys):
+                    self._context.directory.gone(TenantId(message.tenant), key, NodeId(message.node))
+            case peer.Touched():
+                self._on_touched(message)
+            case peer.Advertised():
+                self._home.advertised(node)
+
+    def _on_touched(self, message: peer.Touched) -> None:
+        """Reads of copies elsewhere keep the home copies alive; the keys come deepest first."""
+        found = self._context.ready(TenantId(message.tenant), split_keys(message.keys))
+        homes = [segment for segment in reversed(found) if segment is not None and segment.kind is Kind.HOME]
+        self._context.store.touch(homes, self._context.now)
+
+    def _tell_evicted(self) -> None:
+        evicted, self._context.store.evicted = self._context.store.evicted, []
+        by_tenant: dict[TenantId, list[Segment]] = {}
+        for segment in evicted:
+            by_tenant.setdefault(segment.tenant, []).append(segment)
+        for tenant, segments in by_tenant.items():
+            for home, keys in self._context.by_home(segment.key for segment in segments).items():
+                if home == self._context.node:
+                    for key in keys:
+                        self._context.directory.gone(tenant, key, home)
+                else:
+                    self._peers.tell(home, peer.Evicted(tenant, join_keys(keys), self._context.node))
+
+    def _report(self) -> None:
+        self._reads.report_touched()
+        self._context.after(self._context.config.gossip_s, self._report)
+
+    # -- checks
+
+    def idle(self) -> bool:
+        """Nothing is leased, reserved, pinned, on its way or waited for."""
+        held = any(segment.pins or segment.kind is Kind.DIRTY for segment in self.store.segments())
+        quarantined = any(pool.quarantined for pool in self.store.pools())
+        return not (held or quarantined or self._reads.matching or self._pushes.dirty)
+
+    def check_integrity(self) -> None:
+        """AssertionError when state does not add up: slots, pins, counts. Slow; for tests."""
+        self.store.check_integrity()
+        self._sessions.check_integrity()
+        self._serving.check_integrity()
+        self._fetches.check_integrity()
+        self._pushes.check_integrity()
+        self._peers.check_integrity()
+        self._context.directory.check_integrity()
+        for segment in self.store.segments():
+            if segment.state is State.RESERVED:
+                assert segment.pins > 0, f"{segment} is reserved by nobody"

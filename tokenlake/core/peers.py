@@ -1,0 +1,228 @@
+"""Other nodes: who answers, calls with a deadline, and what each of us tells the other after a break.
+
+Give-up and liveness are two things. A call gives up after its own deadline; the peer that missed it is
+*overdue* and skipped by all further calls until it says anything at all, so that a frozen node costs each
+engine at most one deadline. A ping that stays unanswered for `suspect_s` makes it SUSPECT, which is what the
+log and the metrics speak of.
+
+After a connection came up, or a suspect peer spoke again, frames may have been lost: both sides advertise
+their home copies anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from tokenlake.core.context import Context
+from tokenlake.core.instructions import Note, Say
+from tokenlake.core.timers import Timer
+from tokenlake.identity import Incarnation, NodeId
+from tokenlake.metrics import Metric
+from tokenlake.placement import UNKNOWN_VACANCY, Vacancy
+from tokenlake.wire import peer as wire
+
+__all__ = ["OnReply", "Peer", "Peers"]
+
+CALLS = Metric("tokenlake_peer_calls_total", "Requests sent to other nodes")
+TIMEOUTS = Metric("tokenlake_peer_timeouts_total", "Requests to other nodes that missed their deadline")
+SUSPECTED = Metric("tokenlake_peer_suspected_total", "Times a peer became SUSPECT")
+
+Reply = wire.LookupReply | wire.ReadyReply | wire.OfferReply | wire.Pong
+OnReply = Callable[[Reply | None], None]
+R = TypeVar("R")
+
+DEFAULT_RATE = 500e6
+"""Bytes per second assumed of a peer nobody fetched from yet; a sixth of what loopback TCP gives, so that the
+first deadline is not missed on a slower network."""
+RATE_WEIGHT = 0.2
+"""Of the newest fetch in the running mean."""
+
+
+class Peer:
+    """What this node knows of another."""
+
+    def __init__(self, node: NodeId) -> None:
+        self.node = node
+        self.up = False
+        self.incarnation = Incarnation(0)
+        self.overdue = False
+        self.suspect = False
+        self.vacancy = UNKNOWN_VACANCY
+        self.rate = DEFAULT_RATE
+        """Bytes per second of fetches from there, running mean."""
+        self.calls: dict[int, tuple[OnReply, Timer]] = {}
+
+    @property
+    def usable(self) -> bool:
+        """Worth asking now."""
+        return self.up and not self.overdue and not self.suspect
+
+
+class Peers:
+    """The other members of the cluster."""
+
+    def __init__(self, context: Context, on_lost: Callable[[Peer], None], on_restored: Callable[[Peer], None]) -> None:
+        """`on_lost`: the peer's connection broke. `on_restored`: it is back, and may have missed frames."""
+        self._context = context
+        self._on_lost = on_lost
+        self._on_restored = on_restored
+        names = [name for name in context.ring.members if name != context.node]
+        self._peers = {name: Peer(name) for name in names}
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(self._peers.values())
+
+    def get(self, node: NodeId) -> Peer | None:
+        """The peer, None for this node and for strangers."""
+        return self._peers.get(node)
+
+    def usable(self, node: NodeId) -> bool:
+        """Is `node` another member and worth asking now?"""
+        peer = self._peers.get(node)
+        return peer is not None and peer.usable
+
+    def start(self) -> None:
+        """Begin to ping."""
+        self._context.after(self._context.config.gossip_s, self._ping)
+
+    # -- connections
+
+    def came_up(self, node: NodeId, incarnation: Incarnation) -> None:
+        """A control connection stands."""
+        peer = self._peers[node]
+        peer.up, peer.overdue, peer.suspect = True, False, False
+        if peer.incarnation != incarnation:
+            peer.incarnation = incarnation
+            self._context.directory.forget(node, incarnation)
+        self._on_restored(peer)
+
+    def went_down(self, node: NodeId, incarnation: Incarnation) -> None:
+        """It broke; calls under way fail now. A report about an earlier life changes nothing."""
+        peer = self._peers[node]
+        if not peer.up or peer.incarnation != incarnation:
+            return
+        peer.up = False
+        calls, peer.calls = peer.calls, {}
+        self._context.emit(Note(f"peer {node} is down"))
+        for on_reply, timer in calls.values():
+            timer.cancel()
+            on_reply(None)
+        self._on_lost(peer)
+
+    def heard(self, node: NodeId) -> None:
+        """It said something: it is alive."""
+        peer = self._peers[node]
+        peer.overdue = False
+        if peer.suspect:
+            peer.suspect = False
+            self._context.emit(Note(f"peer {node} answers again"))
+            self._on_restored(peer)
+
+    # -- frames
+
+    def tell(self, node: NodeId, message: wire.PeerMessage) -> None:
+        """One-way; dropped while the peer is not usable (it will be told everything when it is back)."""
+        if self.usable(node):
+            self._context.emit(Say(node, message))
+
+    def call(
+        self,
+        node: NodeId,
+        make: Callable[[int], wire.PeerMessage],
+        deadline_s: float,
+        on_reply: OnReply,
+        *,
+        proves_life: bool = True,
+    ) -> None:
+        """Send `make(call id)`; `on_reply` gets the reply, or None at the deadline or when the peer is not
+        usable. Called back exactly once, possibly before this returns. `proves_life`: a missed deadline makes
+        the peer overdue."""
+        peer = self._peers.get(node)
+        if peer is None or not peer.usable:
+            on_reply(None)
+            return
+        self._send(peer, make, deadline_s, on_reply, proves_life)
+
+    def _send(
+        self,
+        peer: Peer,
+        make: Callable[[int], wire.PeerMessage],
+        deadline_s: float,
+        on_reply: OnReply,
+        proves_life: bool,
+    ) -> None:
+        call = self._context.next_id()
+
+        def expire() -> None:
+            peer.calls.pop(call)
+            self._context.counters.add(TIMEOUTS)
+            peer.overdue = peer.overdue or proves_life
+            on_reply(None)
+
+        peer.calls[call] = (on_reply, self._context.after(deadline_s, expire))
+        self._context.counters.add(CALLS)
+        self._context.emit(Say(peer.node, make(call)))
+
+    def replied(self, node: NodeId, message: Reply) -> None:
+        """Hand a reply to its caller. A late `LookupReply` leased what nobody waits for: give it back."""
+        waiting = self._peers[node].calls.pop(message.call, None)
+        if waiting is not None:
+            on_reply, timer = waiting
+            timer.cancel()
+            on_reply(message)
+        elif isinstance(message, wire.LookupReply) and message.lease:
+            self.tell(node, wire.ReleaseLease((message.lease,)))
+
+    # -- liveness and load
+
+    def _ping(self) -> None:
+        config = self._context.config
+        vacancy = tuple(self._context.store.vacancy(self._context.now))
+        for peer in self._peers.values():
+            if peer.up:
+                self._send(
+                    peer,
+                    lambda call: wire.Ping(call, (vacancy[0], vacancy[1])),
+                    config.suspect_s,
+                    lambda reply, peer=peer: self._ponged(peer, reply),  # type: ignore[misc]
+                    proves_life=True,
+                )
+        self._context.after(config.gossip_s, self._ping)
+
+    def _ponged(self, peer: Peer, reply: Reply | None) -> None:
+        if isinstance(reply, wire.Pong):
+            peer.vacancy = Vacancy(*reply.vacancy)
+        elif peer.up and not peer.suspect:
+            peer.suspect = True
+            self._context.counters.add(SUSPECTED)
+            self._context.emit(Note(f"peer {peer.node} is SUSPECT: no answer for {self._context.config.suspect_s} s"))
+
+    def pinged(self, node: NodeId, message: wire.Ping) -> None:
+        """Answer, and learn how full it is."""
+        peer = self._peers[node]
+        peer.vacancy = Vacancy(*message.vacancy)
+        mine = self._context.store.vacancy(self._context.now)
+        self._context.emit(Say(node, wire.Pong(message.call, (mine.free_share, mine.victim_age_s))))
+
+    def vacancy(self, node: NodeId) -> Vacancy:
+        """How welcome a segment is there, as last heard; this node's own is exact."""
+        peer = self._peers.get(node)
+        return self._context.store.vacancy(self._context.now) if peer is None else peer.vacancy
+
+    # -- speed
+
+    def predict_s(self, node: NodeId, nbytes: int) -> float:
+        """Expected time to fetch `nbytes` from `node`."""
+        return nbytes / self._peers[node].rate
+
+    def measured(self, node: NodeId, nbytes: int, seconds: float) -> None:
+        """A fetch of `nbytes` took `seconds`."""
+        peer = self._peers[node]
+        rate = nbytes / max(seconds, 1e-6)
+        peer.rate += RATE_WEIGHT * (rate - peer.rate)
+
+    def check_integrity(self) -> None:
+        """AssertionError when a call waits at a peer that is down."""
+        for peer in self._peers.values():
+            assert peer.up or not peer.calls, f"calls wait at {peer.node}, which is down"

@@ -1,0 +1,261 @@
+"""From dirty copy to home copy.
+
+::
+
+    commit -> DIRTY -> Ready to the home --- EXISTS: somebody's commit came first ----> STAGED
+                          | COMMITTED, or no answer
+                          v
+                    the emptier candidate of the run's first segment
+                          | this node                            | another node
+                          v                                      v
+                     HOME, Held to the home               Offer (bounded queue per holder)
+                          ^                                      | the holder pulls, keeps, says Held
+                          |  refused, late, or down              v
+                          +------------------------------- OfferReply: STAGED here
+
+A push is an offer that the holder pulls, so bytes between nodes have one path, one deadline and one checksum.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+
+from tokenlake.core.context import Context
+from tokenlake.core.fetches import Fetches, deadline_s
+from tokenlake.core.home import Home
+from tokenlake.core.peers import Peers, Reply
+from tokenlake.core.sessions import Session
+from tokenlake.identity import NodeId, SegmentKey, TenantId
+from tokenlake.metrics import Metric
+from tokenlake.placement import choose_holder, runs
+from tokenlake.store import Kind, Segment, State
+from tokenlake.wire import Code
+from tokenlake.wire import peer as wire
+from tokenlake.wire.slots import join_keys, split_keys
+
+__all__ = ["Pushes"]
+
+PUSHED = Metric("tokenlake_pushed_segments_total", "Segments that another node pulled from here to keep")
+KEPT = Metric("tokenlake_kept_segments_total", "Segments that became home copies where they were written")
+DUPLICATES = Metric("tokenlake_duplicate_commits_total", "Commits that came after another node's")
+
+OFFERED_BYTES = 64 << 20
+"""At most this much is on offer to one holder at a time (at least one run); the rest waits in its queue."""
+OFFER_GRACE_S = 1.0
+"""Added to the give-up time of a push: the holder may have other pushes to pull first."""
+
+
+class _Run:
+    """Consecutive segments of one store that go to one holder."""
+
+    def __init__(self, session: Session, segments: list[Segment]) -> None:
+        self.tenant = session.tenant
+        self.slot_bytes = session.slot_bytes
+        self.shards = session.shards
+        self.segments = segments
+
+    @property
+    def nbytes(self) -> int:
+        return self.slot_bytes * len(self.segments)
+
+
+class Pushes:
+    """Dirty copies on their way, and offers from other nodes."""
+
+    def __init__(self, context: Context, peers: Peers, home: Home, fetches: Fetches) -> None:
+        self._context = context
+        self._peers = peers
+        self._home = home
+        self._fetches = fetches
+        self._queues: dict[NodeId, deque[_Run]] = {}
+        self._offered: dict[NodeId, int] = {}
+        self._asking: dict[Segment, None] = {}
+
+    # -- commit
+
+    def add(self, session: Session, segments: list[Segment]) -> None:
+        """Newly committed dirty copies of one write, in prompt order."""
+        if not segments:
+            return
+        self._asking.update(dict.fromkeys(segments))
+        by_key = {segment.key: segment for segment in segments}
+        grouped = self._context.by_home(by_key)
+        waiting = len(grouped)
+
+        def answered(home: NodeId, keys: list[SegmentKey], codes: bytes) -> None:
+            nonlocal waiting
+            waiting -= 1
+            for key, code in zip(keys, codes, strict=True):
+                if code == Code.EXISTS:
+                    self._stage(by_key.pop(key), None)
+                    self._context.counters.add(DUPLICATES)
+            if not waiting:
+                self._place(session, [segment for segment in segments if segment.key in by_key])
+
+        for home, keys in grouped.items():
+            if home == self._context.node:
+                answered(home, keys, self._home.ready(home, session.tenant, keys)[0])
+            else:
+                self._peers.call(
+                    home,
+                    partial(_ready, tenant=session.tenant, keys=join_keys(keys)),
+                    self._context.config.suspect_s,
+                    partial(_ready_codes, partial(answered, home, keys), len(keys)),
+                )
+
+    def _place(self, session: Session, segments: list[Segment]) -> None:
+        """Choose a holder for each run."""
+        for segment in segments:
+            self._asking.pop(segment)
+        for run in runs([segment.depth for segment in segments], self._context.ring.run_length):
+            chosen = segments[run.start : run.stop]
+            holder = self._holder(chosen[0].key)
+            if holder == self._context.node:
+                self._keep(session.tenant, chosen)
+            else:
+                self._queues.setdefault(holder, deque()).append(_Run(session, chosen))
+                self._offer_next(holder)
+
+    def _holder(self, key: SegmentKey) -> NodeId:
+        """The emptier of the candidates that can be reached; this node when neither can."""
+        candidates = dict.fromkeys(self._context.ring.candidates(key)[0])
+        reachable = [
+            (node, self._peers.vacancy(node))
+            for node in candidates
+            if node == self._context.node or self._peers.usable(node)
+        ]
+        return choose_holder(reachable) if reachable else self._context.node
+
+    # -- offers made
+
+    def _offer_next(self, holder: NodeId) -> None:
+        queue = self._queues[holder]
+        while queue:
+            run = queue[0]
+            offered = self._offered.get(holder, 0)
+            if offered and offered + run.nbytes > OFFERED_BYTES:
+                return
+            queue.popleft()
+            self._offered[holder] = offered + run.nbytes
+            wait = OFFER_GRACE_S
+            if self._peers.usable(holder):
+                wait += deadline_s(self._peers.predict_s(holder, self._offered[holder]))
+            self._peers.call(
+                holder,
+                partial(
+                    _offer,
+                    tenant=run.tenant,
+                    keys=join_keys(segment.key for segment in run.segments),
+                    first=run.segments[0].depth,
+                    slot_bytes=run.slot_bytes,
+                    shards=run.shards,
+                ),
+                wait,
+                partial(self._offered_run, holder, run),
+                proves_life=False,
+            )
+
+    def _offered_run(self, holder: NodeId, run: _Run, reply: Reply | None) -> None:
+        self._offered[holder] -= run.nbytes
+        taken = isinstance(reply, wire.OfferReply) and len(reply.codes) == len(run.segments)
+        codes = reply.codes if isinstance(reply, wire.OfferReply) and taken else bytes(len(run.segments))
+        kept: list[Segment] = []
+        for segment, code in zip(run.segments, codes, strict=True):
+            if code in (Code.COMMITTED, Code.EXISTS):
+                self._stage(segment, holder)
+                self._context.counters.add(PUSHED)
+            else:
+                kept.append(segment)
+        self._keep(run.tenant, kept)
+        if self._queues[holder]:
+            # Not from within this reply: a holder that is down answers at once, and a long queue would recurse.
+            self._context.after(0.0, lambda: self._offer_next(holder))
+
+    def _stage(self, segment: Segment, holder: NodeId | None) -> None:
+        self._asking.pop(segment, None)
+        if segment.state is State.READY and segment.kind is Kind.DIRTY:
+            segment.source = holder
+            self._context.store.become(segment, Kind.STAGED, self._context.now)
+
+    def _keep(self, tenant: TenantId, segments: list[Segment]) -> None:
+        """They become home copies where they are."""
+        kept = [s for s in segments if s.state is State.READY and s.kind is Kind.DIRTY]
+        for segment in reversed(kept):
+            self._context.store.become(segment, Kind.HOME, self._context.now)
+        self._context.counters.add(KEPT, len(kept))
+        self.tell_held(tenant, [segment.key for segment in kept])
+
+    def tell_held(self, tenant: TenantId, keys: list[SegmentKey]) -> None:
+        """This node keeps the home copies of these: tell their homes."""
+        for home, homed in self._context.by_home(keys).items():
+            if home == self._context.node:
+                self._home.held(home, tenant, homed)
+                continue
+            self._peers.tell(home, wire.Held(tenant, join_keys(homed)))
+
+    def redundant(self, message: wire.Redundant) -> None:
+        """Another node keeps these: the copies here may go."""
+        tenant = TenantId(message.tenant)
+        for key, holder in zip(split_keys(message.keys), message.nodes, strict=False):
+            segment = self._context.store.get(tenant, key)
+            if segment is not None and segment.state is State.READY and segment.kind is Kind.HOME:
+                segment.source = NodeId(holder)
+                self._context.store.become(segment, Kind.STAGED, self._context.now)
+
+    # -- offers taken
+
+    def offered(self, node: NodeId, message: wire.Offer) -> None:
+        """Another node chose this one as the holder: pull, keep, tell the homes, answer."""
+        tenant = TenantId(message.tenant)
+        keys = split_keys(message.keys)
+        codes = bytearray(len(keys))
+        waiting = len(keys)
+
+        def settle(index: int, code: Code) -> None:
+            nonlocal waiting
+            codes[index] = code
+            waiting -= 1
+            if not waiting:
+                held = [keys[i] for i, c in enumerate(codes) if c in (Code.COMMITTED, Code.EXISTS)]
+                self.tell_held(tenant, held)
+                self._peers.tell(node, wire.OfferReply(message.call, bytes(codes)))
+
+        def arrived(index: int, segment: Segment | None, code: Code) -> None:
+            if segment is None:
+                settle(index, code if code.refused else Code.LOST)
+                return
+            self._context.store.unpin(segment)
+            if segment.kind is Kind.STAGED:
+                segment.source = None
+                self._context.store.become(segment, Kind.HOME, self._context.now)
+            settle(index, Code.COMMITTED if segment.kind is Kind.HOME else Code.LOST)
+
+        wanted = [
+            (key, message.first + index, partial(arrived, index)) for index, key in reversed(list(enumerate(keys)))
+        ]
+        self._fetches.bring(node, tenant, wanted, kind=Kind.HOME, slot_bytes=message.slot_bytes, shards=message.shards)
+
+    @property
+    def dirty(self) -> int:
+        """Segments on their way out: being asked about, queued or on offer."""
+        queued = sum(len(run.segments) for queue in self._queues.values() for run in queue)
+        return len(self._asking) + queued
+
+    def check_integrity(self) -> None:
+        """AssertionError when what is asked about is not a dirty copy."""
+        assert all(s.state is State.READY and s.kind is Kind.DIRTY for s in self._asking)
+
+
+def _ready(call: int, *, tenant: TenantId, keys: bytes) -> wire.Ready:
+    return wire.Ready(call, tenant, keys)
+
+
+def _offer(call: int, *, tenant: TenantId, keys: bytes, first: int, slot_bytes: int, shards: int) -> wire.Offer:
+    return wire.Offer(call, tenant, keys, first, slot_bytes, shards)
+
+
+def _ready_codes(answered: partial[None], count: int, reply: Reply | None) -> None:
+    """No answer counts as COMMITTED: the segment is kept, and the home learns of it from the holder."""
+    known = isinstance(reply, wire.ReadyReply) and len(reply.codes) == count
+    answered(reply.codes if isinstance(reply, wire.ReadyReply) and known else bytes([Code.COMMITTED]) * count)

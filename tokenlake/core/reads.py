@@ -1,0 +1,422 @@
+"""Reading: match and lease, then bring what is remote.
+
+::
+
+    Match -> own index -> all here?  yes -> Matched
+                |  no
+                v
+             Lookup to both candidates of every missing key, in parallel
+                |  a home names another node
+                v
+             Lookup there (second round, same deadline)
+                |
+                v
+             Matched: the longest prefix that is leased, here or elsewhere
+
+A lease exists only where the slot is, so whoever holds the bytes leases them while answering. What is leased
+beyond the prefix is given back at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from tokenlake.core.context import Context
+from tokenlake.core.fetches import Fetches, deadline_s
+from tokenlake.core.home import Home
+from tokenlake.core.instructions import Answer
+from tokenlake.core.peers import Peers, Reply
+from tokenlake.core.sessions import Lease, Process, Session, Sessions
+from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
+from tokenlake.metrics import Metric
+from tokenlake.store import Kind, Segment, State
+from tokenlake.wire import Code
+from tokenlake.wire import engine as wire
+from tokenlake.wire import peer as peer_wire
+from tokenlake.wire.slots import NO_SLOT_BYTES, join_keys, split_keys
+
+__all__ = ["Reads"]
+
+ASKED = Metric("tokenlake_asked_tokens_total", "Tokens of full segments that engines asked for")
+LOCAL = Metric("tokenlake_local_tokens_total", "Tokens found in this node's arena")
+FETCHED = Metric("tokenlake_fetched_tokens_total", "Tokens fetched from other nodes")
+PENDING = Metric("tokenlake_pending_timeout_tokens_total", "Tokens that somebody was still writing")
+MISSING = Metric("tokenlake_missing_tokens_total", "Tokens found nowhere, or lost on the way")
+MATCHES = Metric("tokenlake_matches_total", "Match requests")
+
+CHECKSUM_BYTES = 8
+MAX_DEADLINE_S = 60.0
+"""Bound on what a client may ask a fetch to wait."""
+
+
+class _Match:
+    """One match under way."""
+
+    def __init__(self, process: Process, request: wire.Match, keys: list[SegmentKey]) -> None:
+        self.process = process
+        self.request = request
+        self.keys = keys
+        self.segments: list[Segment | None] = []
+        self.remotes: list[NodeId | None] = [None] * len(keys)
+        self.codes = bytearray(bytes([Code.UNKNOWN]) * len(keys))
+        self.leases: dict[NodeId, list[int]] = {}
+        self.waiting = 0
+        self.deadline = 0.0
+        self.asked: list[set[NodeId]] = [set() for _ in keys]
+        """Per key, who was asked; only ever tested for membership."""
+        self.hints: dict[int, tuple[NodeId, NodeId]] = {}
+        """Per key index, (home that named a node, the node named)."""
+
+
+class Reads:
+    """Match, Attach, Fetch and Release of the local engines."""
+
+    def __init__(self, context: Context, sessions: Sessions, peers: Peers, home: Home, fetches: Fetches) -> None:
+        self._context = context
+        self._sessions = sessions
+        self._peers = peers
+        self._home = home
+        self._fetches = fetches
+        self._touched: dict[tuple[NodeId, TenantId], list[SegmentKey]] = {}
+        self._matching = 0
+
+    # -- match
+
+    def match(self, process: Process, request: wire.Match) -> None:
+        """Answered at once when everything is here, else at the latest at the deadline."""
+        keys = split_keys(request.keys)
+        session = process.session
+        self._context.counters.add(MATCHES)
+        self._context.counters.add(ASKED, len(keys) * session.segment_tokens)
+        match = _Match(process, request, keys)
+        match.segments = self._context.ready(session.tenant, keys)
+        for index, segment in enumerate(match.segments):
+            if segment is not None:
+                self._context.store.pin(segment)
+                match.codes[index] = Code.LOCAL
+        self._matching += 1
+        if None in match.segments:
+            self._ask(match)
+        else:
+            self._finish(match)
+
+    def _ask(self, match: _Match) -> None:
+        """First round: both candidates of every key that is not here."""
+        limit = min(match.request.deadline_s or MAX_DEADLINE_S, self._context.config.match_deadline_s)
+        match.deadline = self._context.now + limit
+        wanted: dict[NodeId, list[int]] = {}
+        candidates = self._context.ring.candidates(match.request.keys)
+        for index, segment in enumerate(match.segments):
+            if segment is None:
+                for node in dict.fromkeys(candidates[index]):
+                    self._aim(match, index, node, wanted)
+        self._send(match, wanted)
+
+    def _aim(self, match: _Match, index: int, node: NodeId, wanted: dict[NodeId, list[int]]) -> None:
+        """Ask `node` about a key; this node's own directory answers on the spot."""
+        if node in match.asked[index]:
+            return
+        match.asked[index].add(node)
+        if node != self._context.node:
+            wanted.setdefault(node, []).append(index)
+            return
+        if self._context.ring.candidates(match.keys[index])[0][0] != node:
+            return
+        code, elsewhere = self._home.ask(match.process.session.tenant, match.keys[index])
+        self._note(match, index, code)
+        if elsewhere is not None:
+            match.hints[index] = (node, elsewhere)
+            self._aim(match, index, elsewhere, wanted)
+
+    def _send(self, match: _Match, wanted: dict[NodeId, list[int]]) -> None:
+        tenant = match.process.session.tenant
+        match.waiting += len(wanted)
+        for node, indices in wanted.items():
+            packed = join_keys(match.keys[index] for index in indices)
+            self._peers.call(
+                node,
+                partial(_lookup, tenant=tenant, keys=packed),
+                match.deadline - self._context.now,
+                partial(self._heard, match, node, indices),
+            )
+        if not wanted and not match.waiting:
+            self._finish(match)
+
+    def _heard(self, match: _Match, node: NodeId, indices: list[int], reply: Reply | None) -> None:
+        """One node answered, or will not. Then the second round, or the end."""
+        match.waiting -= 1
+        second: dict[NodeId, list[int]] = {}
+        if isinstance(reply, peer_wire.LookupReply) and len(reply.codes) == len(indices):
+            if reply.lease:
+                match.leases.setdefault(node, []).append(reply.lease)
+            named = iter(reply.nodes)
+            for index, code in zip(indices, reply.codes, strict=True):
+                if code == Code.LOCAL:
+                    if match.remotes[index] is None:
+                        match.remotes[index] = node
+                    self._note(match, index, Code.REMOTE)
+                elif code == Code.ELSEWHERE:
+                    elsewhere = NodeId(next(named, ""))
+                    match.hints[index] = (node, elsewhere)
+                    if match.remotes[index] is None and elsewhere:
+                        self._aim(match, index, elsewhere, second)
+                else:
+                    self._note(match, index, Code(code))
+        if second and self._context.now < match.deadline:
+            self._send(match, second)
+        elif not match.waiting:
+            self._finish(match)
+
+    @staticmethod
+    def _note(match: _Match, index: int, code: Code) -> None:
+        """Keep the most telling of the answers: LOCAL, REMOTE, PENDING, MISSING, UNKNOWN, ..."""
+        match.codes[index] = min(match.codes[index], code)
+
+    def _finish(self, match: _Match) -> None:
+        """Lease the longest prefix that was found, give the rest back, answer."""
+        self._matching -= 1
+        process, session = match.process, match.process.session
+        here = self._sessions.process(process.connection) is process
+        self._recheck(match)
+        room = max(0, self._sessions.lease_room(session)) if here else 0
+        hits = 0
+        limit = min(len(match.keys), room)
+        while hits < limit and (match.segments[hits] is not None or match.remotes[hits] is not None):
+            hits += 1
+        if hits == limit < len(match.keys) and match.codes[limit] <= Code.REMOTE:
+            match.codes[limit] = Code.SESSION_LIMIT
+        for segment in match.segments[hits:]:
+            if segment is not None:
+                self._context.store.unpin(segment)
+        lease = self._make_lease(match, hits)
+        self._report_stale(match)
+        self._count(match, hits)
+        if here:
+            local = lease.segments if lease is not None else []
+            reply = wire.Matched(
+                match.request.id,
+                lease.id if lease else 0,
+                hits,
+                bytes(match.codes),
+                *pack(local, session.shards),
+            )
+            self._context.emit(Answer(process.connection, reply))
+
+    def _recheck(self, match: _Match) -> None:
+        """What arrived here while others were asked is found here."""
+        for index, key in enumerate(match.keys):
+            if match.segments[index] is None:
+                segment = self._context.store.get(match.process.session.tenant, key)
+                if segment is not None and segment.state is State.READY:
+                    self._context.store.pin(segment)
+                    match.segments[index] = segment
+                    match.codes[index] = Code.LOCAL
+
+    def _make_lease(self, match: _Match, hits: int) -> Lease | None:
+        used: dict[NodeId, None] = {}
+        lease: Lease | None = None
+        if hits:
+            lease = Lease(LeaseId(self._context.next_id()), match.keys[:hits], match.process.connection)
+            lease.segments = match.segments[:hits]
+            for index in range(hits):
+                node = match.remotes[index]
+                if lease.segments[index] is None and node is not None:
+                    lease.remotes[index] = node
+                    used[node] = None
+            self._sessions.add_lease(match.process.session, lease)
+            self.touched([segment for segment in lease.segments if segment is not None])
+        for node, leases in match.leases.items():
+            if lease is not None and node in used:
+                lease.remote_leases += [(node, remote) for remote in leases]
+            else:
+                self._peers.tell(node, peer_wire.ReleaseLease(tuple(leases)))
+        return lease
+
+    def _report_stale(self, match: _Match) -> None:
+        """A home named a node that answered and does not have it: tell the home, or the key stays lost."""
+        stale: dict[tuple[NodeId, NodeId], list[SegmentKey]] = {}
+        for index, (home, named) in match.hints.items():
+            answered = match.codes[index] in (Code.MISSING, Code.PENDING)
+            if answered and named in match.asked[index] and self._peers.usable(named):
+                stale.setdefault((home, named), []).append(match.keys[index])
+        tenant = match.process.session.tenant
+        for (home, named), keys in stale.items():
+            if home == self._context.node:
+                for key in keys:
+                    self._context.directory.gone(tenant, key, named)
+            else:
+                self._peers.tell(home, peer_wire.Evicted(tenant, join_keys(keys), named))
+
+    def _count(self, match: _Match, hits: int) -> None:
+        """Every token asked for is counted once: now, or when its fetch ends or is skipped."""
+        size = match.process.session.segment_tokens
+        local = sum(segment is not None for segment in match.segments[:hits])
+        pending = int(hits < len(match.keys) and match.codes[hits] == Code.PENDING)
+        self._context.counters.add(LOCAL, local * size)
+        self._context.counters.add(PENDING, pending * size)
+        self._context.counters.add(MISSING, (len(match.keys) - hits - pending) * size)
+
+    # -- attach, release
+
+    def attach(self, process: Process, request: wire.Attach) -> None:
+        """Another process of the session holds the lease as well."""
+        session = process.session
+        lease = session.leases.get(LeaseId(request.lease))
+        if lease is None:
+            reply = wire.Matched(request.id, 0, 0, b"", b"", b"")
+        else:
+            held = bytes(lease.holders(index) > 0 for index in range(len(lease.keys)))
+            lease.held[process.connection] = bytearray(held)
+            codes = bytes(_code(lease, index) for index in range(len(lease.keys)))
+            reply = wire.Matched(request.id, lease.id, len(codes), codes, *pack(lease.segments, session.shards))
+        self._context.emit(Answer(process.connection, reply))
+
+    def release(self, process: Process, request: wire.Release) -> None:
+        """This process no longer looks at these."""
+        for lease_id, start, stop in request.ranges:
+            lease = process.session.leases.get(LeaseId(lease_id))
+            if lease is not None:
+                self._sessions.release(process.session, lease, process.connection, start, stop)
+
+    # -- fetch
+
+    def fetch(self, process: Process, request: wire.Fetch) -> None:
+        """Answered when the last segment of the range is here or given up, at the latest at the deadline."""
+        session = process.session
+        lease = session.leases.get(LeaseId(request.lease))
+        count = max(0, request.stop - request.start)
+        if lease is None or request.start < 0 or request.stop > len(lease.keys):
+            count = min(count, len(lease.keys) if lease is not None else 1)
+            gone: list[Segment | None] = [None] * count
+            reply = wire.Fetched(request.id, bytes([Code.LOST]) * count, *pack(gone, session.shards))
+            self._context.emit(Answer(process.connection, reply))
+            return
+        _FetchCall(self, process, lease, request).start()
+
+    def touched(self, segments: list[Segment]) -> None:
+        """Segments of one prompt, in order, were read here: touch them, and tell the holders of copies."""
+        self._context.store.touch(segments, self._context.now)
+        for segment in reversed(segments):
+            if segment.kind is Kind.STAGED and segment.source is not None:
+                batch = self._touched.setdefault((segment.source, segment.tenant), [])
+                if len(batch) < MAX_TOUCHED:
+                    batch.append(segment.key)
+
+    def report_touched(self) -> None:
+        """Send the batches of reads of copies to the holders."""
+        touched, self._touched = self._touched, {}
+        for (node, tenant), keys in touched.items():
+            self._peers.tell(node, peer_wire.Touched(tenant, join_keys(keys)))
+
+    def count_arrival(self, session: Session, arrived: bool) -> None:
+        """A remote item was fetched, or is lost."""
+        self._context.counters.add(FETCHED if arrived else MISSING, session.segment_tokens)
+
+    @property
+    def matching(self) -> int:
+        """Matches under way."""
+        return self._matching
+
+
+MAX_TOUCHED = 4096
+"""Keys in one report of reads; more reads of copies in one gossip interval are not reported."""
+
+
+class _FetchCall:
+    """One Fetch of an engine: waits for the remote items of a range."""
+
+    def __init__(self, reads: Reads, process: Process, lease: Lease, request: wire.Fetch) -> None:
+        self.reads = reads
+        self.process = process
+        self.lease = lease
+        self.request = request
+        self.codes = bytearray(_code(lease, index) for index in range(request.start, request.stop))
+        self.waiting = 0
+        self.answered = False
+
+    def start(self) -> None:
+        context = self.reads._context
+        lease, session = self.lease, self.process.session
+        by_node: dict[NodeId, list[int]] = {}
+        for index in range(self.request.start, self.request.stop):
+            node = lease.remotes[index]
+            if node is not None and lease.segments[index] is None:
+                by_node.setdefault(node, []).append(index)
+        limit_s = self._limit_s(by_node)
+        self.waiting = sum(map(len, by_node.values()))
+        if self.waiting:
+            context.after(limit_s, self._answer)
+        for node, indices in by_node.items():
+            wanted: list[tuple[SegmentKey, int, Callable[[Segment | None, Code], None]]] = [
+                (lease.keys[index], index, partial(self._arrived, index)) for index in indices
+            ]
+            self.reads._fetches.bring(
+                node,
+                session.tenant,
+                wanted,
+                kind=Kind.STAGED,
+                slot_bytes=session.slot_bytes,
+                shards=session.shards,
+                limit_s=limit_s,
+            )
+        if not self.waiting:
+            self._answer()
+
+    def _limit_s(self, by_node: dict[NodeId, list[int]]) -> float:
+        if self.request.deadline_s > 0:
+            return min(self.request.deadline_s, MAX_DEADLINE_S)
+        size = self.process.session.slot_bytes
+        predicted = [self.reads._peers.predict_s(node, size * len(at)) for node, at in by_node.items()]
+        return min(deadline_s(sum(predicted)), MAX_DEADLINE_S)
+
+    def _arrived(self, index: int, segment: Segment | None, code: Code) -> None:
+        lease = self.lease
+        self.waiting -= 1
+        wanted = lease.remotes[index] is not None and lease.segments[index] is None and lease.holders(index)
+        if segment is not None and wanted:
+            lease.segments[index] = segment
+            lease.remotes[index] = None
+        elif segment is not None:
+            self.reads._context.store.unpin(segment)
+        elif wanted:
+            lease.remotes[index] = None
+        if wanted:
+            self.reads.count_arrival(self.process.session, segment is not None)
+        self.codes[index - self.request.start] = code if lease.segments[index] is None else Code.LOCAL
+        if not self.waiting:
+            self._answer()
+
+    def _answer(self) -> None:
+        if self.answered:
+            return
+        self.answered = True
+        lease, request = self.lease, self.request
+        segments = lease.segments[request.start : request.stop]
+        for offset, segment in enumerate(segments):
+            if segment is None and self.codes[offset] in (Code.LOCAL, Code.REMOTE):
+                self.codes[offset] = Code.LOST
+        self.reads.touched([segment for segment in segments if segment is not None])
+        if self.reads._sessions.process(self.process.connection) is self.process:
+            packed = pack(segments, self.process.session.shards)
+            self.reads._context.emit(
+                Answer(self.process.connection, wire.Fetched(request.id, bytes(self.codes), *packed))
+            )
+
+
+def pack(segments: list[Segment | None], shards: int) -> tuple[bytes, bytes]:
+    """(slots, checksums) of a reply; zeros where there is no segment."""
+    no_checksum = bytes(CHECKSUM_BYTES * shards)
+    slots = b"".join(NO_SLOT_BYTES if segment is None else segment.packed for segment in segments)
+    checksums = b"".join(no_checksum if segment is None else segment.checksums for segment in segments)
+    return slots, checksums
+
+
+def _code(lease: Lease, index: int) -> Code:
+    if lease.segments[index] is not None:
+        return Code.LOCAL
+    return Code.REMOTE if lease.remotes[index] is not None else Code.LOST
+
+
+def _lookup(call: int, *, tenant: TenantId, keys: bytes) -> peer_wire.Lookup:
+    return peer_wire.Lookup(call, tenant, keys)

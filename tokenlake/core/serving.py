@@ -1,0 +1,138 @@
+"""This node as a source: lookups, leases and sends for other nodes."""
+
+from __future__ import annotations
+
+from tokenlake.core.context import Context
+from tokenlake.core.home import Home
+from tokenlake.core.instructions import SendBulk
+from tokenlake.core.peers import Peers
+from tokenlake.core.timers import Timer
+from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
+from tokenlake.metrics import Metric
+from tokenlake.store import Segment
+from tokenlake.wire import Code
+from tokenlake.wire import peer as wire
+from tokenlake.wire.slots import join_keys
+
+__all__ = ["Serving"]
+
+SENT = Metric("tokenlake_sent_segments_total", "Segments sent to other nodes")
+SENT_BYTES = Metric("tokenlake_sent_bytes_total", "Bytes of segments sent to other nodes")
+
+PEER_LEASE_SHARE = 0.5
+"""Of a pool's slots that other nodes together may have leased: the rest stays for writers here."""
+
+
+class _PeerLease:
+    def __init__(self, node: NodeId, segments: list[Segment], timer: Timer) -> None:
+        self.node = node
+        self.segments = segments
+        self.timer = timer
+
+
+class Serving:
+    """Leases to nodes, and the sends under way."""
+
+    def __init__(self, context: Context, peers: Peers, home: Home) -> None:
+        self._context = context
+        self._peers = peers
+        self._home = home
+        self._leases: dict[LeaseId, _PeerLease] = {}
+        self._leased = 0
+        self._sends: dict[int, list[Segment]] = {}
+
+    # -- lookups
+
+    def lookup(self, node: NodeId, message: wire.Lookup, keys: list[SegmentKey]) -> wire.LookupReply:
+        """Lease what is here to `node`, say what the directory knows of the rest."""
+        tenant = TenantId(message.tenant)
+        found = self._context.ready(tenant, keys)
+        codes = bytearray()
+        nodes: list[str] = []
+        leased: list[Segment] = []
+        unasked: list[SegmentKey] = []
+        candidates = self._context.ring.candidates(message.keys) if None in found else []
+        for index, segment in enumerate(found):
+            if segment is not None:
+                room = self._leased + len(leased) < self._room(segment)
+                codes.append(Code.LOCAL if room else Code.UNKNOWN)
+                if room:
+                    leased.append(segment)
+            elif candidates[index][0] == self._context.node:
+                code, elsewhere = self._home.ask(tenant, keys[index])
+                codes.append(code)
+                if elsewhere is not None:
+                    nodes.append(elsewhere)
+            else:
+                codes.append(Code.MISSING)
+                if candidates[index][1] != self._context.node:
+                    # Asked only because the home named this node: what the home knows is out of date.
+                    unasked.append(keys[index])
+        for home, gone in self._context.by_home(unasked).items():
+            self._peers.tell(home, wire.Evicted(tenant, join_keys(gone), self._context.node))
+        lease = self._grant(node, leased) if leased else LeaseId(0)
+        return wire.LookupReply(message.call, lease, bytes(codes), tuple(nodes))
+
+    def _room(self, segment: Segment) -> int:
+        pool = self._context.store.pool(segment.tenant, segment.slot_bytes)
+        return int(PEER_LEASE_SHARE * pool.slots) if pool is not None else 0
+
+    # -- leases
+
+    def _grant(self, node: NodeId, segments: list[Segment]) -> LeaseId:
+        lease = LeaseId(self._context.next_id())
+        for segment in segments:
+            self._context.store.pin(segment)
+        self._leased += len(segments)
+        timer = self._context.after(self._context.config.peer_lease_s, lambda: self.release(lease))
+        self._leases[lease] = _PeerLease(node, segments, timer)
+        return lease
+
+    def release(self, lease_id: LeaseId, node: NodeId | None = None) -> None:
+        """End a lease to a node; nothing happens when it has ended, or is another `node`'s."""
+        lease = self._leases.get(lease_id)
+        if lease is None or (node is not None and lease.node != node):
+            return
+        del self._leases[lease_id]
+        lease.timer.cancel()
+        self._leased -= len(lease.segments)
+        for segment in lease.segments:
+            self._context.store.unpin(segment)
+
+    def release_all(self, node: NodeId) -> None:
+        """`node` is gone: its leases end. Sends to it hold pins of their own."""
+        for lease_id in [at for at, lease in self._leases.items() if lease.node == node]:
+            self.release(lease_id)
+
+    # -- sends
+
+    def pull(self, stream: int, tenant: TenantId, keys: list[SegmentKey]) -> None:
+        """Pin what is here and send it; what is not is LOST."""
+        found = self._context.ready(tenant, keys)
+        sizes = {segment.slot_bytes for segment in found if segment is not None}
+        slot_bytes = sizes.pop() if len(sizes) == 1 else 0
+        # Segments of two layouts never share a key; should a peer ask for both, it gets neither.
+        sent = [segment for segment in found if segment is not None] if slot_bytes else []
+        codes = bytes(Code.LOCAL if segment is not None and slot_bytes else Code.LOST for segment in found)
+        for segment in sent:
+            self._context.store.pin(segment)
+        self._sends[stream] = sent
+        self._context.counters.add(SENT, len(sent))
+        self._context.counters.add(SENT_BYTES, len(sent) * slot_bytes)
+        slots = b"".join(segment.packed for segment in sent)
+        checksums = b"".join(segment.checksums for segment in sent)
+        self._context.emit(SendBulk(stream, slot_bytes, codes, slots, checksums))
+
+    def sent(self, stream: int) -> None:
+        """The sender returned."""
+        for segment in self._sends.pop(stream, []):
+            self._context.store.unpin(segment)
+
+    @property
+    def pins(self) -> int:
+        """Pins held here; for integrity checks."""
+        return self._leased + sum(len(segments) for segments in self._sends.values())
+
+    def check_integrity(self) -> None:
+        """AssertionError when the count of leased segments is wrong."""
+        assert self._leased == sum(len(lease.segments) for lease in self._leases.values())

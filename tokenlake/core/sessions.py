@@ -1,0 +1,297 @@
+"""Engines on this node: sessions, their processes, leases and writes.
+
+A deadline ends visibility, never ownership: when a session misses its heartbeats its reservations leave the
+index, but a slot that one of its processes may still read or write stays pinned until that process released
+it or is dead.
+"""
+
+from __future__ import annotations
+
+from tokenlake.core.context import Context
+from tokenlake.identity import ConnectionId, LeaseId, NodeId, SegmentKey, SessionId, TenantId, WriteId
+from tokenlake.metrics import Metric
+from tokenlake.store import Segment, State
+
+__all__ = ["Lease", "Process", "Session", "Sessions", "Write"]
+
+EXPIRED = Metric("tokenlake_expired_sessions_total", "Sessions that missed their heartbeats for a whole lease")
+SKIPPED = Metric(
+    "tokenlake_skipped_by_cost_tokens_total",
+    "Tokens found at another node and released without being fetched",
+)
+
+
+class Lease:
+    """What one match found. An item is a segment pinned here, or the node where it is leased.
+
+    Each process that holds the lease gives back its items by range; an item's pin goes with its last holder.
+    """
+
+    def __init__(self, lease: LeaseId, keys: list[SegmentKey], connection: ConnectionId) -> None:
+        self.id = lease
+        self.keys = keys
+        self.segments: list[Segment | None] = [None] * len(keys)
+        self.remotes: list[NodeId | None] = [None] * len(keys)
+        """Where an item still has to be fetched from."""
+        self.remote_leases: list[tuple[NodeId, int]] = []
+        self.held: dict[ConnectionId, bytearray] = {connection: bytearray(b"\1" * len(keys))}
+        """Per process, 1 for each item it holds."""
+
+    def holders(self, index: int) -> int:
+        """How many processes hold an item."""
+        return sum(flags[index] for flags in self.held.values())
+
+
+class Write:
+    """One reservation. Its segments are pinned until committed, or until every holder gave the write back."""
+
+    def __init__(self, write: WriteId, tenant: TenantId, first: int, connection: ConnectionId) -> None:
+        self.id = write
+        self.tenant = tenant
+        self.first = first
+        self.open: dict[int, Segment] = {}
+        """Reserved and not committed, by index into the keys of the prepare."""
+        self.holders: dict[ConnectionId, None] = {connection: None}
+        self.expired = False
+
+
+class Process:
+    """One connection of a session."""
+
+    def __init__(self, connection: ConnectionId, session: Session) -> None:
+        self.connection = connection
+        self.session = session
+
+
+class Session:
+    """One engine."""
+
+    def __init__(
+        self,
+        session: SessionId,
+        tenant: TenantId,
+        slot_bytes: int,
+        shards: int,
+        segment_tokens: int,
+        deadline: float,
+    ) -> None:
+        self.id = session
+        self.tenant = tenant
+        self.slot_bytes = slot_bytes
+        self.shards = shards
+        self.segment_tokens = segment_tokens
+        self.deadline = deadline
+        self.expired = False
+        self.processes: dict[ConnectionId, Process] = {}
+        self.leases: dict[LeaseId, Lease] = {}
+        self.writes: dict[WriteId, Write] = {}
+        self.leased = 0
+        """Items of its leases, fetched or not."""
+        self.reserved = 0
+        """Open segments of its writes."""
+
+
+class Sessions:
+    """All sessions of the node; at most `max_sessions`."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._sessions: dict[SessionId, Session] = {}
+        self._processes: dict[ConnectionId, Process] = {}
+        self._peer_releases: list[tuple[NodeId, int]] = []
+
+    def process(self, connection: ConnectionId) -> Process | None:
+        """The process, None when it is gone."""
+        return self._processes.get(connection)
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(self._sessions.values())
+
+    # -- coming and going
+
+    def join(
+        self,
+        connection: ConnectionId,
+        tenant: TenantId,
+        slot_bytes: int,
+        shards: int,
+        segment_tokens: int,
+        session_id: SessionId,
+        resume: ConnectionId,
+    ) -> Session | str:
+        """Open a session (id 0) or join one; the reason when it is refused. `resume`: the process's earlier
+        connection, whose holdings it takes over."""
+        config = self._context.config
+        session = self._sessions.get(session_id)
+        if session is None and session_id:
+            return f"session {session_id} does not exist on node {config.node}; it ended, or the daemon restarted"
+        if session is None:
+            if len(self._sessions) >= config.max_sessions:
+                return f"limit 'max_sessions' of {config.max_sessions} sessions is reached"
+            number = SessionId(self._context.next_id())
+            deadline = self._context.now + config.lease_s
+            session = Session(number, tenant, slot_bytes, shards, segment_tokens, deadline)
+            self._sessions[number] = session
+            self._watch(session)
+        elif (session.tenant, session.slot_bytes, session.shards) != (tenant, slot_bytes, shards):
+            return f"session {session_id} belongs to another tenant or layout"
+        process = Process(connection, session)
+        session.processes[connection] = process
+        self._processes[connection] = process
+        self._take_over(session, resume, connection)
+        self.renew(session)
+        return session
+
+    def _take_over(self, session: Session, old: ConnectionId, new: ConnectionId) -> None:
+        if session.processes.pop(old, None) is None:
+            return
+        del self._processes[old]
+        for lease in session.leases.values():
+            if old in lease.held:
+                lease.held[new] = lease.held.pop(old)
+        for write in session.writes.values():
+            if old in write.holders:
+                del write.holders[old]
+                write.holders[new] = None
+
+    def gone(self, connection: ConnectionId) -> None:
+        """The process can touch nothing any more: what only it held is free."""
+        process = self._processes.pop(connection, None)
+        if process is None:
+            return
+        session = process.session
+        del session.processes[connection]
+        for lease in list(session.leases.values()):
+            self.release(session, lease, connection, 0, len(lease.keys))
+        for write in list(session.writes.values()):
+            self.give_back(session, write, connection)
+        if not session.processes:
+            del self._sessions[session.id]
+
+    def renew(self, session: Session) -> bool:
+        """A sign of life; False when its deadline had passed since the last one."""
+        was_alive = not session.expired
+        session.expired = False
+        session.deadline = self._context.now + self._context.config.lease_s
+        return was_alive
+
+    def _watch(self, session: Session) -> None:
+        def look() -> None:
+            if session.id not in self._sessions:
+                return
+            if session.deadline <= self._context.now and not session.expired:
+                session.expired = True
+                self._context.counters.add(EXPIRED)
+                for write in list(session.writes.values()):
+                    self.expire(session, write)
+            self._context.timers.at(max(session.deadline, self._context.now + 0.25 * config.lease_s), look)
+
+        config = self._context.config
+        self._context.timers.at(session.deadline, look)
+
+    # -- leases
+
+    def lease_room(self, session: Session) -> int:
+        """How many more items the session may lease."""
+        return self._share(session, self._context.config.session_lease_share) - session.leased
+
+    def reserve_room(self, session: Session) -> int:
+        """How many more slots the session may reserve."""
+        return self._share(session, self._context.config.session_reserve_share) - session.reserved
+
+    def _share(self, session: Session, share: float) -> int:
+        pool = self._context.store.pool(session.tenant, session.slot_bytes)
+        return max(2, int(share * pool.slots)) if pool is not None else 0
+
+    def add_lease(self, session: Session, lease: Lease) -> None:
+        """Its segments are pinned by the caller, one pin each, which the lease takes over."""
+        session.leases[lease.id] = lease
+        session.leased += len(lease.keys)
+
+    def release(self, session: Session, lease: Lease, connection: ConnectionId, start: int, stop: int) -> None:
+        """`connection` gives back the items of a range that it holds."""
+        flags = lease.held.get(connection)
+        if flags is None:
+            return
+        for index in range(max(0, start), min(stop, len(flags))):
+            if flags[index]:
+                flags[index] = 0
+                if not lease.holders(index):
+                    self._drop(session, lease, index)
+        if not any(flags):
+            del lease.held[connection]
+        if not lease.held:
+            del session.leases[lease.id]
+            self._peer_releases += lease.remote_leases
+
+    def _drop(self, session: Session, lease: Lease, index: int) -> None:
+        session.leased -= 1
+        segment, lease.segments[index] = lease.segments[index], None
+        if segment is not None:
+            self._context.store.unpin(segment)
+        elif lease.remotes[index] is not None:
+            lease.remotes[index] = None
+            self._context.counters.add(SKIPPED, session.segment_tokens)
+
+    def take_peer_releases(self) -> list[tuple[NodeId, int]]:
+        """Leases at other nodes that nobody needs any more; the caller gives them back."""
+        taken, self._peer_releases = self._peer_releases, []
+        return taken
+
+    # -- writes
+
+    def add_write(self, session: Session, write: Write) -> None:
+        """Its segments are RESERVED and carry the pin of `SegmentStore.reserve`."""
+        session.writes[write.id] = write
+        session.reserved += len(write.open)
+        self._context.after(
+            self._context.config.reservation_s,
+            lambda: self.expire(session, write) if write.id in session.writes else None,
+        )
+
+    def expire(self, session: Session, write: Write) -> None:
+        """The deadline passed: its open segments leave the index; their slots stay with the holders."""
+        write.expired = True
+        for segment in write.open.values():
+            if segment.state is State.RESERVED:
+                self._context.store.discard(segment)
+
+    def committed(self, session: Session, write: Write, index: int) -> None:
+        """The segment at `index` was published or given up: the write's pin goes."""
+        self._context.store.unpin(write.open.pop(index))
+        session.reserved -= 1
+        if not write.open:
+            session.writes.pop(write.id, None)
+
+    def give_back(self, session: Session, write: Write, connection: ConnectionId) -> list[SegmentKey]:
+        """`connection` will not touch the write's slots any more. With the last holder the open segments go;
+        their keys are returned so that the homes can be told."""
+        write.holders.pop(connection, None)
+        if write.holders:
+            return []
+        session.writes.pop(write.id, None)
+        given_up = [segment.key for segment in write.open.values()]
+        for segment in write.open.values():
+            self._context.store.unpin(segment)
+            if segment.state is State.RESERVED:
+                self._context.store.discard(segment)
+        session.reserved -= len(write.open)
+        write.open.clear()
+        return given_up
+
+    def check_integrity(self) -> None:
+        """AssertionError when counts do not match what is held."""
+        for session in self._sessions.values():
+            assert session.processes, f"session {session.id} has no process"
+            items = sum(
+                any(f[i] for f in le.held.values()) for le in session.leases.values() for i in range(len(le.keys))
+            )
+            assert session.leased == items, f"session {session.id} leased {session.leased}, holds {items}"
+            assert session.reserved == sum(len(w.open) for w in session.writes.values())
+            for write in session.writes.values():
+                assert write.open
+                assert write.holders
+                for segment in write.open.values():
+                    assert segment.pins > 0
+                    expected = State.GONE if write.expired else State.RESERVED
+                    assert segment.state is expected, f"{segment} of write {write.id}"

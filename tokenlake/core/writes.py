@@ -1,0 +1,149 @@
+"""Writing: prepare, commit, and what the homes are told.
+
+Prepare reserves slots and tells each home that the segments are PENDING here; commit publishes them at once as
+dirty copies and hands them to `Pushes`. Nothing here waits for the network.
+"""
+
+from __future__ import annotations
+
+from tokenlake.core.context import Context
+from tokenlake.core.home import Home
+from tokenlake.core.instructions import Answer
+from tokenlake.core.peers import Peers
+from tokenlake.core.pushes import Pushes
+from tokenlake.core.sessions import Process, Session, Sessions, Write
+from tokenlake.identity import SegmentKey, TenantId, WriteId
+from tokenlake.metrics import Metric
+from tokenlake.store import Kind, Segment, State
+from tokenlake.wire import Code
+from tokenlake.wire import engine as wire
+from tokenlake.wire import peer as peer_wire
+from tokenlake.wire.slots import NO_SLOT_BYTES, join_keys, split_keys
+
+__all__ = ["Writes"]
+
+STORED = Metric("tokenlake_stored_segments_total", "Segments committed by local engines")
+REFUSED = Metric("tokenlake_refused_segments_total", "Segments for which a local engine got no slot")
+
+CHECKSUM_BYTES = 8
+
+
+class Writes:
+    """Prepare, Commit and Abort of the local engines."""
+
+    def __init__(self, context: Context, sessions: Sessions, peers: Peers, home: Home, pushes: Pushes) -> None:
+        self._context = context
+        self._sessions = sessions
+        self._peers = peers
+        self._home = home
+        self._pushes = pushes
+
+    def prepare(self, process: Process, request: wire.Prepare) -> None:
+        """One code per key; slots for the RESERVED."""
+        session = process.session
+        keys = split_keys(request.keys)
+        write = Write(WriteId(self._context.next_id()), session.tenant, request.first, process.connection)
+        codes = bytearray()
+        slots: list[bytes] = []
+        room = self._sessions.reserve_room(session)
+        for index, key in enumerate(keys):
+            outcome = self._reserve(session, key, request.first + index, room - len(write.open))
+            if isinstance(outcome, Segment):
+                write.open[index] = outcome
+                codes.append(Code.RESERVED)
+                slots.append(outcome.packed)
+            else:
+                codes.append(outcome)
+                slots.append(NO_SLOT_BYTES)
+                self._context.counters.add(REFUSED, outcome.refused)
+        if write.open:
+            self._sessions.add_write(session, write)
+            self._announce(session.tenant, [segment.key for segment in write.open.values()])
+        number = write.id if write.open else 0
+        reply = wire.Prepared(request.id, number, bytes(codes), b"".join(slots))
+        self._context.emit(Answer(process.connection, reply))
+
+    def _reserve(self, session: Session, key: SegmentKey, depth: int, room: int) -> Segment | Code:
+        known = self._context.store.get(session.tenant, key)
+        if known is not None:
+            return Code.EXISTS if known.state is State.READY else Code.PENDING
+        if room <= 0:
+            pool = self._context.store.pool(session.tenant, session.slot_bytes)
+            return Code.NO_REGION if pool is None else Code.SESSION_LIMIT
+        segment = self._context.store.reserve(
+            session.tenant, session.slot_bytes, key, Kind.DIRTY, depth, self._context.now
+        )
+        if isinstance(segment, Segment):
+            segment.missing_shards = (1 << session.shards) - 1
+            segment.checksums = bytes(CHECKSUM_BYTES * session.shards)
+        return segment
+
+    def _announce(self, tenant: TenantId, keys: list[SegmentKey]) -> None:
+        deadline_s = self._context.config.reservation_s
+        for home, homed in self._context.by_home(keys).items():
+            message = peer_wire.Announce(tenant, join_keys(homed), deadline_s)
+            if home == self._context.node:
+                self._home.announce(home, message, homed)
+            else:
+                self._peers.tell(home, message)
+
+    def commit(self, process: Process, request: wire.Commit) -> None:
+        """Publish what is whole. A commit after the deadline gives the slots back, as an abort does."""
+        session = process.session
+        write = session.writes.get(WriteId(request.write))
+        if write is None or write.expired:
+            codes = bytes([Code.EXPIRED]) * len(request.indices)
+            if write is not None:
+                self._sessions.give_back(session, write, process.connection)
+        else:
+            codes = self._publish(session, write, request)
+        self._context.emit(Answer(process.connection, wire.Committed(request.id, codes)))
+
+    def _publish(self, session: Session, write: Write, request: wire.Commit) -> bytes:
+        shards = [shard for shard in range(session.shards) if request.shards >> shard & 1]
+        per_segment = CHECKSUM_BYTES * len(shards)
+        codes = bytearray()
+        whole: list[Segment] = []
+        for position, index in enumerate(request.indices):
+            segment = write.open.get(index)
+            mine = request.checksums[position * per_segment : (position + 1) * per_segment]
+            if segment is None or len(mine) != per_segment:
+                codes.append(Code.EXPIRED)
+                continue
+            segment.checksums = _with_checksums(segment.checksums, shards, mine)
+            for shard in shards:
+                segment.missing_shards &= ~(1 << shard)
+            codes.append(Code.RESERVED if segment.missing_shards else Code.COMMITTED)
+            if not segment.missing_shards:
+                self._context.store.publish(segment, segment.checksums, self._context.now)
+                self._sessions.committed(session, write, index)
+                whole.append(segment)
+        self._context.counters.add(STORED, len(whole))
+        self._pushes.add(session, whole)
+        return bytes(codes)
+
+    def abort(self, process: Process, request: wire.Abort) -> None:
+        """This process will not write into the slots any more."""
+        write = process.session.writes.get(WriteId(request.write))
+        if write is not None:
+            self.withdraw(write.tenant, self._sessions.give_back(process.session, write, process.connection))
+
+    def withdraw(self, tenant: TenantId, keys: list[SegmentKey]) -> None:
+        """Tell the homes that nobody writes these here any more."""
+        for home, homed in self._context.by_home(keys).items():
+            if home == self._context.node:
+                for key in homed:
+                    self._context.directory.withdraw(tenant, key, home)
+            else:
+                self._peers.tell(home, peer_wire.Withdraw(tenant, join_keys(homed)))
+
+
+def _with_checksums(known: bytes, shards: list[int], mine: bytes) -> bytes:
+    """`known` with the checksums of `shards` replaced by `mine`, in order."""
+    if len(mine) == len(known):
+        return mine
+    merged = bytearray(known)
+    for position, shard in enumerate(shards):
+        at = shard * CHECKSUM_BYTES
+        merged[at : at + CHECKSUM_BYTES] = mine[position * CHECKSUM_BYTES : (position + 1) * CHECKSUM_BYTES]
+    return bytes(merged)
