@@ -38,9 +38,7 @@ class MemoryPool:
 
     def prefix(self, tokens: TokenIds = (), *, adapter: str | None = None, salt: str | None = None) -> Prefix:
         self.fail("prefix")
-        prefix = Prefix(
-            root_key(SECRET, self.layout.fingerprint(), adapter, salt), self.layout.segment_tokens
-        )
+        prefix = Prefix(root_key(SECRET, self.layout.fingerprint(), adapter, salt), self.layout.segment_tokens)
         prefix.extend(tokens)
         return prefix
 
@@ -102,9 +100,7 @@ class MemoryWrite:
         size = pool.layout.segment_bytes
         # Filled with ones, so that a place nobody wrote shows as a number that is none.
         self.slots = [
-            (index, np.full(size, 0xFF, np.uint8))
-            for index, key in enumerate(keys)
-            if key not in pool.segments
+            (index, np.full(size, 0xFF, np.uint8)) for index, key in enumerate(keys) if key not in pool.segments
         ]
 
     def __enter__(self) -> Self:

@@ -65,9 +65,7 @@ def test_cold_and_warm_give_the_tokens_of_the_model_alone(name: str) -> None:
     assert all(not torch.isnan(torch.from_numpy(s.view("f4"))).any() for s in pool.segments.values())
 
 
-@pytest.mark.parametrize(
-    "length", [1, 2, SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT, 2 * SEGMENT + 1, 9 * SEGMENT]
-)
+@pytest.mark.parametrize("length", [1, 2, SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT, 2 * SEGMENT + 1, 9 * SEGMENT])
 def test_prompts_that_end_near_a_segments_end(model: Any, pool: MemoryPool, length: int) -> None:
     ids = torch.tensor([prompt(length)])
     expected = greedy(model.generate, ids)
@@ -241,6 +239,27 @@ def test_calls_that_are_not_served_by_name(
     assert named in caplog.text
 
 
+def test_states_whose_cache_is_another_are_not_shared() -> None:
+    model = family("gpt2")
+    pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
+    tokens = prompt(40)
+    with engine_of(model, pool) as engine:
+        model.train()
+        engine.prefill(tokens)
+        greedy(engine.generate, torch.tensor([tokens]))
+        model.eval()
+        with torch.autocast("cpu", torch.bfloat16):
+            greedy(engine.generate, torch.tensor([tokens]))
+        model._hf_peft_config_loaded = True
+        engine.prefill(tokens)
+        model._hf_peft_config_loaded = False
+        engine.flush()
+        assert not pool.segments
+        engine.prefill(tokens)
+        engine.flush()
+        assert len(pool.segments) == 2
+
+
 def test_right_padding_and_given_caches_go_to_the_model(model: Any, pool: MemoryPool) -> None:
     ids = torch.tensor([prompt(20), prompt(20, 1)])
     mask = torch.ones_like(ids)
@@ -249,8 +268,7 @@ def test_right_padding_and_given_caches_go_to_the_model(model: Any, pool: Memory
         assert greedy(engine.generate, ids, mask) == greedy(model.generate, ids, mask)
         caches = [model(input_ids=ids[:, :10], use_cache=True).past_key_values for _ in range(2)]
         given, alone = (
-            greedy(g, ids, past_key_values=c)
-            for g, c in zip((engine.generate, model.generate), caches, strict=True)
+            greedy(g, ids, past_key_values=c) for g, c in zip((engine.generate, model.generate), caches, strict=True)
         )
         assert given == alone
         assert engine.counts.requests_without_pool == 2
@@ -326,9 +344,7 @@ def test_salts_and_adapters_do_not_share(model: Any, pool: MemoryPool) -> None:
     assert len(pool.segments) == 3 * ((40 + NEW - 1) // SEGMENT)
 
 
-def test_a_daemon_that_appears_later_is_used(
-    model: Any, pool: MemoryPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_daemon_that_appears_later_is_used(model: Any, pool: MemoryPool, monkeypatch: pytest.MonkeyPatch) -> None:
     absent = True
 
     def connect(self: TokenLakeEngine, socket: object) -> Any:

@@ -182,6 +182,9 @@ def test_a_loaded_model_has_its_directorys_digest(tmp_path: Path, monkeypatch: p
     assert layout_of(model).weights_digest == directory
     assert layout_of(AutoModelForCausalLM.from_pretrained(tmp_path / "first")) == layout_of(model)
     assert layout_of(AutoModelForCausalLM.from_pretrained(tmp_path / "second")) == layout_of(model)
+    for settings in ({"attn_implementation": "eager"}, {"dtype": torch.bfloat16}):
+        other = AutoModelForCausalLM.from_pretrained(tmp_path / "first", **settings)
+        assert layout_of(other).weights_digest == directory
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.mul_(1.001)
     changed = layout_of(model).weights_digest

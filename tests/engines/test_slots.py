@@ -41,9 +41,7 @@ def random_cache(shape: Layout, tokens: int) -> list[LayerPair]:
     return [
         (
             torch.randn((shape.kv_heads, tokens + 5, shape.key_dim), generator=generator).to(dtype)[:, 2:-3],
-            torch.randn((shape.kv_heads, tokens + 5, shape.value_dim), generator=generator).to(dtype)[
-                :, 2:-3
-            ],
+            torch.randn((shape.kv_heads, tokens + 5, shape.value_dim), generator=generator).to(dtype)[:, 2:-3],
         )
         for _ in range(shape.layers)
     ]
@@ -63,9 +61,7 @@ def shaped(numbers: tuple[int, int, int, int, int], dtype: str) -> Layout:
 
 @pytest.mark.parametrize("numbers", SHAPES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_write_and_read_keep_the_documented_order(
-    numbers: tuple[int, int, int, int, int], dtype: str
-) -> None:
+def test_write_and_read_keep_the_documented_order(numbers: tuple[int, int, int, int, int], dtype: str) -> None:
     shape = shaped(numbers, dtype)
     size = shape.segment_tokens
     cache = random_cache(shape, 3 * size + 1)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from tokenlake.errors import LayoutRefused
+from tokenlake.errors import LayoutRefused, Refused
 from tokenlake.keys import Prefix
 from tokenlake.layout import Layout
 from tokenlake_client.engines.base import CachePool
@@ -24,7 +24,7 @@ from tokenlake_client.engines.transformers.connection import Connection
 from tokenlake_client.engines.transformers.counters import Counters, Counts
 from tokenlake_client.engines.transformers.layout import cache_shape, check_model, layout_of
 from tokenlake_client.engines.transformers.prefill import PartialLoad, compute, load
-from tokenlake_client.engines.transformers.request import NotServed, Request, read_request
+from tokenlake_client.engines.transformers.request import NotServed, Request, check_state, read_request
 from tokenlake_client.engines.transformers.slots import LayerPair
 from tokenlake_client.engines.transformers.writer import Writer, task_of
 from tokenlake_client.weights import digest_of_version
@@ -102,7 +102,7 @@ class TokenLakeEngine:
         self._source = pool
         self._writer = Writer(
             self._counters,
-            self._failed,
+            self._pool_failed,
             tasks=self.options.write_queue,
             window=self.options.window,
             patience=self.options.write_patience,
@@ -129,7 +129,7 @@ class TokenLakeEngine:
             raise ValueError("a prompt has at least one token")
         if self._shape is None:
             self._shape = cache_shape(self.model)
-        pool = self._pool()
+        pool = self._usable_pool()
         storage = allocate(self._shape, 1, len(tokens))
         row = _Row(tokens, row_cache(storage, 0, 0, len(tokens) - 1))
         self._fill(pool, [row])
@@ -229,18 +229,24 @@ class TokenLakeEngine:
         pool: CachePool = Pool.connect(socket, self.layout, self.options.credential)
         return pool
 
-    def _pool(self) -> CachePool | None:
+    def _usable_pool(self) -> CachePool | None:
+        """The pool, where there is one and the model is in a state whose cache may be shared."""
         try:
-            return self._connection.get()
+            pool = self._connection.get()
+            if pool is not None:
+                check_state(self.model, self.options.adapter)
+            return pool
+        except NotServed as reason:
+            self._say(f"served without the pool: {reason}")
         except Exception as error:
             self._failed("reaching the pool", error)
-            return None
+        return None
 
     def _prepare(
         self, input_ids: Any, attention_mask: Any, arguments: dict[str, Any]
     ) -> tuple[CachePool, Request, list[_Row], RoomyCache] | None:
         """All prompts' caches but for their last tokens, or None: the model serves the call alone."""
-        pool = self._pool()
+        pool = self._usable_pool()
         if pool is None or self._shape is None:
             return None
         try:
@@ -279,9 +285,7 @@ class TokenLakeEngine:
         for row in rows:
             if pool is not None and row.prefix is not None:
                 layers = [(keys[0], values[0]) for keys, values in row.layers]
-                self._store(
-                    pool, row.prefix, row.hit // pool.layout.segment_tokens, len(row.tokens) - 1, layers
-                )
+                self._store(pool, row.prefix, row.hit // pool.layout.segment_tokens, len(row.tokens) - 1, layers)
 
     def _load(self, pool: CachePool, row: _Row) -> None:
         """Set the row's prefix and what the pool had of it. At least the last token stays to compute."""
@@ -294,14 +298,12 @@ class TokenLakeEngine:
             row.hit = load(pool, keys, layers, self.options.window) if keys else 0
         except PartialLoad as error:
             row.hit = error.tokens
-            self._failed("reading segments", error.__cause__ or error)
+            self._pool_failed("reading segments", error.__cause__ or error)
         except Exception as error:
-            self._failed("reading segments", error)
+            self._pool_failed("reading segments", error)
         self._counters.add(pool_seconds=time.perf_counter() - started)
 
-    def _store(
-        self, pool: CachePool, prefix: Prefix, first: int, tokens: int, layers: list[LayerPair]
-    ) -> None:
+    def _store(self, pool: CachePool, prefix: Prefix, first: int, tokens: int, layers: list[LayerPair]) -> None:
         """Queue the full segments from `first` on of a prompt whose first `tokens` tokens are in `layers`."""
         keys = prefix.keys[first : tokens // pool.layout.segment_tokens]
         if keys:
@@ -317,25 +319,32 @@ class TokenLakeEngine:
     ) -> None:
         """Queue the segments that decode completed: of each sequence, the tokens up to its end that were
         fed to the model, which the last one was not."""
-        size = pool.layout.segment_tokens
         for index, sequence in enumerate(sequences):
             source = index // request.copies
-            padding, prompt = request.padding[source], len(rows[source].tokens)
+            row, padding = rows[source], request.padding[source]
+            if row.prefix is None:
+                continue
+            prompt = len(row.tokens)
             tokens = sequence[padding : cache.get_seq_length()]
             end = next((i for i in range(prompt, len(tokens)) if tokens[i] in request.stop_tokens), None)
             if end is not None:
                 tokens = tokens[: end + 1]
-            first = (prompt - 1) // size
-            if len(tokens) // size > first:
-                prefix = pool.prefix(tokens, adapter=self.options.adapter, salt=self.options.salt)
-                self._store(pool, prefix, first, len(tokens), cache.row(index, padding))
+            prefix = row.prefix
+            if request.copies > 1:
+                prefix = pool.prefix(row.tokens, adapter=self.options.adapter, salt=self.options.salt)
+            prefix.extend(tokens[prompt:])
+            first = (prompt - 1) // pool.layout.segment_tokens
+            self._store(pool, prefix, first, len(tokens), cache.row(index, padding))
 
     def _failed(self, what: str, error: BaseException) -> None:
         self._counters.add(failures=1)
         self._say(f"{what} failed, and is done without: {type(error).__name__}: {error}")
-        connection = getattr(self, "_connection", None)
-        if connection is not None:
-            connection.failed()
+
+    def _pool_failed(self, what: str, error: BaseException) -> None:
+        self._failed(what, error)
+        # A pool that says no is there, and says so at once; any other failure may have cost a deadline.
+        if not isinstance(error, Refused):
+            self._connection.failed()
 
     def _say(self, message: str) -> None:
         if message not in self._reported and len(self._reported) < MAX_REPORTS:

@@ -13,6 +13,7 @@ from tokenlake.layout import Layout
 from tokenlake_client.engines.transformers.cache import CacheShape
 from tokenlake_client.engines.transformers.config import check_config, position_of
 from tokenlake_client.engines.transformers.identity import weights_digest_of
+from tokenlake_client.engines.transformers.request import has_adapters
 from tokenlake_client.engines.transformers.slots import TORCH_DTYPES
 
 __all__ = ["cache_shape", "check_model", "layout_of"]
@@ -67,7 +68,7 @@ def check_model(model: Any, adapter: str | None = None) -> None:
         raise LayoutRefused(f"model class {type(model).__name__} takes no position_ids")
     if getattr(model, "hf_quantizer", None) is not None:
         raise LayoutRefused("model field 'hf_quantizer' is set: quantised weights are not supported")
-    if getattr(model, "_hf_peft_config_loaded", False) and adapter is None:
+    if adapter is None and has_adapters(model):
         raise LayoutRefused("LoRA adapters are loaded and no adapter id was given")
     for index, layer in enumerate(DynamicCache(config=model.config).layers):
         if type(layer) is not DynamicLayer:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["NotServed", "Request", "read_request"]
+__all__ = ["NotServed", "Request", "check_state", "has_adapters", "read_request"]
 
 SERVED_MODES = ("greedy_search", "sample")
 # fmt: off
@@ -41,6 +41,21 @@ class Request:
     new_tokens: int
     """Room that decode is expected to need."""
     stop_tokens: frozenset[int]
+
+
+def check_state(model: Any, adapter: str | None) -> None:
+    """Raises `NotServed` while what `model` caches is not what its layout says."""
+    if model.training:
+        raise NotServed("the model is in training mode")
+    if torch.is_autocast_enabled(model.device.type):
+        raise NotServed("autocast is enabled")
+    if adapter is None and has_adapters(model):
+        raise NotServed("LoRA adapters are loaded and no adapter id was given")
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether LoRA adapters were added to `model`, by transformers or by peft."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "peft_config", None))
 
 
 def read_request(model: Any, input_ids: Any, attention_mask: Any, arguments: Mapping[str, Any]) -> Request:
@@ -76,10 +91,6 @@ def read_request(model: Any, input_ids: Any, attention_mask: Any, arguments: Map
 
 def _generation_config(model: Any, arguments: Mapping[str, Any]) -> Any:
     """The call's effective settings, as transformers combines them. Raises `NotServed`."""
-    if model.training:
-        raise NotServed("the model is in training mode")
-    if torch.is_autocast_enabled(model.device.type):
-        raise NotServed("autocast is enabled")
     named = ("assistant_model", "custom_generate", "past_key_values", "inputs_embeds", "inputs")
     for name in named:
         if arguments.get(name) is not None:
