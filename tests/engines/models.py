@@ -62,6 +62,9 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**LLAMA, "head_dim": 16}),
     "mistral": ("MistralConfig", "MistralForCausalLM", {**LLAMA, "sliding_window": None}),
     "gpt-neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", NEOX),
+    "gptj": ("GPTJConfig", "GPTJForCausalLM", {**GPT2, "rotary_dim": 4}),
+    "codegen": ("CodeGenConfig", "CodeGenForCausalLM", {**GPT2, "rotary_dim": 4}),
+    "gpt-bigcode": ("GPTBigCodeConfig", "GPTBigCodeForCausalLM", GPT2),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", GPT2),
     "opt": ("OPTConfig", "OPTForCausalLM", OPT),
 }

@@ -109,7 +109,10 @@ def test_nothing_after_the_end_of_a_row_is_stored(model: Any, pool: MemoryPool) 
         assert pool.match(pool.prefix(tokens).keys).hits == len(kept) // SEGMENT
 
 
-def test_flipped_bytes_change_the_tokens(model: Any, pool: MemoryPool) -> None:
+@pytest.mark.parametrize("name", FAMILIES)
+def test_flipped_bytes_change_the_tokens(name: str) -> None:
+    model = family(name)
+    pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
     ids = torch.tensor([prompt(6 * SEGMENT, 6)])
     with engine_of(model, pool) as engine:
         expected = greedy(engine.generate, ids)

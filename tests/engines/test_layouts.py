@@ -61,7 +61,7 @@ def test_position_names_the_rotation() -> None:
     assert position["kind"] == "rope"
     assert position["rope_type"] == "llama3"
     assert position["factor"] == 4.0
-    assert json.loads(layout_of(family("gpt2")).position) == {"kind": "learned", "positions": 512}
+    assert json.loads(layout_of(family("gpt2")).position) == {"kind": "learned", "n_positions": 512}
 
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {

@@ -19,8 +19,14 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotations that depend on a token's position alone. `dynamic` and `longrope` depend on the length of the
 whole sequence too, so a prefix's keys change as the sequence grows."""
 
-LEARNED_POSITIONS = {"gpt2": "n_positions", "opt": "max_position_embeddings"}
-"""Model types that add a learned vector per position, and the setting that names how many there are."""
+OWN_POSITIONS = {
+    "codegen": ("rotary", "rotary_dim"),
+    "gpt2": ("learned", "n_positions"),
+    "gpt_bigcode": ("learned", "n_positions"),
+    "gptj": ("rotary", "rotary_dim"),
+    "opt": ("learned", "max_position_embeddings"),
+}
+"""Model types without rotation parameters: the kind of their encoding, and the setting that sizes it."""
 
 ATTENTION_WORDS = re.compile(
     r"attn|attention|window|alibi|kv_|sparse|bidirect|causal|index_|indexer|local|conv|mamba|ssm|recurr|lsh"
@@ -35,10 +41,10 @@ UNDERSTOOD = frozenset((
     "decoder_sparse_step", "is_causal", "layer_types", "max_window_layers", "mlp_layer_types",
     "no_rope_layer_interval", "no_rope_layers", "num_attention_heads", "num_kv_heads",
     "num_ln_in_parallel_attn", "num_local_experts", "original_max_position_embeddings",
-    "output_attentions", "parallel_attn", "partial_rotary_factor", "query_pre_attn_scalar",
-    "reorder_and_upcast_attn", "rope_parameters", "rope_scaling", "rope_theta",
+    "output_attentions", "parallel_attn", "partial_rotary_factor", "qkv_bias", "query_pre_attn_scalar",
+    "reorder_and_upcast_attn", "rope_parameters", "rope_scaling", "rope_theta", "rotary_dim",
     "scale_attention_softmax_in_fp32", "scale_attn_by_inverse_layer_idx", "scale_attn_weights",
-    "sliding_window", "use_sliding_window",
+    "sliding_window", "use_qkv_bias", "use_sliding_window",
 ))
 # fmt: on
 """Settings that change the values in a cache but not what they mean (the weights digest covers the values),
@@ -51,8 +57,9 @@ def check_config(config: Any) -> None:
     settings: Mapping[str, object] = config.to_dict()
     if settings.get("is_encoder_decoder"):
         raise _refused("is_encoder_decoder", True, "the decoder's cache depends on the encoder's input")
-    if config.get_text_config(decoder=True) is not config:
-        raise _refused("text_config", "present", "the cache depends on more than token ids")
+    for name in sorted(config.sub_configs):
+        if getattr(config, name, None) is not None:
+            raise _refused(name, "present", "the cache depends on more than token ids")
     if settings.get("quantization_config") is not None:
         raise _refused("quantization_config", "present", "quantised weights are not supported")
     if settings.get("kv_lora_rank") is not None:
@@ -81,10 +88,10 @@ def position_of(config: Any) -> str:
         if kind not in STATIC_ROPE:
             raise _refused("rope_parameters.rope_type", kind, f"supported: {', '.join(STATIC_ROPE)}")
         return _canonical({"kind": "rope", **rope})
-    size = LEARNED_POSITIONS.get(config.model_type)
-    if size is None:
+    if config.model_type not in OWN_POSITIONS:
         raise _refused("model_type", config.model_type, "its position encoding is not known")
-    return _canonical({"kind": "learned", "positions": getattr(config, size)})
+    kind, size = OWN_POSITIONS[config.model_type]
+    return _canonical({"kind": kind, size: getattr(config, size)})
 
 
 def _layer_types(settings: Mapping[str, object]) -> list[object]:
