@@ -25,6 +25,7 @@ class Daemon:
         self.gate.set()
         self.attempts = 0
         self.reports: list[str] = []
+        self.now = 100.0
 
     def connect(self) -> CachePool:
         self.attempts += 1
@@ -37,31 +38,31 @@ class Daemon:
         self.reports.append(f"{what}: {error}")
 
     def connection(self) -> Connection:
-        return Connection(self.connect, self.report)
+        return Connection(self.connect, self.report, clock=lambda: self.now)
 
 
-def test_one_attempt_at_construction_and_then_one_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_attempt_at_construction_and_then_one_a_second() -> None:
     daemon = Daemon()
     connection = daemon.connection()
     for _ in range(5):
         assert connection.get() is None
     assert daemon.attempts == 1
-    now = time.monotonic()
-    monkeypatch.setattr(module.time, "monotonic", lambda: now + module.RETRY_S)
+    daemon.now += module.RETRY_S
     daemon.error = None
     assert connection.get() is as_pool(daemon.pool)
     assert connection.get() is as_pool(daemon.pool)
     assert daemon.attempts == 2
 
 
-def test_an_attempt_that_hangs_does_not_hold_requests_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RETRY_S", 0.0)
+def test_an_attempt_that_hangs_does_not_hold_requests_up() -> None:
     daemon = Daemon()
     connection = daemon.connection()
+    daemon.now += module.RETRY_S
     daemon.gate.clear()
     daemon.error = None
     started = time.perf_counter()
     assert connection.get() is None
+    daemon.now += module.RETRY_S
     assert connection.get() is None
     assert time.perf_counter() - started < 20 * module.WAIT_S
     assert daemon.attempts == 2
@@ -71,21 +72,20 @@ def test_an_attempt_that_hangs_does_not_hold_requests_up(monkeypatch: pytest.Mon
     assert connection.get() is as_pool(daemon.pool)
 
 
-def test_a_refusal_is_not_repeated_every_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_is_not_repeated_every_second() -> None:
     daemon = Daemon()
     daemon.error = CredentialRefused("unknown token")
     connection = daemon.connection()
-    now = time.monotonic()
-    monkeypatch.setattr(module.time, "monotonic", lambda: now + 2 * module.RETRY_S)
+    daemon.now += 2 * module.RETRY_S
     assert connection.get() is None
     assert daemon.attempts == 1
     assert daemon.reports == ["connecting to the pool: unknown token"]
 
 
 def test_a_pool_that_arrives_after_close_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RETRY_S", 0.0)
     daemon = Daemon()
     connection = daemon.connection()
+    daemon.now += module.RETRY_S
     daemon.gate.clear()
     daemon.error = None
     assert connection.get() is None

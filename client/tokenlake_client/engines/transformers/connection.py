@@ -27,10 +27,12 @@ class Connection:
         connect: Callable[[], CachePool] | None,
         report: Callable[[str, BaseException], None],
         pool: CachePool | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`connect` opens a pool that is then owned here; it is tried once before this returns. `pool`
         is one that the caller owns. `report` takes what was attempted and its error."""
         self._connect = connect
+        self._clock = clock
         self._report = report
         self._pool = pool
         self._owned = pool is None
@@ -44,7 +46,7 @@ class Connection:
     def get(self) -> CachePool | None:
         """The pool, if there is one and its last failure was long enough ago."""
         with self._lock:
-            if self._closed or time.monotonic() < self._retry_at:
+            if self._closed or self._clock() < self._retry_at:
                 return None
             if self._pool is not None or self._connect is None:
                 return self._pool
@@ -52,7 +54,7 @@ class Connection:
                 return None
             attempt = threading.Thread(target=self._try, name="tokenlake-connect", daemon=True)
             self._attempt = attempt
-            self._retry_at = time.monotonic() + RETRY_S
+            self._retry_at = self._clock() + RETRY_S
             attempt.start()
         attempt.join(WAIT_S)
         return self._pool
@@ -60,7 +62,7 @@ class Connection:
     def failed(self) -> None:
         """A call on the pool failed: leave it alone for a while. It reconnects by itself."""
         with self._lock:
-            self._retry_at = time.monotonic() + RETRY_S
+            self._retry_at = self._clock() + RETRY_S
 
     def close(self) -> None:
         """Close the pool if it was opened here."""
@@ -78,7 +80,7 @@ class Connection:
             self._report("connecting to the pool", error)
             with self._lock:
                 pause = REFUSED_RETRY_S if isinstance(error, Refused) else RETRY_S
-                self._retry_at = time.monotonic() + pause
+                self._retry_at = self._clock() + pause
             return
         with self._lock:
             if not self._closed:
