@@ -110,14 +110,18 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @classmethod
     def decode(cls, encoded: bytes) -> Layout:
-        """Inverse of `encode`; the result is checked. Raises `LayoutRefused`: unknown or missing fields,
-        another schema version, or a value that `check` refuses."""
+        """Inverse of `encode`; the result is checked. Raises `LayoutRefused`: unknown or missing fields, fields
+        in another order, another schema version, or a value that `check` refuses."""
         try:
             version, pairs = msgspec.msgpack.decode(encoded, type=tuple[int, list[tuple[str, str | int]]])
             if version != SCHEMA_VERSION:
                 raise LayoutRefused(f"layout schema version is {version}; this side knows {SCHEMA_VERSION}")
             layout = msgspec.convert(dict(pairs), cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise LayoutRefused(f"layout cannot be read: {error}") from error
+        # A default that stands in for a missing field would be a guess at what the bytes mean.
+        sent = [name for name, _ in pairs]
+        if sent != list(cls.__struct_fields__):
+            raise LayoutRefused(f"layout has the fields {', '.join(sent)}; expected {', '.join(cls.__struct_fields__)}")
         layout.check()
         return layout
