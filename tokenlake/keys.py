@@ -61,7 +61,10 @@ class Prefix:
         self.root = root
         self.segment_tokens = segment_tokens
         self.keys: list[SegmentKey] = []
-        self._extras = {index: tuple(digests) for index, digests in (extras or {}).items()}
+        self._extras = {
+            index: b"".join(len(digest).to_bytes(4, "little") + digest for digest in digests)
+            for index, digests in (extras or {}).items()
+        }
         self._tail = bytearray()
 
     @property
@@ -79,8 +82,7 @@ class Prefix:
         for index in range(whole):
             digest = hashlib.blake2b(parent, digest_size=KEY_BYTES)
             digest.update(tail[index * size : (index + 1) * size])
-            for extra in self._extras.get(len(self.keys), ()):
-                digest.update(len(extra).to_bytes(4, "little") + extra)
+            digest.update(self._extras.get(len(self.keys), b""))
             parent = SegmentKey(digest.digest())
             self.keys.append(parent)
         tail.release()
@@ -88,11 +90,15 @@ class Prefix:
 
 
 def encode_tokens(tokens: TokenIds) -> bytes:
-    """Token ids as uint32 little-endian."""
+    """Token ids as uint32 little-endian. Errors as `Prefix.extend`."""
     if isinstance(tokens, np.ndarray):
+        if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
+            raise TypeError(f"token ids must be one row of integers, not {tokens.ndim} dimensions of {tokens.dtype}")
         if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) > 0xFFFFFFFF):
             raise ValueError("token ids must lie between 0 and 2**32 - 1")
         return tokens.astype("<u4", copy=False).tobytes()
+    if isinstance(tokens, bytes | bytearray):
+        raise TypeError("token ids must be integers; array('I') would take bytes for whole words")
     # array('I') converts a list of ints two to three times faster than numpy does.
     packed = array("I", tokens)
     if sys.byteorder == "big":
