@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -45,8 +46,9 @@ class Ring:
         self.epoch = Epoch(self._digest(members))
 
     def _digest(self, members: Mapping[NodeId, int]) -> int:
-        text = "|".join([f"{node}={members[node]}" for node in self.members] + [f"E={self.run_length}"])
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+        weights = [(node, members[node]) for node in self.members]
+        text = msgspec.msgpack.encode([VIRTUAL_NODES, self.run_length, weights])
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
     def candidates(self, keys: bytes) -> list[tuple[NodeId, NodeId]]:
         """(home, other) for each of the concatenated 32-byte `keys`. Both are the same node only when the
