@@ -30,7 +30,9 @@ class SlotRef(NamedTuple):
 
 
 def unpack_slots(packed: bytes) -> list[SlotRef]:
-    """Inverse of concatenated `SlotRef.pack`."""
+    """Inverse of concatenated `SlotRef.pack`. ValueError as `split_keys`."""
+    if len(packed) % SLOT_BYTES:
+        raise ValueError(f"slots take {len(packed)} bytes, which is no multiple of {SLOT_BYTES}")
     return [SlotRef._make(fields) for fields in _SLOT.iter_unpack(packed)]
 
 
