@@ -98,7 +98,7 @@ class Directory:
 
     def forget(self, node: NodeId, incarnation: Incarnation) -> None:
         """Drop what `node` said before its life `incarnation`."""
-        stale = [at for at, e in self._entries.items() if e.node == node and e.incarnation != incarnation]
+        stale = [at for at, e in self._entries.items() if e.node == node and e.incarnation < incarnation]
         for at in stale:
             del self._entries[at]
 
