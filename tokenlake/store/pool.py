@@ -57,9 +57,9 @@ class SlotPool:
         self.free = kept
         self.regions.remove(region)
 
-    def budget(self, share: float) -> int:
-        """A share of this pool in slots."""
-        return max(2, math.ceil(share * self.slots))
+    def budget(self, share: float, slots: int) -> int:
+        """A share of `slots`."""
+        return max(2, math.ceil(share * slots))
 
     def take(self, generations: dict[int, list[int]]) -> SlotRef:
         """A free slot under a new generation. IndexError when there is none."""

@@ -88,15 +88,20 @@ class SegmentStore:
         """The pool that a region belongs to."""
         return next((pool for pool in self._pools.values() if region in pool.regions), None)
 
+    def capacity(self, pool: SlotPool) -> int:
+        """Slots that `pool` has or can still get."""
+        return pool.slots + len(self._spare) * RegionShape(self.region_bytes, pool.slot_bytes).slots
+
     def vacancy(self, now: float) -> Vacancy:
-        """Free memory, and the age of the coldest home copy of all pools."""
+        """Free memory, and the greatest age of a home copy that some pool would evict next."""
         total = self._regions * self.region_bytes
         free = len(self._spare) * self.region_bytes
         age = 0.0
         for pool in self._pools.values():
             free += len(pool.free) * pool.slot_bytes
-            if pool.unpinned[Kind.HOME]:
-                age = max(age, now - pool.order[Kind.HOME].coldest().touched)
+            coldest = pool.victim(Kind.HOME)
+            if coldest is not None:
+                age = max(age, now - coldest.touched)
         return Vacancy(free / total if total else 0.0, age)
 
     # -- life of a segment
@@ -106,13 +111,14 @@ class SegmentStore:
     ) -> Segment | Code:
         """A slot for a new segment, RESERVED, indexed and pinned once for the caller; or the reason why not.
 
-        The key must not be indexed. Victims: staged copies, then home copies by policy; a staged copy takes a
-        home copy's slot only within its budget.
+        The key must not be indexed. Victims: staged copies, then home copies by policy. A staged copy within
+        its budget takes a home copy's slot first, else the budget would never fill; beyond it, none.
         """
         pool = self.pool(tenant, slot_bytes)
         if pool is None:
             return Code.NO_REGION
-        if kind is Kind.DIRTY and pool.counts[Kind.DIRTY] >= pool.budget(pool.budgets.dirty):
+        # Of what the pool can grow to: a fresh node's first region is no reason to refuse.
+        if kind is Kind.DIRTY and pool.counts[kind] >= pool.budget(pool.budgets.dirty, self.capacity(pool)):
             return Code.WRITE_BUDGET
         if not pool.free and self._spare:
             self._grow(pool)
@@ -199,12 +205,14 @@ class SegmentStore:
             for segment in inside:
                 self._evict(segment)
             pool.drop_region(region)
-            del self._generations[region]
+            if not pool.regions:
+                del self._pools[pool.tenant, pool.slot_bytes]
             return region
         return None
 
     def add_spare(self, region: int) -> None:
-        """A fresh region, never seen by anyone."""
+        """`region` has fresh memory. Its generations go on from where they were, so that a reference to the
+        former memory fits no slot of the new one."""
         self._spare.append(region)
 
     @property
@@ -220,13 +228,14 @@ class SegmentStore:
     def _grow(self, pool: SlotPool) -> None:
         if self._spare:
             region = self._spare.pop(0)
-            self._generations[region] = [0] * RegionShape(self.region_bytes, pool.slot_bytes).slots
+            former = max(self._generations.get(region, [0]))
+            self._generations[region] = [former] * RegionShape(self.region_bytes, pool.slot_bytes).slots
             pool.add_region(region, self.region_bytes)
 
     def _make_room(self, pool: SlotPool, kind: Kind) -> bool:
         """Evict one segment so that one of `kind` can come. Nothing is evicted for a loser."""
         order: tuple[Kind, ...] = (Kind.STAGED, Kind.HOME)
-        if kind is Kind.STAGED and pool.counts[Kind.STAGED] < pool.budget(pool.budgets.staged):
+        if kind is Kind.STAGED and pool.counts[kind] < pool.budget(pool.budgets.staged, pool.slots):
             order = (Kind.HOME, Kind.STAGED)
         elif kind is Kind.STAGED:
             order = (Kind.STAGED,)
