@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from tokenlake.wire.fields import Index, Seconds, SlotBytes
+
 __all__ = [
     "Abort",
     "Attach",
@@ -71,7 +73,7 @@ class Welcome(_Message, frozen=True, tag=2):
     """The tenant's, for the root of the key chain."""
     probe: bytes
     """`keys.probe` under `secret`; the client compares."""
-    heartbeat_s: float
+    heartbeat_s: Seconds
     max_frame: int
 
 
@@ -88,7 +90,7 @@ class Match(_Message, frozen=True, tag=4):
 
     id: int
     keys: bytes
-    deadline_s: float
+    deadline_s: Seconds
 
 
 class Matched(_Message, frozen=True, tag=5):
@@ -96,7 +98,7 @@ class Matched(_Message, frozen=True, tag=5):
 
     id: int
     lease: int
-    hits: int
+    hits: Index
     """Leased segments from the first on without a gap; the others are not leased."""
     codes: bytes
     slots: bytes
@@ -117,9 +119,9 @@ class Fetch(_Message, frozen=True, tag=7):
 
     id: int
     lease: int
-    start: int
-    stop: int
-    deadline_s: float
+    start: Index
+    stop: Index
+    deadline_s: Seconds
     """0: the daemon predicts it."""
 
 
@@ -135,7 +137,7 @@ class Fetched(_Message, frozen=True, tag=8):
 class Release(_Message, frozen=True, tag=9):
     """This process no longer looks at these segments: (lease, start, stop) each. Not answered."""
 
-    ranges: tuple[tuple[int, int, int], ...]
+    ranges: tuple[tuple[int, Index, Index], ...]
 
 
 class Prepare(_Message, frozen=True, tag=10):
@@ -143,7 +145,7 @@ class Prepare(_Message, frozen=True, tag=10):
 
     id: int
     keys: bytes
-    first: int
+    first: Index
 
 
 class Prepared(_Message, frozen=True, tag=11):
@@ -153,7 +155,7 @@ class Prepared(_Message, frozen=True, tag=11):
     write: int
     codes: bytes
     slots: bytes
-    retry_after_s: float = 0.0
+    retry_after_s: Seconds = 0.0
 
 
 class Commit(_Message, frozen=True, tag=12):
@@ -161,8 +163,8 @@ class Commit(_Message, frozen=True, tag=12):
 
     id: int
     write: int
-    indices: tuple[int, ...]
-    shards: int
+    indices: tuple[Index, ...]
+    shards: Index
     """Bit mask of the shards that this process wrote."""
     checksums: bytes
     """xxh3-64, little-endian, per segment and set bit of `shards`, in that order."""
@@ -196,19 +198,20 @@ class HeartbeatReply(_Message, frozen=True, tag=16):
 
 
 class OpenRegion(_Message, frozen=True, tag=17):
-    """Ask for a region's descriptor."""
+    """Ask for a region's descriptor; without `write` it can only be mapped for reading."""
 
     id: int
-    region: int
+    region: Index
+    write: bool = False
 
 
 class Region(_Message, frozen=True, tag=18):
     """Answers `OpenRegion`; the descriptor travels beside the frame."""
 
     id: int
-    region: int
+    region: Index
     region_bytes: int
-    slot_bytes: int
+    slot_bytes: SlotBytes
 
 
 class Bye(_Message, frozen=True, tag=19):

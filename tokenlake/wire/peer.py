@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from tokenlake.wire.fields import Index, Seconds, Share, Shards, SlotBytes
+
 __all__ = [
     "Advertised",
     "Announce",
@@ -99,7 +101,7 @@ class Announce(_Message, frozen=True, tag=7):
 
     tenant: str
     keys: bytes
-    deadline_s: float
+    deadline_s: Seconds
 
 
 class Withdraw(_Message, frozen=True, tag=8):
@@ -130,10 +132,10 @@ class Offer(_Message, frozen=True, tag=11):
     call: int
     tenant: str
     keys: bytes
-    first: int
+    first: Index
     """Index of the first segment in its prompt; the keys are consecutive."""
-    slot_bytes: int
-    shards: int
+    slot_bytes: SlotBytes
+    shards: Shards
 
 
 class OfferReply(_Message, frozen=True, tag=12):
@@ -181,14 +183,14 @@ class Ping(_Message, frozen=True, tag=18):
     """Are you there? `vacancy` is the sender's."""
 
     call: int
-    vacancy: tuple[float, float]
+    vacancy: tuple[Share, Seconds]
 
 
 class Pong(_Message, frozen=True, tag=19):
     """Answers `Ping`."""
 
     call: int
-    vacancy: tuple[float, float]
+    vacancy: tuple[Share, Seconds]
 
 
 class Pull(_Message, frozen=True, tag=20):

@@ -1,0 +1,26 @@
+"""Numbers in messages, with bounds: a decoder refuses what no sender of this protocol can mean."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from tokenlake.layout import MAX_SEGMENT_BYTES, MAX_SHARDS
+
+__all__ = ["Index", "Seconds", "Shards", "Share", "SlotBytes"]
+
+Index = Annotated[int, Meta(ge=0, lt=1 << 32)]
+"""Of a segment in its prompt, of a key in a batch, of a region; a bit mask of shards."""
+
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+"""A duration; not a number and infinity are refused, so that every deadline made of it comes."""
+
+Share = Annotated[float, Meta(ge=0, le=1)]
+"""A part of a whole."""
+
+Shards = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
+"""How many shards a segment has."""
+
+SlotBytes = Annotated[int, Meta(ge=1, le=MAX_SEGMENT_BYTES)]
+"""Bytes of one segment."""
