@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tokenlake.wire.fields import Index, Seconds, Share, Shards, SlotBytes
+from tokenlake.wire.fields import Index, Seconds, Shards, Share, SlotBytes
 
 __all__ = [
     "Advertised",
