@@ -32,7 +32,7 @@ class Advertising:
         self._turn(node, sweep, segments, 0)
 
     def _turn(self, node: NodeId, sweep: int, segments: list[Segment], start: int) -> None:
-        if self._sweeps.get(node) != sweep or not self._peers.usable(node):
+        if self._sweeps.get(node) != sweep or not self._peers.reachable(node):
             return
         batch = [s for s in segments[start : start + BATCH] if s.state is State.READY and s.kind is Kind.HOME]
         by_tenant: dict[TenantId, list[SegmentKey]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenlake.core.context import Context
-from tokenlake.core.peers import Peer, Peers
+from tokenlake.core.peers import Peers
 from tokenlake.directory import Standing
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 from tokenlake.wire import Code
@@ -50,15 +50,17 @@ class Home:
         entry = self._context.directory.get(tenant, key, self._context.now)
         if entry is None:
             return (Code.MISSING if self.complete else Code.UNKNOWN), None
+        mine = entry.node == self._context.node
+        if not mine and not self._peers.usable(entry.node):
+            return Code.UNKNOWN, None
         if entry.standing is Standing.PENDING:
             return Code.PENDING, None
-        if entry.node == self._context.node:
-            return Code.MISSING, None
-        return (Code.ELSEWHERE, entry.node) if self._peers.usable(entry.node) else (Code.UNKNOWN, None)
+        return (Code.MISSING, None) if mine else (Code.ELSEWHERE, entry.node)
 
     def announce(self, node: NodeId, message: wire.Announce, keys: Sequence[SegmentKey]) -> None:
         """`node` writes these."""
-        deadline = self._context.now + message.deadline_s
+        # In this order: a deadline that is no number loses.
+        deadline = self._context.now + min(self._context.config.reservation_s, message.deadline_s)
         for key in keys:
             self._context.directory.pending(
                 TenantId(message.tenant), key, node, self._life(node), deadline, self._context.now
@@ -79,8 +81,8 @@ class Home:
                 firsts.append(first)
         return bytes(codes), firsts
 
-    def held(self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey]) -> None:
-        """`node` keeps the home copies of these. Where another living node does, `node` is told."""
+    def held(self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey]) -> wire.Redundant:
+        """`node` keeps the home copies of these. What to tell it: where another living node does."""
         redundant: list[SegmentKey] = []
         holders: list[str] = []
         for key in keys:
@@ -91,13 +93,11 @@ class Home:
             if holder is not None:
                 redundant.append(key)
                 holders.append(holder)
-        if redundant:
-            self._peers.tell(node, wire.Redundant(tenant, join_keys(redundant), tuple(holders)))
+        return wire.Redundant(tenant, join_keys(redundant), tuple(holders))
 
     def _life(self, node: NodeId) -> Incarnation:
         peer = self._peers.get(node)
         return self._context.incarnation if peer is None else peer.incarnation
 
     def _lives(self, node: NodeId) -> bool:
-        peer: Peer | None = self._peers.get(node)
-        return peer is None or (peer.up and not peer.suspect)
+        return node == self._context.node or self._peers.reachable(node)

@@ -23,8 +23,9 @@ from tokenlake.core.reads import Reads
 from tokenlake.core.serving import Serving
 from tokenlake.core.sessions import Process, Session, Sessions
 from tokenlake.core.writes import Writes
-from tokenlake.identity import ConnectionId, Incarnation, LeaseId, NodeId, SessionId, TenantId
+from tokenlake.identity import ConnectionId, Incarnation, LeaseId, NodeId, SessionId, TenantId, WriteId
 from tokenlake.metrics import Counters
+from tokenlake.ring import Ring
 from tokenlake.store import Kind, Segment, SegmentStore, State
 from tokenlake.wire import engine, peer
 from tokenlake.wire.slots import join_keys, split_keys
@@ -62,7 +63,7 @@ class NodeCore:
         }
         self._requests: dict[type, Callable[[Process, Any], None]] = {
             engine.Match: self._reads.match,
-            engine.Attach: self._reads.attach,
+            engine.Attach: self._attach,
             engine.Fetch: self._reads.fetch,
             engine.Release: self._reads.release,
             engine.Prepare: self._writes.prepare,
@@ -87,6 +88,11 @@ class NodeCore:
         """As given."""
         return self._context.config
 
+    @property
+    def ring(self) -> Ring:
+        """Who is in the cluster."""
+        return self._context.ring
+
     def start(self, now: float) -> None:
         """Once, before the first event: timers begin at `now`."""
         self._context.now = self._context.started = now
@@ -108,6 +114,7 @@ class NodeCore:
         context.timers.fire(now)
         self._handlers[type(event)](event)
         self._tell_evicted()
+        self._writes.withdraw_given_up()
         for node, lease in self._sessions.take_peer_releases():
             self._peers.tell(node, peer.ReleaseLease((lease,)))
         out, context.out = context.out, []
@@ -151,6 +158,8 @@ class NodeCore:
     def _on_region_ready(self, event: events.RegionReady) -> None:
         self._replacing = None
         self._context.store.add_spare(event.region)
+        for session in self._sessions:
+            self._find_region(session)
 
     def _on_requested(self, event: events.Requested) -> None:
         process = self._sessions.process(ConnectionId(event.connection))
@@ -165,6 +174,12 @@ class NodeCore:
         if handler is None:
             raise ValueError(f"{type(message).__name__} is not a request of a joined process")
         handler(process, message)
+
+    def _attach(self, process: Process, request: engine.Attach) -> None:
+        if WriteId(request.lease) in process.session.writes:
+            self._writes.attach(process, request)
+        else:
+            self._reads.attach(process, request)
 
     def _on_process_gone(self, event: events.ProcessGone) -> None:
         self._sessions.gone(ConnectionId(event.connection))
@@ -207,7 +222,9 @@ class NodeCore:
                 for key in split_keys(message.keys):
                     self._context.directory.withdraw(TenantId(message.tenant), key, node)
             case peer.Held():
-                self._home.held(node, TenantId(message.tenant), split_keys(message.keys))
+                redundant = self._home.held(node, TenantId(message.tenant), split_keys(message.keys))
+                if redundant.keys:
+                    self._peers.tell(node, redundant)
             case peer.Redundant():
                 self._pushes.redundant(message)
             case peer.Evicted():

@@ -11,7 +11,7 @@ their home copies anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from tokenlake.core.context import Context
@@ -35,6 +35,8 @@ R = TypeVar("R")
 DEFAULT_RATE = 500e6
 """Bytes per second assumed of a peer nobody fetched from yet; a sixth of what loopback TCP gives, so that the
 first deadline is not missed on a slower network."""
+MEASURED_BYTES = 1 << 20
+"""A smaller fetch tells the delay of the network, not its rate."""
 RATE_WEIGHT = 0.2
 """Of the newest fetch in the running mean."""
 
@@ -54,9 +56,14 @@ class Peer:
         self.calls: dict[int, tuple[OnReply, Timer]] = {}
 
     @property
+    def reachable(self) -> bool:
+        """Worth telling: what is not told will be, once it is back."""
+        return self.up and not self.suspect
+
+    @property
     def usable(self) -> bool:
         """Worth asking now."""
-        return self.up and not self.overdue and not self.suspect
+        return self.reachable and not self.overdue
 
 
 class Peers:
@@ -70,7 +77,7 @@ class Peers:
         names = [name for name in context.ring.members if name != context.node]
         self._peers = {name: Peer(name) for name in names}
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[Peer]:
         return iter(self._peers.values())
 
     def get(self, node: NodeId) -> Peer | None:
@@ -82,6 +89,11 @@ class Peers:
         peer = self._peers.get(node)
         return peer is not None and peer.usable
 
+    def reachable(self, node: NodeId) -> bool:
+        """Is `node` another member that hears what it is told?"""
+        peer = self._peers.get(node)
+        return peer is not None and peer.reachable
+
     def start(self) -> None:
         """Begin to ping."""
         self._context.after(self._context.config.gossip_s, self._ping)
@@ -89,8 +101,9 @@ class Peers:
     # -- connections
 
     def came_up(self, node: NodeId, incarnation: Incarnation) -> None:
-        """A control connection stands."""
+        """A control connection stands; it takes the place of an earlier one."""
         peer = self._peers[node]
+        self.went_down(node, peer.incarnation)
         peer.up, peer.overdue, peer.suspect = True, False, False
         if peer.incarnation != incarnation:
             peer.incarnation = incarnation
@@ -122,8 +135,9 @@ class Peers:
     # -- frames
 
     def tell(self, node: NodeId, message: wire.PeerMessage) -> None:
-        """One-way; dropped while the peer is not usable (it will be told everything when it is back)."""
-        if self.usable(node):
+        """One-way; dropped while the peer is down or SUSPECT (it will be told everything when it is back). One
+        that is merely overdue is told: nobody would repeat it."""
+        if self.reachable(node):
             self._context.emit(Say(node, message))
 
     def call(
@@ -218,6 +232,8 @@ class Peers:
 
     def measured(self, node: NodeId, nbytes: int, seconds: float) -> None:
         """A fetch of `nbytes` took `seconds`."""
+        if nbytes < MEASURED_BYTES:
+            return
         peer = self._peers[node]
         rate = nbytes / max(seconds, 1e-6)
         peer.rate += RATE_WEIGHT * (rate - peer.rate)

@@ -190,9 +190,9 @@ class Pushes:
         """This node keeps the home copies of these: tell their homes."""
         for home, homed in self._context.by_home(keys).items():
             if home == self._context.node:
-                self._home.held(home, tenant, homed)
-                continue
-            self._peers.tell(home, wire.Held(tenant, join_keys(homed)))
+                self.redundant(self._home.held(home, tenant, homed))
+            else:
+                self._peers.tell(home, wire.Held(tenant, join_keys(homed)))
 
     def redundant(self, message: wire.Redundant) -> None:
         """Another node keeps these: the copies here may go."""
@@ -209,6 +209,8 @@ class Pushes:
         """Another node chose this one as the holder: pull, keep, tell the homes, answer."""
         tenant = TenantId(message.tenant)
         keys = split_keys(message.keys)
+        if not keys or message.slot_bytes <= 0 or message.shards <= 0:
+            raise ValueError(f"an offer of {len(keys)} segments, {message.slot_bytes} bytes, {message.shards} shards")
         codes = bytearray(len(keys))
         waiting = len(keys)
 

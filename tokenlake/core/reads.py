@@ -28,6 +28,7 @@ from tokenlake.core.home import Home
 from tokenlake.core.instructions import Answer
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.core.sessions import Lease, Process, Session, Sessions
+from tokenlake.core.timers import Timer
 from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind, Segment, State
@@ -48,6 +49,10 @@ MATCHES = Metric("tokenlake_matches_total", "Match requests")
 CHECKSUM_BYTES = 8
 MAX_DEADLINE_S = 60.0
 """Bound on what a client may ask a fetch to wait."""
+MAX_RANGE = 1 << 16
+"""Bound on the answer to a fetch of a lease that does not exist."""
+_HOME_ANSWERS = (Code.PENDING, Code.MISSING, Code.UNKNOWN)
+"""What a lookup says of a key that is neither leased nor elsewhere."""
 
 
 class _Match:
@@ -63,8 +68,12 @@ class _Match:
         self.leases: dict[NodeId, list[int]] = {}
         self.waiting = 0
         self.deadline = 0.0
-        self.asked: list[set[NodeId]] = [set() for _ in keys]
-        """Per key, who was asked; only ever tested for membership."""
+        self.candidates: list[tuple[NodeId, NodeId]] = []
+        """Of every key; looked up when something is missing here."""
+        self.asked: set[tuple[int, NodeId]] = set()
+        """(key index, who was asked); only ever tested for membership."""
+        self.denied: set[tuple[int, NodeId]] = set()
+        """(key index, who does not have it though it may be elsewhere); only ever tested for membership."""
         self.hints: dict[int, tuple[NodeId, NodeId]] = {}
         """Per key index, (home that named a node, the node named)."""
 
@@ -79,7 +88,7 @@ class Reads:
         self._home = home
         self._fetches = fetches
         self._touched: dict[tuple[NodeId, TenantId], list[SegmentKey]] = {}
-        self._matching = 0
+        self._under_way: dict[_Match, None] = {}
 
     # -- match
 
@@ -95,7 +104,7 @@ class Reads:
             if segment is not None:
                 self._context.store.pin(segment)
                 match.codes[index] = Code.LOCAL
-        self._matching += 1
+        self._under_way[match] = None
         if None in match.segments:
             self._ask(match)
         else:
@@ -103,25 +112,28 @@ class Reads:
 
     def _ask(self, match: _Match) -> None:
         """First round: both candidates of every key that is not here."""
-        limit = min(match.request.deadline_s or MAX_DEADLINE_S, self._context.config.match_deadline_s)
+        limit = self._context.config.match_deadline_s
+        if 0 < match.request.deadline_s < limit:
+            limit = match.request.deadline_s
         match.deadline = self._context.now + limit
         wanted: dict[NodeId, list[int]] = {}
-        candidates = self._context.ring.candidates(match.request.keys)
+        match.candidates = self._context.ring.candidates(match.request.keys)
         for index, segment in enumerate(match.segments):
             if segment is None:
-                for node in dict.fromkeys(candidates[index]):
+                for node in match.candidates[index]:
                     self._aim(match, index, node, wanted)
         self._send(match, wanted)
 
     def _aim(self, match: _Match, index: int, node: NodeId, wanted: dict[NodeId, list[int]]) -> None:
         """Ask `node` about a key; this node's own directory answers on the spot."""
-        if node in match.asked[index]:
+        if (index, node) in match.asked:
             return
-        match.asked[index].add(node)
+        match.asked.add((index, node))
         if node != self._context.node:
             wanted.setdefault(node, []).append(index)
             return
-        if self._context.ring.candidates(match.keys[index])[0][0] != node:
+        if match.candidates[index][0] != node:
+            match.denied.add((index, node))
             return
         code, elsewhere = self._home.ask(match.process.session.tenant, match.keys[index])
         self._note(match, index, code)
@@ -161,7 +173,9 @@ class Reads:
                     match.hints[index] = (node, elsewhere)
                     if match.remotes[index] is None and elsewhere:
                         self._aim(match, index, elsewhere, second)
-                else:
+                elif code == Code.MISSING and match.candidates[index][0] != node:
+                    match.denied.add((index, node))
+                elif code in _HOME_ANSWERS:
                     self._note(match, index, Code(code))
         if second and self._context.now < match.deadline:
             self._send(match, second)
@@ -175,10 +189,11 @@ class Reads:
 
     def _finish(self, match: _Match) -> None:
         """Lease the longest prefix that was found, give the rest back, answer."""
-        self._matching -= 1
+        del self._under_way[match]
         process, session = match.process, match.process.session
         here = self._sessions.process(process.connection) is process
         self._recheck(match)
+        self._report_stale(match)
         room = max(0, self._sessions.lease_room(session)) if here else 0
         hits = 0
         limit = min(len(match.keys), room)
@@ -190,7 +205,6 @@ class Reads:
             if segment is not None:
                 self._context.store.unpin(segment)
         lease = self._make_lease(match, hits)
-        self._report_stale(match)
         self._count(match, hits)
         if here:
             local = lease.segments if lease is not None else []
@@ -234,11 +248,11 @@ class Reads:
         return lease
 
     def _report_stale(self, match: _Match) -> None:
-        """A home named a node that answered and does not have it: tell the home, or the key stays lost."""
+        """A home named a node that does not have it: tell the home, or the key stays lost."""
         stale: dict[tuple[NodeId, NodeId], list[SegmentKey]] = {}
         for index, (home, named) in match.hints.items():
-            answered = match.codes[index] in (Code.MISSING, Code.PENDING)
-            if answered and named in match.asked[index] and self._peers.usable(named):
+            if match.codes[index] > Code.REMOTE and (index, named) in match.denied:
+                self._note(match, index, Code.MISSING)
                 stale.setdefault((home, named), []).append(match.keys[index])
         tenant = match.process.session.tenant
         for (home, named), keys in stale.items():
@@ -287,7 +301,7 @@ class Reads:
         lease = session.leases.get(LeaseId(request.lease))
         count = max(0, request.stop - request.start)
         if lease is None or request.start < 0 or request.stop > len(lease.keys):
-            count = min(count, len(lease.keys) if lease is not None else 1)
+            count = min(count, MAX_RANGE)
             gone: list[Segment | None] = [None] * count
             reply = wire.Fetched(request.id, bytes([Code.LOST]) * count, *pack(gone, session.shards))
             self._context.emit(Answer(process.connection, reply))
@@ -316,7 +330,12 @@ class Reads:
     @property
     def matching(self) -> int:
         """Matches under way."""
-        return self._matching
+        return len(self._under_way)
+
+    @property
+    def pins(self) -> int:
+        """Pins held by the matches under way; for integrity checks."""
+        return sum(segment is not None for match in self._under_way for segment in match.segments)
 
 
 MAX_TOUCHED = 4096
@@ -333,6 +352,7 @@ class _FetchCall:
         self.request = request
         self.codes = bytearray(_code(lease, index) for index in range(request.start, request.stop))
         self.waiting = 0
+        self.timer: Timer | None = None
         self.answered = False
 
     def start(self) -> None:
@@ -346,7 +366,7 @@ class _FetchCall:
         limit_s = self._limit_s(by_node)
         self.waiting = sum(map(len, by_node.values()))
         if self.waiting:
-            context.after(limit_s, self._answer)
+            self.timer = context.after(limit_s, self._answer)
         for node, indices in by_node.items():
             wanted: list[tuple[SegmentKey, int, Callable[[Segment | None, Code], None]]] = [
                 (lease.keys[index], index, partial(self._arrived, index)) for index in indices
@@ -391,6 +411,8 @@ class _FetchCall:
         if self.answered:
             return
         self.answered = True
+        if self.timer is not None:
+            self.timer.cancel()
         lease, request = self.lease, self.request
         segments = lease.segments[request.start : request.stop]
         for offset, segment in enumerate(segments):

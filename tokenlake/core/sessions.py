@@ -7,7 +7,10 @@ it or is dead.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from tokenlake.core.context import Context
+from tokenlake.core.timers import Timer
 from tokenlake.identity import ConnectionId, LeaseId, NodeId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.metrics import Metric
 from tokenlake.store import Segment, State
@@ -43,7 +46,8 @@ class Lease:
 
 
 class Write:
-    """One reservation. Its segments are pinned until committed, or until every holder gave the write back."""
+    """One reservation. A segment is pinned until it is committed, or until every process that may write it gave
+    it back."""
 
     def __init__(self, write: WriteId, tenant: TenantId, first: int, connection: ConnectionId) -> None:
         self.id = write
@@ -51,8 +55,10 @@ class Write:
         self.first = first
         self.open: dict[int, Segment] = {}
         """Reserved and not committed, by index into the keys of the prepare."""
-        self.holders: dict[ConnectionId, None] = {connection: None}
+        self.held: dict[ConnectionId, dict[int, None]] = {connection: {}}
+        """Per process, the open ones that it may still write."""
         self.expired = False
+        self.timer: Timer | None = None
 
 
 class Process:
@@ -99,12 +105,13 @@ class Sessions:
         self._sessions: dict[SessionId, Session] = {}
         self._processes: dict[ConnectionId, Process] = {}
         self._peer_releases: list[tuple[NodeId, int]] = []
+        self._given_up: list[tuple[TenantId, SegmentKey]] = []
 
     def process(self, connection: ConnectionId) -> Process | None:
         """The process, None when it is gone."""
         return self._processes.get(connection)
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[Session]:
         return iter(self._sessions.values())
 
     # -- coming and going
@@ -150,9 +157,8 @@ class Sessions:
             if old in lease.held:
                 lease.held[new] = lease.held.pop(old)
         for write in session.writes.values():
-            if old in write.holders:
-                del write.holders[old]
-                write.holders[new] = None
+            if old in write.held:
+                write.held[new] = write.held.pop(old)
 
     def gone(self, connection: ConnectionId) -> None:
         """The process can touch nothing any more: what only it held is free."""
@@ -183,7 +189,7 @@ class Sessions:
                 session.expired = True
                 self._context.counters.add(EXPIRED)
                 for write in list(session.writes.values()):
-                    self.expire(session, write)
+                    self.expire(write)
             self._context.timers.at(max(session.deadline, self._context.now + 0.25 * config.lease_s), look)
 
         config = self._context.config
@@ -244,40 +250,59 @@ class Sessions:
         """Its segments are RESERVED and carry the pin of `SegmentStore.reserve`."""
         session.writes[write.id] = write
         session.reserved += len(write.open)
-        self._context.after(
-            self._context.config.reservation_s,
-            lambda: self.expire(session, write) if write.id in session.writes else None,
-        )
+        for held in write.held.values():
+            held.update(dict.fromkeys(write.open))
+        write.timer = self._context.after(self._context.config.reservation_s, lambda: self.expire(write))
 
-    def expire(self, session: Session, write: Write) -> None:
+    def attach(self, write: Write, connection: ConnectionId) -> None:
+        """Another process of the session writes into the slots as well."""
+        write.held[connection] = dict.fromkeys(write.open)
+
+    def expire(self, write: Write) -> None:
         """The deadline passed: its open segments leave the index; their slots stay with the holders."""
+        if write.expired:
+            return
         write.expired = True
         for segment in write.open.values():
-            if segment.state is State.RESERVED:
-                self._context.store.discard(segment)
+            self._context.store.discard(segment)
+            self._given_up.append((write.tenant, segment.key))
 
     def committed(self, session: Session, write: Write, index: int) -> None:
-        """The segment at `index` was published or given up: the write's pin goes."""
+        """The segment at `index` was published: the write's pin goes."""
+        for held in write.held.values():
+            held.pop(index, None)
+        self._close(session, write, index)
+
+    def give_back(
+        self, session: Session, write: Write, connection: ConnectionId, indices: Iterable[int] | None = None
+    ) -> None:
+        """`connection` will not touch these slots of the write any more, None for all. With its last holder an
+        open segment goes."""
+        held = write.held.get(connection, {})
+        for index in list(held if indices is None else indices):
+            if index not in held:
+                continue
+            del held[index]
+            if any(index in others for others in write.held.values()):
+                continue
+            segment = write.open[index]
+            self._close(session, write, index)
+            if segment.state is State.RESERVED:
+                self._context.store.discard(segment)
+                self._given_up.append((write.tenant, segment.key))
+
+    def _close(self, session: Session, write: Write, index: int) -> None:
         self._context.store.unpin(write.open.pop(index))
         session.reserved -= 1
         if not write.open:
-            session.writes.pop(write.id, None)
+            del session.writes[write.id]
+            if write.timer is not None:
+                write.timer.cancel()
 
-    def give_back(self, session: Session, write: Write, connection: ConnectionId) -> list[SegmentKey]:
-        """`connection` will not touch the write's slots any more. With the last holder the open segments go;
-        their keys are returned so that the homes can be told."""
-        write.holders.pop(connection, None)
-        if write.holders:
-            return []
-        session.writes.pop(write.id, None)
-        given_up = [segment.key for segment in write.open.values()]
-        for segment in write.open.values():
-            self._context.store.unpin(segment)
-            if segment.state is State.RESERVED:
-                self._context.store.discard(segment)
-        session.reserved -= len(write.open)
-        write.open.clear()
-        return given_up
+    def take_given_up(self) -> list[tuple[TenantId, SegmentKey]]:
+        """Segments that nobody writes here any more; the caller tells their homes."""
+        taken, self._given_up = self._given_up, []
+        return taken
 
     def check_integrity(self) -> None:
         """AssertionError when counts do not match what is held."""
@@ -290,7 +315,8 @@ class Sessions:
             assert session.reserved == sum(len(w.open) for w in session.writes.values())
             for write in session.writes.values():
                 assert write.open
-                assert write.holders
+                held = {index for indices in write.held.values() for index in indices}
+                assert held == set(write.open), f"write {write.id}: {held} held of {list(write.open)}"
                 for segment in write.open.values():
                     assert segment.pins > 0
                     expected = State.GONE if write.expired else State.RESERVED

@@ -87,14 +87,25 @@ class Writes:
             else:
                 self._peers.tell(home, message)
 
+    def attach(self, process: Process, request: wire.Attach) -> None:
+        """Another process of the session fills shards of the write: its slots stay until it gave them back too.
+        RESERVED for what is open, EXPIRED once the deadline passed, COMMITTED for the rest."""
+        write = process.session.writes[WriteId(request.lease)]
+        self._sessions.attach(write, process.connection)
+        count = max(write.open) + 1
+        open_code = Code.EXPIRED if write.expired else Code.RESERVED
+        codes = bytes(open_code if index in write.open else Code.COMMITTED for index in range(count))
+        slots = b"".join(write.open[at].packed if at in write.open else NO_SLOT_BYTES for at in range(count))
+        self._context.emit(Answer(process.connection, wire.Prepared(request.id, write.id, codes, slots)))
+
     def commit(self, process: Process, request: wire.Commit) -> None:
-        """Publish what is whole. A commit after the deadline gives the slots back, as an abort does."""
+        """Publish what is whole. A commit after the deadline gives those slots back: they were filled."""
         session = process.session
         write = session.writes.get(WriteId(request.write))
         if write is None or write.expired:
             codes = bytes([Code.EXPIRED]) * len(request.indices)
             if write is not None:
-                self._sessions.give_back(session, write, process.connection)
+                self._sessions.give_back(session, write, process.connection, request.indices)
         else:
             codes = self._publish(session, write, request)
         self._context.emit(Answer(process.connection, wire.Committed(request.id, codes)))
@@ -126,16 +137,20 @@ class Writes:
         """This process will not write into the slots any more."""
         write = process.session.writes.get(WriteId(request.write))
         if write is not None:
-            self.withdraw(write.tenant, self._sessions.give_back(process.session, write, process.connection))
+            self._sessions.give_back(process.session, write, process.connection)
 
-    def withdraw(self, tenant: TenantId, keys: list[SegmentKey]) -> None:
-        """Tell the homes that nobody writes these here any more."""
-        for home, homed in self._context.by_home(keys).items():
-            if home == self._context.node:
-                for key in homed:
-                    self._context.directory.withdraw(tenant, key, home)
-            else:
-                self._peers.tell(home, peer_wire.Withdraw(tenant, join_keys(homed)))
+    def withdraw_given_up(self) -> None:
+        """Tell the homes which segments nobody writes here any more."""
+        by_tenant: dict[TenantId, list[SegmentKey]] = {}
+        for tenant, key in self._sessions.take_given_up():
+            by_tenant.setdefault(tenant, []).append(key)
+        for tenant, keys in by_tenant.items():
+            for home, homed in self._context.by_home(keys).items():
+                if home == self._context.node:
+                    for key in homed:
+                        self._context.directory.withdraw(tenant, key, home)
+                else:
+                    self._peers.tell(home, peer_wire.Withdraw(tenant, join_keys(homed)))
 
 
 def _with_checksums(known: bytes, shards: list[int], mine: bytes) -> bytes:

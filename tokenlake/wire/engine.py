@@ -108,7 +108,8 @@ class Matched(_Message, frozen=True, tag=5):
 
 
 class Attach(_Message, frozen=True, tag=6):
-    """Hold a lease that another process of the session made."""
+    """Hold a lease, or a write, that another process of the session made: answered with `Matched`, or `Prepared`.
+    A process must attach before it reads or fills the slots."""
 
     id: int
     lease: int
