@@ -47,3 +47,7 @@ class Advertising:
         else:
             del self._sweeps[node]
             self._peers.tell(node, wire.Advertised())
+
+    def census(self) -> dict[str, int]:
+        """Entries of each map."""
+        return {"sweeps": len(self._sweeps)}

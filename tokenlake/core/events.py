@@ -106,7 +106,7 @@ class SendDone(_Event, frozen=True, tag=9):
 
 
 class RegionReady(_Event, frozen=True, tag=10):
-    """A fresh region stands where `ReplaceRegion` asked for it."""
+    """The fresh region that `ReplaceRegion` asked for is there."""
 
     region: int
 

@@ -7,7 +7,7 @@ reach a slot that has a new owner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from tokenlake.core.context import Context
 from tokenlake.core.instructions import AbortFetch, StartFetch
@@ -141,10 +141,13 @@ class Fetches:
             if code is Code.LOCAL:
                 store.unpin(segment)
 
-    @property
-    def pins(self) -> int:
-        """Pins held here; for integrity checks."""
-        return sum(len(flight.segments) for flight in self._flights.values())
+    def pinned(self) -> Iterator[Segment]:
+        """A segment per pin held here; for integrity checks."""
+        return (segment for flight in self._flights.values() for segment in flight.segments)
+
+    def census(self) -> dict[str, int]:
+        """Entries of each map."""
+        return {"flights": len(self._flights), "segments in flight": len(self._waiters)}
 
     def check_integrity(self) -> None:
         """AssertionError when a segment waits in no flight or in two."""

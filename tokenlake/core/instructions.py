@@ -81,9 +81,11 @@ class Stamp(_Instruction, frozen=True, tag=7):
 
 
 class ReplaceRegion(_Instruction, frozen=True, tag=8):
-    """Close this region's memory and put a fresh one in its place; then `RegionReady`."""
+    """Close this region's memory and open as much under the number `fresh`; then `RegionReady`. A new number,
+    because clients keep their mapping of the old one."""
 
     region: int
+    fresh: int
 
 
 class Note(_Instruction, frozen=True, tag=9):

@@ -8,7 +8,8 @@ draws a number.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tokenlake.core import events
@@ -48,6 +49,7 @@ class NodeCore:
         self._writes = Writes(context, self._sessions, self._peers, self._home, self._pushes)
         self._advertising = Advertising(context, self._peers)
         self._replacing: int | None = None
+        self._replaced = 0
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.Joined: self._on_joined,
             events.Requested: self._on_requested,
@@ -152,7 +154,9 @@ class NodeCore:
             if (pool.tenant, pool.slot_bytes) not in used and pool.regions:
                 self._replacing = store.reclaim(pool)
                 if self._replacing is not None:
-                    self._context.emit(ReplaceRegion(self._replacing))
+                    fresh = self._context.config.regions + self._replaced
+                    self._replaced += 1
+                    self._context.emit(ReplaceRegion(self._replacing, fresh))
                     return
 
     def _on_region_ready(self, event: events.RegionReady) -> None:
@@ -260,6 +264,12 @@ class NodeCore:
 
     # -- checks
 
+    def census(self) -> dict[str, int]:
+        """Entries of each map of the rules beside the segments: for gauges, and to see that nothing leaks."""
+        parts = (self._sessions, self._reads, self._fetches, self._serving, self._pushes, self._peers, self._advertising)
+        counted = {name: count for part in parts for name, count in part.census().items()}
+        return {**counted, "directory": len(self._context.directory), "timers": len(self._context.timers)}
+
     def idle(self) -> bool:
         """Nothing is leased, reserved, pinned, on its way or waited for."""
         held = any(segment.pins or segment.kind is Kind.DIRTY for segment in self.store.segments())
@@ -267,7 +277,11 @@ class NodeCore:
         return not (held or quarantined or self._reads.matching or self._pushes.dirty)
 
     def check_integrity(self) -> None:
-        """AssertionError when state does not add up: slots, pins, counts. Slow; for tests."""
+        """AssertionError when state does not add up: slots, pins, counts. Slow; for tests.
+
+        Pins are conserved: those of a segment are what leases, writes, matches under way, flights, leases to
+        peers and sends hold of it, and nothing else.
+        """
         self.store.check_integrity()
         self._sessions.check_integrity()
         self._serving.check_integrity()
@@ -275,6 +289,15 @@ class NodeCore:
         self._pushes.check_integrity()
         self._peers.check_integrity()
         self._context.directory.check_integrity()
+        pins = Counter(self._pinned())
         for segment in self.store.segments():
+            assert segment.pins == pins[segment], f"{segment}: {pins[segment]} pins are held"
             if segment.state is State.RESERVED:
                 assert segment.pins > 0, f"{segment} is reserved by nobody"
+        assert all(segment.pins == held for segment, held in pins.items())
+        gone = sum(segment.state is State.GONE for segment in pins)
+        assert gone == sum(pool.quarantined for pool in self.store.pools()), "somebody left the quarantine pinned"
+
+    def _pinned(self) -> Iterator[Segment]:
+        for part in (self._sessions, self._reads, self._fetches, self._serving):
+            yield from part.pinned()

@@ -238,6 +238,10 @@ class Peers:
         rate = nbytes / max(seconds, 1e-6)
         peer.rate += RATE_WEIGHT * (rate - peer.rate)
 
+    def census(self) -> dict[str, int]:
+        """Entries of each map; one call to each peer that is up may be a ping."""
+        return {"calls": sum(len(peer.calls) for peer in self._peers.values())}
+
     def check_integrity(self) -> None:
         """AssertionError when a call waits at a peer that is down."""
         for peer in self._peers.values():

@@ -244,6 +244,10 @@ class Pushes:
         queued = sum(len(run.segments) for queue in self._queues.values() for run in queue)
         return len(self._asking) + queued
 
+    def census(self) -> dict[str, int]:
+        """Entries of each map."""
+        return {"asked about": len(self._asking), "queued runs": sum(map(len, self._queues.values()))}
+
     def check_integrity(self) -> None:
         """AssertionError when what is asked about is not a dirty copy."""
         assert all(s.state is State.READY and s.kind is Kind.DIRTY for s in self._asking)

@@ -19,7 +19,7 @@ beyond the prefix is given back at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from tokenlake.core.context import Context
@@ -332,10 +332,13 @@ class Reads:
         """Matches under way."""
         return len(self._under_way)
 
-    @property
-    def pins(self) -> int:
-        """Pins held by the matches under way; for integrity checks."""
-        return sum(segment is not None for match in self._under_way for segment in match.segments)
+    def pinned(self) -> Iterator[Segment]:
+        """A segment per pin of the matches under way; for integrity checks."""
+        return (segment for match in self._under_way for segment in match.segments if segment is not None)
+
+    def census(self) -> dict[str, int]:
+        """Entries of each map."""
+        return {"matches": len(self._under_way), "reads to report": sum(map(len, self._touched.values()))}
 
 
 MAX_TOUCHED = 4096

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from tokenlake.core.context import Context
 from tokenlake.core.home import Home
 from tokenlake.core.instructions import SendBulk
@@ -128,10 +130,16 @@ class Serving:
         for segment in self._sends.pop(stream, []):
             self._context.store.unpin(segment)
 
-    @property
-    def pins(self) -> int:
-        """Pins held here; for integrity checks."""
-        return self._leased + sum(len(segments) for segments in self._sends.values())
+    def pinned(self) -> Iterator[Segment]:
+        """A segment per pin held here; for integrity checks."""
+        for lease in self._leases.values():
+            yield from lease.segments
+        for segments in self._sends.values():
+            yield from segments
+
+    def census(self) -> dict[str, int]:
+        """Entries of each map."""
+        return {"leases to peers": len(self._leases), "sends": len(self._sends)}
 
     def check_integrity(self) -> None:
         """AssertionError when the count of leased segments is wrong."""

@@ -304,6 +304,23 @@ class Sessions:
         taken, self._given_up = self._given_up, []
         return taken
 
+    def pinned(self) -> Iterator[Segment]:
+        """A segment per pin held here; for integrity checks."""
+        for session in self._sessions.values():
+            for lease in session.leases.values():
+                yield from (segment for segment in lease.segments if segment is not None)
+            for write in session.writes.values():
+                yield from write.open.values()
+
+    def census(self) -> dict[str, int]:
+        """Entries of each map."""
+        return {
+            "sessions": len(self._sessions),
+            "processes": len(self._processes),
+            "leases": sum(len(session.leases) for session in self._sessions.values()),
+            "writes": sum(len(session.writes) for session in self._sessions.values()),
+        }
+
     def check_integrity(self) -> None:
         """AssertionError when counts do not match what is held."""
         for session in self._sessions.values():

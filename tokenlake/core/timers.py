@@ -41,6 +41,10 @@ class Timers:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
+    def __len__(self) -> int:
+        """Deadlines in the heap, cancelled ones included until they would have fired."""
+        return len(self._heap)
+
     def fire(self, now: float) -> None:
         """Call what is due. What it arms for `now` or earlier waits for the next `fire`."""
         last = self._armed
