@@ -95,7 +95,7 @@ class SlotPool:
         """Conservation of slots: free + indexed + quarantined = all, each place once."""
         places = [*self.free, *((s.place.region, s.place.slot) for s in segments + quarantined)]
         assert len(places) == len(set(places)) == self.slots, f"{len(places)} places for {self.slots} slots"
-        assert self.quarantined == len(quarantined)
+        assert self.quarantined == len(quarantined), f"counted {self.quarantined} in quarantine, are {len(quarantined)}"
         for kind in Kind:
             of_kind = [s for s in segments if s.kind is kind]
             assert self.counts[kind] == len(of_kind), f"{kind.name}: counted {self.counts[kind]}, are {len(of_kind)}"

@@ -1,0 +1,211 @@
+"""The state machine finds bugs: each store below breaks one rule and has to be found.
+
+At most 400 examples of 50 steps, the same in every run, without shrinking; each bug is printed with the number of
+examples that it took.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.rules.test_store_machine import StoreMachine
+from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.store import Kind, Segment, SegmentStore, State
+from tokenlake.store.pool import SlotPool
+from tokenlake.wire.codes import Code
+from tokenlake.wire.slots import SlotRef
+
+SEARCH = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=400,
+    stateful_step_count=50,
+    phases=[Phase.generate],
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@contextlib.contextmanager
+def unseen_pins(segment: Segment) -> Iterator[None]:
+    """As if nobody held the segment."""
+    pins, segment.pins = segment.pins, 0
+    yield
+    segment.pins = pins
+
+
+class GenerationNotBumped(SegmentStore):
+    """A slot keeps its generation when it changes hands."""
+
+    def reserve(
+        self, tenant: TenantId, slot_bytes: int, key: SegmentKey, kind: Kind, depth: int, now: float
+    ) -> Segment | Code:
+        result = super().reserve(tenant, slot_bytes, key, kind, depth, now)
+        if isinstance(result, Segment):
+            region, slot, generation = result.place
+            if generation > 1:
+                self._generations[region][slot] -= 1
+                result.place = SlotRef(region, slot, generation - 1)
+                self.reissued[-1] = result.place
+        return result
+
+
+class GenerationForgotten(SegmentStore):
+    """A region's fresh memory starts again at generation 1."""
+
+    def add_spare(self, region: int) -> None:
+        del self._generations[region]
+        super().add_spare(region)
+
+
+class LeaseIgnored(SegmentStore):
+    """A leased segment may be the victim, and its slot changes hands at once."""
+
+    def _make_room(self, pool: SlotPool, kind: Kind) -> bool:
+        if super()._make_room(pool, kind):
+            return True
+        for segment in self.segments():
+            if segment.state is State.READY and segment.kind is not Kind.DIRTY and self._pool_of(segment) is pool:
+                pool.unpinned[segment.kind] += 1
+                with unseen_pins(segment):
+                    self._evict(segment)
+                return True
+        return False
+
+    def unpin(self, segment: Segment) -> None:
+        if segment.state is State.GONE and segment.place not in self._quarantine:
+            segment.pins -= 1
+        else:
+            super().unpin(segment)
+
+
+class QuarantineFreedAtOnce(SegmentStore):
+    """A discarded segment's slot is free although somebody may still touch it."""
+
+    def discard(self, segment: Segment) -> None:
+        if segment.pins and segment.state is State.READY and segment.kind is not Kind.DIRTY:
+            self._pool_of(segment).unpinned[segment.kind] += 1
+        with unseen_pins(segment):
+            super().discard(segment)
+
+    def unpin(self, segment: Segment) -> None:
+        if segment.state is State.GONE:
+            segment.pins -= 1
+        else:
+            super().unpin(segment)
+
+
+class QuarantineNeverFreed(SegmentStore):
+    """The last pin goes, the slot stays away: a leak that every count agrees with."""
+
+    def unpin(self, segment: Segment) -> None:
+        if segment.state is not State.GONE or segment.pins > 1:
+            super().unpin(segment)
+
+
+class DirtyEvictable(SegmentStore):
+    """A segment that only its writer has is evicted."""
+
+    def _make_room(self, pool: SlotPool, kind: Kind) -> bool:
+        if super()._make_room(pool, kind):
+            return True
+        for segment in self.segments():
+            dirty = segment.kind is Kind.DIRTY and segment.state is State.READY and not segment.pins
+            if dirty and self._pool_of(segment) is pool:
+                self._evict(segment)
+                return True
+        return False
+
+
+class StagedBudgetIgnored(SegmentStore):
+    """A staged copy takes a home copy's slot whatever the staged copies hold already."""
+
+    def _make_room(self, pool: SlotPool, kind: Kind) -> bool:
+        victim = pool.victim(Kind.HOME) if kind is Kind.STAGED else None
+        if victim is None:
+            return super()._make_room(pool, kind)
+        self._evict(victim)
+        return True
+
+
+class DirtyBudgetIgnored(SegmentStore):
+    """Writes take any slot."""
+
+    def reserve(
+        self, tenant: TenantId, slot_bytes: int, key: SegmentKey, kind: Kind, depth: int, now: float
+    ) -> Segment | Code:
+        result = super().reserve(tenant, slot_bytes, key, kind, depth, now)
+        if result is not Code.WRITE_BUDGET:
+            return result
+        result = super().reserve(tenant, slot_bytes, key, Kind.HOME, depth, now)
+        if isinstance(result, Segment):
+            self.become(result, kind, now)
+        return result
+
+
+class ParentTouchedFirst(SegmentStore):
+    """A prompt is touched from its start, so that parents go before their children."""
+
+    def touch(self, segments: Sequence[Segment], now: float) -> None:
+        super().touch(segments[::-1], now)
+
+
+class HomesEvictedFirst(SegmentStore):
+    """A write evicts a home copy while a staged one is there."""
+
+    def _make_room(self, pool: SlotPool, kind: Kind) -> bool:
+        return super()._make_room(pool, Kind.STAGED) or super()._make_room(pool, kind)
+
+
+class TenantDropped(SegmentStore):
+    """One index for all tenants."""
+
+    def get(self, tenant: TenantId, key: SegmentKey) -> Segment | None:
+        return next((index[key] for index in self._index.values() if key in index), None)
+
+
+PLANTED: dict[type[SegmentStore], str] = {
+    GenerationNotBumped: "generation of .* did not grow",
+    GenerationForgotten: "generation of .* did not grow",
+    LeaseIgnored: "must come to <Code.NO_SLOT",
+    QuarantineFreedAtOnce: "quarantines counted|free slots of|handed out a slot of",
+    QuarantineNeverFreed: "free slots of|quarantine is not empty",
+    DirtyEvictable: "must come to <Code.NO_SLOT",
+    StagedBudgetIgnored: "handed out a slot of",
+    DirtyBudgetIgnored: "must come to <Code.WRITE_BUDGET|came to <Code.NO_SLOT",
+    ParentTouchedFirst: "coldest .* copy of|handed out a slot of",
+    HomesEvictedFirst: "handed out a slot of",
+    TenantDropped: "asking for .* came to",
+}
+"""The store and what the machine says of it."""
+
+
+def search(store: type[SegmentStore]) -> None:
+    """Run the machine until it fails; its AssertionError passes through."""
+    tried = 0
+
+    class Planted(StoreMachine):
+        make_store = store
+
+        def __init__(self) -> None:
+            nonlocal tried
+            tried += 1
+            super().__init__()
+
+    try:
+        run_state_machine_as_test(Planted, settings=SEARCH)
+    except AssertionError as error:
+        print(f"{store.__name__}: found in example {tried}: {str(error).splitlines()[0]}")
+        raise
+
+
+@pytest.mark.parametrize("store", PLANTED, ids=lambda store: store.__name__)
+def test_the_machine_finds(store: type[SegmentStore]) -> None:
+    with pytest.raises(AssertionError, match=PLANTED[store]):
+        search(store)

@@ -1,0 +1,274 @@
+"""SegmentStore against a plain model, step by step.
+
+A machine of at most 50 steps drives both and an arena in which a slot's bytes are one number. 1 to 4 regions of
+1 to 4 small slots (half as many large ones), two tenants, two slot sizes, 12 keys per tenant, three holders.
+After each step: `check_integrity()`, the whole state equals the model's, and every byte that a pin protects is
+the one its writer wrote. 200 examples, the same in every run.
+
+The arena's rules: a writer writes its own number while it holds its pin and the segment is not published, even
+long after the segment left the index; whoever reads without a pin compares the slot's generation afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import ClassVar, TypeVar
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.rules.store_model import Copy, Place, Pool, StoreModel
+from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.metrics import Counters
+from tokenlake.store import Budgets, Kind, Segment, SegmentStore, State
+from tokenlake.store.store import EVICTED, QUARANTINED
+from tokenlake.wire.codes import Code
+from tokenlake.wire.slots import SlotRef
+
+KEYS = 12
+SMALL, LARGE = 64, 128
+HEADER = 4096
+WRITER = "writer"
+
+POOLS: list[Pool] = [("a", SMALL), ("a", SMALL), ("a", SMALL), ("b", SMALL), ("a", LARGE)]
+pools = st.sampled_from(POOLS)
+"""Mostly one, so that it fills."""
+kinds = st.sampled_from(Kind)
+keys = st.integers(0, KEYS - 1)
+picks = st.integers(0, 47)
+"""Index into a list of any length, modulo its length."""
+holders = st.sampled_from(["engine 1", "engine 2", "sender"])
+leases = st.sampled_from([None, None, None, "engine 1", "engine 2"])
+shares = st.sampled_from([0.1, 0.25, 0.5])
+
+T = TypeVar("T")
+
+
+def pick_from(pick: int, items: Iterable[T]) -> T:
+    some = list(items)
+    return some[pick % len(some)]
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Subclasses plant bugs by another `make_store`."""
+
+    make_store: ClassVar[Callable[..., SegmentStore]] = SegmentStore
+
+    @initialize(regions=st.integers(1, 4), slots=st.integers(1, 4), staged=shares, dirty=shares)
+    def start(self, regions: int, slots: int, staged: float, dirty: float) -> None:
+        self.region_bytes = HEADER + slots * SMALL
+        self.counters = Counters()
+        self.store = type(self).make_store(range(regions), self.region_bytes, Budgets(staged, dirty), self.counters)
+        self.model = StoreModel(regions, {SMALL: slots, LARGE: slots // 2}, staged, dirty)
+        self.real: dict[Copy, Segment] = {}
+        self.now = 0.0
+        self.written = 0
+        self.memory: dict[Place, int] = {}
+        self.stamps: dict[Place, int] = {}
+        """Generation per slot as readers see it."""
+        self.published: dict[SlotRef, int] = {}
+
+    # -- rules
+
+    @rule(pool=pools, key=keys, kind=kinds)
+    def reserve(self, pool: Pool, key: int, kind: Kind) -> None:
+        self._reserve(pool, key, kind)
+
+    @rule(pool=pools, first=keys, count=st.integers(1, 6), kind=kinds, holder=leases)
+    def arrive(self, pool: Pool, first: int, count: int, kind: Kind, holder: str | None) -> None:
+        """Consecutive segments of one prompt come; `holder` leases those that found a slot."""
+        for key in range(first, min(KEYS, first + count)):
+            copy = self._reserve(pool, key, kind)
+            if copy is not None:
+                self._publish(copy)
+                self._unpin(copy, WRITER)
+                if holder is not None:
+                    self._pin(copy, holder)
+
+    @precondition(lambda self: any(not copy.ready for copy in self.model.index.values()))
+    @rule(pick=picks)
+    def publish(self, pick: int) -> None:
+        self._publish(pick_from(pick, [copy for copy in self.model.index.values() if not copy.ready]))
+
+    @precondition(lambda self: any(WRITER in copy.pins and not copy.ready for copy in self.model.copies()))
+    @rule(pick=picks)
+    def write(self, pick: int) -> None:
+        copy = pick_from(pick, [copy for copy in self.model.copies() if WRITER in copy.pins and not copy.ready])
+        self.memory[copy.place] = copy.content
+
+    @precondition(lambda self: self.model.index)
+    @rule(pick=picks)
+    def discard(self, pick: int) -> None:
+        copy = pick_from(pick, self.model.index.values())
+        self.model.discard(copy)
+        self.store.discard(self.real[copy])
+
+    @precondition(lambda self: self.model.index)
+    @rule(pick=picks, holder=holders)
+    def pin(self, pick: int, holder: str) -> None:
+        """In the index, or in quarantine because somebody holds it already."""
+        self._pin(pick_from(pick, self.model.copies()), holder)
+
+    @precondition(lambda self: any(copy.pins for copy in self.model.copies()))
+    @rule(pick=picks, which=picks)
+    def unpin(self, pick: int, which: int) -> None:
+        copy = pick_from(pick, [copy for copy in self.model.copies() if copy.pins])
+        self._unpin(copy, copy.pins[which % len(copy.pins)])
+
+    @precondition(lambda self: self.model.index)
+    @rule(pick=picks, kind=kinds)
+    def become(self, pick: int, kind: Kind) -> None:
+        copy = pick_from(pick, self.model.index.values())
+        self.now += 1
+        self.model.become(copy, kind, self.now)
+        self.store.become(self.real[copy], kind, self.now)
+
+    @rule(pool=pools, first=keys, count=st.integers(2, KEYS))
+    def touch(self, pool: Pool, first: int, count: int) -> None:
+        found = (self.model.index.get((pool[0], key)) for key in range(first, first + count))
+        prompt = [copy for copy in found if copy is not None and copy.ready and copy.pool == pool]
+        self.now += 1
+        self.model.touch(prompt, self.now)
+        self.store.touch([self.real[copy] for copy in prompt], self.now)
+
+    @precondition(lambda self: self.model.regions)
+    @rule(pick=picks)
+    def reclaim(self, pick: int) -> None:
+        pool = pick_from(pick, self.model.regions)
+        real = next(p for p in self.store.pools() if (p.tenant, p.slot_bytes) == pool)
+        region = self.model.reclaim(pool)
+        assert self.store.reclaim(real) == region
+        for place in [place for place in self.memory if place[0] == region]:
+            del self.memory[place]
+
+    @precondition(lambda self: self.model.away)
+    @rule()
+    def add_spare(self) -> None:
+        region = self.model.away[0]
+        self.model.add_spare(region)
+        self.store.add_spare(region)
+
+    @rule()
+    def vacancy(self) -> None:
+        self.now += 1
+        assert tuple(self.store.vacancy(self.now)) == self.model.vacancy(self.now, self.region_bytes)
+
+    @rule()
+    def everyone_lets_go(self) -> None:
+        """Nothing stays in quarantine: each slot is free or indexed."""
+        for copy in self.model.copies():
+            for holder in list(copy.pins):
+                self._unpin(copy, holder)
+        assert not any(pool.quarantined for pool in self.store.pools()), "quarantine is not empty"
+
+    # -- what rules share
+
+    def _reserve(self, pool: Pool, key: int, kind: Kind) -> Copy | None:
+        """None when refused, or when the key is indexed and may not be reserved."""
+        tenant, size = pool
+        if (tenant, key) in self.model.index:
+            return None
+        self.now += 1
+        name = SegmentKey(bytes([key]) * 32)
+        expected = self.model.admit(pool, kind)
+        result = self.store.reserve(TenantId(tenant), size, name, kind, key, self.now)
+        if isinstance(expected, Code) or isinstance(result, Code):
+            assert result == expected, f"reserving came to {result!r}, must come to {expected!r}"
+            return None
+        place = (result.place.region, result.place.slot)
+        for other in self.model.copies():
+            assert other.place != place, f"handed out a slot of {other}"
+        assert place in self.model.free(pool), f"slot {place} is none of {pool}"
+        former = self.stamps.get(place, 0)
+        assert result.place.generation > former, f"generation of {place} did not grow from {former}"
+        assert self.store.reissued == [result.place]
+        self.store.reissued.clear()
+        self.stamps[place] = result.place.generation
+        self.written += 1
+        copy = Copy(pool, key, kind, place, result.place.generation, self.written, self.now, pins=[WRITER])
+        self.model.add(copy)
+        self.real[copy] = result
+        return copy
+
+    def _publish(self, copy: Copy) -> None:
+        segment = self.real[copy]
+        self.now += 1
+        self.memory[copy.place] = copy.content
+        self.published[segment.place] = copy.content
+        self.model.publish(copy, self.now)
+        self.store.publish(segment, b"", self.now)
+
+    def _pin(self, copy: Copy, holder: str) -> None:
+        copy.pins.append(holder)
+        self.store.pin(self.real[copy])
+
+    def _unpin(self, copy: Copy, holder: str) -> None:
+        self.model.unpin(copy, holder)
+        self.store.unpin(self.real[copy])
+
+    # -- after each step
+
+    @invariant()
+    def integrity(self) -> None:
+        self.store.check_integrity()
+
+    @invariant()
+    def index_is_the_model_s(self) -> None:
+        for tenant in "ab":
+            indexed = {key: copy for (owner, key), copy in self.model.index.items() if owner == tenant}
+            assert {key[0] for key in self.store.index(TenantId(tenant))} == set(indexed), f"index of {tenant}"
+            for key, copy in indexed.items():
+                segment = self.store.get(TenantId(tenant), SegmentKey(bytes([key]) * 32))
+                assert segment is self.real[copy], f"asking for {key} of {tenant} came to {segment}"
+        for copy in self.model.index.values():
+            segment = self.real[copy]
+            assert segment.state is (State.READY if copy.ready else State.RESERVED)
+            assert segment.kind is copy.kind
+            assert segment.pins == len(copy.pins), f"pins of {segment}, which {copy.pins} hold"
+            assert segment.place == (*copy.place, copy.generation)
+        for copy in self.model.quarantine:
+            assert self.real[copy].state is State.GONE
+            assert self.real[copy].pins == len(copy.pins)
+
+    @invariant()
+    def slots_are_the_model_s(self) -> None:
+        assert self.store.spare_regions == len(self.model.spare)
+        pools = {(pool.tenant, pool.slot_bytes): pool for pool in self.store.pools()}
+        assert set(pools) == set(self.model.regions)
+        for at, pool in pools.items():
+            assert set(pool.free) == self.model.free(at), f"free slots of {at}"
+            assert pool.regions == self.model.regions[at]
+            for kind in (Kind.STAGED, Kind.HOME):
+                order = [self.real[copy] for copy in self.model.order.get((at, kind), [])]
+                assert len(pool.order[kind]) == len(order)
+                assert not order or pool.order[kind].coldest() is order[0], f"coldest {kind.name} copy of {at}"
+            quarantined = sum(copy.pool == at for copy in self.model.quarantine)
+            assert pool.quarantined == quarantined, f"{pool.quarantined} slots in quarantine, must be {quarantined}"
+
+    @invariant()
+    def evictions_are_the_model_s(self) -> None:
+        evicted = [self.real[copy] for copy in self.model.evicted_homes]
+        assert {id(s) for s in self.store.evicted} == {id(s) for s in evicted}, "evicted home copies"
+        assert self.counters[EVICTED] == self.model.evictions, "evictions counted"
+        assert self.counters[QUARANTINED] == self.model.quarantines, "quarantines counted"
+
+    @invariant()
+    def bytes_are_right(self) -> None:
+        for copy in self.model.copies():
+            if copy.ready and copy.pins:
+                assert self.memory[copy.place] == copy.content, f"{copy.pins} read what they did not pin"
+        for place, content in self.memory.items():
+            ref = SlotRef(*place, self.stamps[place])
+            assert self.published.get(ref, content) == content, f"a reader with no pin accepts other bytes in {ref}"
+
+
+TestStore = StoreMachine.TestCase
+TestStore.settings = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=200,
+    stateful_step_count=50,
+    suppress_health_check=list(HealthCheck),
+)
