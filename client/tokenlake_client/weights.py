@@ -39,9 +39,7 @@ def digest_of_directory(directory: str | Path, cache: Path | None = None) -> str
     is done without. Raises `LayoutRefused` where there is no configuration or no weight file.
     """
     root = Path(directory)
-    configurations = [
-        [name, _configuration(root / name)] for name in CONFIGURATION_FILES if (root / name).is_file()
-    ]
+    configurations = [[name, _configuration(root / name)] for name in CONFIGURATION_FILES if (root / name).is_file()]
     files = weight_files(root)
     if not configurations or not files:
         raise LayoutRefused(f"layout field 'weights_digest': no configuration or no weight file in {root}")

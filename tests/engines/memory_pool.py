@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -14,7 +14,8 @@ from tokenlake.errors import Unreachable
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix, TokenIds, root_key
 from tokenlake.layout import Layout
-from tokenlake_client.engines.base import CacheLease, CachePool, CacheWrite
+from tokenlake.wire import Code
+from tokenlake_client.engines.base import CacheLease, CachePool
 
 SECRET = b"secret of the test's tenant"
 
@@ -28,8 +29,6 @@ class MemoryPool:
         self.segments: dict[SegmentKey, NDArray[np.uint8]] = {}
         self.broken: set[str] = set()
         self.lose_after: int | None = None
-        self.stored: list[tuple[int, int]] = []
-        """(first segment, segments committed) of each write."""
         self.lock = threading.Lock()
 
     def fail(self, call: str) -> None:
@@ -48,9 +47,24 @@ class MemoryPool:
             hits = next((i for i, key in enumerate(keys) if key not in self.segments), len(keys))
         return MemoryLease(self, keys, hits)
 
-    def store(self, keys: Sequence[SegmentKey], first: int, patience: float = 0.0) -> CacheWrite:
+    def store_all(
+        self,
+        keys: Sequence[SegmentKey],
+        fill: Callable[[int, NDArray[np.uint8]], None],
+        first: int = 0,
+        patience: float = 0.0,
+    ) -> bytes:
         self.fail("store")
-        return MemoryWrite(self, keys, first)
+        filled = {}
+        for index, key in enumerate(keys):
+            if key not in self.segments:
+                # Filled with ones, so that a place nobody wrote shows as a number that is none.
+                filled[key] = np.full(self.layout.segment_bytes, 0xFF, np.uint8)
+                fill(index, filled[key])
+        self.fail("commit")
+        with self.lock:
+            self.segments.update(filled)
+        return bytes(Code.COMMITTED if key in filled else Code.EXISTS for key in keys)
 
     def close(self) -> None:
         self.fail("close")
@@ -90,32 +104,6 @@ class MemoryLease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
-
-
-class MemoryWrite:
-    """Grants every key that is not stored yet."""
-
-    def __init__(self, pool: MemoryPool, keys: Sequence[SegmentKey], first: int) -> None:
-        self.pool, self.keys, self.first = pool, keys, first
-        size = pool.layout.segment_bytes
-        # Filled with ones, so that a place nobody wrote shows as a number that is none.
-        self.slots = [
-            (index, np.full(size, 0xFF, np.uint8)) for index, key in enumerate(keys) if key not in pool.segments
-        ]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            return
-        self.pool.fail("commit")
-        with self.pool.lock:
-            for index, slot in self.slots:
-                self.pool.segments[self.keys[index]] = slot
-            self.pool.stored.append((self.first, len(self.slots)))
 
 
 def as_pool(pool: MemoryPool) -> CachePool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -13,7 +13,7 @@ from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix, TokenIds
 from tokenlake.layout import Layout
 
-__all__ = ["CacheLease", "CachePool", "CacheWrite"]
+__all__ = ["CacheLease", "CachePool"]
 
 
 class CacheLease(Protocol):
@@ -39,21 +39,6 @@ class CacheLease(Protocol):
     ) -> None: ...
 
 
-class CacheWrite(Protocol):
-    """Slots to fill in place: committed when the block ends, aborted when it raises."""
-
-    @property
-    def slots(self) -> list[tuple[int, NDArray[np.uint8]]]:
-        """(index into the keys, writable array of `segment_bytes`), for the granted keys only."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
 class CachePool(Protocol):
     """One connection to the pool, for one layout. Usable from several threads."""
 
@@ -70,8 +55,18 @@ class CachePool(Protocol):
         """Lease the longest run of present segments from the first key on."""
         ...
 
-    def store(self, keys: Sequence[SegmentKey], first: int, patience: float = 0.0) -> CacheWrite:
-        """Reserve slots for `keys`, which are the prompt's keys from segment `first` on."""
+    def store_all(
+        self,
+        keys: Sequence[SegmentKey],
+        fill: Callable[[int, NDArray[np.uint8]], None],
+        first: int = 0,
+        patience: float = 0.0,
+    ) -> bytes:
+        """Store consecutive segments of one prompt, the first at index `first`; one `Code` per key.
+
+        `fill(index into keys, array)` writes a segment into the slot that was granted for it. Goes on trying
+        for at most `patience` seconds without progress while the write budget is full.
+        """
         ...
 
     def close(self) -> None:

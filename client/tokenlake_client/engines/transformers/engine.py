@@ -52,7 +52,7 @@ class EngineOptions:
     weights_digest: str | None = None
     """From `tokenlake_client.weights`; computed from the model where None."""
     window: int = 32
-    """Segments leased, or reserved, at a time."""
+    """Segments that are fetched at a time."""
     prefill_chunk: int = 2048
     """Most tokens of one forward pass; bounds the memory of a long prompt."""
     write_queue: int = 64
@@ -104,7 +104,6 @@ class TokenLakeEngine:
             self._counters,
             self._pool_failed,
             tasks=self.options.write_queue,
-            window=self.options.window,
             patience=self.options.write_patience,
         )
         self._connection = Connection(None, self._failed)

@@ -8,10 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tokenlake.identity import SegmentKey
 from tokenlake.layout import Layout
+from tokenlake.wire import Code
 from tokenlake_client.engines.base import CachePool
 from tokenlake_client.engines.transformers.counters import Counters
 from tokenlake_client.engines.transformers.slots import LayerPair, write_segment
@@ -54,15 +57,13 @@ class Writer:
         report: Callable[[str, BaseException], None],
         *,
         tasks: int,
-        window: int,
         patience: float,
     ) -> None:
-        """`tasks`: most that wait; each keeps a cache alive. `window`: segments per reservation.
-        `patience`: seconds to wait for the pool's write budget."""
+        """`tasks`: most that wait; each keeps a cache alive. `patience`: seconds to wait for the pool's write
+        budget without progress."""
         self._counters = counters
         self._report = report
         self._limit = tasks
-        self._window = window
         self._patience = patience
         self._changed = threading.Condition()
         self._waiting: deque[StoreTask] = deque()
@@ -122,15 +123,13 @@ class Writer:
         for event in task.computed:
             event.synchronize()
         size = task.layout.segment_tokens
+
+        def fill(index: int, slot: NDArray[np.uint8]) -> None:
+            write_segment(slot, task.layout, task.layers, (task.first + index) * size)
+
         done = 0
         try:
-            for low in range(0, len(task.keys), self._window):
-                keys = task.keys[low : low + self._window]
-                first = task.first + low
-                with task.pool.store(keys, first, self._patience) as write:
-                    filled = len(write.slots)
-                    for index, slot in write.slots:
-                        write_segment(slot, task.layout, task.layers, (first + index) * size)
-                done += filled
+            codes = task.pool.store_all(task.keys, fill, task.first, self._patience)
+            done = codes.count(Code.COMMITTED)
         finally:
             self._counters.add(tokens_stored=done * size, tokens_not_stored=(len(task.keys) - done) * size)
