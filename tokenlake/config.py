@@ -89,16 +89,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     verify_local_reads: bool = False
     # Empty: the daemon's own user only.
     allow_uids: tuple[int, ...] = ()
-    # Empty: one tenant "default" of all allowed users, its secret made at start.
+    # Empty: one tenant "default" of all allowed users, its secret the same on every node.
     tenants: tuple[Tenant, ...] = ()
     # The event log grows without bound; it is for finding faults.
     record: str = ""
-
-    def segments_kept_together(self) -> int:
-        """E of the placement: `run_length`, or what it chooses for this number of nodes."""
-        if self.run_length:
-            return self.run_length
-        return 1 if len(self.peers) + 1 < 16 else 4
 
 
 _SECRETIVE = ("tenant", "secret", "token", "credential")

@@ -299,14 +299,6 @@ def test_an_entry_that_contradicts_this_node_is_refused(peers: str, reason: str)
         load(node="a", listen="127.0.0.1:1", peers=peers)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "run_length", "together"), [(1, 0, 1), (15, 0, 1), (16, 0, 4), (2, 3, 3), (20, 1, 1)]
-)
-def test_segments_kept_together(nodes: int, run_length: int, together: int) -> None:
-    peers = [f"p{i}=127.0.0.1:{i}" for i in range(1, nodes)]
-    assert load(peers=peers, run_length=run_length).config.segments_kept_together() == together
-
-
 def test_tenants_come_from_the_file() -> None:
     toml = tenant("a", uids=[1, 2]) + tenant("b", tokens=["t"])
     secret = bytes.fromhex(SECRET)
@@ -356,9 +348,7 @@ def test_no_error_shows_a_secret(toml: str | None, environ: dict[str, str]) -> N
 
 
 def test_describe_masks_secrets_and_names_origins() -> None:
-    settings = load(
-        tenant(tokens=["hush"], uids=[7]), {"TOKENLAKE_MEMORY": "96MiB"}, peers="b=127.0.0.1:1/1GiB"
-    )
+    settings = load(tenant(tokens=["hush"], uids=[7]), {"TOKENLAKE_MEMORY": "96MiB"}, peers="b=127.0.0.1:1/1GiB")
     described = {field: (value, origin) for field, value, origin in settings.describe()}
     assert described["memory"] == ("96MiB", "environment TOKENLAKE_MEMORY")
     assert described["peers"] == ("b=127.0.0.1:1/1GiB", "flag --peers")
@@ -402,9 +392,7 @@ def test_any_text_is_taken_or_refused_by_name(field: str, text: str) -> None:
 
 
 _SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
-_ANY = st.recursive(
-    _SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
-)
+_ANY = st.recursive(_SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
 
 
 @given(st.sampled_from(FIELDS), _ANY)

@@ -40,22 +40,23 @@ class FrameDecoder:
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Bodies completed by `data`. Raises `ProtocolRefused` for a frame over the bound: the stream cannot
         be read on after that."""
-        self._buffer += data
-        start = 0
         buffer = self._buffer
-        try:
-            while len(buffer) - start >= HEADER_BYTES:
-                size = int.from_bytes(buffer[start : start + HEADER_BYTES], "little")
-                if size > self.max_frame:
-                    raise ProtocolRefused(f"a frame of {size} bytes; at most {self.max_frame} are accepted")
-                end = start + HEADER_BYTES + size
-                if len(buffer) < end:
-                    break
-                body = bytes(buffer[start + HEADER_BYTES : end])
-                start = end
-                yield body
-        finally:
-            del buffer[:start]
+        buffer += data
+        while len(buffer) >= HEADER_BYTES:
+            size = int.from_bytes(buffer[:HEADER_BYTES], "little")
+            if size > self.max_frame:
+                raise ProtocolRefused(f"a frame of {size} bytes; at most {self.max_frame} are accepted")
+            end = HEADER_BYTES + size
+            if len(buffer) < end:
+                return
+            body = bytes(buffer[HEADER_BYTES:end])
+            # Before the caller sees it: it may ask for the `rest`.
+            del buffer[:end]
+            yield body
+
+    def rest(self) -> bytes:
+        """What was fed and is not a whole frame yet."""
+        return bytes(self._buffer)
 
 
 def decode(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:

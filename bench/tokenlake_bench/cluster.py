@@ -1,0 +1,186 @@
+"""Real daemons on this machine, as processes of our own: for the demo, the benchmarks and the tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tokenlake.errors import TokenLakeError, Unreachable
+from tokenlake.layout import Layout
+from tokenlake_client import Pool
+
+__all__ = ["Cluster", "Node", "free_port", "parse_metrics"]
+
+START_S = 60.0
+"""Generous: on a loaded machine an interpreter takes seconds to start."""
+STOP_S = 15.0
+
+
+class Node:
+    """One daemon. Survives `kill` and `start` again under the same name and addresses."""
+
+    def __init__(self, name: str, directory: Path, settings: Mapping[str, str]) -> None:
+        self.name = name
+        self.socket = directory / f"{name}.sock"
+        self.log = directory / f"{name}.log"
+        self.metrics_port = free_port()
+        self._settings = {
+            "node": name,
+            "socket": str(self.socket),
+            "metrics": f"127.0.0.1:{self.metrics_port}",
+            **settings,
+        }
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process; `Cluster.wait_ready` tells when it serves."""
+        flags = [word for name, value in self._settings.items() for word in (f"--{name}", value)]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TOKENLAKE_")}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tokenlake_server", *flags], stdout=log, stderr=log, env=environment
+            )
+
+    def kill(self) -> None:
+        """kill -9, and wait until it is gone."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def freeze(self) -> None:
+        """SIGSTOP."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
+    def stop(self) -> int:
+        """SIGTERM; the exit status. A process that does not end is killed."""
+        if self.process is None:
+            return 0
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+        try:
+            return self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+    @property
+    def running(self) -> bool:
+        """Started and not ended."""
+        return self.process is not None and self.process.poll() is None
+
+    def page(self, path: str) -> str:
+        """A page of the daemon's metrics server: '/metrics' or '/health'."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}{path}", timeout=5) as answer:
+            return str(answer.read().decode())
+
+    def metrics(self) -> dict[str, float]:
+        """Counters and gauges: 'name{label="value",...}' to value."""
+        return parse_metrics(self.page("/metrics"))
+
+
+class Cluster:
+    """`nodes` daemons that know each other. As a context manager: started and ready inside, ended after."""
+
+    def __init__(self, nodes: int, memory: str, region_size: str, **settings: str) -> None:
+        """`settings`: further flags of every daemon, with underscores."""
+        self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-")
+        self.directory = Path(self._directory.name)
+        ports = [free_port() for _ in range(nodes)]
+        names = [f"node{number}" for number in range(nodes)]
+        peers = ",".join(f"{name}=127.0.0.1:{port}" for name, port in zip(names, ports, strict=True))
+        common = {"memory": memory, "region-size": region_size, "peers": peers}
+        common |= {name.replace("_", "-"): value for name, value in settings.items()}
+        self.nodes = [
+            Node(name, self.directory, {**common, "listen": f"127.0.0.1:{port}"})
+            for name, port in zip(names, ports, strict=True)
+        ]
+
+    def __enter__(self) -> Cluster:
+        try:
+            for node in self.nodes:
+                node.start()
+            self.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def wait_ready(self) -> None:
+        """Until every running node serves and is connected with every other running one."""
+        running = [node for node in self.nodes if node.running]
+        until = time.monotonic() + START_S
+        for node in running:
+            while True:
+                with contextlib.suppress(OSError):
+                    if node.metrics()["tokenlake_peers_connected"] >= len(running) - 1:
+                        break
+                if not node.running:
+                    raise Unreachable(f"{node.name} ended: {node.log.read_text()[-2000:]}")
+                if time.monotonic() > until:
+                    raise Unreachable(f"{node.name} is not ready: {node.log.read_text()[-2000:]}")
+                time.sleep(0.02)
+
+    def connect(self, number: int, layout: Layout) -> Pool:
+        """A client of one node; waits for a daemon that is starting."""
+        until = time.monotonic() + START_S
+        while True:
+            try:
+                return Pool.connect(self.nodes[number].socket, layout)
+            except Unreachable:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.02)
+
+    def totals(self) -> dict[str, float]:
+        """Metrics summed over the running nodes."""
+        total: dict[str, float] = {}
+        for node in self.nodes:
+            if node.running:
+                for name, value in node.metrics().items():
+                    total[name] = total.get(name, 0.0) + value
+        return total
+
+    def close(self) -> None:
+        """End all daemons and remove what they left."""
+        for node in self.nodes:
+            with contextlib.suppress(TokenLakeError):
+                node.stop()
+        self._directory.cleanup()
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def parse_metrics(page: str) -> dict[str, float]:
+    """The samples of a Prometheus page."""
+    return dict(_samples(page))
+
+
+def _samples(page: str) -> Iterator[tuple[str, float]]:
+    for line in page.splitlines():
+        if line and not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            yield name, float(value)

@@ -1,0 +1,178 @@
+"""What a match found, and the arrays that look at it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenlake.identity import LeaseId, SegmentKey
+from tokenlake.wire import Code
+from tokenlake.wire.slots import SlotRef, unpack_slots
+from tokenlake_client.checksums import CHECKSUM_BYTES, shard_checksums
+from tokenlake_client.regions import Mapping, address_interface
+
+if TYPE_CHECKING:
+    from tokenlake_client.pool import Pool
+
+__all__ = ["Lease", "PendingMatch"]
+
+
+class _Look:
+    """Owns one look at one segment. It is the base of the array handed out and of every view of that, so it
+    dies with the last of them; a finaliser on the array itself would fire while views of it live."""
+
+    __slots__ = ("__array_interface__", "_index", "_lease", "_mapping")
+
+    def __init__(self, lease: Lease, index: int, mapping: Mapping, slot: int) -> None:
+        shape = mapping.shape
+        self.__array_interface__ = address_interface(mapping.address + shape.offset(slot), shape.slot_bytes)
+        self._lease = lease
+        self._index = index
+        self._mapping = mapping
+
+    def __del__(self) -> None:
+        self._lease._looked(self._index)
+
+
+class Lease:
+    """A promise not to evict the first `hits` of `keys`, kept alive by the pool's heartbeats.
+
+    Leave it as a context manager, or `release` it. Arrays from `fetch` keep their segment leased beyond that,
+    for as long as any view of them lives. Usable from several threads.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        keys: Sequence[SegmentKey],
+        lease: LeaseId,
+        hits: int,
+        codes: bytes,
+        slots: bytes,
+        checksums: bytes,
+    ) -> None:
+        self.id = lease
+        """For another process of the session: `Pool.attach`."""
+        self.keys = keys[:hits]
+        self.hits = hits
+        self.codes = codes
+        """What happened to each key that was asked for, one `Code` each."""
+        self._pool = pool
+        self._incarnation = pool.incarnation
+        self._places: list[SlotRef | None] = [None] * hits
+        self._checksums: list[bytes] = [b""] * hits
+        self._note(0, codes[:hits], slots, checksums)
+        self._looks = [0] * hits
+        self._wanted = bytearray(b"\1" * hits)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    @property
+    def local_hits(self) -> int:
+        """How many of the hits need no transfer now."""
+        return sum(place is not None for place in self._places)
+
+    def fetch(self, start: int = 0, stop: int | None = None, deadline_s: float = 0.0) -> list[NDArray[np.uint8]]:
+        """Read-only arrays of shape [segment_bytes] for the segments `start` to `stop` (default: `hits`), from
+        the first on without a gap: fewer when something was lost on the way, or does not match its checksum
+        where the pool verifies. Segments on other nodes are brought here first.
+
+        `deadline_s`: give up after this; 0 lets the daemon predict it. Raises `Unreachable`.
+        """
+        stop = self.hits if stop is None else min(stop, self.hits)
+        if any(place is None for place in self._places[start:stop]):
+            reply = self._pool._fetch(self, start, stop, deadline_s)
+            self._note(start, reply.codes, reply.slots, reply.checksums)
+        arrays: list[NDArray[np.uint8]] = []
+        for index in range(start, stop):
+            place = self._places[index]
+            if place is None or not self._wanted[index]:
+                break
+            array = self._look(index, place)
+            if self._pool.verify and shard_checksums(array, self._pool.layout.shards) != self._checksums[index]:
+                self._pool.corrupt += 1
+                break
+            arrays.append(array)
+        return arrays
+
+    def copy(self, index: int, out: NDArray[np.uint8]) -> bool:
+        """Copy segment `index`, which `fetch` has brought here, into `out`. False when it is not here, or when
+        its slot had another owner before the copy was done: `out` is then worth nothing."""
+        place = self._places[index]
+        if place is None:
+            return False
+        mapping = self._pool._regions_of(self._incarnation).get(place)
+        np.copyto(out, mapping.slot(place.slot))
+        return mapping.generation(place.slot) == place.generation
+
+    def release(self, start: int = 0, stop: int | None = None) -> None:
+        """Give back the segments `start` to `stop` (default: all). Idempotent; never raises."""
+        stop = self.hits if stop is None else min(stop, self.hits)
+        with self._pool._books:
+            free = [index for index in range(start, stop) if self._wanted[index] and not self._looks[index]]
+            self._wanted[start:stop] = bytes(max(0, stop - start))
+            self._pool._give_back(self, free)
+        self._pool._sweep()
+
+    def _note(self, start: int, codes: bytes, slots: bytes, checksums: bytes) -> None:
+        size = CHECKSUM_BYTES * self._pool.layout.shards
+        for offset, place in enumerate(unpack_slots(slots)):
+            if codes[offset] == Code.LOCAL:
+                self._places[start + offset] = place
+                self._checksums[start + offset] = checksums[offset * size : (offset + 1) * size]
+
+    def _look(self, index: int, place: SlotRef) -> NDArray[np.uint8]:
+        mapping = self._pool._regions_of(self._incarnation).get(place)
+        with self._pool._books:
+            self._looks[index] += 1
+            self._pool._looking += 1
+        return np.asarray(_Look(self, index, mapping, place.slot))
+
+    def _looked(self, index: int) -> None:
+        # Called by the garbage collector, perhaps in the middle of anything: only note it.
+        self._pool._ended_looks.append((self, index))
+
+    def _settle(self, index: int) -> bool:
+        """One look ended; True when the segment can be given back. Under the pool's `_books`."""
+        self._looks[index] -= 1
+        return not self._looks[index] and not self._wanted[index]
+
+
+class PendingMatch:
+    """A match that was begun. For one thread."""
+
+    def __init__(self, pool: Pool, keys: Sequence[SegmentKey], deadline_s: float) -> None:
+        self._pool = pool
+        self._keys = keys
+        self._deadline_s = deadline_s
+        self._lease: Lease | None = None
+        self._channel, self._pending = pool._begin_match(keys, deadline_s)
+
+    def poll(self) -> Lease | None:
+        """The lease once the answer is here, None before. Never waits. Raises `Unreachable`."""
+        if self._lease is None:
+            reply = self._channel.poll(self._pending)
+            if reply is not None:
+                self._lease = self._pool._lease(self._keys, reply)
+        return self._lease
+
+    def wait(self) -> Lease:
+        """The lease. Raises `Unreachable`, after the deadline at the latest."""
+        if self._lease is None:
+            reply = self._channel.wait(self._pending, self._pool._patience(self._deadline_s))
+            self._lease = self._pool._lease(self._keys, reply)
+        return self._lease
+
+    def cancel(self) -> None:
+        """Nobody wants it: what was leased, if anything, is given back when the answer comes."""
+        if self._lease is not None:
+            self._lease.release()
+        else:
+            self._pool._abandon(self._channel, self._pending, self._keys)

@@ -1,0 +1,134 @@
+"""The node's shared memory: regions, each a memfd of its own, or a file in a directory the user names."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Sequence
+
+from tokenlake.errors import LimitReached
+from tokenlake.store.region import GENERATION_BYTES, RegionShape
+from tokenlake.wire.slots import SlotRef
+
+__all__ = ["Arena", "Region"]
+
+MADV_POPULATE_WRITE = 23
+"""Not named by Python 3.11's mmap module."""
+POPULATE_CHUNK = 16 << 20
+"""Between two reports of progress; also bounds how long one call may keep a thread from stopping."""
+SEALS = 0x1 | 0x2 | 0x4
+"""F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW."""
+F_ADD_SEALS = 1033
+_GENERATION = struct.Struct("<Q")
+MFD_HUGETLB = 0x4
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class Region:
+    """One mapping. Owned by the arena; `view` is valid until `close`."""
+
+    def __init__(self, number: int, nbytes: int, directory: str, huge_pages: bool) -> None:
+        self.number = number
+        self.nbytes = nbytes
+        self.fd = _open_file(directory, nbytes) if directory else _open_memfd(number, nbytes, huge_pages)
+        self.map = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.view = memoryview(self.map)
+
+    def populate(self, report: Callable[[int], None]) -> None:
+        """Touch every page; `report(bytes done since the last report)`. Called in a thread: through ctypes the
+        call releases the GIL, which `mmap.madvise` does not."""
+        anchor = ctypes.c_char.from_buffer(self.map)
+        base = ctypes.addressof(anchor)
+        try:
+            for start in range(0, self.nbytes, POPULATE_CHUNK):
+                size = min(POPULATE_CHUNK, self.nbytes - start)
+                if _libc.madvise(base + start, size, MADV_POPULATE_WRITE):
+                    code = ctypes.get_errno()
+                    if code != errno.EINVAL:  # EINVAL: a kernel before 5.14; the first touch is then the writer's
+                        raise LimitReached(f"the kernel gave no memory for the arena: {os.strerror(code)}")
+                report(size)
+        finally:
+            del anchor
+
+    def reopen(self, *, write: bool) -> int:
+        """A new descriptor of the same memory, for one process; the caller closes it."""
+        if write:
+            return os.dup(self.fd)
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Unmap here. Processes that mapped it keep their mapping."""
+        self.view.release()
+        self.map.close()
+        os.close(self.fd)
+
+
+class Arena:
+    """All regions of the node. `replace` runs in a thread, everything else on the control loop or at start."""
+
+    def __init__(self, regions: int, region_bytes: int, directory: str = "", huge_pages: bool = False) -> None:
+        self.region_bytes = region_bytes
+        self._directory = directory
+        self._huge_pages = huge_pages
+        self._regions = {number: self._make(number) for number in range(regions)}
+
+    def _make(self, number: int) -> Region:
+        return Region(number, self.region_bytes, self._directory, self._huge_pages)
+
+    def populate(self, report: Callable[[int], None]) -> None:
+        """Touch all memory, so that no write is the first to a page."""
+        for region in self._regions.values():
+            region.populate(report)
+
+    def region(self, number: int) -> Region:
+        """The region of that number. KeyError for a number that never was."""
+        return self._regions[number]
+
+    def replace(self, number: int, fresh: int) -> None:
+        """Memory under the number `fresh` instead of `number`: a region has one tenant for life."""
+        region = self._make(fresh)
+        region.populate(lambda _: None)
+        self._regions[fresh] = region
+        self._regions.pop(number).close()
+
+    def slots(self, places: Sequence[SlotRef], slot_bytes: int) -> list[memoryview]:
+        """The writable bytes of each slot; no copy. The caller holds pins for as long as it uses them."""
+        shape = RegionShape(self.region_bytes, slot_bytes)
+        header, stride = shape.header_bytes, shape.stride
+        starts = [header + place.slot * stride for place in places]
+        views = [self._regions[place.region].view for place in places]
+        return [view[start : start + slot_bytes] for view, start in zip(views, starts, strict=True)]
+
+    def stamp(self, places: Sequence[SlotRef]) -> None:
+        """Write generations into the table that clients read after they copied."""
+        for place in places:
+            _GENERATION.pack_into(self._regions[place.region].map, place.slot * GENERATION_BYTES, place.generation)
+
+    def close(self) -> None:
+        """Unmap everything."""
+        for region in self._regions.values():
+            region.close()
+
+
+def _open_memfd(number: int, nbytes: int, huge_pages: bool) -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (MFD_HUGETLB if huge_pages else 0)
+    fd = os.memfd_create(f"tokenlake-{number}", flags)
+    os.ftruncate(fd, nbytes)
+    fcntl.fcntl(fd, F_ADD_SEALS, SEALS)
+    # A memfd is born with mode 0777; another uid could reopen it through /proc.
+    os.fchmod(fd, 0o400)
+    return fd
+
+
+def _open_file(directory: str, nbytes: int) -> int:
+    fd, path = tempfile.mkstemp(prefix="tokenlake-", dir=directory)
+    os.unlink(path)
+    os.posix_fallocate(fd, 0, nbytes)
+    return fd

@@ -1,0 +1,164 @@
+"""One daemon: puts arena, rules, sockets and threads together, and takes them apart again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tokenlake.config import Address, ServerConfig, parse_address
+from tokenlake.core import CoreConfig, NodeCore, events
+from tokenlake.core.events import Event
+from tokenlake.core.instructions import ReplaceRegion, Stamp
+from tokenlake.identity import Incarnation, NodeId
+from tokenlake.wire.slots import unpack_slots
+from tokenlake_server.arena import Arena
+from tokenlake_server.bulk import Receivers, Senders
+from tokenlake_server.driver import Driver
+from tokenlake_server.engines import EngineListener, EngineSettings
+from tokenlake_server.memory import require_memory
+from tokenlake_server.metrics import MetricsServer, Snapshot
+from tokenlake_server.peers import PeerIdentity, PeerListener, ring_members
+from tokenlake_server.recording import Recorder
+from tokenlake_server.tenants import Tenants
+
+__all__ = ["Daemon", "core_config", "run"]
+
+log = logging.getLogger(__name__)
+
+
+def core_config(config: ServerConfig, incarnation: int) -> CoreConfig:
+    """What the rules take from the settings. Without sizes in 'peers' all nodes weigh the same."""
+    sized = any(peer.memory for peer in config.peers)
+    members = {config.node: config.memory if sized else 1}
+    members |= {peer.name: peer.memory or 1 for peer in config.peers}
+    return CoreConfig(
+        node=config.node,
+        incarnation=incarnation,
+        members=members,
+        regions=config.memory // config.region_size,
+        region_bytes=config.region_size,
+        run_length=config.run_length,
+        staged_share=config.staged_share,
+        dirty_share=config.dirty_share,
+        session_lease_share=config.session_lease_share,
+        session_reserve_share=config.session_reserve_share,
+        max_sessions=config.max_sessions,
+        lease_s=config.lease_s,
+        reservation_s=config.reservation_s,
+        match_deadline_s=config.match_deadline_ms / 1e3,
+        suspect_s=config.suspect_ms / 1e3,
+    )
+
+
+class Daemon:
+    """Made on a running loop, after `Arena.populate`; `close` gives everything back."""
+
+    def __init__(self, config: ServerConfig, arena: Arena) -> None:
+        loop = asyncio.get_running_loop()
+        incarnation = time.time_ns()
+        rules = core_config(config, incarnation)
+        core = NodeCore(rules)
+        started = loop.time()
+        core.start(started)
+        self._loop = loop
+        self._arena = arena
+        self.driver = Driver(core, loop, self._failed)
+        self.driver.carry_out(Stamp, lambda stamp: arena.stamp(unpack_slots(stamp.slots)))
+        self.driver.carry_out(ReplaceRegion, self._replace)
+        identity = PeerIdentity(
+            config.node, incarnation, core.ring.epoch, ring_members(core.ring, rules.members), config.max_frame
+        )
+        addresses = {peer.name: Address(peer.host, peer.port) for peer in config.peers}
+        self.receivers = Receivers(identity, addresses, arena, self.driver)
+        self.senders = Senders(identity, len(addresses), arena, self.driver)
+        self.peers = PeerListener(
+            identity, parse_address(config.listen), addresses, self.driver, loop, self.senders.adopt
+        )
+        self.engines = EngineListener(
+            EngineSettings(
+                NodeId(config.node),
+                Incarnation(incarnation),
+                Path(config.socket),
+                config.max_frame,
+                config.max_sessions,
+                config.region_size,
+                config.lease_s,
+            ),
+            Tenants(config),
+            arena,
+            self.driver,
+            loop,
+        )
+        self.metrics = (
+            MetricsServer(parse_address(config.metrics), loop, self.snapshot, config.node) if config.metrics else None
+        )
+        self.driver.start(Recorder(Path(config.record), rules, started) if config.record else None)
+
+    def snapshot(self) -> Snapshot:
+        """On the loop."""
+        return Snapshot(self.driver.core, self.engines.count, self.peers.connected)
+
+    def _failed(self, event: Event, error: Exception) -> None:
+        """The rules did not take an event: its sender is cut off, everybody else goes on."""
+        if isinstance(error, ValueError):
+            log.warning("refused: %s", error)
+        else:
+            log.error("the rules failed on %s", type(event).__name__, exc_info=error)
+        if isinstance(event, events.Requested):
+            self.engines.refuse(event.connection, error)
+        elif isinstance(event, events.PeerSaid):
+            self.peers.refuse(event.node, error)
+
+    def _replace(self, instruction: ReplaceRegion) -> None:
+        """In a thread: touching fresh pages takes seconds."""
+
+        def work() -> None:
+            self._arena.replace(instruction.region, instruction.fresh)
+            self.driver.post(events.RegionReady(instruction.fresh))
+
+        self._loop.run_in_executor(None, work)
+
+    async def close(self) -> None:
+        """Stop taking requests, end the threads, unmap."""
+        self.engines.close()
+        await self.peers.close()
+        if self.metrics is not None:
+            await asyncio.to_thread(self.metrics.close)
+        await asyncio.to_thread(self.receivers.close)
+        await asyncio.to_thread(self.senders.close)
+        self.driver.stop()
+
+
+async def run(config: ServerConfig, report: Callable[[int, int], None], ready: Callable[[Daemon], None]) -> None:
+    """A daemon from start to SIGTERM or SIGINT.
+
+    `report(bytes touched, bytes in all)` while memory is made ready, from a thread; `ready(daemon)` when it
+    serves. Raises `ConfigurationError` or `LimitReached` when it cannot start.
+    """
+    require_memory(config.memory)
+    loop = asyncio.get_running_loop()
+    arena = Arena(config.memory // config.region_size, config.region_size, config.arena_directory, config.huge_pages)
+    total = config.memory // config.region_size * config.region_size
+    done = 0
+
+    def progress(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        report(done, total)
+
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        await asyncio.to_thread(arena.populate, progress)
+        daemon = Daemon(config, arena)
+        ready(daemon)
+        await stop.wait()
+        log.info("stopping")
+        await daemon.close()
+    finally:
+        arena.close()

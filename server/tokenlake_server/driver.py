@@ -1,0 +1,113 @@
+"""Drives a `NodeCore`: events in, one at a time; instructions out, to whoever carries out their kind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from tokenlake.core import NodeCore
+from tokenlake.core.events import Event, Tick
+from tokenlake.core.instructions import Instruction
+from tokenlake_server.recording import Recorder
+
+__all__ = ["Driver"]
+
+log = logging.getLogger(__name__)
+
+
+class Driver:
+    """Lives on the control loop. Other threads come in through `post`."""
+
+    def __init__(
+        self, core: NodeCore, loop: asyncio.AbstractEventLoop, on_failure: Callable[[Event, Exception], None]
+    ) -> None:
+        """`on_failure`: the rules refused an event (ValueError: its sender broke the protocol) or failed."""
+        self.core = core
+        self._on_failure = on_failure
+        self._loop = loop
+        self._sinks: dict[type[Instruction], Callable[[Any], None]] = {}
+        self._queue: deque[Event] = deque()
+        self._running = False
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at = float("inf")
+        self._recorder: Recorder | None = None
+        self.longest_s = 0.0
+        """Longest time that one event took on the loop since `take_longest`."""
+
+    def carry_out(self, kind: type[Instruction], sink: Callable[[Any], None]) -> None:
+        """`sink` is called with each instruction of `kind`; it must not block."""
+        self._sinks[kind] = sink
+
+    def start(self, recorder: Recorder | None) -> None:
+        """Begin; `core.start` was called."""
+        self._recorder = recorder
+        self._rearm()
+
+    def stop(self) -> None:
+        """No more timers; the event log is complete."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
+
+    def post(self, event: Event) -> None:
+        """From any thread."""
+        # A loop that is closed needs no events any more: threads may return after the daemon stopped.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self.handle, event)
+
+    def handle(self, event: Event) -> None:
+        """On the loop. An event that a sink makes waits until the current one is done."""
+        self._queue.append(event)
+        if self._running:
+            return
+        self._running = True
+        try:
+            while self._queue:
+                self._step(self._queue.popleft())
+        finally:
+            self._running = False
+        self._rearm()
+
+    def _step(self, event: Event) -> None:
+        began = time.perf_counter()
+        now = self._loop.time()
+        try:
+            instructions = self.core.handle(event, now)
+        except Exception as error:
+            # One sender's broken message, or one of our mistakes, ends nobody else's work.
+            instructions = []
+            self._on_failure(event, error)
+        if self._recorder is not None:
+            self._recorder.add(now, event, instructions)
+        for instruction in instructions:
+            self._sinks[type(instruction)](instruction)
+        self.longest_s = max(self.longest_s, time.perf_counter() - began)
+
+    def take_longest(self) -> float:
+        """`longest_s`, starting anew."""
+        longest, self.longest_s = self.longest_s, 0.0
+        return longest
+
+    def _rearm(self) -> None:
+        wake = self.core.next_wake()
+        if wake is None or wake == self._alarm_at:
+            return
+        # An alarm that comes too early only costs a Tick; re-arming for every later deadline would cost more.
+        if self._alarm is not None and self._alarm_at < wake and self._alarm_at > self._loop.time():
+            return
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm_at = wake
+        self._alarm = self._loop.call_at(wake, self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self._alarm_at = float("inf")
+        self.handle(Tick())

@@ -1,0 +1,321 @@
+"""The local socket: engines' processes come, are identified, and speak to the rules."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from tokenlake.config import format_size
+from tokenlake.core import events
+from tokenlake.core.instructions import Answer, Welcomed
+from tokenlake.errors import ConfigurationError, LimitReached, ProtocolRefused, TokenLakeError
+from tokenlake.identity import Incarnation, NodeId
+from tokenlake.keys import probe
+from tokenlake.layout import Layout
+from tokenlake.store.region import RegionShape
+from tokenlake.wire import agree, engine, pack_frame
+from tokenlake.wire.frames import decode
+from tokenlake_server.arena import Arena
+from tokenlake_server.driver import Driver
+from tokenlake_server.frames import FrameConnection
+from tokenlake_server.processes import PeerProcess
+from tokenlake_server.tenants import Tenants
+
+__all__ = ["EngineListener", "EngineSettings"]
+
+log = logging.getLogger(__name__)
+
+PROCESSES_PER_SESSION = 16
+"""Bound on connections, over all sessions: ranks of one engine plus its scheduler, with room to restart."""
+HELLO_S = 10.0
+"""A connection that has not said `Hello` by then is closed."""
+
+
+class EngineSettings(msgspec.Struct, frozen=True):
+    """What a listener must know of its node."""
+
+    node: NodeId
+    incarnation: Incarnation
+    path: Path
+    max_frame: int
+    max_sessions: int
+    region_bytes: int
+    lease_s: float
+
+
+class _Connection:
+    """One process, from accept until it is dead."""
+
+    def __init__(self, number: int, process: PeerProcess) -> None:
+        self.number = number
+        self.process = process
+        self.frames: FrameConnection | None = None
+        self.hello: engine.Hello | None = None
+        self.layout: Layout | None = None
+        self.tenant = ""
+        self.secret = b""
+        self.version = 0
+        self.joined = False
+        self.deadline: asyncio.TimerHandle | None = None
+
+
+class EngineListener:
+    """Owns the socket's path and all connections to it."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        tenants: Tenants,
+        arena: Arena,
+        driver: Driver,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._settings = settings
+        self._tenants = tenants
+        self._arena = arena
+        self._driver = driver
+        self._loop = loop
+        self._connections: dict[int, _Connection] = {}
+        self._last = 0
+        self._requests: dict[type, Callable[[_Connection, engine.EngineRequest], None]] = {
+            engine.Hello: self._hello,
+            engine.OpenRegion: self._open_region,
+            engine.Bye: self._bye,
+        }
+        self._sock = _listen(settings.path)
+        loop.add_reader(self._sock, self._accept)
+        driver.carry_out(Answer, self._answer)
+        driver.carry_out(Welcomed, self._welcomed)
+
+    # -- connections
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._sock.accept()
+        except OSError as error:
+            log.warning("a local connection could not be accepted: %s", error)
+            return
+        self._last += 1
+        connection = _Connection(self._last, PeerProcess(sock))
+        frames = FrameConnection(
+            self._loop,
+            sock,
+            self._settings.max_frame,
+            lambda body: self._frame(connection, body),
+            lambda reason: self._closed(connection, reason),
+        )
+        connection.frames = frames
+        limit = self._settings.max_sessions * PROCESSES_PER_SESSION
+        self._connections[connection.number] = connection
+        if len(self._connections) > limit:
+            self._refuse(connection, 0, LimitReached(f"{limit} processes are connected; no more are accepted"))
+            return
+        connection.deadline = self._loop.call_later(HELLO_S, lambda: frames.close("it never said Hello"))
+
+    def _frame(self, connection: _Connection, body: bytes) -> None:
+        try:
+            message = decode(engine.request_decoder, body)
+            if not connection.joined and not isinstance(message, engine.Hello):
+                raise ProtocolRefused(f"the first frame must be Hello, not {type(message).__name__}")
+        except ProtocolRefused as error:
+            self._refuse(connection, 0, error)
+            return
+        own = self._requests.get(type(message))
+        if own is not None:
+            own(connection, message)
+        else:
+            self._driver.handle(events.Requested(connection.number, message))
+
+    def refuse(self, number: int, error: Exception) -> None:
+        """Tell a process why, and close its connection."""
+        connection = self._connections.get(number)
+        if connection is not None:
+            self._refuse(connection, 0, error)
+
+    def _refuse(self, connection: _Connection, request: int, error: Exception) -> None:
+        kind = type(error).__name__ if isinstance(error, TokenLakeError) else ProtocolRefused.__name__
+        self._send(connection, engine.Failed(request, kind, str(error)))
+        if connection.frames is not None:
+            connection.frames.close(f"refused: {error}")
+
+    def _send(self, connection: _Connection, message: engine.EngineReply) -> None:
+        if connection.frames is not None:
+            connection.frames.send(pack_frame(message))
+
+    def _closed(self, connection: _Connection, reason: str) -> None:
+        log.info("connection %d of process %d: %s", connection.number, connection.process.pid, reason)
+        connection.frames = None
+        if connection.deadline is not None:
+            connection.deadline.cancel()
+        if not connection.joined or connection.process.dead:
+            self._gone(connection)
+        elif connection.process.pidfd is not None:
+            # The socket is closed but the process lives: what it holds stays quarantined until it is dead.
+            self._loop.add_reader(connection.process.pidfd, self._gone, connection)
+
+    def _gone(self, connection: _Connection) -> None:
+        if self._connections.pop(connection.number, None) is None:
+            return
+        if connection.process.pidfd is not None:
+            self._loop.remove_reader(connection.process.pidfd)
+        connection.process.close()
+        if connection.joined:
+            connection.joined = False
+            self._driver.handle(events.ProcessGone(connection.number))
+
+    # -- requests that concern the process, not the segments
+
+    def _hello(self, connection: _Connection, message: engine.EngineRequest) -> None:
+        assert isinstance(message, engine.Hello)
+        if connection.hello is not None:
+            self._refuse(connection, message.id, ProtocolRefused("Hello was said twice"))
+            return
+        try:
+            self._identify(connection, message)
+        except TokenLakeError as error:
+            self._refuse(connection, message.id, error)
+            return
+        layout = connection.layout
+        assert layout is not None
+        resumed = self._connections.get(message.resume)
+        resume = message.resume if resumed and resumed.process.pid == connection.process.pid else 0
+        self._driver.handle(
+            events.Joined(
+                connection.number,
+                message.id,
+                connection.tenant,
+                layout.segment_bytes,
+                layout.shards,
+                layout.segment_tokens,
+                message.session,
+                resume,
+            )
+        )
+
+    def _identify(self, connection: _Connection, message: engine.Hello) -> None:
+        connection.version = agree(message.oldest_version, message.newest_version)
+        tenant = self._tenants.identify(connection.process.uid, message.token)
+        layout = Layout.decode(message.layout)
+        if message.probe != probe(engine.PROBE_SECRET, layout.fingerprint()):
+            raise ProtocolRefused(
+                "the probe hash is another one: client and daemon hash the same prefix to different keys; "
+                "install the same version of tokenlake on both sides"
+            )
+        if not RegionShape(self._settings.region_bytes, layout.segment_bytes).slots:
+            raise LimitReached(
+                f"one segment of this layout takes {layout.segment_bytes} bytes, more than a region of "
+                f"{format_size(self._settings.region_bytes)}; raise the daemon's 'region_size'"
+            )
+        connection.hello, connection.layout = message, layout
+        connection.tenant, connection.secret = tenant.name, tenant.secret
+
+    def _welcomed(self, instruction: Welcomed) -> None:
+        connection = self._connections.get(instruction.connection)
+        if connection is None or connection.layout is None:
+            return
+        connection.joined = True
+        if connection.deadline is not None:
+            connection.deadline.cancel()
+        self._send(
+            connection,
+            engine.Welcome(
+                id=instruction.request,
+                version=connection.version,
+                node=self._settings.node,
+                incarnation=self._settings.incarnation,
+                session=instruction.session,
+                connection=connection.number,
+                tenant=connection.tenant,
+                secret=connection.secret,
+                probe=probe(connection.secret, connection.layout.fingerprint()),
+                heartbeat_s=self._settings.lease_s / 3,
+                max_frame=self._settings.max_frame,
+            ),
+        )
+
+    def _open_region(self, connection: _Connection, message: engine.EngineRequest) -> None:
+        assert isinstance(message, engine.OpenRegion)
+        pool = self._driver.core.store.region_owner(message.region)
+        if pool is None or pool.tenant != connection.tenant:
+            # The same answer whether it is another tenant's or nobody's.
+            reason = f"region {message.region} is not one of this tenant"
+            self._send(connection, engine.Failed(message.id, "CredentialRefused", reason))
+            return
+        region = self._arena.region(message.region)
+        descriptor = region.reopen(write=message.write)
+        try:
+            reply = engine.Region(message.id, message.region, region.nbytes, pool.slot_bytes)
+            if connection.frames is not None:
+                connection.frames.send(pack_frame(reply), [descriptor])
+        finally:
+            os.close(descriptor)
+
+    def _bye(self, connection: _Connection, message: engine.EngineRequest) -> None:
+        if connection.frames is not None:
+            connection.frames.close("it said Bye")
+        self._gone(connection)
+
+    # -- instructions
+
+    def _answer(self, instruction: Answer) -> None:
+        connection = self._connections.get(instruction.connection)
+        if connection is None or connection.frames is None:
+            return
+        connection.frames.send(pack_frame(instruction.message))
+        if isinstance(instruction.message, engine.Failed) and not connection.joined:
+            connection.frames.close(f"refused: {instruction.message.reason}")
+
+    @property
+    def count(self) -> int:
+        """Processes that may still look at the arena."""
+        return len(self._connections)
+
+    def close(self) -> None:
+        """Stop listening, remove the path, close all connections."""
+        self._loop.remove_reader(self._sock)
+        self._sock.close()
+        self._settings.path.unlink(missing_ok=True)
+        for connection in list(self._connections.values()):
+            if connection.frames is not None:
+                connection.frames.close("the daemon stops")
+            if connection.process.pidfd is not None:
+                self._loop.remove_reader(connection.process.pidfd)
+            connection.process.close()
+
+
+def _listen(path: Path) -> socket.socket:
+    """A listening socket at `path`, mode 0660. Raises `ConfigurationError` when a daemon listens there."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket():
+            _remove_stale(path)
+        previous = os.umask(0o117)
+        try:
+            sock.bind(str(path))
+        finally:
+            os.umask(previous)
+    except OSError as error:
+        sock.close()
+        raise ConfigurationError("socket", str(path), f"a path that can be created ({error.strerror})") from error
+    except ConfigurationError:
+        sock.close()
+        raise
+    sock.listen(128)
+    sock.setblocking(False)
+    return sock
+
+
+def _remove_stale(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        try:
+            other.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise ConfigurationError("socket", str(path), "a path where no other daemon listens")

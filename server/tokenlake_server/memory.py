@@ -1,0 +1,63 @@
+"""How much memory this machine, and the container around us, can still give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenlake.config import format_size
+from tokenlake.errors import LimitReached
+
+__all__ = ["available_bytes", "require_memory"]
+
+RESERVE_BYTES = 64 << 20
+"""Left over for the daemon itself: interpreter, index, buffers."""
+
+
+def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, str]:
+    """(bytes, what sets the limit): the least of MemAvailable and of the limits of every cgroup around us."""
+    limits = [(_mem_available(proc), "MemAvailable of /proc/meminfo")]
+    own = _own_cgroup(proc)
+    if own is not None:
+        group = cgroup / own.lstrip("/")
+        for directory in [group, *group.parents]:
+            room = _cgroup_room(directory)
+            if room is not None:
+                limits.append((room, f"memory.max of cgroup {directory}"))
+            if directory == cgroup:
+                break
+    return min(limits)
+
+
+def require_memory(wanted: int) -> None:
+    """Raise `LimitReached` when `wanted` bytes cannot be had now: touching them would end in the OOM killer."""
+    room, source = available_bytes()
+    if wanted + RESERVE_BYTES > room:
+        raise LimitReached(
+            f"setting 'memory' asks for {format_size(wanted)}, but only {room >> 20} MiB are available ({source}), "
+            f"of which {RESERVE_BYTES >> 20} MiB are kept for the daemon; lower 'memory' or free some"
+        )
+
+
+def _mem_available(proc: Path) -> int:
+    for line in (proc / "meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 1 << 62
+
+
+def _own_cgroup(proc: Path) -> str | None:
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    return next((line[3:] for line in lines if line.startswith("0::")), None)
+
+
+def _cgroup_room(directory: Path) -> int | None:
+    try:
+        limit = (directory / "memory.max").read_text().strip()
+        if limit == "max":
+            return None
+        return int(limit) - int((directory / "memory.current").read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,41 @@
+"""Which tenant a local process belongs to: by token, else by uid."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+
+from tokenlake.config import ServerConfig, Tenant
+from tokenlake.errors import CredentialRefused
+
+__all__ = ["Tenants"]
+
+DEFAULT_SECRET = hashlib.blake2b(b"tokenlake: the only tenant", digest_size=32).digest()
+"""Of the tenant 'default'. Not secret: with one tenant there is nobody to hide from, and every node of the
+pool must derive the same keys without being told."""
+
+
+class Tenants:
+    """Read-only once made."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        allowed = config.allow_uids or (os.getuid(),)
+        self._tenants = config.tenants or (Tenant(name="default", secret=DEFAULT_SECRET, uids=allowed),)
+        self._allowed = (*allowed, *(uid for tenant in self._tenants for uid in tenant.uids))
+
+    def identify(self, uid: int, token: str | None) -> Tenant:
+        """The tenant of a process. Raises `CredentialRefused`; a refusal never quotes a token."""
+        if uid not in self._allowed:
+            raise CredentialRefused(
+                f"uid {uid} may not use this daemon; add it to 'allow_uids' or to a tenant's 'uids'"
+            )
+        if token is not None:
+            for tenant in self._tenants:
+                if any(hmac.compare_digest(token.encode(), known.encode()) for known in tenant.tokens):
+                    return tenant
+            raise CredentialRefused("the token belongs to no tenant of this daemon")
+        for tenant in self._tenants:
+            if uid in tenant.uids:
+                return tenant
+        raise CredentialRefused(f"uid {uid} belongs to no tenant of this daemon, and no token was given")
