@@ -26,7 +26,7 @@ __all__ = ["OnReply", "Peer", "Peers"]
 
 CALLS = Metric("tokenlake_peer_calls_total", "Requests sent to other nodes")
 TIMEOUTS = Metric("tokenlake_peer_timeouts_total", "Requests to other nodes that missed their deadline")
-SUSPECTED = Metric("tokenlake_peer_suspected_total", "Times a peer became SUSPECT")
+SUSPECTED = Metric("tokenlake_suspected_peers_total", "Times a peer became SUSPECT")
 
 Reply = wire.LookupReply | wire.ReadyReply | wire.OfferReply | wire.Pong
 OnReply = Callable[[Reply | None], None]

@@ -44,7 +44,7 @@ LOCAL = Metric("tokenlake_local_tokens_total", "Tokens found in this node's aren
 FETCHED = Metric("tokenlake_fetched_tokens_total", "Tokens fetched from other nodes")
 PENDING = Metric("tokenlake_pending_timeout_tokens_total", "Tokens that somebody was still writing")
 MISSING = Metric("tokenlake_missing_tokens_total", "Tokens found nowhere, or lost on the way")
-MATCHES = Metric("tokenlake_matches_total", "Match requests")
+MATCHES = Metric("tokenlake_match_requests_total", "Match requests")
 
 CHECKSUM_BYTES = 8
 MAX_DEADLINE_S = 60.0
