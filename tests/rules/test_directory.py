@@ -1,0 +1,170 @@
+"""Directory against a plain dict, operation by operation; the bound; what an earlier life said."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokenlake.directory import Directory, Entry, Standing
+from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
+
+A, B = NodeId("a"), NodeId("b")
+FIRST, SECOND = Incarnation(1), Incarnation(2)
+TENANT = TenantId("t")
+KEY = SegmentKey(bytes(32))
+LIMIT = 4
+
+
+class Step(NamedTuple):
+    act: str
+    tenant: TenantId
+    key: SegmentKey
+    node: NodeId
+    incarnation: Incarnation
+    deadline: float
+    now: float
+
+
+steps = st.builds(
+    Step,
+    act=st.sampled_from(["get", "pending", "withdraw", "ready", "held", "gone", "forget"]),
+    tenant=st.sampled_from([TENANT, TenantId("u")]),
+    key=st.sampled_from([SegmentKey(bytes([number]) * 32) for number in range(3)]),
+    node=st.sampled_from([A, B]),
+    incarnation=st.sampled_from([FIRST, SECOND]),
+    deadline=st.integers(0, 20).map(float),
+    now=st.integers(0, 20).map(float),
+)
+
+
+class Model:
+    """A dict in order of the last change. An expired PENDING entry is there until somebody asks for it."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.entries: dict[tuple[TenantId, SegmentKey], Entry] = {}
+
+    def put(self, at: tuple[TenantId, SegmentKey], entry: Entry) -> None:
+        self.entries.pop(at, None)
+        self.entries[at] = entry
+        while len(self.entries) > self.limit:
+            del self.entries[next(iter(self.entries))]
+
+    def step(self, step: Step) -> object:
+        at = (step.tenant, step.key)
+        entry = self.entries.get(at)
+        mine = entry is not None and entry.node == step.node
+        match step.act, entry:
+            case ("get" | "pending", Entry(Standing.PENDING, deadline=deadline)) if deadline <= step.now:
+                del self.entries[at]
+                entry = None
+            case "withdraw", Entry(Standing.PENDING) if mine:
+                del self.entries[at]
+            case "gone", Entry() if mine:
+                del self.entries[at]
+            case "ready", Entry(Standing.READY_AT | Standing.HELD, node) if not mine:
+                return node
+            case "ready", None | Entry(Standing.PENDING | Standing.READY_AT):
+                self.put(at, Entry(Standing.READY_AT, step.node, step.incarnation, 0.0))
+            case "held", Entry(Standing.HELD, node) if not mine:
+                return node
+            case "held", _:
+                self.put(at, Entry(Standing.HELD, step.node, step.incarnation, 0.0))
+            case "forget", _:
+                for other, said in list(self.entries.items()):
+                    if said.node == step.node and said.incarnation < step.incarnation:
+                        del self.entries[other]
+        if step.act == "pending" and entry is None:
+            self.put(at, Entry(Standing.PENDING, step.node, step.incarnation, step.deadline))
+        return entry if step.act == "get" else None
+
+
+def take(directory: Directory, step: Step) -> object:
+    tenant, key, node, incarnation = step.tenant, step.key, step.node, step.incarnation
+    match step.act:
+        case "get":
+            return directory.get(tenant, key, step.now)
+        case "pending":
+            directory.pending(tenant, key, node, incarnation, step.deadline, step.now)
+        case "withdraw":
+            directory.withdraw(tenant, key, node)
+        case "ready":
+            return directory.ready(tenant, key, node, incarnation)
+        case "held":
+            return directory.held(tenant, key, node, incarnation)
+        case "gone":
+            directory.gone(tenant, key, node)
+        case "forget":
+            directory.forget(node, incarnation)
+    return None
+
+
+@given(st.lists(steps, max_size=40))
+@settings(max_examples=300)
+def test_it_does_what_a_dict_does(story: list[Step]) -> None:
+    directory, model = Directory(LIMIT), Model(LIMIT)
+    for step in story:
+        assert take(directory, step) == model.step(step), step
+        directory.check_integrity()
+        assert len(directory) == len(model.entries), step
+    for tenant, key in list(model.entries):
+        # Before every deadline, so that asking drops nothing.
+        assert directory.get(tenant, key, -1.0) == model.entries[tenant, key]
+
+
+@pytest.mark.parametrize(("now", "there"), [(4.999, True), (5.0, False), (6.0, False)])
+def test_pending_counts_until_its_deadline(now: float, there: bool) -> None:
+    directory = Directory(LIMIT)
+    directory.pending(TENANT, KEY, A, FIRST, 5.0, 0.0)
+    assert (directory.get(TENANT, KEY, now) is not None) == there
+    assert len(directory) == there
+
+
+def test_a_second_writer_takes_over_after_the_deadline_only() -> None:
+    directory = Directory(LIMIT)
+    directory.pending(TENANT, KEY, A, FIRST, 5.0, 0.0)
+    directory.pending(TENANT, KEY, B, FIRST, 9.0, 4.0)
+    assert directory.get(TENANT, KEY, 4.0) == Entry(Standing.PENDING, A, FIRST, 5.0)
+    directory.pending(TENANT, KEY, B, FIRST, 9.0, 5.0)
+    assert directory.get(TENANT, KEY, 5.0) == Entry(Standing.PENDING, B, FIRST, 9.0)
+
+
+def test_the_first_commit_wins_whoever_announced() -> None:
+    directory = Directory(LIMIT)
+    directory.pending(TENANT, KEY, A, FIRST, 5.0, 0.0)
+    assert directory.ready(TENANT, KEY, B, FIRST) is None
+    assert directory.ready(TENANT, KEY, A, FIRST) == B
+    assert directory.held(TENANT, KEY, A, FIRST) is None
+    assert directory.held(TENANT, KEY, B, FIRST) == A
+    assert directory.ready(TENANT, KEY, B, FIRST) == A
+
+
+def test_beyond_the_bound_the_oldest_goes() -> None:
+    directory = Directory(LIMIT)
+    keys = [SegmentKey(bytes([number]) * 32) for number in range(LIMIT + 1)]
+    for key in keys[:LIMIT]:
+        directory.ready(TENANT, key, A, FIRST)
+    directory.held(TENANT, keys[0], A, FIRST)
+    directory.ready(TENANT, keys[LIMIT], A, FIRST)
+    assert [directory.get(TENANT, key, 0.0) is not None for key in keys] == [True, False, True, True, True]
+
+
+def test_forget_drops_what_an_earlier_life_said_and_nothing_else() -> None:
+    directory = Directory(LIMIT)
+    early, late, other = (SegmentKey(bytes([number]) * 32) for number in range(3))
+    directory.ready(TENANT, early, A, FIRST)
+    directory.ready(TENANT, late, A, SECOND)
+    directory.ready(TENANT, other, B, FIRST)
+    directory.forget(A, SECOND)
+    assert [directory.get(TENANT, key, 0.0) is not None for key in (early, late, other)] == [False, True, True]
+    directory.forget(A, FIRST)
+    assert directory.get(TENANT, late, 0.0) is not None
+
+
+def test_tenants_do_not_see_each_other() -> None:
+    directory = Directory(LIMIT)
+    directory.ready(TENANT, KEY, A, FIRST)
+    assert directory.get(TenantId("u"), KEY, 0.0) is None

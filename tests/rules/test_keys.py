@@ -1,0 +1,161 @@
+"""Segment keys: golden vectors, growth in steps, inputs that are equal or refused, what a change changes."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenlake.identity import Fingerprint, SegmentKey
+from tokenlake.keys import KEY_BYTES, Prefix, TokenIds, probe, root_key
+
+SECRET = b"tenant a's secret"
+FINGERPRINT = Fingerprint(bytes(range(32)))
+ROOT = "4428ed4ed3cb1e9ea1b5a69f8577d891a4d01fe03b8f79b3c21f228c99ab3fbf"
+ROOT_WITH_ADAPTER = "ad1e8bc4a3175de903fc26c2e38670d0a26dad4186c612193d93775c8dd44f4b"
+ROOT_WITH_SALT = "7dbeb7b575eab6ac94f0f55f91348c4ca4c950215a1b6a0449dc7b91d49460c7"
+TOKENS = [0, 1, 2, 3, 4, 0xFFFFFFFF, 6, 7, 8, 9, 10, 11]
+KEYS = [
+    "7c3e48281b4cd3a8be19de6d071eb1763077c30d884aadcc939d2040ad42b60d",
+    "1799060c85d16c68764c61ccdb4081f7565edadaf2f36ff01a1ccb79e5e5ef4f",
+    "1797a666222609777edd179afcacbfea0a753b3ea66d4ee9c20823871e449014",
+]
+KEYS_WITH_EXTRAS = [
+    KEYS[0],
+    "f9df7653d10b082618489278ec31d6e3d761626f0f365cbdd8a8dc989d6330b5",
+    "5618d060d2cfbc74589eaeec7b813ed30ecdc6c2ea0f16c627b2a3c56505d199",
+]
+"""Extras `image` and an empty one at segment 1. All vectors: hashlib over bytes written out by hand."""
+
+token_ids = st.integers(0, 0xFFFFFFFF)
+
+
+def keys_of(
+    tokens: TokenIds,
+    segment_tokens: int = 4,
+    extras: Mapping[int, Iterable[bytes]] | None = None,
+    root: SegmentKey | None = None,
+) -> list[SegmentKey]:
+    chain = Prefix(root or root_key(SECRET, FINGERPRINT), segment_tokens, extras)
+    chain.extend(tokens)
+    return chain.keys
+
+
+def test_the_root_is_the_golden_vector() -> None:
+    assert root_key(SECRET, FINGERPRINT).hex() == ROOT
+    assert root_key(SECRET, FINGERPRINT, adapter="lora-1").hex() == ROOT_WITH_ADAPTER
+    assert root_key(SECRET, FINGERPRINT, salt="pepper").hex() == ROOT_WITH_SALT
+
+
+def test_the_keys_are_the_golden_vectors() -> None:
+    assert [key.hex() for key in keys_of(TOKENS)] == KEYS
+    assert [key.hex() for key in keys_of(TOKENS, extras={1: [b"image", b""]})] == KEYS_WITH_EXTRAS
+
+
+def test_each_part_of_the_identity_changes_the_root() -> None:
+    roots = {
+        root_key(SECRET, FINGERPRINT),
+        root_key(b"tenant b's secret", FINGERPRINT),
+        root_key(SECRET, Fingerprint(bytes(32))),
+        root_key(SECRET, FINGERPRINT, adapter="x"),
+        root_key(SECRET, FINGERPRINT, salt="x"),
+        root_key(SECRET, FINGERPRINT, adapter=""),
+        root_key(SECRET, FINGERPRINT, salt=""),
+    }
+    assert len(roots) == 7
+    chains = [keys_of(TOKENS, root=root) for root in sorted(roots)]
+    assert len({key for chain in chains for key in chain}) == 7 * 3
+
+
+def test_the_probe_depends_on_secret_and_layout() -> None:
+    probes = {
+        probe(SECRET, FINGERPRINT),
+        probe(b"other", FINGERPRINT),
+        probe(SECRET, Fingerprint(bytes(32))),
+    }
+    assert len(probes) == 3
+    assert all(len(key) == KEY_BYTES for key in probes)
+
+
+@given(st.lists(token_ids, max_size=60), st.lists(st.integers(0, 60), max_size=5), st.integers(1, 7))
+def test_growing_in_steps_is_the_same_as_at_once(tokens: list[int], cuts: list[int], segment_tokens: int) -> None:
+    extras = {0: [b"a"], 2: [b"b", b"c"]}
+    chain = Prefix(root_key(SECRET, FINGERPRINT), segment_tokens, extras)
+    kept = chain.keys
+    bounds = sorted({0, *(min(cut, len(tokens)) for cut in cuts), len(tokens)})
+    for start, stop in itertools.pairwise(bounds):
+        chain.extend(tokens[start:stop])
+    assert chain.tokens == len(tokens)
+    assert len(chain.keys) == len(tokens) // segment_tokens
+    assert kept == keys_of(tokens, segment_tokens, extras)
+
+
+@given(st.lists(st.integers(0, 0x7FFF), max_size=20))
+def test_every_row_of_integers_gives_the_same_keys(tokens: list[int]) -> None:
+    expected = keys_of(tokens)
+    forms: list[Any] = [tuple(tokens), array("I", tokens), array("q", tokens), [np.int64(token) for token in tokens]]
+    forms += [np.array(tokens, dtype) for dtype in ("u2", "<u4", ">u4", "i4", "i8", ">i8", "u8")]
+    forms.append(np.array([[token, 7] for token in tokens], dtype=np.int64).reshape(-1, 2)[:, 0])
+    for form in forms:
+        assert keys_of(form) == expected, type(form)
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 32, 1 << 64, 1.0, "1", None])
+@pytest.mark.parametrize("make", [list, tuple, np.array])
+def test_a_token_out_of_range_is_refused_and_changes_nothing(make: Callable[[Any], Any], token: object) -> None:
+    chain = Prefix(root_key(SECRET, FINGERPRINT), 4)
+    chain.extend(TOKENS[:2])
+    with pytest.raises((OverflowError, ValueError, TypeError)):
+        chain.extend(make([2, 3, 4, token]))
+    assert chain.tokens == 2
+    chain.extend(TOKENS[2:])
+    assert [key.hex() for key in chain.keys] == KEYS
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [b"\0\1\2\3", bytearray(4), np.array([1.0, 2.5]), np.array([[1, 2], [3, 4]]), np.array([True]), np.array(3)],
+    ids=["bytes", "bytearray", "floats", "table", "truth values", "scalar"],
+)
+def test_what_is_no_row_of_integers_is_refused(tokens: Any) -> None:
+    with pytest.raises(TypeError, match="token ids must be"):
+        Prefix(root_key(SECRET, FINGERPRINT), 4).extend(tokens)
+
+
+@given(st.lists(token_ids, min_size=1, max_size=40), st.data())
+def test_a_changed_token_changes_every_later_key_and_no_earlier(tokens: list[int], data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(tokens) - 1))
+    other = list(tokens)
+    other[at] = data.draw(token_ids.filter(lambda token: token != tokens[at]))
+    for index, (key, changed) in enumerate(zip(keys_of(tokens), keys_of(other), strict=True)):
+        assert (key != changed) == (index >= at // 4)
+
+
+@given(
+    st.integers(0, 4),
+    st.lists(st.binary(max_size=4), max_size=3),
+    st.lists(st.binary(max_size=4), max_size=3),
+)
+def test_changed_extras_change_every_later_key_and_no_earlier(at: int, some: list[bytes], other: list[bytes]) -> None:
+    tokens = list(range(20))
+    with_some, with_other = keys_of(tokens, extras={at: some}), keys_of(tokens, extras={at: other})
+    for index, (key, changed) in enumerate(zip(with_some, with_other, strict=True)):
+        assert (key != changed) == (some != other and index >= at)
+
+
+def test_extras_that_are_not_bytes_are_refused_before_anything_is_hashed() -> None:
+    wrong: Any = {1: ["image"]}
+    with pytest.raises(TypeError):
+        Prefix(root_key(SECRET, FINGERPRINT), 4, wrong)
+
+
+@pytest.mark.parametrize("secret", [bytes(65), bytes(1000)])
+def test_a_secret_longer_than_the_hash_takes_is_refused(secret: bytes) -> None:
+    with pytest.raises(ValueError, match="64"):
+        root_key(secret, FINGERPRINT)

@@ -1,0 +1,48 @@
+"""Metrics: names, help, counting."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+
+import pytest
+
+import tokenlake
+from tokenlake.metrics import Counters, Metric
+
+NAME = re.compile(r"tokenlake(_[a-z]+)+_(?P<unit>[a-z]+)_total")
+UNITS = {"bytes", "calls", "commits", "fetches", "peers", "requests", "segments", "sessions", "timeouts", "tokens"}
+"""What is counted. A new unit is a decision: add it here."""
+
+
+def declared() -> list[Metric]:
+    """Every metric of the rules; importing a module declares its own."""
+    for module in pkgutil.walk_packages(tokenlake.__path__, "tokenlake."):
+        importlib.import_module(module.name)
+    return list(Metric.all())
+
+
+def test_every_name_says_noun_and_unit() -> None:
+    metrics = declared()
+    assert len(metrics) > 10
+    for metric in metrics:
+        found = NAME.fullmatch(metric.name)
+        assert found, f"{metric.name} is not tokenlake_<noun>_<unit>_total"
+        assert found["unit"] in UNITS, f"{metric.name} counts {found['unit']}"
+        assert metric.help
+
+
+def test_a_name_is_declared_once() -> None:
+    taken = declared()[0].name
+    with pytest.raises(ValueError, match=f"{taken} is declared twice"):
+        Metric(taken, "again")
+
+
+def test_a_counter_starts_at_zero_and_grows() -> None:
+    first, second = declared()[:2]
+    counters = Counters()
+    assert counters[first] == 0
+    counters.add(first)
+    counters.add(first, 5)
+    assert (counters[first], counters[second], Counters()[first]) == (6, 0, 0)

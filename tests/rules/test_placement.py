@@ -1,0 +1,71 @@
+"""Placement: the emptier candidate, and runs that stay together."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenlake.identity import NodeId
+from tokenlake.placement import UNKNOWN_VACANCY, Vacancy, choose_holder, default_run_length, runs
+
+A, B = NodeId("a"), NodeId("b")
+
+
+@pytest.mark.parametrize(
+    ("home", "other", "holder"),
+    [
+        (Vacancy(0.5, 0), Vacancy(0.4, 9), A),
+        (Vacancy(0.4, 9), Vacancy(0.5, 0), B),
+        (Vacancy(0.0, 3), Vacancy(0.0, 7), B),
+        (Vacancy(0.0, 7), Vacancy(0.0, 3), A),
+        (Vacancy(0.5, 1), Vacancy(0.5, 1), A),
+        (UNKNOWN_VACANCY, UNKNOWN_VACANCY, A),
+        (UNKNOWN_VACANCY, Vacancy(0.0, 1), B),
+    ],
+)
+def test_the_emptier_candidate_holds_and_equals_go_home(home: Vacancy, other: Vacancy, holder: NodeId) -> None:
+    assert choose_holder([(A, home), (B, other)]) == holder
+
+
+def test_a_single_candidate_holds() -> None:
+    assert choose_holder([(A, UNKNOWN_VACANCY)]) == A
+
+
+@pytest.mark.parametrize(("nodes", "length"), [(1, 1), (3, 1), (15, 1), (16, 4), (1000, 4)])
+def test_the_default_run_length_follows_the_number_of_nodes(nodes: int, length: int) -> None:
+    assert default_run_length(nodes) == length
+
+
+@pytest.mark.parametrize(
+    ("depths", "length", "expected"),
+    [
+        ([], 4, []),
+        ([7], 4, [[7]]),
+        ([0, 1, 2, 3, 4], 1, [[0], [1], [2], [3], [4]]),
+        ([0, 1, 2, 3, 4], 4, [[0, 1, 2, 3], [4]]),
+        ([3, 4, 5, 6, 7], 4, [[3, 4, 5, 6], [7]]),
+        ([0, 1, 3, 4, 5], 4, [[0, 1], [3, 4, 5]]),
+        ([0, 2, 4], 4, [[0], [2], [4]]),
+        ([0, 1, 2, 3, 5, 6], 4, [[0, 1, 2, 3], [5, 6]]),
+    ],
+)
+def test_runs_start_with_the_new_part_and_end_at_gaps(
+    depths: list[int], length: int, expected: list[list[int]]
+) -> None:
+    assert [[depths[index] for index in run] for run in runs(depths, length)] == expected
+
+
+@given(st.sets(st.integers(0, 60)).map(sorted), st.integers(1, 6))
+def test_runs_cover_everything_once_without_gaps(depths: list[int], length: int) -> None:
+    cut = list(runs(depths, length))
+    assert [index for run in cut for index in run] == list(range(len(depths)))
+    for run in cut:
+        inside = [depths[index] for index in run]
+        assert inside == list(range(inside[0], inside[0] + len(inside)))
+        assert 1 <= len(inside) <= length
+    for run, following in itertools.pairwise(cut):
+        # A run ends for one of the two reasons only.
+        assert len(run) == length or depths[following.start] != depths[run.stop - 1] + 1
