@@ -1,0 +1,294 @@
+"""Simulated engines: processes of one session that match, fetch, look, store, stall and die."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tests.sim.arena import HALF, SHARDS, SLOT_BYTES, View, content
+from tests.sim.clock import Channel
+from tokenlake.core import events, instructions
+from tokenlake.identity import SegmentKey
+from tokenlake.wire import Code, engine
+from tokenlake.wire.frames import decode, encode
+from tokenlake.wire.slots import join_keys, unpack_slots
+
+if TYPE_CHECKING:
+    from tests.sim.node import SimNode
+
+__all__ = ["SEGMENT_TOKENS", "Engine", "Reading", "SimProcess", "Storing"]
+
+SEGMENT_TOKENS = 16
+
+
+class SimProcess:
+    """One connection to a daemon. What it may read and write is in `views` and `fills`, until it says that it
+    stops, before it says so."""
+
+    def __init__(self, node: SimNode, tenant: str, session: int, joined: Callable[[int], None]) -> None:
+        self.node = node
+        self.tenant = tenant
+        self.connection = node.cluster.next_id()
+        self.views: dict[tuple[int, int], View] = {}
+        """By (lease, index)."""
+        self.fills: dict[tuple[int, int], View] = {}
+        """By (write, index)."""
+        self.dead = False
+        self.up: Channel[events.Event] = Channel(node.cluster.clock, node.deliver)
+        self.down: Channel[Any] = Channel(node.cluster.clock, self._receive)
+        self._joined = joined
+        self._waiting: dict[int, Callable[[Any], None]] = {}
+        node.processes[self.connection] = self
+        hello = events.Joined(self.connection, 0, tenant, SLOT_BYTES, SHARDS, SEGMENT_TOKENS, session, 0)
+        self.up.send(hello)
+
+    @property
+    def attached(self) -> bool:
+        """The daemon it joined still lives, and so does it."""
+        return not self.dead and self.node.processes.get(self.connection) is self
+
+    def tell(self, message: engine.EngineRequest) -> None:
+        """One frame to the daemon."""
+        if self.attached:
+            arrived = decode(engine.request_decoder, encode(message))
+            self.up.send(events.Requested(self.connection, arrived))
+
+    def request(self, make: Callable[[int], engine.EngineRequest], reply: Callable[[Any], None]) -> None:
+        """`reply` is called with the answer, unless one of the two dies."""
+        number = self.node.cluster.next_id()
+        self._waiting[number] = reply
+        self.tell(make(number))
+
+    def _receive(self, message: Any) -> None:
+        if self.dead:
+            return
+        if isinstance(message, instructions.Welcomed):
+            self._joined(message.session)
+        elif isinstance(message, engine.Failed):
+            self.node.cluster.refusals.append(message.reason)
+        else:
+            arrived = decode(engine.reply_decoder, encode(message))
+            self._waiting.pop(message.id)(arrived)
+
+    def disconnected(self) -> None:
+        """The daemon is gone. Views stay: the memory is still mapped."""
+        self.down.cut()
+        self.up.cut()
+        self._waiting.clear()
+
+    def die(self) -> None:
+        """SIGKILL, or Bye: it touches nothing any more, and the daemon hears of it."""
+        if self.dead:
+            return
+        attached = self.attached
+        self.dead = True
+        self.views.clear()
+        self.fills.clear()
+        if attached:
+            self.up.send(events.ProcessGone(self.connection))
+            del self.node.processes[self.connection]
+
+    def view(self, packed: bytes, key: SegmentKey) -> View:
+        """A pointer to the slot that a reply names."""
+        place = unpack_slots(packed)[0]
+        return View(self.node.arena.regions[place.region], place, content(self.tenant, key))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a request is read."""
+
+    attach: bool = False
+    """The second process looks too."""
+    fetch: bool = True
+    hold_s: float = 0.01
+    split: int = 0
+    """The range is fetched and released in two parts, cut here."""
+
+
+@dataclass(frozen=True)
+class Storing:
+    """How a request is stored."""
+
+    ending: str = "commit"
+    """commit, singly, abort, die, leave."""
+    fill_s: float = 0.005
+    """Between prepare and the end of writing."""
+    shared: bool = False
+    """The second process writes the second shard."""
+
+
+class Engine:
+    """One session of one or two processes on a node."""
+
+    def __init__(self, node: SimNode, tenant: str, processes: int = 1) -> None:
+        self.node = node
+        self.clock = node.cluster.clock
+        self.tenant = tenant
+        self.session = 0
+        self.silent_until = 0.0
+        self.processes: list[SimProcess] = []
+        self.answers: list[Any] = []
+        """Replies to matches, fetches, prepares and commits, in order of arrival."""
+        self._dropped: set[tuple[int, int]] = set()
+        """(lease, start) of the ranges that the first process released."""
+        self._join(processes)
+        self._beat()
+
+    def _join(self, more: int) -> None:
+        def joined(session: int) -> None:
+            self.session = session
+            if more > 1:
+                self._join(more - 1)
+
+        self.processes.append(SimProcess(self.node, self.tenant, self.session, joined))
+
+    def _beat(self) -> None:
+        if not self.alive:
+            return
+        if self.clock.now >= self.silent_until:
+            self.processes[0].request(engine.Heartbeat, lambda reply: None)
+        self.clock.after(self.node.cluster.lease_s / 3, self._beat)
+
+    @property
+    def alive(self) -> bool:
+        """Its first process lives and its daemon does too."""
+        return self.processes[0].attached
+
+    @property
+    def second(self) -> SimProcess:
+        """The second process where there is one, else the first."""
+        return self.processes[-1]
+
+    def die(self) -> None:
+        """All of it."""
+        for process in self.processes:
+            process.die()
+
+    # -- reading
+
+    def read(self, keys: Sequence[SegmentKey], how: Reading) -> None:
+        """Match, perhaps fetch, look while the lease is held, release."""
+        first = self.processes[0]
+
+        def matched(reply: engine.Matched) -> None:
+            self.answers.append(reply)
+            assert all(code in (Code.LOCAL, Code.REMOTE) for code in reply.codes[: reply.hits])
+            if not reply.hits:
+                return
+            self._look(first, reply.lease, keys, 0, reply.codes[: reply.hits], reply.slots)
+            cut = min(how.split, reply.hits)
+            if how.attach and self.second is not first:
+                self._attach(reply.lease, keys, how)
+            if how.fetch:
+                self._fetch(first, reply.lease, keys, range(0, cut))
+                self._fetch(first, reply.lease, keys, range(cut, reply.hits))
+            self.clock.after(how.hold_s / 2, lambda: self._release(first, reply.lease, range(0, cut)))
+            self.clock.after(how.hold_s, lambda: self._release(first, reply.lease, range(cut, reply.hits)))
+
+        first.request(lambda number: engine.Match(number, join_keys(keys), 0.0), matched)
+
+    def _attach(self, lease: int, keys: Sequence[SegmentKey], how: Reading) -> None:
+        second = self.second
+
+        def attached(reply: engine.Matched) -> None:
+            self._look(second, lease, keys, 0, reply.codes, reply.slots)
+            self.clock.after(2 * how.hold_s, lambda: self._release(second, lease, range(len(keys))))
+
+        second.request(lambda number: engine.Attach(number, lease), attached)
+
+    def _fetch(self, process: SimProcess, lease: int, keys: Sequence[SegmentKey], wanted: range) -> None:
+        def fetched(reply: engine.Fetched) -> None:
+            self.answers.append(reply)
+            # Released meanwhile: what the daemon says is in the lease is not looked at any more.
+            if (lease, wanted.start) not in self._dropped:
+                self._look(process, lease, keys, wanted.start, reply.codes, reply.slots)
+
+        if wanted:
+            process.request(lambda number: engine.Fetch(number, lease, wanted.start, wanted.stop, 0.0), fetched)
+
+    def _look(
+        self, process: SimProcess, lease: int, keys: Sequence[SegmentKey], first: int, codes: bytes, slots: bytes
+    ) -> None:
+        for offset, code in enumerate(codes):
+            if code == Code.LOCAL:
+                view = process.view(slots[16 * offset : 16 * offset + 16], keys[first + offset])
+                process.views[lease, first + offset] = view
+
+    def _release(self, process: SimProcess, lease: int, items: range) -> None:
+        if not items:
+            return
+        if process is self.processes[0]:
+            self._dropped.add((lease, items.start))
+        for index in items:
+            view = process.views.pop((lease, index), None)
+            if view is not None:
+                self.node.cluster.remember(view)
+        process.tell(engine.Release(((lease, items.start, items.stop),)))
+
+    # -- storing
+
+    def store(self, keys: Sequence[SegmentKey], first: int, how: Storing) -> None:
+        """Prepare, write, and end as `how` says."""
+        process = self.processes[0]
+
+        def prepared(reply: engine.Prepared) -> None:
+            self.answers.append(reply)
+            if not reply.write:
+                return
+            self._begin(process, reply, keys)
+            both = how.shared and self.second is not process
+            shards = [0] if both else list(range(SHARDS))
+            self.clock.after(how.fill_s, lambda: self._finish(process, reply.write, shards, how))
+            if both:
+                self.second.request(lambda number: engine.Attach(number, reply.write), joined)
+
+        def joined(reply: engine.Prepared | engine.Matched) -> None:
+            if isinstance(reply, engine.Prepared):
+                self._begin(self.second, reply, keys)
+                self.clock.after(1.5 * how.fill_s, lambda: self._finish(self.second, reply.write, [1], how))
+
+        process.request(lambda number: engine.Prepare(number, join_keys(keys), first), prepared)
+
+    def _begin(self, process: SimProcess, reply: engine.Prepared, keys: Sequence[SegmentKey]) -> None:
+        for index, code in enumerate(reply.codes):
+            if code == Code.RESERVED:
+                view = process.view(reply.slots[16 * index : 16 * index + 16], keys[index])
+                process.fills[reply.write, index] = view
+                if process is self.processes[0]:
+                    for shard in range(SHARDS):
+                        view.write(shard, HALF)
+
+    def _finish(self, process: SimProcess, write: int, shards: list[int], how: Storing) -> None:
+        if process.dead:
+            return
+        indices = [index for number, index in process.fills if number == write]
+        for index in indices:
+            for shard in shards:
+                process.fills[write, index].write(shard, process.fills[write, index].expected[shard])
+        if how.ending == "die":
+            process.die()
+            return
+        if how.ending == "leave":
+            return
+        if how.ending == "commit":
+            self._commit(process, write, indices, shards)
+        elif how.ending == "singly":
+            for index in indices:
+                self._commit(process, write, [index], shards)
+        for index in indices:
+            process.fills.pop((write, index), None)
+        process.tell(engine.Abort(write))
+
+    def _commit(self, process: SimProcess, write: int, indices: list[int], shards: list[int]) -> None:
+        views = [process.fills.pop((write, index)) for index in indices]
+        checksums = b"".join(view.expected[shard] for view in views for shard in shards)
+        mask = sum(1 << shard for shard in shards)
+
+        def committed(reply: engine.Committed) -> None:
+            self.answers.append(reply)
+            known = (Code.COMMITTED, Code.RESERVED, Code.EXPIRED)
+            assert all(code in known for code in reply.codes)
+
+        process.request(lambda number: engine.Commit(number, write, tuple(indices), mask, checksums), committed)

@@ -1,0 +1,85 @@
+"""The control connection between two simulated nodes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tests.sim.clock import Channel
+from tokenlake.core import events
+from tokenlake.wire import peer
+from tokenlake.wire.frames import decode, encode
+
+if TYPE_CHECKING:
+    from tests.sim.node import SimNode
+
+__all__ = ["Link"]
+
+RETRY_S = 0.05
+
+
+class Link:
+    """In order while it stands; cut and made anew; single frames can be dropped or doubled."""
+
+    def __init__(self, a: SimNode, b: SimNode) -> None:
+        self.ends = {a.name: a, b.name: b}
+        self.up = False
+        self.blocked_until = 0.0
+        self.drop = 0
+        self.double = 0
+        self._clock = a.cluster.clock
+        self._life = 0
+        self._to = {name: Channel(self._clock, partial(self._arrive, node)) for name, node in self.ends.items()}
+        self._connect(0)
+
+    def _arrive(self, node: SimNode, event: events.Event) -> None:
+        node.deliver(event)
+
+    def _connect(self, life: int) -> None:
+        if life != self._life:
+            return
+        able = all(node.core is not None and not node.frozen for node in self.ends.values())
+        if not able or self._clock.now < self.blocked_until:
+            self._clock.after(RETRY_S, lambda: self._connect(life))
+            return
+        self.up = True
+        for name, channel in self._to.items():
+            other = self._other(name)
+            channel.send(events.PeerUp(other.name, other.incarnation))
+
+    def _other(self, name: str) -> SimNode:
+        return next(node for end, node in self.ends.items() if end != name)
+
+    def say(self, sender: str, message: peer.PeerMessage) -> None:
+        """A frame from `sender` to the other end."""
+        if not self.up:
+            return
+        if self.drop:
+            self.drop -= 1
+            return
+        copies = 2 if self.double else 1
+        self.double -= copies - 1
+        arrived = decode(peer.peer_decoder, encode(message))
+        for _ in range(copies):
+            self._to[self._other(sender).name].send(events.PeerSaid(sender, arrived))
+
+    def cut(self, seconds: float = 0.0) -> None:
+        """Lose what is under way, bulk included; stands again after `seconds` at the earliest."""
+        self.blocked_until = max(self.blocked_until, self._clock.now + seconds)
+        if self.up:
+            self.up = False
+            for name, node in self.ends.items():
+                self._to[name].cut()
+                other = self._other(name)
+                node.deliver(events.PeerDown(other.name, other.incarnation))
+                for transfer in list(node.receives.values()):
+                    if transfer.sender is other:
+                        transfer.fail()
+        self._life += 1
+        life = self._life
+        self._clock.after(RETRY_S, lambda: self._connect(life))
+
+    def heal(self) -> None:
+        """No faults from here on."""
+        self.blocked_until = 0.0
+        self.drop = self.double = 0

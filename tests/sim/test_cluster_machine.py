@@ -1,0 +1,163 @@
+"""Three NodeCores on a network that delays, drops, doubles and cuts, with crashes, freezes and restarts.
+
+80 examples of 40 steps. A step lets an engine join, read, store, fall silent or die, or lets a node freeze or
+crash, a link break, a frame get lost or arrive twice, or time pass; reads and writes go on through the steps that
+follow. After each step every view that some process may look at holds the bytes that were written for its tenant
+and key, every slot that some process may write is still its own, and every core is whole: slots and pins are
+conserved. At the end all is healed and every engine ends: nothing is pinned, quarantined, waited for or left in
+a map, each token asked for was counted once, and no segment has two home copies.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tests.sim.cluster import Cluster
+from tests.sim.engine import Engine, Reading, Storing
+from tests.sim.prompts import PROMPTS
+from tokenlake.identity import SegmentKey
+
+NODES = 3
+MAX_ENGINES = 8
+PAUSES = st.sampled_from((0.0, 0.001, 0.004, 0.02, 0.06))
+
+readings = st.builds(
+    Reading,
+    attach=st.booleans(),
+    fetch=st.integers(0, 3).map(bool),
+    hold_s=st.sampled_from((0.005, 0.1, 1.0, 4.0)),
+    split=st.integers(0, 3),
+)
+storings = st.builds(
+    Storing,
+    ending=st.sampled_from(("commit", "commit", "commit", "commit", "singly", "singly", "abort", "die", "leave")),
+    fill_s=st.sampled_from((0.002, 0.002, 0.01, 0.2, 4.0)),
+    shared=st.booleans(),
+)
+which = st.integers(0, 1 << 16)
+nodes = st.integers(0, NODES - 1)
+prompts = st.sampled_from(PROMPTS)
+lengths = st.integers(1, len(PROMPTS[0]))
+
+
+class ClusterMachine(RuleBasedStateMachine):
+    """See the module's docstring."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cluster = Cluster(0)
+
+    @initialize(seed=st.integers(0, 1 << 32))
+    def begin(self, seed: int) -> None:
+        self.cluster = Cluster(NODES, seed)
+        for node in range(NODES):
+            self.cluster.join(node, processes=1 + node % 2)
+        self.cluster.run_for(0.05)
+
+    def engine(self, number: int) -> Engine | None:
+        alive = [engine for engine in self.cluster.engines if engine.alive]
+        return alive[number % len(alive)] if alive else None
+
+    # -- engines
+
+    @rule(node=nodes, tenant=st.sampled_from(("red", "red", "blue")), processes=st.integers(1, 2))
+    def join(self, node: int, tenant: str, processes: int) -> None:
+        if sum(engine.alive for engine in self.cluster.engines) < MAX_ENGINES:
+            self.cluster.join(node, tenant, processes)
+        self.cluster.run_for(0.005)
+
+    @rule(number=which, prompt=prompts, length=lengths, how=readings, pause=PAUSES)
+    def read(self, number: int, prompt: list[SegmentKey], length: int, how: Reading, pause: float) -> None:
+        engine = self.engine(number)
+        if engine is not None:
+            engine.read(prompt[:length], how)
+        self.cluster.run_for(pause)
+
+    @rule(prompt=prompts, how=readings, pause=PAUSES)
+    def read_everywhere(self, prompt: list[SegmentKey], how: Reading, pause: float) -> None:
+        for engine in self.cluster.engines:
+            if engine.alive:
+                engine.read(prompt, how)
+        self.cluster.run_for(pause)
+
+    @rule(number=which, prompt=prompts, start=st.integers(0, 3), how=storings, pause=PAUSES)
+    def store(self, number: int, prompt: list[SegmentKey], start: int, how: Storing, pause: float) -> None:
+        engine = self.engine(number)
+        if engine is not None:
+            engine.store(prompt[start:], start, how)
+        self.cluster.run_for(pause)
+
+    @rule(actions=st.integers(1, 40))
+    def traffic(self, actions: int) -> None:
+        """Turns of conversations: read a prompt, store it, at any engine."""
+        for _ in range(actions):
+            engine = self.engine(self.cluster.clock.random.randrange(1 << 16))
+            prompt = self.cluster.clock.random.choice(PROMPTS)
+            if engine is not None:
+                engine.read(prompt, Reading(hold_s=self.cluster.clock.random.choice((0.01, 0.05, 0.3))))
+                engine.store(prompt, 0, Storing(fill_s=0.002))
+            self.cluster.run_for(0.02)
+
+    @rule(number=which, fault=st.sampled_from(("silence", "silence", "kill", "kill the second process")))
+    def engine_fault(self, number: int, fault: str) -> None:
+        engine = self.engine(number)
+        if engine is None:
+            return
+        if fault == "silence":
+            engine.silent_until = self.cluster.clock.now + 3.0
+        elif fault == "kill":
+            engine.die()
+        else:
+            engine.second.die()
+
+    # -- nodes and network
+
+    @rule(
+        node=nodes, fault=st.sampled_from(("freeze", "crash")), seconds=st.sampled_from((0.03, 0.4, 3.0)), pause=PAUSES
+    )
+    def node_fault(self, node: int, fault: str, seconds: float, pause: float) -> None:
+        target = self.cluster.node(node)
+        if target.core is not None and not target.frozen:
+            life = target.incarnation
+            if fault == "freeze":
+                target.freeze()
+                self.cluster.clock.after(seconds, lambda: target.thaw() if target.incarnation == life else None)
+            else:
+                target.crash()
+                self.cluster.clock.after(seconds, lambda: target.start() if target.core is None else None)
+        self.cluster.run_for(pause)
+
+    @rule(
+        link=st.integers(0, NODES - 1),
+        fault=st.sampled_from(("cut", "drop", "double")),
+        seconds=st.sampled_from((0.0, 0.3, 2.0)),
+        frames=st.integers(1, 3),
+    )
+    def network_fault(self, link: int, fault: str, seconds: float, frames: int) -> None:
+        target = self.cluster.links()[link]
+        if fault == "cut":
+            target.cut(seconds)
+        elif fault == "drop":
+            target.drop = frames
+        else:
+            target.double = frames
+
+    @rule(seconds=st.sampled_from((0.003, 0.03, 0.3, 1.5)))
+    def wait(self, seconds: float) -> None:
+        self.cluster.run_for(seconds)
+
+    # -- checks
+
+    @invariant()
+    def whole(self) -> None:
+        self.cluster.check()
+
+    def teardown(self) -> None:
+        self.cluster.settle()
+        self.cluster.check_settled()
+
+
+TestClusterMachine = ClusterMachine.TestCase
+TestClusterMachine.settings = settings(max_examples=80, stateful_step_count=40)
