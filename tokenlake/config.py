@@ -85,8 +85,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     huge_pages: bool = False
     # "": memfd, which has no name to clean up and no limit by a container's /dev/shm.
     arena_directory: str = ""
-    # Memory of this machine is trusted by default; checking costs a pass over each byte read.
-    verify_local_reads: bool = False
     # Empty: the daemon's own user only.
     allow_uids: tuple[int, ...] = ()
     # Empty: one tenant "default" of all allowed users, its secret the same on every node.
@@ -122,7 +120,6 @@ _KINDS: dict[str, Kind] = {
     "run_length": kinds.whole(0, 1024),
     "huge_pages": kinds.truth(),
     "arena_directory": kinds.path("an absolute path, or nothing for memfd", absolute=True, optional=True),
-    "verify_local_reads": kinds.truth(),
     "allow_uids": kinds.uids(),
     "tenants": kinds.tenants(),
     "record": kinds.path("a path, or nothing", optional=True),

@@ -74,9 +74,7 @@ def test_the_command_lists_its_commands(binaries: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "extra"), [("serve", "server"), ("config", "server"), ("demo", "bench")])
-def test_without_the_extra_it_prints_what_to_install(
-    binaries: Path, tmp_path: Path, name: str, extra: str
-) -> None:
+def test_without_the_extra_it_prints_what_to_install(binaries: Path, tmp_path: Path, name: str, extra: str) -> None:
     result = call(binaries / "tokenlake", name, cwd=tmp_path)
     assert result.returncode == 2, result.stdout + result.stderr
     assert f"pip install 'tokenlake[{extra}]'" in result.stderr

@@ -181,7 +181,6 @@ def test_a_file_that_is_not_toml_is_refused() -> None:
         ("huge_pages", "yes"),
         ("huge_pages", 1),
         ("arena_directory", "arena"),
-        ("verify_local_reads", ""),
         ("allow_uids", "root"),
         ("allow_uids", [-1]),
         ("allow_uids", [1, 1]),
