@@ -77,7 +77,7 @@ class Serving:
 
     def _room(self, segment: Segment) -> int:
         pool = self._context.store.pool(segment.tenant, segment.slot_bytes)
-        return int(PEER_LEASE_SHARE * pool.slots) if pool is not None else 0
+        return int(PEER_LEASE_SHARE * self._context.store.capacity(pool)) if pool is not None else 0
 
     # -- leases
 
