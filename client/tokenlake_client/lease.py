@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tokenlake.identity import LeaseId, SegmentKey
 from tokenlake.wire import Code
-from tokenlake.wire.slots import SlotRef, unpack_slots
+from tokenlake.wire.slots import SLOT_BYTES, SlotRef, unpack_slots
 from tokenlake_client.checksums import CHECKSUM_BYTES, shard_checksums
 from tokenlake_client.regions import Mapping, address_interface
 
@@ -62,9 +62,10 @@ class Lease:
         """What happened to each key that was asked for, one `Code` each."""
         self._pool = pool
         self._incarnation = pool.incarnation
-        self._places: list[SlotRef | None] = [None] * hits
-        self._checksums: list[bytes] = [b""] * hits
-        self._note(0, codes[:hits], slots, checksums)
+        # Packed as they came: a lease that is only counted, or fetched in part, unpacks no more than it needs.
+        self._here = bytearray(codes[:hits])
+        self._slots = bytearray(slots)
+        self._checksums = bytearray(checksums)
         self._looks = [0] * hits
         self._wanted = bytearray(b"\1" * hits)
 
@@ -77,7 +78,7 @@ class Lease:
     @property
     def local_hits(self) -> int:
         """How many of the hits need no transfer now."""
-        return sum(place is not None for place in self._places)
+        return self._here.count(Code.LOCAL)
 
     def fetch(self, start: int = 0, stop: int | None = None, deadline_s: float = 0.0) -> list[NDArray[np.uint8]]:
         """Read-only arrays of shape [segment_bytes] for the segments `start` to `stop` (default: `hits`), from
@@ -87,16 +88,15 @@ class Lease:
         `deadline_s`: give up after this; 0 lets the daemon predict it. Raises `Unreachable`.
         """
         stop = self.hits if stop is None else min(stop, self.hits)
-        if any(place is None for place in self._places[start:stop]):
+        if self._here.count(Code.LOCAL, start, stop) < stop - start:
             reply = self._pool._fetch(self, start, stop, deadline_s)
-            self._note(start, reply.codes, reply.slots, reply.checksums)
+            self._note(start, stop, reply.codes, reply.slots, reply.checksums)
         arrays: list[NDArray[np.uint8]] = []
-        for index in range(start, stop):
-            place = self._places[index]
-            if place is None or not self._wanted[index]:
+        for index, place in enumerate(self._places(start, stop), start):
+            if self._here[index] != Code.LOCAL or not self._wanted[index]:
                 break
             array = self._look(index, place)
-            if self._pool.verify and shard_checksums(array, self._pool.layout.shards) != self._checksums[index]:
+            if self._pool.verify and shard_checksums(array, self._pool.layout.shards) != self._checksum(index):
                 self._pool.corrupt += 1
                 break
             arrays.append(array)
@@ -105,9 +105,9 @@ class Lease:
     def copy(self, index: int, out: NDArray[np.uint8]) -> bool:
         """Copy segment `index`, which `fetch` has brought here, into `out`. False when it is not here, or when
         its slot had another owner before the copy was done: `out` is then worth nothing."""
-        place = self._places[index]
-        if place is None:
+        if self._here[index] != Code.LOCAL:
             return False
+        place = self._places(index, index + 1)[0]
         mapping = self._pool._regions_of(self._incarnation).get(place)
         np.copyto(out, mapping.slot(place.slot))
         return mapping.generation(place.slot) == place.generation
@@ -115,18 +115,28 @@ class Lease:
     def release(self, start: int = 0, stop: int | None = None) -> None:
         """Give back the segments `start` to `stop` (default: all). Idempotent; never raises."""
         stop = self.hits if stop is None else min(stop, self.hits)
+        if stop <= start or not any(self._wanted[start:stop]):
+            return
         with self._pool._books:
             free = [index for index in range(start, stop) if self._wanted[index] and not self._looks[index]]
-            self._wanted[start:stop] = bytes(max(0, stop - start))
+            self._wanted[start:stop] = bytes(stop - start)
             self._pool._give_back(self, free)
         self._pool._sweep()
 
-    def _note(self, start: int, codes: bytes, slots: bytes, checksums: bytes) -> None:
+    def _note(self, start: int, stop: int, codes: bytes, slots: bytes, checksums: bytes) -> None:
+        # A lease that ended at the daemon is answered with fewer codes: the rest is lost as well.
+        end = min(stop, start + len(codes))
         size = CHECKSUM_BYTES * self._pool.layout.shards
-        for offset, place in enumerate(unpack_slots(slots)):
-            if codes[offset] == Code.LOCAL:
-                self._places[start + offset] = place
-                self._checksums[start + offset] = checksums[offset * size : (offset + 1) * size]
+        self._here[start:stop] = codes[: end - start] + bytes([Code.LOST]) * (stop - end)
+        self._slots[start * SLOT_BYTES : end * SLOT_BYTES] = slots
+        self._checksums[start * size : end * size] = checksums
+
+    def _places(self, start: int, stop: int) -> list[SlotRef]:
+        return unpack_slots(bytes(self._slots[start * SLOT_BYTES : stop * SLOT_BYTES]))
+
+    def _checksum(self, index: int) -> bytes:
+        size = CHECKSUM_BYTES * self._pool.layout.shards
+        return bytes(self._checksums[index * size : (index + 1) * size])
 
     def _look(self, index: int, place: SlotRef) -> NDArray[np.uint8]:
         mapping = self._pool._regions_of(self._incarnation).get(place)
