@@ -1,0 +1,96 @@
+"""The command `bench cache-hit`: from its arguments to a table, JSON and a picture."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from tokenlake.errors import ConfigurationError
+from tokenlake_bench.live import LiveOptions, notes, run_live
+from tokenlake_bench.plot import plot_cache_hit
+from tokenlake_bench.progress import LiveProgress
+from tokenlake_bench.replay import ReplayLog
+from tokenlake_bench.report import cache_hit_table, format_share, write_json
+from tokenlake_bench.routes import ROUTES
+from tokenlake_bench.traces import read_mooncake
+from tokenlake_bench.workload import BuiltinSettings, Workload, builtin_workload
+
+__all__ = ["CacheHitArguments", "run_cache_hit"]
+
+TRACE_SEGMENT_TOKENS = 512
+"""The blocks of the traces have as many tokens; smaller segments would find no more."""
+TRACE_CAPACITY_TOKENS = 3_000_000
+BUILTIN_SEGMENT_TOKENS = 64
+BUILTIN_CAPACITY_TOKENS = 24_000
+"""Less than the conversations of the built-in workload need, so that segments are evicted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheHitArguments:
+    """As on the command line."""
+
+    trace: Path | None
+    nodes: int
+    capacity_tokens: int | None
+    segment_tokens: int | None
+    limit: int | None
+    speed: float
+    route: str
+    seed: int
+    json_file: Path | None
+    plot_file: Path | None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.speed < math.inf:
+            raise ConfigurationError("speed", self.speed, "a finite number, at least 0")
+        if self.route not in ROUTES:
+            raise ConfigurationError("route", self.route, " or ".join(ROUTES))
+        if self.limit is not None and self.limit < 1:
+            raise ConfigurationError("limit", self.limit, "at least 1")
+        if self.plot_file is not None and self.plot_file.suffix != ".png":
+            raise ConfigurationError("plot", str(self.plot_file), "a file name ending in .png")
+
+    def workload(self) -> Workload:
+        """The trace, or the built-in workload where there is none."""
+        if self.trace is not None:
+            return read_mooncake(self.trace, limit=self.limit, seed=self.seed)
+        return builtin_workload(BuiltinSettings(requests=self.limit or BuiltinSettings.requests, seed=self.seed))
+
+    def options(self) -> LiveOptions:
+        """The rest, with the defaults that depend on the workload."""
+        builtin = self.trace is None
+        capacity = BUILTIN_CAPACITY_TOKENS if builtin else TRACE_CAPACITY_TOKENS
+        segment = BUILTIN_SEGMENT_TOKENS if builtin else TRACE_SEGMENT_TOKENS
+        return LiveOptions(
+            nodes=self.nodes,
+            capacity_tokens=capacity if self.capacity_tokens is None else self.capacity_tokens,
+            segment_tokens=segment if self.segment_tokens is None else self.segment_tokens,
+            route=self.route,
+            speed=self.speed,
+            seed=self.seed,
+        )
+
+
+def run_cache_hit(arguments: CacheHitArguments) -> None:
+    """Runs, prints, writes the files that were asked for. Raises TokenLakeError."""
+    console = Console()
+    workload, options = arguments.workload(), arguments.options()
+    if arguments.trace is None:
+        console.print("no --trace: replaying the built-in workload")
+    with LiveProgress(console, "replaying", len(workload)) as progress:
+        run = run_live(workload, options, lambda log: progress.update(log.requests, _status(log, options)))
+    console.print(cache_hit_table(run.result, run.details))
+    for line in notes(run):
+        console.print(line)
+    if arguments.json_file is not None:
+        write_json(run.result, arguments.json_file)
+    if arguments.plot_file is not None:
+        plot_cache_hit(run.result, run.details.node_bytes, arguments.plot_file)
+
+
+def _status(log: ReplayLog, options: LiveOptions) -> str:
+    rate = log.hit_segments * options.segment_tokens / max(1, log.prompt_tokens)
+    return f"hits {format_share(rate)}, wrong bytes {log.wrong_bytes}"

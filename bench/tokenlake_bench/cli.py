@@ -1,0 +1,58 @@
+"""`tokenlake bench` and `tokenlake demo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from tokenlake.errors import TokenLakeError
+
+__all__ = ["bench", "demo"]
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_trace = click.option("--trace", type=_FILE, help="A trace in Mooncake's format, .jsonl or .jsonl.zst.")
+_json = click.option("--json", "json_file", type=_FILE, help="Write the result to this file.")
+
+
+@click.group()
+def bench() -> None:
+    """Measure the pool on a workload."""
+
+
+@bench.command("cache-hit")
+@_trace
+@click.option("--nodes", default=3, show_default=True, help="Daemons to start on this machine.")
+@click.option("--capacity-tokens", type=int, help="Of the whole pool. [default: 3,000,000; built-in workload: 24,000]")
+@click.option("--segment-tokens", type=int, help="Tokens of a segment. [default: 512; built-in workload: 64]")
+@click.option("--limit", type=int, help="Replay the first requests only.")
+@click.option("--speed", default=0.0, show_default=True, help="Trace seconds per second; 0: as fast as it goes.")
+@click.option("--route", default="round-robin", show_default=True, help="round-robin, random or conversation.")
+@click.option("--seed", default=0, show_default=True, help="Of token ids, bytes, routes and placements.")
+@_json
+@click.option("--plot", "plot_file", type=_FILE, help="Draw the result as this .png file.")
+def cache_hit(**arguments: object) -> None:
+    """Replay a trace against real daemons, check every byte, compare with other arrangements of the same memory.
+
+    Without a trace a built-in workload of conversations is replayed.
+    """
+    from tokenlake_bench.cache_hit import CacheHitArguments, run_cache_hit
+
+    try:
+        run_cache_hit(CacheHitArguments(**arguments))  # type: ignore[arg-type]
+    except TokenLakeError as error:
+        raise click.ClickException(str(error)) from error
+
+
+@click.command()
+@_trace
+@click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Directory of a model.")
+@_json
+def demo(trace: Path | None, model: Path | None, json_file: Path | None) -> None:
+    """Three daemons and two engines on this machine share one cache; one daemon is killed halfway."""
+    from tokenlake_bench.demo import run_demo
+
+    try:
+        run_demo(trace, model, json_file)
+    except TokenLakeError as error:
+        raise click.ClickException(str(error)) from error

@@ -1,0 +1,32 @@
+"""How many copies of each segment the nodes hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from tokenlake.identity import SegmentKey
+from tokenlake.wire import Code
+from tokenlake_bench.live_client import MATCH_S
+from tokenlake_client import Pool
+
+__all__ = ["copies_per_segment"]
+
+BATCH = 1024
+"""Keys per match."""
+
+
+def copies_per_segment(pools: Sequence[Pool], keys: Iterable[SegmentKey]) -> float:
+    """Mean over those of `keys` (distinct, in any order) that some node holds; 0 when none does.
+
+    `pools`: one per node, when nothing is on its way between nodes. Touches what it finds.
+    """
+    wanted = list(keys)
+    copies: Counter[SegmentKey] = Counter()
+    for pool in pools:
+        for start in range(0, len(wanted), BATCH):
+            batch = wanted[start : start + BATCH]
+            with pool.match(batch, deadline_s=MATCH_S) as lease:
+                found = [key for key, code in zip(batch, lease.codes, strict=True) if code == Code.LOCAL]
+            copies.update(found)
+    return copies.total() / len(copies) if copies else 0.0

@@ -1,0 +1,150 @@
+"""`bench cache-hit` in live mode: daemons on this machine, real bytes, and the baselines beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokenlake.wire import Code
+from tokenlake_bench import balance
+from tokenlake_bench.baselines import (
+    Accesses,
+    Baselines,
+    global_lru,
+    infinite_cache,
+    intern_segments,
+    private_round_robin,
+    private_routed,
+)
+from tokenlake_bench.cluster import Cluster
+from tokenlake_bench.copies import copies_per_segment
+from tokenlake_bench.live_client import WINDOW, LiveClient
+from tokenlake_bench.load_meter import LoadMeter, settle
+from tokenlake_bench.replay import ReplayLog, replay
+from tokenlake_bench.report import CacheHitDetails, CacheHitResult, Quantiles
+from tokenlake_bench.routes import ROUTES
+from tokenlake_bench.sizing import PoolSize, bench_layout, pool_size
+from tokenlake_bench.workload import Workload
+
+__all__ = ["LiveOptions", "LiveRun", "notes", "run_live"]
+
+STAGED_SHARE = 0.10
+PATIENT = {"match_deadline_ms": "1000", "suspect_ms": "5000"}
+"""Settings of the daemons: what is found must not depend on how busy this machine is."""
+SENT_BYTES = "tokenlake_sent_bytes_total"
+EVICTED = "tokenlake_evicted_segments_total"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveOptions:
+    """`capacity_tokens` is that of the whole pool; `speed` 0 replays as fast as it goes."""
+
+    nodes: int = 3
+    capacity_tokens: int
+    segment_tokens: int
+    route: str = "round-robin"
+    speed: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """`global_lru` is the token hit rate of one cache of the pool's capacity."""
+
+    result: CacheHitResult
+    details: CacheHitDetails
+    log: ReplayLog
+    global_lru: float
+    evicted: int
+
+
+def run_live(workload: Workload, options: LiveOptions, progress: Callable[[ReplayLog], None]) -> LiveRun:
+    """Replays `workload` and compares. Raises TokenLakeError; an interrupted replay is reported as far as it got."""
+    size = pool_size(options.nodes, options.capacity_tokens, bench_layout(options.segment_tokens))
+    accesses = intern_segments(workload, options.segment_tokens)
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(Cluster(options.nodes, str(size.memory), str(size.memory), **PATIENT))
+        # What is fetched has to fit among the staged copies.
+        window = max(1, min(WINDOW, int(STAGED_SHARE * size.node_segments)))
+        clients = [
+            LiveClient(stack.enter_context(cluster.connect(node, size.layout)), options.seed, window=window)
+            for node in range(options.nodes)
+        ]
+        meter = LoadMeter(cluster, size.layout.segment_bytes)
+        route = ROUTES[options.route](options.nodes, options.seed)
+        log = replay(workload, accesses, clients, route, meter=meter, speed=options.speed, progress=progress)
+        elapsed_s = time.monotonic() - began
+        settle(cluster)
+        totals = cluster.totals()
+        duplication = copies_per_segment([client.pool for client in clients], log.keys.values())
+        node_bytes = dict(zip([node.name for node in cluster.nodes], balance.load_of_nodes(meter.served), strict=True))
+    done = Accesses(accesses.segment_tokens, accesses.prompts[: log.requests])
+    compared = _baselines(done, size, options.seed)
+    spread = balance.spread(meter.served)
+    result = CacheHitResult(
+        token_hit_rate=log.hit_segments * options.segment_tokens / max(1, log.prompt_tokens),
+        ideal_token_hit_rate=compared.ideal.rate,
+        private_token_hit_rate=compared.private.rate,
+        private_routed_token_hit_rate=compared.private_routed.rate,
+        remote_share=log.remote_segments / max(1, log.hit_segments),
+        duplication=duplication,
+        load_cv=spread.cv,
+        load_cv_floor=balance.floor(meter.read, options.seed).cv,
+        load_max_over_mean=spread.max_over_mean,
+        bytes_moved=int(totals[SENT_BYTES]),
+        wrong_bytes=log.wrong_bytes,
+        requests=log.requests,
+        nodes=options.nodes,
+        seed=options.seed,
+    )
+    details = CacheHitDetails(
+        workload=workload.name,
+        segment_tokens=options.segment_tokens,
+        capacity_tokens=size.capacity_tokens,
+        match=_quantiles(log.match_s),
+        fetch=_quantiles(log.fetch_s),
+        node_bytes=node_bytes,
+        elapsed_s=elapsed_s,
+    )
+    return LiveRun(result, details, log, compared.global_lru.rate, int(totals[EVICTED]))
+
+
+def notes(run: LiveRun) -> list[str]:
+    """Lines for below the table: what it compares with and what stood in the way."""
+    cut: dict[Code, int] = {code: count for code, count in run.log.cut_by.items() if code is not Code.MISSING}
+    refused: dict[Code, int] = {code: count for code, count in run.log.stored.items() if code.refused}
+    lines = [
+        f"one cache of the same capacity would hit {run.global_lru * 100:.1f} %; segments evicted: {run.evicted:,}",
+        f"hits that ended for another reason than a missing segment: {_counts(cut)}",
+        f"segments that were refused a place: {_counts(refused)}",
+    ]
+    if run.log.failures:
+        lines.append(f"calls that a daemon did not answer in time: {run.log.failures:,}")
+    if run.log.interrupted:
+        lines.append(f"interrupted after {run.log.requests:,} requests; everything above is about these")
+    return lines
+
+
+def _counts(counted: Mapping[Code, int]) -> str:
+    return ", ".join(f"{code.name} {counted[code]:,}" for code in sorted(counted)) or "none"
+
+
+def _baselines(accesses: Accesses, size: PoolSize, seed: int) -> Baselines:
+    return Baselines(
+        ideal=infinite_cache(accesses),
+        private=private_round_robin(accesses, size.nodes, size.capacity_tokens),
+        private_routed=private_routed(accesses, size.nodes, size.capacity_tokens, seed),
+        global_lru=global_lru(accesses, size.capacity_tokens),
+    )
+
+
+def _quantiles(seconds: Sequence[float]) -> Quantiles:
+    if not seconds:
+        return Quantiles(0.0, 0.0)
+    p50, p99 = np.quantile(np.array(seconds), [0.5, 0.99]) * 1e3
+    return Quantiles(float(p50), float(p99))

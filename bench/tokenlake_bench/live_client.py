@@ -1,0 +1,137 @@
+"""An engine's part of a replay: match, read and check every byte, store what was missing."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenlake.errors import DeadlinePassed
+from tokenlake.identity import SegmentKey
+from tokenlake.wire import Code
+from tokenlake_bench import payload
+from tokenlake_bench.payload import PayloadIdentity
+from tokenlake_client import Pool
+
+__all__ = ["ChainOf", "LiveClient", "Served", "chain_of"]
+
+WINDOW: Final = 32
+"""Most segments that are fetched, checked and released at a time."""
+MATCH_S: Final = 1.0
+"""A benchmark of hit rates asks what is found, not what is found in time; how long it took is reported."""
+PATIENCE_S: Final = 5.0
+"""For the write budget, per window of a store without progress."""
+
+Tokens = NDArray[np.uint32]
+ChainOf = Callable[[Pool, Tokens], Sequence[SegmentKey]]
+"""How the keys of a prompt's full segments are made."""
+
+
+def chain_of(pool: Pool, tokens: Tokens) -> Sequence[SegmentKey]:
+    """The project's keys."""
+    return pool.prefix(tokens).keys
+
+
+@dataclass(slots=True)
+class Served:
+    """What became of one prompt. Counts are of segments unless the name says otherwise."""
+
+    keys: Sequence[SegmentKey]
+    hits: int = 0
+    """Read from the pool, from the first on without a gap."""
+    remote: list[int] = field(default_factory=list)
+    """Those of the hits that came from another node, ascending."""
+    wrong_segments: int = 0
+    wrong_bytes: int = 0
+    match_s: float = 0.0
+    fetch_s: list[float] = field(default_factory=list)
+    """One per window."""
+    cut_by: Code | None = None
+    """Why the prefix ended before the prompt's last full segment did."""
+    failures: int = 0
+    """Calls that the daemon did not answer in time."""
+    stored: Counter[Code] = field(default_factory=Counter)
+
+
+class LiveClient:
+    """One engine at one node."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        seed: int,
+        *,
+        window: int = WINDOW,
+        tenant: str | None = None,
+        chain: ChainOf = chain_of,
+    ) -> None:
+        """`window`: segments read at a time. `tenant`: whose bytes are expected; that of the connection unless
+        given."""
+        self.pool = pool
+        self._window = window
+        self._chain = chain
+        fingerprint = pool.layout.fingerprint()
+        self._identity = PayloadIdentity(seed, pool.tenant if tenant is None else tenant, fingerprint)
+
+    def serve(self, tokens: Tokens) -> Served:
+        """Read the longest known prefix of `tokens`, compare it, store the rest. A call without an answer is
+        counted; what it was to bring is missing. Raises `Unreachable` when the daemon is gone."""
+        keys = self._chain(self.pool, tokens)
+        digests = self._identity.digests(tokens, self.pool.layout.segment_tokens)
+        served = Served(keys)
+        for step in (self._read, self._store):
+            try:
+                step(served, digests)
+            except DeadlinePassed:
+                served.failures += 1
+        return served
+
+    def close(self) -> None:
+        """Leave the pool."""
+        self.pool.close()
+
+    def _read(self, served: Served, digests: list[bytes]) -> None:
+        began = time.perf_counter()
+        with self.pool.match(served.keys, deadline_s=MATCH_S) as lease:
+            served.match_s = time.perf_counter() - began
+            if lease.hits < len(served.keys):
+                served.cut_by = Code(lease.codes[lease.hits])
+            while served.hits < lease.hits:
+                start, stop = served.hits, min(served.hits + self._window, lease.hits)
+                began = time.perf_counter()
+                arrays = lease.fetch(start, stop)
+                served.fetch_s.append(time.perf_counter() - began)
+                served.hits += len(arrays)
+                served.remote += [index for index in range(start, served.hits) if lease.codes[index] == Code.REMOTE]
+                # Views keep their segments leased: they go before the release.
+                while arrays:
+                    _compare(arrays.pop(), digests[start + len(arrays)], served)
+                lease.release(start, served.hits)
+                if served.hits < stop:
+                    served.cut_by = Code.LOST
+                    break
+
+    def _store(self, served: Served, digests: list[bytes]) -> None:
+        missing = served.keys[served.hits :]
+        if not missing:
+            return
+
+        def fill(index: int, slot: NDArray[np.uint8]) -> None:
+            payload.fill(slot, digests[served.hits + index])
+
+        codes = self.pool.store_all(missing, fill, served.hits, PATIENCE_S)
+        served.stored.update(Code(code) for code in codes)
+
+
+def _compare(array: NDArray[np.uint8], digest: bytes, served: Served) -> None:
+    if payload.check(array, digest):
+        return
+    expected = np.empty_like(array)
+    payload.fill(expected, digest)
+    served.wrong_segments += 1
+    served.wrong_bytes += int(np.count_nonzero(array != expected))

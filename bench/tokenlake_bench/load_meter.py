@@ -1,0 +1,74 @@
+"""What each node's arena was read for, window by window of trace time.
+
+A local read is counted by the client that made it. A read for another node is counted by the daemon that sent
+the bytes: what it sent less what others pulled from it to keep. The daemons are asked once per window, when
+nothing is on its way between nodes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Final
+
+from tokenlake_bench.balance import WINDOW_S, ReadLog
+from tokenlake_bench.cluster import Cluster
+
+__all__ = ["LoadMeter", "settle"]
+
+SETTLE_S: Final = 10.0
+PAUSE_S: Final = 0.002
+
+
+class LoadMeter:
+    """`served`: reads by the node that served them, the segments not told apart. `read`: the same reads by
+    segment, all as of node 0."""
+
+    def __init__(self, cluster: Cluster, segment_bytes: int, window_s: float = WINDOW_S) -> None:
+        self.served = ReadLog(len(cluster.nodes))
+        self.read = ReadLog(len(cluster.nodes))
+        self._cluster = cluster
+        self._segment_bytes = segment_bytes
+        self._window_s = window_s
+        self._window = -1
+        self._local = [0] * len(cluster.nodes)
+        self._sent = [0] * len(cluster.nodes)
+
+    def at(self, at_s: float) -> None:
+        """The next reads happen at `at_s`, which never goes back."""
+        window = math.floor(at_s / self._window_s)
+        if window != self._window:
+            self.close_window()
+            self._window = window
+
+    def add(self, at_s: float, node: int, segments: list[int], remote: int) -> None:
+        """A request at `node` read `segments`, of which `remote` came from other nodes."""
+        self._local[node] += len(segments) - remote
+        for segment in segments:
+            self.read.add(at_s, 0, segment, self._segment_bytes)
+
+    def close_window(self) -> None:
+        """Ask the daemons; also after the last read."""
+        if self._window < 0:
+            return
+        settle(self._cluster)
+        at_s = self._window * self._window_s
+        for number, node in enumerate(self._cluster.nodes):
+            metrics = node.metrics()
+            sent = int(metrics["tokenlake_sent_segments_total"] - metrics["tokenlake_pushed_segments_total"])
+            count = self._local[number] + max(0, sent - self._sent[number])
+            self.served.add(at_s, number, 0, count * self._segment_bytes)
+            self._sent[number] = sent
+        self._local = [0] * len(self._local)
+
+
+def settle(cluster: Cluster) -> bool:
+    """Wait until no segment is being written or pushed; False when that takes too long."""
+    until = time.monotonic() + SETTLE_S
+    while time.monotonic() < until:
+        totals = cluster.totals()
+        dirty = [value for name, value in totals.items() if name.startswith("tokenlake_segments{") and "dirty" in name]
+        if not any(dirty):
+            return True
+        time.sleep(PAUSE_S)
+    return False

@@ -1,0 +1,53 @@
+"""How far a run is: a bar on a terminal, a line per tenth elsewhere."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+__all__ = ["LiveProgress"]
+
+LINES = 10
+
+
+class LiveProgress:
+    """As a context manager; `update` says how much of `total` is done and what to show beside it."""
+
+    def __init__(self, console: Console, title: str, total: int) -> None:
+        self._console = console
+        self._title = title
+        self._total = total
+        self._lines = 0
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[status]}"),
+        )
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task(title, total=total, status="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def update(self, done: int, status: str) -> None:
+        """`done` never falls."""
+        if self._console.is_terminal:
+            self._bar.update(self._task, completed=done, status=status)
+        elif done * LINES // self._total > self._lines:
+            self._lines = done * LINES // self._total
+            self._console.print(f"{self._title}: {done} of {self._total}, {status}")
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text)

@@ -1,0 +1,90 @@
+"""Replays a workload against daemons: one request at a time, in order, as the baselines do."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tokenlake.identity import SegmentKey
+from tokenlake.wire import Code
+from tokenlake_bench.baselines import Accesses
+from tokenlake_bench.live_client import LiveClient, Served
+from tokenlake_bench.load_meter import LoadMeter
+from tokenlake_bench.routes import Route
+from tokenlake_bench.workload import Request, Workload
+
+__all__ = ["ReplayLog", "replay"]
+
+
+@dataclass(slots=True)
+class ReplayLog:
+    """Sums over the requests done so far."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    hit_segments: int = 0
+    remote_segments: int = 0
+    wrong_segments: int = 0
+    wrong_bytes: int = 0
+    match_s: list[float] = field(default_factory=list)
+    fetch_s: list[float] = field(default_factory=list)
+    cut_by: Counter[Code] = field(default_factory=Counter)
+    """Requests by the reason why their hit ended."""
+    failures: int = 0
+    """Calls that a daemon did not answer in time."""
+    stored: Counter[Code] = field(default_factory=Counter)
+    """Segments to store by what became of them."""
+    keys: dict[int, SegmentKey] = field(default_factory=dict)
+    """Of every segment that was asked for, by its id in the accesses."""
+    interrupted: bool = False
+
+    def add(self, request: Request, served: Served, chain: Sequence[int]) -> None:
+        """One request is done; `chain` has its segments' ids."""
+        self.requests += 1
+        self.prompt_tokens += len(request.tokens)
+        self.hit_segments += served.hits
+        self.remote_segments += len(served.remote)
+        self.wrong_segments += served.wrong_segments
+        self.wrong_bytes += served.wrong_bytes
+        self.match_s.append(served.match_s)
+        self.fetch_s += served.fetch_s
+        if served.cut_by is not None:
+            self.cut_by[served.cut_by] += 1
+        self.failures += served.failures
+        self.stored += served.stored
+        self.keys.update(zip(chain, served.keys, strict=True))
+
+
+def replay(
+    workload: Workload,
+    accesses: Accesses,
+    clients: Sequence[LiveClient],
+    route: Route,
+    *,
+    meter: LoadMeter,
+    speed: float = 0.0,
+    progress: Callable[[ReplayLog], None] = lambda log: None,
+) -> ReplayLog:
+    """`accesses` are the workload's own. `speed`: trace seconds per second; 0 waits for nothing.
+
+    KeyboardInterrupt ends it early: the log then says `interrupted` and has the requests that were done.
+    Raises `Unreachable`.
+    """
+    log = ReplayLog()
+    began = time.monotonic()
+    try:
+        for request, prompt in zip(workload, accesses.prompts, strict=True):
+            if speed > 0:
+                time.sleep(max(0.0, request.at_s / speed - (time.monotonic() - began)))
+            meter.at(request.at_s)
+            node = route(request)
+            served = clients[node].serve(request.tokens)
+            meter.add(request.at_s, node, list(prompt.chain[: served.hits]), len(served.remote))
+            log.add(request, served, prompt.chain)
+            progress(log)
+        meter.close_window()
+    except KeyboardInterrupt:
+        log.interrupted = True
+    return log

@@ -1,0 +1,36 @@
+"""Which node a request goes to."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from tokenlake_bench.mixing import key_of
+from tokenlake_bench.workload import Request
+
+__all__ = ["ROUTES", "Route", "RouteMaker"]
+
+Route = Callable[[Request], int]
+"""Number of a node, from 0."""
+RouteMaker = Callable[[int, int], Route]
+"""(number of nodes, seed) to a route."""
+
+
+def _round_robin(nodes: int, seed: int) -> Route:
+    return lambda request: request.index % nodes
+
+
+def _random(nodes: int, seed: int) -> Route:
+    draw = random.Random(seed)
+    return lambda request: draw.randrange(nodes)
+
+
+def _conversation(nodes: int, seed: int) -> Route:
+    return lambda request: key_of(seed, request.conversation) % nodes
+
+
+ROUTES: dict[str, RouteMaker] = {
+    "round-robin": _round_robin,
+    "random": _random,
+    "conversation": _conversation,
+}

@@ -1,0 +1,76 @@
+"""A pool of an exact number of segments: its layout and the memory of each node.
+
+The baselines count segments; the pool must have as many places, no more and no fewer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from tokenlake.errors import ConfigurationError
+from tokenlake.layout import Layout
+from tokenlake.store.region import RegionShape
+
+__all__ = ["PoolSize", "bench_layout", "pool_size"]
+
+PAGE: Final = 4096
+SMALLEST_MEMORY: Final = 64 << 10
+"""Of a daemon's arena."""
+SMALLEST_SEGMENT: Final = 2 * PAGE
+"""A node's memory is a multiple of a page; with larger slots the rounding never makes room for one more."""
+FLOAT16_PAIR: Final = 4
+"""Bytes of one key and one value element."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """`memory` bytes per node hold exactly `node_segments` segments of `layout`, in one region."""
+
+    nodes: int
+    node_segments: int
+    layout: Layout
+    memory: int
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that fit in the whole pool."""
+        return self.nodes * self.node_segments * self.layout.segment_tokens
+
+
+def bench_layout(segment_tokens: int) -> Layout:
+    """One layer and one head, 16 bytes per token or as many as make a segment of 8 KiB."""
+    if not 1 <= segment_tokens <= 1 << 20:
+        raise ConfigurationError("segment_tokens", segment_tokens, f"1 to {1 << 20}")
+    dim = max(4, -(-SMALLEST_SEGMENT // (segment_tokens * FLOAT16_PAIR)))
+    return Layout(
+        model_id="tokenlake-bench",
+        weights_digest="00",
+        dtype="float16",
+        layers=1,
+        kv_heads=1,
+        key_dim=dim,
+        value_dim=dim,
+        position="none",
+        segment_tokens=segment_tokens,
+    )
+
+
+def pool_size(nodes: int, capacity_tokens: int, layout: Layout) -> PoolSize:
+    """`capacity_tokens` split evenly over `nodes`, rounded down to whole segments as the baselines do."""
+    if nodes < 1:
+        raise ConfigurationError("nodes", nodes, "at least 1")
+    segments = capacity_tokens // nodes // layout.segment_tokens
+    least = SMALLEST_MEMORY // layout.segment_bytes + 1
+    if segments < least:
+        raise ConfigurationError(
+            "capacity_tokens",
+            capacity_tokens,
+            f"at least {nodes * least * layout.segment_tokens}: {least} segments of {layout.segment_tokens} tokens "
+            f"for each of {nodes} nodes",
+        )
+    memory = -(-segments * layout.segment_bytes // PAGE) * PAGE
+    while RegionShape(memory, layout.segment_bytes).slots < segments:
+        memory += PAGE
+    assert RegionShape(memory, layout.segment_bytes).slots == segments
+    return PoolSize(nodes, segments, layout, memory)

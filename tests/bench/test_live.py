@@ -1,0 +1,146 @@
+"""The replay against real daemons finds no wrong byte, and finds them when the keys are too weak."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from tokenlake.identity import SegmentKey
+from tokenlake.keys import Prefix, root_key
+from tokenlake_bench.cli import bench
+from tokenlake_bench.cluster import Cluster
+from tokenlake_bench.live_client import LiveClient, Served, chain_of
+from tokenlake_bench.sizing import bench_layout
+from tokenlake_client import Pool
+
+pytestmark = pytest.mark.live
+
+TRACE = Path(__file__).parents[3] / "shared/traces/mooncake_conversation_trace.jsonl.zst"
+SEGMENT = 64
+LAYOUT = bench_layout(SEGMENT)
+PUBLIC_SECRET = b"known to every tenant"
+
+Connect = Callable[[int, str], Pool]
+"""(node, credential)"""
+
+TENANTS = """
+[[tenants]]
+name = "a"
+secret = "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
+tokens = ["token of a"]
+
+[[tenants]]
+name = "b"
+secret = "bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"
+tokens = ["token of b"]
+"""
+
+
+def test_a_replayed_trace_has_no_wrong_byte_and_hits_across_nodes(tmp_path: Path) -> None:
+    result_file, plot = tmp_path / "result.json", tmp_path / "result.png"
+    arguments = ["cache-hit", "--limit", "1000", "--nodes", "3", "--json", str(result_file), "--plot", str(plot)]
+    if TRACE.exists():
+        arguments += ["--trace", str(TRACE)]
+    outcome = CliRunner().invoke(bench, arguments)
+    print(outcome.output)
+    assert outcome.exit_code == 0, outcome.output
+    assert TRACE.exists() or "built-in workload" in outcome.output
+    result = json.loads(result_file.read_bytes())
+    assert result["wrong_bytes"] == 0
+    assert result["requests"] == 1000
+    assert 0 < result["token_hit_rate"] <= result["ideal_token_hit_rate"]
+    assert 0 < result["private_token_hit_rate"] <= result["ideal_token_hit_rate"]
+    assert 0 < result["remote_share"] < 1
+    assert result["duplication"] >= 1
+    assert result["load_max_over_mean"] >= 1
+    assert result["bytes_moved"] > 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def tokens(first: int, count: int) -> NDArray[np.uint32]:
+    return np.arange(first, first + count, dtype=np.uint32)
+
+
+def prompts() -> list[NDArray[np.uint32]]:
+    """The same text behind two different first segments, twice."""
+    text = tokens(1000, 4 * SEGMENT)
+    return [np.concatenate([tokens(first, SEGMENT), text]) for first in (0, 500, 0, 500)]
+
+
+def serve_all(clients: Sequence[LiveClient], requests: Sequence[NDArray[np.uint32]]) -> list[Served]:
+    return [clients[index % len(clients)].serve(each) for index, each in enumerate(requests)]
+
+
+def without_parent(pool: Pool, text: NDArray[np.uint32]) -> list[SegmentKey]:
+    """Each segment's key from its own tokens only."""
+    size = pool.layout.segment_tokens
+    pieces = [text[start : start + size] for start in range(0, len(text) - size + 1, size)]
+    return [SegmentKey(hashlib.blake2b(piece.tobytes(), digest_size=32).digest()) for piece in pieces]
+
+
+def without_secret(pool: Pool, text: NDArray[np.uint32]) -> list[SegmentKey]:
+    """The project's chain, but from a root that all tenants share."""
+    chain = Prefix(root_key(PUBLIC_SECRET, pool.layout.fingerprint()), pool.layout.segment_tokens)
+    chain.extend(text)
+    return chain.keys
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    config = tmp_path_factory.mktemp("config") / "tenants.toml"
+    config.write_text(TENANTS)
+    patient = {"match_deadline_ms": "2000", "suspect_ms": "10000"}
+    with Cluster(2, "8MiB", "1MiB", config=str(config), **patient) as running:
+        yield running
+
+
+@pytest.fixture
+def connect(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Connect]:
+    """Connects with a layout of the test's own, so that it finds no other's segments."""
+    layout = replace(LAYOUT, model_id=request.node.name)
+    with contextlib.ExitStack() as stack:
+        yield lambda node, credential: stack.enter_context(Pool.connect(cluster.nodes[node].socket, layout, credential))
+
+
+def test_the_same_text_behind_another_prefix_is_another_segment(connect: Connect) -> None:
+    clients = [LiveClient(connect(node, "token of a"), seed=1) for node in (0, 1)]
+    served = serve_all(clients, prompts())
+    assert [each.hits for each in served] == [0, 0, 5, 5]
+    assert sum(each.wrong_bytes for each in served) == 0
+
+
+def test_keys_without_the_parent_give_wrong_bytes(connect: Connect) -> None:
+    clients = [LiveClient(connect(node, "token of a"), seed=1, chain=without_parent) for node in (0, 1)]
+    served = serve_all(clients, [*prompts()[:2], tokens(1000, 4 * SEGMENT)])
+    assert sum(each.wrong_bytes for each in served) > 0
+
+
+def test_without_the_secret_in_the_keys_the_index_still_keeps_tenants_apart(connect: Connect) -> None:
+    clients = [LiveClient(connect(0, f"token of {tenant}"), seed=1, chain=without_secret) for tenant in "ab"]
+    served = serve_all(clients, [prompts()[0]] * 4)
+    assert served[0].keys == served[1].keys
+    assert [each.hits for each in served] == [0, 0, 5, 5]
+    assert sum(each.wrong_bytes for each in served) == 0
+
+
+def test_without_the_tenant_in_keys_and_index_bytes_are_wrong(connect: Connect) -> None:
+    # Both come in as tenant a, as if there were no tenants; each expects its own bytes.
+    clients = [LiveClient(connect(0, "token of a"), seed=1, tenant=tenant, chain=without_secret) for tenant in "ab"]
+    served = serve_all(clients, [prompts()[0]] * 2)
+    assert served[1].hits == served[1].wrong_segments == 5
+    assert served[1].wrong_bytes > 0
+
+
+def test_the_secret_alone_keeps_tenants_apart_where_the_index_would_not(connect: Connect) -> None:
+    pools = [connect(0, f"token of {tenant}") for tenant in "ab"]
+    keys = [chain_of(pool, prompts()[0]) for pool in pools]
+    assert not set(keys[0]) & set(keys[1])
