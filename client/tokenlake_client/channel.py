@@ -4,7 +4,8 @@ There is no reader thread: a caller that waits reads, and hands others their rep
 a call costs two system calls and no wake-up of another thread.
 
 A call that misses its deadline makes the channel *overdue*: until the daemon says anything, further calls give
-up at once, so that a frozen daemon costs its engine one deadline.
+up at once, so that a frozen daemon costs its engine one deadline. Its reply may still come, and grant what
+nobody waits for any more: `orphans` keeps such replies for whoever gives back what they grant.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import array
 import contextlib
 import itertools
+import math
 import os
 import select
 import socket
@@ -22,9 +24,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tokenlake import errors
-from tokenlake.errors import DeadlinePassed, ProtocolRefused, Refused, TokenLakeError, Unreachable
-from tokenlake.wire import FrameDecoder, pack_frame
-from tokenlake.wire.engine import EngineReply, EngineRequest, Failed, reply_decoder
+from tokenlake.errors import DeadlinePassed, LimitReached, ProtocolRefused, Refused, TokenLakeError, Unreachable
+from tokenlake.wire import HEADER_BYTES, FrameDecoder, pack_frame
+from tokenlake.wire.engine import EngineReply, EngineRequest, Failed, Region, reply_decoder
 from tokenlake.wire.frames import decode
 
 __all__ = ["Channel", "Pending"]
@@ -40,11 +42,13 @@ _FD_SPACE = socket.CMSG_SPACE(4 * array.array("i").itemsize)
 class Pending:
     """A reply to come. Read by `Channel.wait` and `Channel.poll` alone."""
 
-    __slots__ = ("error", "reply")
+    __slots__ = ("descriptor", "error", "reply")
 
     def __init__(self) -> None:
         self.reply: EngineReply | None = None
         self.error: TokenLakeError | None = None
+        self.descriptor: int | None = None
+        """Came beside a `Region`; whoever waits for the reply owns it."""
 
     @property
     def done(self) -> bool:
@@ -64,7 +68,12 @@ class Channel:
         self._changed = threading.Condition()
         self._reading = False
         self._sending = threading.Lock()
-        self._broken: Unreachable | None = None
+        self._broken: TokenLakeError | None = None
+        self._process = os.getpid()
+        self.max_frame = MAX_FRAME
+        """Of a request; set once the daemon named its bound."""
+        self.orphans: deque[EngineReply] = deque()
+        """Replies that came after their caller gave up."""
         self.overdue = False
         self.timeouts = 0
         """Calls that waited for their whole deadline in vain."""
@@ -90,11 +99,11 @@ class Channel:
     def begin(self, make: Callable[[int], EngineRequest]) -> Pending:
         """Send `make(id)`; its reply comes to `wait` or `poll`."""
         pending = Pending()
-        number = next(self._ids)
         self._check()
+        number = next(self._ids)
         with self._changed:
             self._waiting[number] = pending
-        self._send(make(number))
+        self._send(make(number), pending)
         return pending
 
     def tell(self, message: EngineRequest) -> None:
@@ -103,31 +112,22 @@ class Channel:
         self._send(message)
 
     def wait(self, pending: Pending, deadline_s: float) -> EngineReply:
-        """The reply. After `DeadlinePassed` a late one is dropped."""
-        until = time.monotonic() + deadline_s
-        while not pending.done:
-            left = until - time.monotonic()
-            if left <= 0:
-                self._give_up(pending, deadline_s)
-            elif self._lead(pending, left):
-                self._read_until(pending, until)
+        """The reply. After `DeadlinePassed` a late one is an orphan."""
+        if not self._await(pending, deadline_s):
+            self._give_up(pending, deadline_s)
         return self._result(pending)
 
-    def poll(self, pending: Pending) -> EngineReply | None:
-        """The reply if it is here, without waiting."""
-        if not pending.done and self._lead(pending, 0.0):
-            self._read_until(pending, 0.0)
-        return self._result(pending) if pending.done else None
+    def poll(self, pending: Pending, wait_s: float = 0.0) -> EngineReply | None:
+        """The reply if it is here, or comes within `wait_s`."""
+        return self._result(pending) if self._await(pending, wait_s) else None
 
     def drop(self, pending: Pending) -> None:
-        """Nobody waits for it any more."""
+        """Nobody waits for it any more: its reply is an orphan, also when it is here already."""
         with self._changed:
             for number in [number for number, other in self._waiting.items() if other is pending]:
                 del self._waiting[number]
-
-    def take_descriptor(self) -> int:
-        """The oldest descriptor that came beside a reply; the caller owns it."""
-        return self._descriptors.popleft()
+            if pending.reply is not None:
+                self.orphans.append(pending.reply)
 
     def close(self) -> None:
         """Idempotent. Calls that wait in other threads fail with `Unreachable`."""
@@ -136,22 +136,45 @@ class Channel:
     # -- inside
 
     def _check(self) -> None:
+        if self._process != os.getpid():
+            raise Unreachable("a forked process must connect on its own: the connection is its parent's")
+        if self._broken is None and self.overdue and self._lead(None, 0.0):
+            self._read_until(None, 0.0)
         if self._broken is not None:
             raise Unreachable(str(self._broken))
-        if self.overdue and self._lead(None, 0.0):
-            self._read_until(None, 0.0)
         if self.overdue:
             raise DeadlinePassed(f"the daemon at {self.path} still owes the answer to an earlier call")
 
-    def _send(self, message: EngineRequest) -> None:
+    def _send(self, message: EngineRequest, pending: Pending | None = None) -> None:
+        frame = pack_frame(message)
+        if len(frame) - HEADER_BYTES > self.max_frame:
+            if pending is not None:
+                self.drop(pending)
+            raise LimitReached(
+                f"a request of {len(frame) - HEADER_BYTES} bytes; the daemon's 'max_frame' is {self.max_frame}"
+            )
         with self._sending:
             try:
-                self._sock.sendall(pack_frame(message))
+                self._sock.sendall(frame)
             except OSError as error:
+                # A daemon that closes the connection says why first.
+                if self._lead(None, 0.0):
+                    self._read_until(None, 0.0)
                 # Part of a frame may be out: the stream cannot be used any more.
                 self._break(Unreachable(f"the daemon at {self.path} does not read: {error}"))
-        if self._broken is not None:
+        if self._broken is not None and pending is None:
             raise Unreachable(str(self._broken))
+
+    def _await(self, pending: Pending, wait_s: float) -> bool:
+        """Is it done, at the latest after `wait_s`? Reads what is there in any case."""
+        until = time.monotonic() + wait_s
+        while not pending.done:
+            left = max(0.0, until - time.monotonic())
+            if self._lead(pending, left):
+                self._read_until(pending, until)
+            if not left:
+                break
+        return pending.done
 
     def _lead(self, pending: Pending | None, wait_s: float) -> bool:
         """Become the one that reads. False: somebody else reads; `pending` may have changed meanwhile."""
@@ -171,15 +194,24 @@ class Channel:
         try:
             while self._broken is None and not (pending is not None and pending.done):
                 left = max(0.0, until - time.monotonic())
-                if not select.select([self._sock], [], [], left)[0]:
+                if not self._readable(left):
                     return
                 self._read()
+        except Refused as error:
+            self._break(error)
         except (OSError, TokenLakeError, ValueError) as error:
             self._break(Unreachable(f"the connection to the daemon at {self.path} broke: {error}"))
         finally:
             with self._changed:
                 self._reading = False
                 self._changed.notify_all()
+
+    def _readable(self, wait_s: float) -> bool:
+        # poll, because select takes no descriptor beyond 1023, and engines have more. Rounded up: a wait of less
+        # than a millisecond must not spin.
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        return bool(poller.poll(math.ceil(wait_s * 1e3)))
 
     def _read(self) -> None:
         data, ancillary, _, _ = self._sock.recvmsg(READ_BYTES, _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
@@ -198,22 +230,30 @@ class Channel:
             self._changed.notify_all()
 
     def _deliver(self, reply: EngineReply) -> None:
+        descriptor = self._descriptors.popleft() if isinstance(reply, Region) and self._descriptors else None
         pending = self._waiting.pop(reply.id, None)
-        if isinstance(reply, Failed):
-            error = _as_error(reply)
-            if pending is not None:
-                pending.error = error
-            else:
-                # About the connection itself; the daemon closes it after this.
-                self._broken = self._broken or Unreachable(str(error))
-        elif pending is not None:
+        if isinstance(reply, Failed) and not reply.id:
+            # About the connection itself; the daemon closes it after this.
+            raise _as_error(reply)
+        if pending is None:
+            if descriptor is not None:
+                os.close(descriptor)
+            self.orphans.append(reply)
+        elif isinstance(reply, Failed):
+            pending.error = _as_error(reply)
+        else:
+            pending.descriptor = descriptor
             pending.reply = reply
 
     def _give_up(self, pending: Pending, deadline_s: float) -> None:
-        self.drop(pending)
-        self.overdue = True
-        self.timeouts += 1
-        pending.error = DeadlinePassed(f"the daemon at {self.path} did not answer within {deadline_s * 1e3:.0f} ms")
+        with self._changed:
+            if pending.done:
+                # It came between the last look and now.
+                return
+            self.drop(pending)
+            self.overdue = True
+            self.timeouts += 1
+            pending.error = DeadlinePassed(f"the daemon at {self.path} did not answer within {deadline_s * 1e3:.0f} ms")
 
     @staticmethod
     def _result(pending: Pending) -> EngineReply:
@@ -222,12 +262,14 @@ class Channel:
         assert pending.reply is not None
         return pending.reply
 
-    def _break(self, error: Unreachable) -> None:
+    def _break(self, error: TokenLakeError) -> None:
         with self._changed:
             if self._broken is None:
                 self._broken = error
-                with contextlib.suppress(OSError):
-                    self._sock.shutdown(socket.SHUT_RDWR)
+                if self._process == os.getpid():
+                    # Not in a forked child: that would end its parent's connection.
+                    with contextlib.suppress(OSError):
+                        self._sock.shutdown(socket.SHUT_RDWR)
                 self._sock.close()
                 while self._descriptors:
                     os.close(self._descriptors.popleft())
@@ -237,7 +279,7 @@ class Channel:
             self._changed.notify_all()
 
 
-def _as_error(failed: Failed) -> TokenLakeError:
+def _as_error(failed: Failed) -> Refused:
     kind = getattr(errors, failed.kind, None)
     if isinstance(kind, type) and issubclass(kind, Refused):
         return kind(failed.reason)

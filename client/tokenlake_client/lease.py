@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 
 from tokenlake.identity import LeaseId, SegmentKey
 from tokenlake.wire import Code
+from tokenlake.wire.engine import Matched
 from tokenlake.wire.slots import SLOT_BYTES, SlotRef, unpack_slots
 from tokenlake_client.checksums import CHECKSUM_BYTES, shard_checksums
 from tokenlake_client.regions import Mapping, address_interface
 
 if TYPE_CHECKING:
-    from tokenlake_client.pool import Pool
+    from tokenlake_client.pool import Link, Pool
 
 __all__ = ["Lease", "PendingMatch"]
 
@@ -47,25 +48,24 @@ class Lease:
     def __init__(
         self,
         pool: Pool,
+        link: Link,
         keys: Sequence[SegmentKey],
-        lease: LeaseId,
-        hits: int,
-        codes: bytes,
-        slots: bytes,
-        checksums: bytes,
+        matched: Matched,
     ) -> None:
-        self.id = lease
+        """`link`: what the answer `matched` came over."""
+        hits = matched.hits
+        self.id = LeaseId(matched.lease)
         """For another process of the session: `Pool.attach`."""
         self.keys = keys[:hits]
         self.hits = hits
-        self.codes = codes
+        self.codes = matched.codes
         """What happened to each key that was asked for, one `Code` each."""
         self._pool = pool
-        self._incarnation = pool.incarnation
+        self._link = link
         # Packed as they came: a lease that is only counted, or fetched in part, unpacks no more than it needs.
-        self._here = bytearray(codes[:hits])
-        self._slots = bytearray(slots)
-        self._checksums = bytearray(checksums)
+        self._here = bytearray(matched.codes[:hits])
+        self._slots = bytearray(matched.slots)
+        self._checksums = bytearray(matched.checksums)
         self._looks = [0] * hits
         self._wanted = bytearray(b"\1" * hits)
 
@@ -93,9 +93,11 @@ class Lease:
             self._note(start, stop, reply.codes, reply.slots, reply.checksums)
         arrays: list[NDArray[np.uint8]] = []
         for index, place in enumerate(self._places(start, stop), start):
-            if self._here[index] != Code.LOCAL or not self._wanted[index]:
+            if self._here[index] != Code.LOCAL:
                 break
             array = self._look(index, place)
+            if array is None:
+                break
             if self._pool.verify and shard_checksums(array, self._pool.layout.shards) != self._checksum(index):
                 self._pool.corrupt += 1
                 break
@@ -108,7 +110,7 @@ class Lease:
         if self._here[index] != Code.LOCAL:
             return False
         place = self._places(index, index + 1)[0]
-        mapping = self._pool._regions_of(self._incarnation).get(place)
+        mapping = self._pool._same_life(self._link).regions.get(place)
         np.copyto(out, mapping.slot(place.slot))
         return mapping.generation(place.slot) == place.generation
 
@@ -138,9 +140,12 @@ class Lease:
         size = CHECKSUM_BYTES * self._pool.layout.shards
         return bytes(self._checksums[index * size : (index + 1) * size])
 
-    def _look(self, index: int, place: SlotRef) -> NDArray[np.uint8]:
-        mapping = self._pool._regions_of(self._incarnation).get(place)
+    def _look(self, index: int, place: SlotRef) -> NDArray[np.uint8] | None:
+        """None when the segment was given back meanwhile."""
+        mapping = self._pool._same_life(self._link).regions.get(place)
         with self._pool._books:
+            if not self._wanted[index]:
+                return None
             self._looks[index] += 1
             self._pool._looking += 1
         return np.asarray(_Look(self, index, mapping, place.slot))
@@ -163,21 +168,21 @@ class PendingMatch:
         self._keys = keys
         self._deadline_s = deadline_s
         self._lease: Lease | None = None
-        self._channel, self._pending = pool._begin_match(keys, deadline_s)
+        self._link, self._pending = pool._begin_match(keys, deadline_s)
 
     def poll(self) -> Lease | None:
         """The lease once the answer is here, None before. Never waits. Raises `Unreachable`."""
         if self._lease is None:
-            reply = self._channel.poll(self._pending)
+            reply = self._link.channel.poll(self._pending)
             if reply is not None:
-                self._lease = self._pool._lease(self._keys, reply)
+                self._lease = self._pool._lease(self._link, self._keys, reply)
         return self._lease
 
     def wait(self) -> Lease:
         """The lease. Raises `Unreachable`, after the deadline at the latest."""
         if self._lease is None:
-            reply = self._channel.wait(self._pending, self._pool._patience(self._deadline_s))
-            self._lease = self._pool._lease(self._keys, reply)
+            reply = self._link.channel.wait(self._pending, self._pool._patience(self._deadline_s))
+            self._lease = self._pool._lease(self._link, self._keys, reply)
         return self._lease
 
     def cancel(self) -> None:
@@ -185,4 +190,4 @@ class PendingMatch:
         if self._lease is not None:
             self._lease.release()
         else:
-            self._pool._abandon(self._channel, self._pending, self._keys)
+            self._link.channel.drop(self._pending)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenlake.errors import DeadlinePassed, LimitReached, ProtocolRefused, TokenLakeError, Unreachable
-from tokenlake.identity import LeaseId, SegmentKey, SessionId, TenantId
+from tokenlake.identity import LeaseId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.keys import Prefix, TokenIds, probe, root_key
 from tokenlake.layout import Layout
 from tokenlake.wire import Code, engine
@@ -40,11 +41,40 @@ GRACE_S = 0.030
 """The daemon keeps its deadlines; this much later we stop waiting for it to say so."""
 LOCAL_S = 0.250
 """For calls that the daemon answers from its own memory."""
-FETCH_S = 60.0
-"""Upper bound on a fetch whose deadline the daemon predicts."""
 RETRY_S = 0.002
 STORE_WINDOW = 32
 """Segments that `store_all` has reserved at a time, so that one prompt does not fill the write budget."""
+
+
+class Link:
+    """One connection to one life of a daemon. Leases and writes keep theirs, so that a slot number is never looked
+    up in the memory of a daemon that started later."""
+
+    def __init__(self, channel: Channel, welcome: engine.Welcome) -> None:
+        self.channel = channel
+        self.incarnation = welcome.incarnation
+        self.session = SessionId(welcome.session)
+        self.connection = welcome.connection
+        self.node = welcome.node
+        self.tenant = TenantId(welcome.tenant)
+        self.secret = welcome.secret
+        self.heartbeat_s = welcome.heartbeat_s
+        self.regions = Regions(self._open_region)
+
+    def call(self, make: Callable[[int], engine.EngineRequest], deadline_s: float, expected: type[R]) -> R:
+        """As `Channel.call`, for a reply of one kind."""
+        reply = self.channel.call(make, deadline_s)
+        if not isinstance(reply, expected):
+            raise ProtocolRefused(f"the daemon answered with {type(reply).__name__}, not {expected.__name__}")
+        return reply
+
+    def _open_region(self, region: int, write: bool) -> Mapped:
+        channel = self.channel
+        pending = channel.begin(lambda number: engine.OpenRegion(number, region, write))
+        reply = channel.wait(pending, LOCAL_S)
+        if not isinstance(reply, engine.Region) or pending.descriptor is None:
+            raise ProtocolRefused(f"the daemon answered OpenRegion with {type(reply).__name__}")
+        return Mapped(pending.descriptor, reply.region_bytes, reply.slot_bytes, write=write)
 
 
 class Pool:
@@ -67,11 +97,14 @@ class Pool:
         """Times the daemon had given this session up because its heartbeats stayed away."""
         self._credential = credential
         self._books = threading.RLock()
-        """Guards leases' looks and the releases to send."""
+        """Guards leases' looks, the link, and what is to be given back."""
         self._ended_looks: deque[tuple[Lease, int]] = deque()
         self._releases: list[tuple[int, int, int]] = []
-        self._abandoned: list[tuple[Channel, Pending, Sequence[SegmentKey]]] = []
+        self._aborts: list[int] = []
         self._looking = 0
+        self._writing = 0
+        """Writes whose slots somebody may still fill."""
+        self._process = os.getpid()
         self._closed = threading.Event()
         self._connect(session, resume=0)
         self._heart = threading.Thread(target=_beat, args=(weakref.ref(self),), name="tokenlake", daemon=True)
@@ -115,7 +148,7 @@ class Pool:
         """The key chain of a prompt: hash it once, `extend` it later. `adapter`, `salt` and `extras` (digests
         of what the tokens do not say, by segment) change all keys from there on."""
         chain = Prefix(
-            root_key(self._secret, self.layout.fingerprint(), adapter, salt), self.layout.segment_tokens, extras
+            root_key(self._link.secret, self.layout.fingerprint(), adapter, salt), self.layout.segment_tokens, extras
         )
         chain.extend(tokens)
         return chain
@@ -135,8 +168,10 @@ class Pool:
     def attach(self, lease: LeaseId) -> Lease:
         """Hold a lease that another process of this session made. Its keys are not known here; `hits` is 0 when
         the lease has ended. Raises `Unreachable`."""
-        reply = self._call(lambda number: engine.Attach(number, lease), LOCAL_S, engine.Matched)
-        return self._lease([SegmentKey(b"")] * reply.hits, reply)
+        self._sweep()
+        link = self._link
+        reply = link.call(lambda number: engine.Attach(number, lease), LOCAL_S, engine.Matched)
+        return Lease(self, link, [SegmentKey(b"")] * reply.hits, reply)
 
     # -- writing
 
@@ -149,10 +184,11 @@ class Pool:
         pause = RETRY_S
         packed = join_keys(keys)
         while True:
-            reply = self._call(lambda number: engine.Prepare(number, packed, first), LOCAL_S, engine.Prepared)
+            link = self._link
+            reply = link.call(lambda number: engine.Prepare(number, packed, first), LOCAL_S, engine.Prepared)
             stuck = not reply.write and Code.WRITE_BUDGET in reply.codes
             if not stuck or time.monotonic() + pause > until:
-                return Write(self, keys, reply)
+                return self._write(link, keys, reply)
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
 
@@ -181,38 +217,69 @@ class Pool:
             codes += write.codes[:done]
         return bytes(codes)
 
+    def attach_write(self, write: WriteId) -> Write:
+        """Fill a write that another process of this session began, each process its own shards. Its keys are not
+        known here. Raises `Unreachable`, and `ProtocolRefused` when the write has ended."""
+        self._sweep()
+        link = self._link
+        reply = link.call(lambda number: engine.Attach(number, write), LOCAL_S, engine.Prepared)
+        return self._write(link, [SegmentKey(b"")] * len(reply.codes), reply)
+
     # -- life
 
     def close(self) -> None:
-        """Leave the session. Idempotent. Arrays still alive stay readable; their slots are quarantined until
-        this process ends or drops them."""
+        """Leave the session. Idempotent. Arrays still alive stay readable, and so do the slots of a write that was
+        neither committed nor aborted; what they lie in is quarantined until this process ends."""
         if self._closed.is_set():
             return
         self._closed.set()
+        if self._process != os.getpid():
+            # The session is the parent's: a forked child has nothing to say in it.
+            return
         self._sweep()
         with self._books:
-            looking = self._looking
-        if not looking and not self._channel.broken:
+            channel, touching = self._link.channel, self._looking + self._writing
+        if not touching and not channel.broken:
             try:
-                self._channel.tell(engine.Bye())
+                channel.tell(engine.Bye())
             except TokenLakeError as error:
                 log.debug("no farewell: %s", error)
-        self._channel.close()
+        channel.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_channel"):
-            self._closed.set()
-            self._channel.close()
+        # Nothing that keeps a slot in use can be alive: arrays and writes hold the pool.
+        if hasattr(self, "_link"):
+            self.close()
 
     @property
     def connected(self) -> bool:
         """Is there a connection to the daemon, as far as anybody noticed?"""
-        return not self._channel.broken
+        return not self._link.channel.broken
 
     @property
     def timeouts(self) -> int:
         """Calls on the current connection that waited for their whole deadline in vain."""
-        return self._channel.timeouts
+        return self._link.channel.timeouts
+
+    @property
+    def node(self) -> str:
+        """The daemon's."""
+        return self._link.node
+
+    @property
+    def tenant(self) -> TenantId:
+        """What the credential stands for."""
+        return self._link.tenant
+
+    @property
+    def session(self) -> SessionId:
+        """For `connect` in another process of this engine. Another one after the daemon restarted."""
+        return self._link.session
+
+    @property
+    def incarnation(self) -> int:
+        """Of the daemon: another one after each of its starts."""
+        return self._link.incarnation
 
     def _connect(self, session: SessionId, resume: int) -> None:
         """Open a channel and say hello. Raises as `connect` does; nothing is changed then."""
@@ -241,21 +308,20 @@ class Pool:
         except TokenLakeError:
             channel.close()
             raise
+        channel.max_frame = welcome.max_frame
+        link = Link(channel, welcome)
         with self._books:
-            self.session = SessionId(welcome.session)
-            self.node = welcome.node
-            self.tenant = TenantId(welcome.tenant)
-            self.incarnation = welcome.incarnation
-            self._secret = welcome.secret
-            self._connection = welcome.connection
-            self._heartbeat_s = welcome.heartbeat_s
-            self._regions = Regions(self._open_region)
-            self._releases.clear()
-            self._channel = channel
+            former = getattr(self, "_link", None)
+            if former is None or former.incarnation != link.incarnation:
+                self._releases.clear()
+                self._aborts.clear()
+            self._link = link
+            if self._closed.is_set():
+                channel.close()
 
     def _reconnect(self) -> None:
         """In the heartbeat thread: the same session where it still is, else a new one."""
-        for session, resume in ((self.session, self._connection), (SessionId(0), 0)):
+        for session, resume in ((self.session, self._link.connection), (SessionId(0), 0)):
             try:
                 self._connect(session, resume)
             except LimitReached:
@@ -265,74 +331,93 @@ class Pool:
 
     # -- what Lease, PendingMatch and Write need
 
-    def _call(self, make: Callable[[int], engine.EngineRequest], deadline_s: float, expected: type[R]) -> R:
-        reply = self._channel.call(make, deadline_s)
-        if not isinstance(reply, expected):
-            raise ProtocolRefused(f"the daemon answered with {type(reply).__name__}, not {expected.__name__}")
-        return reply
-
-    def _begin_match(self, keys: Sequence[SegmentKey], deadline_s: float) -> tuple[Channel, Pending]:
+    def _begin_match(self, keys: Sequence[SegmentKey], deadline_s: float) -> tuple[Link, Pending]:
         packed = join_keys(keys)
-        channel = self._channel
-        return channel, channel.begin(lambda number: engine.Match(number, packed, deadline_s))
+        link = self._link
+        return link, link.channel.begin(lambda number: engine.Match(number, packed, deadline_s))
 
     @staticmethod
     def _patience(deadline_s: float) -> float:
         return deadline_s + GRACE_S
 
-    def _lease(self, keys: Sequence[SegmentKey], reply: engine.EngineReply) -> Lease:
+    def _lease(self, link: Link, keys: Sequence[SegmentKey], reply: engine.EngineReply) -> Lease:
         if not isinstance(reply, engine.Matched):
             raise ProtocolRefused(f"the daemon answered a match with {type(reply).__name__}")
-        return Lease(self, keys, LeaseId(reply.lease), reply.hits, reply.codes, reply.slots, reply.checksums)
+        return Lease(self, link, keys, reply)
 
     def _fetch(self, lease: Lease, start: int, stop: int, deadline_s: float) -> engine.Fetched:
         self._sweep()
-        if lease._incarnation != self.incarnation:
-            raise Unreachable("the daemon restarted; what was leased there is gone")
-        patience = self._patience(deadline_s) if deadline_s else FETCH_S
-        return self._call(
-            lambda number: engine.Fetch(number, lease.id, start, stop, deadline_s), patience, engine.Fetched
-        )
+        link = self._same_life(lease._link)
+        pending = link.channel.begin(lambda number: engine.Fetch(number, lease.id, start, stop, deadline_s))
+        if deadline_s:
+            reply = link.channel.wait(pending, self._patience(deadline_s))
+        else:
+            reply = self._wait_while_alive(link, pending)
+        if not isinstance(reply, engine.Fetched):
+            raise ProtocolRefused(f"the daemon answered a fetch with {type(reply).__name__}")
+        return reply
 
-    def _regions_of(self, incarnation: int) -> Regions:
-        if incarnation != self.incarnation:
-            raise Unreachable("the daemon restarted; what was leased there is gone")
-        return self._regions
+    @staticmethod
+    def _wait_while_alive(link: Link, pending: Pending) -> engine.EngineReply:
+        """For a deadline that only the daemon knows: wait for as long as it answers heartbeats."""
+        while True:
+            reply = link.channel.poll(pending, LOCAL_S)
+            if reply is not None:
+                return reply
+            try:
+                link.call(engine.Heartbeat, LOCAL_S, engine.HeartbeatReply)
+            except TokenLakeError:
+                link.channel.drop(pending)
+                raise
 
-    def _open_region(self, region: int, write: bool) -> Mapped:
+    def _same_life(self, link: Link) -> Link:
+        """The link to use for what was granted over `link`."""
+        current = self._link
+        if link.incarnation != current.incarnation:
+            raise Unreachable("the daemon restarted; what was leased there is gone")
+        return current
+
+    def _write(self, link: Link, keys: Sequence[SegmentKey], reply: engine.Prepared) -> Write:
+        try:
+            return Write(self, link, keys, reply)
+        except BaseException:
+            # The slots could not be mapped here: nobody will fill them.
+            self._abort(link, reply.write)
+            raise
+
+    def _count_writing(self, change: int) -> None:
         with self._books:
-            reply = self._call(lambda number: engine.OpenRegion(number, region, write), LOCAL_S, engine.Region)
-            return Mapped(self._channel.take_descriptor(), reply.region_bytes, reply.slot_bytes, write=write)
+            self._writing += change
 
     def _commit(self, write: Write, indices: tuple[int, ...], mask: int, checksums: bytes) -> bytes:
-        if write._incarnation != self.incarnation:
+        link = self._link
+        if write._link.incarnation != link.incarnation:
             return bytes([Code.EXPIRED]) * len(indices)
-        reply = self._call(
-            lambda number: engine.Commit(number, write.id, indices, mask, checksums), LOCAL_S, engine.Committed
-        )
+        try:
+            reply = link.call(
+                lambda number: engine.Commit(number, write.id, indices, mask, checksums), LOCAL_S, engine.Committed
+            )
+        except TokenLakeError:
+            # Whether it arrived or not: what it did not publish is given back.
+            self._abort(write._link, write.id)
+            raise
         return reply.codes
 
-    def _abort(self, write: Write) -> None:
-        if write._incarnation == self.incarnation:
-            self._tell(engine.Abort(write.id))
-
-    def _tell(self, message: engine.EngineRequest) -> bool:
-        try:
-            self._channel.tell(message)
-        except TokenLakeError as error:
-            log.debug("not told: %s", error)
-            return False
-        return True
+    def _abort(self, link: Link, write: int) -> None:
+        with self._books:
+            if write and link.incarnation == self._link.incarnation:
+                self._aborts.append(write)
+        self._sweep()
 
     # -- giving back
 
     def _give_back(self, lease: Lease, indices: Sequence[int]) -> None:
         """Under `_books`: these are looked at by nobody."""
-        if lease.id and lease._incarnation == self.incarnation:
+        if lease.id and lease._link.incarnation == self._link.incarnation:
             self._releases += [(lease.id, start, stop) for start, stop in _ranges(indices)]
 
     def _sweep(self) -> None:
-        """Tell the daemon what is no longer looked at. Never waits, never raises."""
+        """Tell the daemon what is no longer looked at or filled. Never waits, never raises."""
         with self._books:
             ended: dict[int, tuple[Lease, list[int]]] = {}
             while self._ended_looks:
@@ -342,32 +427,33 @@ class Pool:
                     ended.setdefault(id(lease), (lease, []))[1].append(index)
             for lease, indices in ended.values():
                 self._give_back(lease, sorted(indices))
-            if self._releases and self._tell(engine.Release(tuple(self._releases))):
-                self._releases.clear()
-        self._settle_abandoned()
-
-    def _abandon(self, channel: Channel, pending: Pending, keys: Sequence[SegmentKey]) -> None:
-        self._abandoned.append((channel, pending, keys))
-
-    def _settle_abandoned(self) -> None:
-        waiting, self._abandoned = self._abandoned, []
-        for channel, pending, keys in waiting:
+            orphans = self._link.channel.orphans
+            while orphans:
+                self._disown(orphans.popleft())
             try:
-                reply = channel.poll(pending)
-                if reply is None:
-                    self._abandoned.append((channel, pending, keys))
-                elif channel is self._channel:
-                    self._lease(keys, reply).release()
+                while self._aborts:
+                    self._link.channel.tell(engine.Abort(self._aborts[-1]))
+                    self._aborts.pop()
+                if self._releases:
+                    self._link.channel.tell(engine.Release(tuple(self._releases)))
+                    self._releases.clear()
             except TokenLakeError as error:
-                log.debug("an abandoned match ended: %s", error)
+                log.debug("not given back yet: %s", error)
+
+    def _disown(self, reply: engine.EngineReply) -> None:
+        """Under `_books`: a reply that nobody waits for granted this."""
+        if isinstance(reply, engine.Matched) and reply.lease:
+            self._releases.append((reply.lease, 0, reply.hits))
+        elif isinstance(reply, engine.Prepared) and reply.write:
+            self._aborts.append(reply.write)
 
     def _heartbeat(self) -> None:
         """In the heartbeat thread."""
-        if self._channel.broken:
+        if self._link.channel.broken:
             self._reconnect()
             return
         self._sweep()
-        reply = self._call(engine.Heartbeat, LOCAL_S, engine.HeartbeatReply)
+        reply = self._link.call(engine.Heartbeat, LOCAL_S, engine.HeartbeatReply)
         if not reply.alive:
             self.expired += 1
             log.warning("the daemon had given up session %d: its heartbeats stayed away", self.session)
@@ -396,7 +482,7 @@ def _beat(reference: weakref.ref[Pool]) -> None:
             log.debug("heartbeat: %s", error)
         except TokenLakeError as error:
             log.debug("no connection: %s", error)
-        pause = RECONNECT_S if pool._channel.broken else pool._heartbeat_s
+        pause = RECONNECT_S if pool._link.channel.broken else pool._link.heartbeat_s
         closed = pool._closed
         del pool
         closed.wait(pause)

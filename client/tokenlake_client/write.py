@@ -15,7 +15,7 @@ from tokenlake.wire.slots import unpack_slots
 from tokenlake_client.checksums import shard_checksums
 
 if TYPE_CHECKING:
-    from tokenlake_client.pool import Pool
+    from tokenlake_client.pool import Link, Pool
 
 __all__ = ["Write"]
 
@@ -27,21 +27,23 @@ class Write:
     must not be written after commit or abort. For one thread.
     """
 
-    def __init__(self, pool: Pool, keys: Sequence[SegmentKey], prepared: Prepared) -> None:
+    def __init__(self, pool: Pool, link: Link, keys: Sequence[SegmentKey], prepared: Prepared) -> None:
         self.id = WriteId(prepared.write)
+        """For another process of the session: `Pool.attach_write`."""
         self.keys = keys
         self.codes = bytearray(prepared.codes)
         """What happened to each key, one `Code` each; commit changes RESERVED to COMMITTED or EXPIRED."""
         self._pool = pool
-        self._incarnation = pool.incarnation
+        self._link = link
         self._done = not self.id
-        regions = pool._regions
         self.slots: list[tuple[int, NDArray[np.uint8]]] = [
-            (index, regions.get(place, write=True).slot(place.slot))
+            (index, link.regions.get(place, write=True).slot(place.slot))
             for index, place in enumerate(unpack_slots(prepared.slots))
             if self.codes[index] == Code.RESERVED
         ]
         """(index into `keys`, array)."""
+        if not self._done:
+            pool._count_writing(1)
 
     def __enter__(self) -> Write:
         return self
@@ -64,6 +66,7 @@ class Write:
         self._done = True
         for _, array in self.slots:
             array.flags.writeable = False
+        self._pool._count_writing(-1)
         codes = self._pool._commit(self, indices, mask, checksums)
         for index, code in zip(indices, codes, strict=True):
             self.codes[index] = code
@@ -73,4 +76,5 @@ class Write:
         """Give the slots back. Idempotent; never raises."""
         if not self._done:
             self._done = True
-            self._pool._abort(self)
+            self._pool._count_writing(-1)
+            self._pool._abort(self._link, self.id)
