@@ -37,8 +37,12 @@ class Region:
     def __init__(self, number: int, nbytes: int, directory: str, huge_pages: bool) -> None:
         self.number = number
         self.nbytes = nbytes
-        self.fd = _open_file(directory, nbytes) if directory else _open_memfd(number, nbytes, huge_pages)
-        self.map = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        try:
+            self.fd = _open_file(directory, nbytes) if directory else _open_memfd(number, nbytes, huge_pages)
+            self.map = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        except OSError as error:
+            where = f"'arena_directory' {directory}" if directory else "'huge_pages'" if huge_pages else "memfd"
+            raise LimitReached(f"no {nbytes >> 20} MiB for the arena from {where}: {error.strerror}") from error
         self.view = memoryview(self.map)
 
     def populate(self, report: Callable[[int], None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from tokenlake.config import Address, ServerConfig, parse_address
 from tokenlake.core import CoreConfig, NodeCore, events
 from tokenlake.core.events import Event
 from tokenlake.core.instructions import ReplaceRegion, Stamp
+from tokenlake.errors import ConfigurationError
 from tokenlake.identity import Incarnation, NodeId
 from tokenlake.wire.slots import unpack_slots
 from tokenlake_server.arena import Arena
@@ -70,7 +72,12 @@ class Daemon:
         self.driver.carry_out(Stamp, lambda stamp: arena.stamp(unpack_slots(stamp.slots)))
         self.driver.carry_out(ReplaceRegion, self._replace)
         identity = PeerIdentity(
-            config.node, incarnation, core.ring.epoch, ring_members(core.ring, rules.members), config.max_frame
+            config.node,
+            incarnation,
+            core.ring.epoch,
+            ring_members(core.ring, rules.members),
+            tuple(core.ring.members),
+            config.max_frame,
         )
         addresses = {peer.name: Address(peer.host, peer.port) for peer in config.peers}
         self.receivers = Receivers(identity, addresses, arena, self.driver)
@@ -78,6 +85,11 @@ class Daemon:
         self.peers = PeerListener(
             identity, parse_address(config.listen), addresses, self.driver, loop, self.senders.adopt
         )
+        self.metrics = (
+            MetricsServer(parse_address(config.metrics), loop, self.snapshot, config.node) if config.metrics else None
+        )
+        recorder = _recorder(config.record, rules, started)
+        # Last, so that a daemon that cannot start leaves no socket behind.
         self.engines = EngineListener(
             EngineSettings(
                 NodeId(config.node),
@@ -93,10 +105,7 @@ class Daemon:
             self.driver,
             loop,
         )
-        self.metrics = (
-            MetricsServer(parse_address(config.metrics), loop, self.snapshot, config.node) if config.metrics else None
-        )
-        self.driver.start(Recorder(Path(config.record), rules, started) if config.record else None)
+        self.driver.start(recorder)
 
     def snapshot(self) -> Snapshot:
         """On the loop."""
@@ -117,7 +126,12 @@ class Daemon:
         """In a thread: touching fresh pages takes seconds."""
 
         def work() -> None:
-            self._arena.replace(instruction.region, instruction.fresh)
+            try:
+                self._arena.replace(instruction.region, instruction.fresh)
+            except Exception:
+                # The region is lost until the next start; nobody ever sees it half made.
+                log.exception("region %d could not be replaced", instruction.region)
+                return
             self.driver.post(events.RegionReady(instruction.fresh))
 
         self._loop.run_in_executor(None, work)
@@ -133,6 +147,19 @@ class Daemon:
         self.driver.stop()
 
 
+def _recorder(path: str, rules: CoreConfig, started: float) -> Recorder | None:
+    try:
+        return Recorder(Path(path), rules, started) if path else None
+    except OSError as error:
+        raise ConfigurationError("record", path, f"a file that can be written ({error.strerror})") from error
+
+
+def _raise_descriptor_limit() -> None:
+    """Each process of an engine takes two descriptors; the usual soft limit of 1024 is below `max_sessions`."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 async def run(config: ServerConfig, report: Callable[[int, int], None], ready: Callable[[Daemon], None]) -> None:
     """A daemon from start to SIGTERM or SIGINT.
 
@@ -140,6 +167,7 @@ async def run(config: ServerConfig, report: Callable[[int, int], None], ready: C
     serves. Raises `ConfigurationError` or `LimitReached` when it cannot start.
     """
     require_memory(config.memory)
+    _raise_descriptor_limit()
     loop = asyncio.get_running_loop()
     arena = Arena(config.memory // config.region_size, config.region_size, config.arena_directory, config.huge_pages)
     total = config.memory // config.region_size * config.region_size

@@ -87,7 +87,10 @@ class Driver:
         if self._recorder is not None:
             self._recorder.add(now, event, instructions)
         for instruction in instructions:
-            self._sinks[type(instruction)](instruction)
+            try:
+                self._sinks[type(instruction)](instruction)
+            except Exception:
+                log.exception("%s could not be carried out", type(instruction).__name__)
         self.longest_s = max(self.longest_s, time.perf_counter() - began)
 
     def take_longest(self) -> float:

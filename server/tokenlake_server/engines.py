@@ -35,6 +35,8 @@ PROCESSES_PER_SESSION = 16
 """Bound on connections, over all sessions: ranks of one engine plus its scheduler, with room to restart."""
 HELLO_S = 10.0
 """A connection that has not said `Hello` by then is closed."""
+ACCEPT_PAUSE_S = 0.5
+"""After an accept that failed for want of descriptors: the listening socket stays readable meanwhile."""
 
 
 class EngineSettings(msgspec.Struct, frozen=True):
@@ -61,6 +63,7 @@ class _Connection:
         self.tenant = ""
         self.secret = b""
         self.version = 0
+        self.session = 0
         self.joined = False
         self.deadline: asyncio.TimerHandle | None = None
 
@@ -98,8 +101,12 @@ class EngineListener:
     def _accept(self) -> None:
         try:
             sock, _ = self._sock.accept()
+        except BlockingIOError:
+            return
         except OSError as error:
             log.warning("a local connection could not be accepted: %s", error)
+            self._loop.remove_reader(self._sock)
+            self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
             return
         self._last += 1
         connection = _Connection(self._last, PeerProcess(sock))
@@ -109,6 +116,7 @@ class EngineListener:
             self._settings.max_frame,
             lambda body: self._frame(connection, body),
             lambda reason: self._closed(connection, reason),
+            lambda error: self._refuse(connection, 0, error),
         )
         connection.frames = frames
         limit = self._settings.max_sessions * PROCESSES_PER_SESSION
@@ -117,6 +125,10 @@ class EngineListener:
             self._refuse(connection, 0, LimitReached(f"{limit} processes are connected; no more are accepted"))
             return
         connection.deadline = self._loop.call_later(HELLO_S, lambda: frames.close("it never said Hello"))
+
+    def _accept_again(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.add_reader(self._sock, self._accept)
 
     def _frame(self, connection: _Connection, body: bytes) -> None:
         try:
@@ -153,21 +165,27 @@ class EngineListener:
         connection.frames = None
         if connection.deadline is not None:
             connection.deadline.cancel()
-        if not connection.joined or connection.process.dead:
-            self._gone(connection)
-        elif connection.process.pidfd is not None:
-            # The socket is closed but the process lives: what it holds stays quarantined until it is dead.
-            self._loop.add_reader(connection.process.pidfd, self._gone, connection)
+        # A process that joined and lives may still look at the arena: what it holds waits for its death.
+        if not connection.joined:
+            self._forget(connection)
 
     def _gone(self, connection: _Connection) -> None:
+        """It is dead, or said that it holds nothing."""
+        joined = connection.joined
+        if self._forget(connection) and joined:
+            self._driver.handle(events.ProcessGone(connection.number))
+
+    def _forget(self, connection: _Connection) -> bool:
+        """Give up what the connection takes here; False when that was done before."""
         if self._connections.pop(connection.number, None) is None:
-            return
+            return False
+        connection.joined = False
         if connection.process.pidfd is not None:
             self._loop.remove_reader(connection.process.pidfd)
         connection.process.close()
-        if connection.joined:
-            connection.joined = False
-            self._driver.handle(events.ProcessGone(connection.number))
+        if connection.frames is not None:
+            connection.frames.close("the process is gone")
+        return True
 
     # -- requests that concern the process, not the segments
 
@@ -183,8 +201,7 @@ class EngineListener:
             return
         layout = connection.layout
         assert layout is not None
-        resumed = self._connections.get(message.resume)
-        resume = message.resume if resumed and resumed.process.pid == connection.process.pid else 0
+        resumed = self._resumed(connection)
         self._driver.handle(
             events.Joined(
                 connection.number,
@@ -194,9 +211,14 @@ class EngineListener:
                 layout.shards,
                 layout.segment_tokens,
                 message.session,
-                resume,
+                resumed.number if resumed else 0,
             )
         )
+
+    def _resumed(self, connection: _Connection) -> _Connection | None:
+        """The connection that the same process had before, and says it goes on from."""
+        former = self._connections.get(connection.hello.resume) if connection.hello else None
+        return former if former and former.joined and former.process.pid == connection.process.pid else None
 
     def _identify(self, connection: _Connection, message: engine.Hello) -> None:
         connection.version = agree(message.oldest_version, message.newest_version)
@@ -220,6 +242,13 @@ class EngineListener:
         if connection is None or connection.layout is None:
             return
         connection.joined = True
+        connection.session = instruction.session
+        if connection.process.pidfd is not None:
+            self._loop.add_reader(connection.process.pidfd, self._gone, connection)
+        former = self._resumed(connection)
+        if former is not None and former.session == connection.session:
+            # The rules handed its holdings to the new connection.
+            self._forget(former)
         if connection.deadline is not None:
             connection.deadline.cancel()
         self._send(
@@ -284,9 +313,7 @@ class EngineListener:
         for connection in list(self._connections.values()):
             if connection.frames is not None:
                 connection.frames.close("the daemon stops")
-            if connection.process.pidfd is not None:
-                self._loop.remove_reader(connection.process.pidfd)
-            connection.process.close()
+            self._forget(connection)
 
 
 def _listen(path: Path) -> socket.socket:

@@ -31,10 +31,13 @@ class FrameConnection:
         max_frame: int,
         on_frame: Callable[[bytes], None],
         on_closed: Callable[[str], None],
+        on_broken: Callable[[ProtocolRefused], None] | None = None,
     ) -> None:
+        """`on_broken`: the stream cannot be read on; called before it closes, to tell the other side why."""
         self.sock = sock
         self.on_frame = on_frame
         self.on_closed = on_closed
+        self.on_broken = on_broken
         self._loop = loop
         self._decoder = FrameDecoder(max_frame)
         self._unsent: deque[bytes | memoryview] = deque()
@@ -118,6 +121,8 @@ class FrameConnection:
                 if not self._open:
                     return
         except ProtocolRefused as error:
+            if self.on_broken is not None:
+                self.on_broken(error)
             self.close(str(error))
 
     def detach(self) -> tuple[socket.socket, bytes]:

@@ -130,5 +130,8 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
 
 class _Quiet(WSGIRequestHandler):
+    timeout = 10.0
+    """Seconds; who connects and asks nothing holds a thread no longer than that."""
+
     def log_message(self, format: str, *args: Any) -> None:
         log.debug(format, *args)

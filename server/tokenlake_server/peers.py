@@ -39,6 +39,8 @@ class PeerIdentity(msgspec.Struct, frozen=True):
     incarnation: int
     epoch: int
     members: tuple[str, ...]
+    """As shown to people (`ring_members`)."""
+    names: tuple[str, ...]
     max_frame: int
 
 
@@ -60,6 +62,8 @@ def check_hello(identity: PeerIdentity, message: peer.PeerHello) -> int:
     version = agree(message.oldest_version, message.newest_version)
     if message.node == identity.node:
         raise RingRefused(f"two daemons are called '{identity.node}'; every node needs a name of its own")
+    if message.epoch == identity.epoch and message.node not in identity.names:
+        raise RingRefused(f"node '{message.node}' is not one of the members {', '.join(identity.members)}")
     if message.epoch != identity.epoch:
         mine, theirs = ", ".join(identity.members), ", ".join(message.members)
         raise RingRefused(
@@ -138,13 +142,21 @@ class PeerListener:
     def _accept(self) -> None:
         try:
             sock, _ = self._sock.accept()
+        except BlockingIOError:
+            return
         except OSError as error:
             log.warning("a connection could not be accepted: %s", error)
+            self._loop.remove_reader(self._sock)
+            self._loop.call_later(REDIAL_S, self._accept_again)
             return
         if len(self._strangers) >= MAX_STRANGERS:
             sock.close()
             return
         self._adopt(sock, None, None)
+
+    def _accept_again(self) -> None:
+        if not self._closing:
+            self._loop.add_reader(self._sock, self._accept)
 
     def _adopt(self, sock: socket.socket, dialled: str | None, answered: asyncio.Future[None] | None) -> None:
         """Watch a connection until it said who it is."""
@@ -163,6 +175,7 @@ class PeerListener:
             self._identity.max_frame,
             lambda body: self._introduced(connection, body, dialled, answered),
             closed,
+            lambda error: self._refuse_stranger(connection, dialled, error),
         )
         self._strangers[connection] = self._loop.call_later(
             HELLO_S, lambda: connection.close("it never said who it is")
@@ -189,12 +202,21 @@ class PeerListener:
             else:
                 raise ProtocolRefused(f"a {type(message).__name__} where none belongs")
         except TokenLakeError as error:
-            self._log_refusal(dialled or "an unnamed connection", str(error))
-            connection.send(pack_frame(peer.PeerRefused(type(error).__name__, str(error))))
-            connection.close(str(error))
+            self._refuse_stranger(connection, dialled, error)
+
+    def _refuse_stranger(self, connection: FrameConnection, dialled: str | None, error: TokenLakeError) -> None:
+        self._log_refusal(dialled or "an unnamed connection", str(error))
+        connection.send(pack_frame(peer.PeerRefused(type(error).__name__, str(error))))
+        connection.close(str(error))
 
     def _hello(self, connection: FrameConnection, message: peer.PeerHello) -> None:
         version = check_hello(self._identity, message)
+        current = self._connections.get(message.node)
+        if current is not None and current[1] > message.incarnation:
+            raise RingRefused(
+                f"two daemons are called '{message.node}', and the one that started later is connected; every node "
+                "needs a name of its own"
+            )
         connection.send(pack_frame(peer.PeerWelcome(version, self._identity.node, self._identity.incarnation)))
         if message.bulk:
             self._strangers.pop(connection).cancel()
@@ -215,6 +237,7 @@ class PeerListener:
         self._drop(node, "replaced by a newer connection")
         self._refused.pop(node, None)
         self._connections[node] = (connection, incarnation)
+        connection.on_broken = None
         connection.on_frame = lambda body: self._frame(connection, node, body)
         connection.on_closed = lambda reason: self._lost(connection, node, incarnation, reason)
         log.info("peer %s (incarnation %d) is connected", node, incarnation)

@@ -1,6 +1,7 @@
 """Who is at the other end of a local connection, and is it still alive?
 
-A closed socket does not mean that the process is gone: it may still look at the arena. Its pidfd tells.
+A closed socket does not mean that the process is gone: it may still look at the arena. Nor does an open one mean
+that it lives: a forked child keeps the socket of its dead parent. The pidfd tells.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ class PeerProcess:
         """It can touch nothing any more. Without a pidfd nobody can tell, so it counts as alive."""
         if self.pidfd is None:
             return False
-        return bool(select.select([self.pidfd], [], [], 0)[0])
+        # select would take no descriptor beyond 1023.
+        poller = select.poll()
+        poller.register(self.pidfd, select.POLLIN)
+        return bool(poller.poll(0))
 
     def close(self) -> None:
         """Give the pidfd back."""

@@ -1,7 +1,8 @@
 """The event log: what happened to a node, and what its rules said to do.
 
 A file of length-prefixed MessagePack records. The first is the `CoreConfig`, the second the time of
-`NodeCore.start`, then one per event: [time, event, digest of the instructions]. It holds segment keys, but no
+`NodeCore.start`, then one per event: [time, event, digest]. Each digest covers the one before it, the time, the
+event and the instructions, so that a log in which anything was changed is found. It holds segment keys, but no
 token ids, secrets or bytes of segments.
 """
 
@@ -34,9 +35,10 @@ class _Record(msgspec.Struct, frozen=True, array_like=True):
 _decoder = msgspec.msgpack.Decoder(_Record)
 
 
-def digest(instructions: Sequence[Instruction]) -> bytes:
-    """8 bytes that change when an instruction, a field or their order does."""
-    return hashlib.blake2b(_encoder.encode(list(instructions)), digest_size=8).digest()
+def digest(previous: bytes, at: float, event: Event, instructions: Sequence[Instruction]) -> bytes:
+    """8 bytes that change when anything before them did."""
+    body = _encoder.encode([previous, at, event, list(instructions)])
+    return hashlib.blake2b(body, digest_size=8).digest()
 
 
 class Recorder:
@@ -44,12 +46,14 @@ class Recorder:
 
     def __init__(self, path: Path, config: CoreConfig, started: float) -> None:
         self._file: BinaryIO = path.open("wb", buffering=1 << 20)
+        self._digest = _first_digest(config, started)
         self._write(_encoder.encode(config))
         self._write(_encoder.encode(started))
 
     def add(self, at: float, event: Event, instructions: Sequence[Instruction]) -> None:
         """One event and what it led to."""
-        self._write(_encoder.encode(_Record(at, event, digest(instructions))))
+        self._digest = digest(self._digest, at, event, instructions)
+        self._write(_encoder.encode(_Record(at, event, self._digest)))
 
     def _write(self, body: bytes) -> None:
         self._file.write(len(body).to_bytes(HEADER_BYTES, "little") + body)
@@ -65,30 +69,41 @@ class Replayed(msgspec.Struct, frozen=True):
     events: int
     instructions: int
     difference: str = ""
-    """Empty, or the first event after which the instructions were others."""
+    """Empty, or the first event that is not as it was, or after which the instructions were others."""
 
 
 def replay(path: Path) -> Replayed:
     """Feed a log through a fresh `NodeCore`. Raises `ProtocolRefused` when the file is no event log."""
     records = _records(path)
     try:
-        core = NodeCore(msgspec.msgpack.decode(next(records), type=CoreConfig))
-        core.start(msgspec.msgpack.decode(next(records), type=float))
-    except (StopIteration, msgspec.MsgspecError) as error:
+        config = msgspec.msgpack.decode(next(records), type=CoreConfig)
+        started = msgspec.msgpack.decode(next(records), type=float)
+        core = NodeCore(config)
+        core.start(started)
+    except (StopIteration, msgspec.MsgspecError, UnicodeDecodeError, ValueError, OverflowError) as error:
         raise ProtocolRefused(f"{path} is not an event log of tokenlake: {error}") from error
+    expected = _first_digest(config, started)
     events = total = 0
     for body in records:
-        record = _decoder.decode(body)
+        events += 1
+        try:
+            record = _decoder.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            return Replayed(events, total, f"event {events}: it cannot be read: {error}")
         try:
             instructions = core.handle(record.event, record.at)
         except Exception:
             # The live daemon refused it as well, and recorded that nothing came of it.
             instructions = []
-        events += 1
         total += len(instructions)
-        if digest(instructions) != record.digest:
+        expected = digest(expected, record.at, record.event, instructions)
+        if expected != record.digest:
             return Replayed(events, total, f"event {events} at {record.at:.6f}: {record.event} -> {instructions}")
     return Replayed(events, total)
+
+
+def _first_digest(config: CoreConfig, started: float) -> bytes:
+    return hashlib.blake2b(_encoder.encode([config, started]), digest_size=8).digest()
 
 
 def _records(path: Path) -> Iterator[bytes]:
