@@ -59,8 +59,10 @@ class Pending:
 class Channel:
     """Raises `Unreachable` from everything once the connection broke."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, ended: threading.Event) -> None:
+        """`ended` is set once the connection broke."""
         self.path = path
+        self._ended = ended
         self._ids = itertools.count(1)
         self._decoder = FrameDecoder(MAX_FRAME)
         self._waiting: dict[int, Pending] = {}
@@ -277,6 +279,7 @@ class Channel:
                 pending.error = self._broken
             self._waiting.clear()
             self._changed.notify_all()
+        self._ended.set()
 
 
 def _as_error(failed: Failed) -> Refused:

@@ -144,6 +144,7 @@ class Lease:
         """None when the segment was given back meanwhile."""
         mapping = self._pool._same_life(self._link).regions.get(place)
         with self._pool._books:
+            self._pool._same_life(self._link)
             if not self._wanted[index]:
                 return None
             self._looks[index] += 1

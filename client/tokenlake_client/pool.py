@@ -106,6 +106,8 @@ class Pool:
         """Writes whose slots somebody may still fill."""
         self._process = os.getpid()
         self._closed = threading.Event()
+        self._wake = threading.Event()
+        """Set when the heartbeat thread has something to do now: connect again, or end."""
         self._connect(session, resume=0)
         self._heart = threading.Thread(target=_beat, args=(weakref.ref(self),), name="tokenlake", daemon=True)
         self._heart.start()
@@ -233,6 +235,7 @@ class Pool:
         if self._closed.is_set():
             return
         self._closed.set()
+        self._wake.set()
         if self._process != os.getpid():
             # The session is the parent's: a forked child has nothing to say in it.
             return
@@ -283,7 +286,7 @@ class Pool:
 
     def _connect(self, session: SessionId, resume: int) -> None:
         """Open a channel and say hello. Raises as `connect` does; nothing is changed then."""
-        channel = Channel(self.socket)
+        channel = Channel(self.socket, self._wake)
         try:
             welcome = channel.call(
                 lambda number: engine.Hello(
@@ -313,8 +316,10 @@ class Pool:
         with self._books:
             former = getattr(self, "_link", None)
             if former is None or former.incarnation != link.incarnation:
+                # What the former daemon granted lies in memory that is nobody's any more.
                 self._releases.clear()
                 self._aborts.clear()
+                self._looking = self._writing = 0
             self._link = link
             if self._closed.is_set():
                 channel.close()
@@ -385,9 +390,10 @@ class Pool:
             self._abort(link, reply.write)
             raise
 
-    def _count_writing(self, change: int) -> None:
+    def _count_writing(self, link: Link, change: int) -> None:
         with self._books:
-            self._writing += change
+            if link.incarnation == self._link.incarnation:
+                self._writing += change
 
     def _commit(self, write: Write, indices: tuple[int, ...], mask: int, checksums: bytes) -> bytes:
         link = self._link
@@ -422,7 +428,8 @@ class Pool:
             ended: dict[int, tuple[Lease, list[int]]] = {}
             while self._ended_looks:
                 lease, index = self._ended_looks.popleft()
-                self._looking -= 1
+                if lease._link.incarnation == self._link.incarnation:
+                    self._looking -= 1
                 if lease._settle(index):
                     ended.setdefault(id(lease), (lease, []))[1].append(index)
             for lease, indices in ended.values():
@@ -482,7 +489,11 @@ def _beat(reference: weakref.ref[Pool]) -> None:
             log.debug("heartbeat: %s", error)
         except TokenLakeError as error:
             log.debug("no connection: %s", error)
-        pause = RECONNECT_S if pool._link.channel.broken else pool._link.heartbeat_s
-        closed = pool._closed
+        broken, pause = pool._link.channel.broken, pool._link.heartbeat_s
+        closed, wake = pool._closed, pool._wake
         del pool
-        closed.wait(pause)
+        if broken:
+            closed.wait(RECONNECT_S)
+        else:
+            wake.wait(pause)
+        wake.clear()

@@ -43,7 +43,7 @@ class Write:
         ]
         """(index into `keys`, array)."""
         if not self._done:
-            pool._count_writing(1)
+            pool._count_writing(link, 1)
 
     def __enter__(self) -> Write:
         return self
@@ -66,7 +66,7 @@ class Write:
         self._done = True
         for _, array in self.slots:
             array.flags.writeable = False
-        self._pool._count_writing(-1)
+        self._pool._count_writing(self._link, -1)
         codes = self._pool._commit(self, indices, mask, checksums)
         for index, code in zip(indices, codes, strict=True):
             self.codes[index] = code
@@ -76,5 +76,5 @@ class Write:
         """Give the slots back. Idempotent; never raises."""
         if not self._done:
             self._done = True
-            self._pool._count_writing(-1)
+            self._pool._count_writing(self._link, -1)
             self._pool._abort(self._link, self.id)

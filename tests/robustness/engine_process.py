@@ -1,0 +1,119 @@
+"""An engine that does what it is told, one JSON command per line: for faults that need a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.robustness.live import LAYOUT, PATIENT_S, Prompt, store
+from tokenlake.errors import TokenLakeError
+from tokenlake.identity import LeaseId, SessionId, WriteId
+from tokenlake_client import Lease, Pool, Write
+
+
+class Engine:
+    """Holds at most one lease with its arrays, and one write."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.prompt = Prompt(0, 1)
+        self.lease: Lease | None = None
+        self.arrays: list[Any] = []
+        self.write: Write | None = None
+
+    def store(self, seed: int, segments: int) -> dict[str, Any]:
+        return {"codes": list(store(self.pool, Prompt(seed, segments)))}
+
+    def match(self, seed: int, segments: int) -> dict[str, Any]:
+        """Lease, fetch and keep looking."""
+        self.prompt = Prompt(seed, segments)
+        keys = self.pool.prefix(self.prompt.tokens).keys
+        self.lease = self.pool.match(keys, deadline_s=PATIENT_S)
+        self.arrays = self.lease.fetch()
+        return {"hits": len(self.arrays), "wrong": self.prompt.wrong(self.arrays), "lease": self.lease.id}
+
+    def attach(self, lease: int, seed: int, segments: int) -> dict[str, Any]:
+        """Look at what another process of the session leased."""
+        self.prompt = Prompt(seed, segments)
+        self.lease = self.pool.attach(LeaseId(lease))
+        self.arrays = self.lease.fetch()
+        return {"hits": len(self.arrays), "wrong": self.prompt.wrong(self.arrays)}
+
+    def compare(self) -> dict[str, Any]:
+        return {"wrong": self.prompt.wrong(self.arrays), "hits": len(self.arrays)}
+
+    def release(self) -> dict[str, Any]:
+        self.arrays = []
+        assert self.lease is not None
+        self.lease.release()
+        return {}
+
+    def prepare(self, seed: int, segments: int) -> dict[str, Any]:
+        """Reserve, and fill half."""
+        self.prompt = Prompt(seed, segments)
+        self.write = self.pool.store(self.pool.prefix(self.prompt.tokens).keys)
+        return {"codes": list(self.write.codes), "write": self.write.id}
+
+    def attach_write(self, write: int, seed: int, segments: int) -> dict[str, Any]:
+        self.prompt = Prompt(seed, segments)
+        self.write = self.pool.attach_write(WriteId(write))
+        return {"codes": list(self.write.codes)}
+
+    def fill(self) -> dict[str, Any]:
+        assert self.write is not None
+        for index, array in self.write.slots:
+            self.prompt.fill(index, array)
+        return {}
+
+    def commit(self, shard: int | None = None) -> dict[str, Any]:
+        """Commit all, or fill one shard and commit that."""
+        assert self.write is not None
+        if shard is None:
+            return {"codes": list(self.write.commit())}
+        size = LAYOUT.shard_bytes
+        for index, array in self.write.slots:
+            content = memoryview(self.prompt.content(index))
+            array[shard * size : (shard + 1) * size] = content[shard * size : (shard + 1) * size]
+        return {"codes": list(self.write.commit(1 << shard))}
+
+    def drop(self) -> dict[str, Any]:
+        self.write = None
+        return {}
+
+    def fork(self) -> dict[str, Any]:
+        """A child that waits to be killed."""
+        child = os.fork()
+        if not child:
+            self.pool.close()
+            signal.pause()
+        return {"child": child}
+
+    def fork_and_read(self) -> dict[str, Any]:
+        """The signal that ends a child which reads what its parent looks at, 0 for none."""
+        child = os.fork()
+        if not child:
+            os._exit(int(self.arrays[0][0]) * 0)
+        return {"signal": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) * -1}
+
+    def state(self) -> dict[str, Any]:
+        return {"timeouts": self.pool.timeouts, "expired": self.pool.expired, "connected": self.pool.connected}
+
+
+def main(socket: str, session: str) -> None:
+    engine = Engine(Pool.connect(Path(socket), LAYOUT, session=SessionId(int(session))))
+    print(json.dumps({"session": engine.pool.session}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = getattr(engine, request.pop("command"))(**request)
+        except TokenLakeError as error:
+            answer = {"error": type(error).__name__, "reason": str(error)}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

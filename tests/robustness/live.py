@@ -1,0 +1,216 @@
+"""What the tests with real daemons share: bytes that can be checked, clusters, engines in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenlake.layout import Layout
+from tokenlake.wire import Code
+from tokenlake_bench.cluster import Cluster, Node
+from tokenlake_client import Lease, Pool
+
+SEGMENT_TOKENS = 16
+LAYOUT = Layout(
+    model_id="test",
+    weights_digest="00",
+    dtype="float32",
+    layers=2,
+    kv_heads=2,
+    key_dim=32,
+    value_dim=32,
+    position="rope",
+    segment_tokens=SEGMENT_TOKENS,
+)
+"""Two shards; a segment takes 16 KiB."""
+LIMIT_S = 30.0
+"""Against hanging; no test depends on how long anything takes below that."""
+PATIENT_S = 2.0
+"""Deadline of a match in a test that is not about deadlines."""
+
+
+class Prompt:
+    """Seeded tokens, and what their cache must be: a function of every token up to a segment's end, computed
+    without the pool's keys."""
+
+    def __init__(self, seed: int, segments: int, shared: Prompt | None = None) -> None:
+        """`shared`: begin with all of that prompt's tokens."""
+        draw = random.Random(seed)
+        head: list[int] = shared.tokens if shared is not None else []
+        self.tokens: list[int] = head + [draw.randrange(1 << 17) for _ in range(segments * SEGMENT_TOKENS)]
+        self.segments = len(self.tokens) // SEGMENT_TOKENS
+
+    def content(self, index: int, layout: Layout = LAYOUT) -> bytes:
+        """The bytes of one segment."""
+        prefix = np.array(self.tokens[: (index + 1) * SEGMENT_TOKENS], dtype=np.uint32).tobytes()
+        return hashlib.shake_128(prefix).digest(layout.segment_bytes)
+
+    def fill(self, index: int, array: NDArray[np.uint8]) -> None:
+        """For `Pool.store_all`."""
+        array[:] = np.frombuffer(self.content(index, layout=LAYOUT)[: len(array)], dtype=np.uint8)
+
+    def wrong(self, arrays: list[NDArray[np.uint8]], start: int = 0) -> int:
+        """How many of the arrays, the first of segment `start`, are not what they must be."""
+        return sum(array.tobytes() != self.content(start + at) for at, array in enumerate(arrays))
+
+
+def store(pool: Pool, prompt: Prompt, patience: float = LIMIT_S) -> bytes:
+    """Store all of a prompt; the codes."""
+    return pool.store_all(pool.prefix(prompt.tokens).keys, prompt.fill, patience=patience)
+
+
+def match(pool: Pool, prompt: Prompt, deadline_s: float = PATIENT_S) -> Lease:
+    """Lease what the pool has of a prompt."""
+    return pool.match(pool.prefix(prompt.tokens).keys, deadline_s=deadline_s)
+
+
+def read(pool: Pool, prompt: Prompt) -> int:
+    """Fetch what the pool has of a prompt and compare it; how many segments arrived."""
+    with match(pool, prompt) as lease:
+        arrays = lease.fetch(deadline_s=LIMIT_S)
+        assert prompt.wrong(arrays) == 0, "wrong bytes"
+        return len(arrays)
+
+
+def wait_until(reached: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
+    """Until `reached()`. AssertionError naming `what` after `limit_s`."""
+    until = time.monotonic() + limit_s
+    while not reached():
+        assert time.monotonic() < until, f"not within {limit_s:.0f} s: {what}"
+        time.sleep(0.01)
+
+
+def total(node: Node, name: str) -> float:
+    """A metric of one node, summed over its labels."""
+    return sum(value for key, value in node.metrics().items() if key.split("{")[0] == name)
+
+
+def all_free(node: Node) -> bool:
+    """Nothing is leased, reserved or quarantined there: every slot is free or can be evicted."""
+    return total(node, "tokenlake_quarantined_slots") == 0 and census(node) == 0
+
+
+def census(node: Node) -> float:
+    """Processes that may touch the node's arena."""
+    return total(node, "tokenlake_processes")
+
+
+def wait_pushed(cluster: Cluster) -> None:
+    """Until no running node has a dirty copy left."""
+
+    def done() -> bool:
+        return not sum(
+            value
+            for node in cluster.nodes
+            if node.running
+            for name, value in node.metrics().items()
+            if name.startswith("tokenlake_segments{") and 'kind="dirty"' in name
+        )
+
+    wait_until(done, "all writes are pushed")
+
+
+@contextlib.contextmanager
+def daemons(nodes: int = 1, memory: str = "4MiB", region_size: str = "1MiB", **settings: str) -> Iterator[Cluster]:
+    """A cluster whose matches are patient, so that a busy machine causes no miss."""
+    settings.setdefault("match_deadline_ms", "2000")
+    with Cluster(nodes, memory, region_size, **settings) as cluster:
+        yield cluster
+
+
+class EngineProcess:
+    """An engine in a process of its own (`tests.robustness.engine_process`), driven by commands."""
+
+    def __init__(self, socket: Path, session: int = 0) -> None:
+        root = Path(__file__).parents[2]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.robustness.engine_process", str(socket), str(session)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=root,
+            text=True,
+        )
+        self.session = self._answer()["session"]
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
+        """Run a command there and wait for its answer."""
+        self.begin(command, **arguments)
+        return self._answer()
+
+    def begin(self, command: str, **arguments: Any) -> None:
+        """Send a command; `finish` waits for its answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
+        self.process.stdin.flush()
+
+    def finish(self) -> dict[str, Any]:
+        """The answer to `begin`."""
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the engine ended"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def freeze(self) -> None:
+        """SIGSTOP, and wait until it is stopped."""
+        self.process.send_signal(signal.SIGSTOP)
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the engine is stopped")
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """kill -9, and wait until it is gone."""
+        self.process.kill()
+        self.process.wait()
+
+
+def outcomes(codes: bytes) -> set[Code]:
+    """The distinct codes of a batch."""
+    return {Code(code) for code in codes}
+
+
+def threads_of(pid: int) -> int:
+    """Threads of a process."""
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
+def descriptors_of(pid: int) -> int:
+    """Open descriptors of a process."""
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def memory_of(pid: int) -> int:
+    """Private memory of a process in bytes: the arena, which is shared, does not count."""
+    fields = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in fields if line.startswith(("Private_Dirty:", "Swap:")))
