@@ -1,0 +1,165 @@
+"""`tokenlake demo`: three daemons, two engines, one cache; one daemon is killed halfway."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from tokenlake.errors import LayoutRefused
+from tokenlake.layout import Layout
+from tokenlake_bench import demo_wire as wire
+from tokenlake_bench.baselines import infinite_cache, private_round_robin, private_routed
+from tokenlake_bench.cluster import Cluster
+from tokenlake_bench.copies import copies_per_segment
+from tokenlake_bench.demo_plan import ENGINES, NODES, SEGMENT_TOKENS, DemoPlan, make_plan
+from tokenlake_bench.demo_run import DemoLog, run_requests
+from tokenlake_bench.engine_handle import EngineHandle
+from tokenlake_bench.load_meter import settle
+from tokenlake_bench.node_totals import NodeTotals
+from tokenlake_bench.progress import LiveProgress
+from tokenlake_bench.report import DemoDetails, DemoResult, demo_table, format_duration, write_json
+
+__all__ = ["run_demo"]
+
+CONTROLS = 12
+"""Requests that are repeated with flipped bytes."""
+WINDOW = 32
+STAGED_SHARE = 0.10
+SENT_BYTES = "tokenlake_sent_bytes_total"
+EVICTED = "tokenlake_evicted_segments_total"
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    log: DemoLog
+    reports: list[wire.EngineReport]
+    controls: list[bool]
+    """Of each request repeated with flipped bytes: did its tokens change?"""
+    totals: NodeTotals
+    duplication: float
+
+
+def run_demo(trace: Path | None, model: Path | None, json_file: Path | None) -> None:
+    """Runs, prints, writes the JSON if asked for. Raises TokenLakeError."""
+    console = Console()
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tokenlake-demo-")))
+        console.print(f"starting {ENGINES} engines with {model or 'a tiny Llama of random weights'}")
+        engines = [stack.enter_context(contextlib.closing(EngineHandle(scratch / f"{n}.log"))) for n in range(ENGINES)]
+        loaded = _load(engines, model)
+        layout = Layout.decode(loaded.layout)
+        console.print(f"a cold prefill of {loaded.prefill_tokens:,} tokens takes {loaded.prefill_ms:.0f} ms")
+        plan = make_plan(trace, layout, loaded.vocabulary, loaded.positions)
+        console.print(
+            f"starting {NODES} daemons for {plan.size.capacity_tokens:,} tokens; "
+            f"{plan.workload.name}: {len(plan.workload)} requests {plan.note}".rstrip()
+        )
+        memory = str(plan.size.memory)
+        cluster = stack.enter_context(Cluster(NODES, memory, memory))
+        outcome = _serve(console, cluster, engines, plan)
+    result = _result(plan, outcome)
+    details = _details(plan, outcome, time.monotonic() - began, random_model=model is None)
+    console.print(demo_table(result, details))
+    for line in _notes(outcome):
+        console.print(line)
+    if json_file is not None:
+        write_json(result, json_file)
+
+
+def _load(engines: list[EngineHandle], model: Path | None) -> wire.Loaded:
+    with ThreadPoolExecutor(ENGINES) as threads:
+        loaded = list(threads.map(lambda engine: engine.load(model, SEGMENT_TOKENS), engines))
+    if loaded[0].problem:
+        raise LayoutRefused(loaded[0].problem)
+    first: wire.Loaded = loaded[0]
+    return first
+
+
+def _serve(console: Console, cluster: Cluster, engines: list[EngineHandle], plan: DemoPlan) -> _Outcome:
+    window = max(1, min(WINDOW, int(STAGED_SHARE * plan.size.node_segments)))
+    for engine, node in zip(engines, cluster.nodes, strict=False):
+        engine.attach(node.socket, window)
+    totals = NodeTotals(cluster)
+    with LiveProgress(console, "serving", len(plan.workload)) as progress:
+        log = run_requests(cluster, engines, plan, totals, progress)
+    reports = [engine.finish() for engine in engines]
+    cluster.wait_ready()
+    settle(cluster)
+    totals.finish()
+    with contextlib.ExitStack() as stack:
+        pools = [stack.enter_context(cluster.connect(node, plan.size.layout)) for node in range(NODES)]
+        keys = {key for request in plan.workload for key in pools[0].prefix(request.tokens).keys}
+        duplication = copies_per_segment(pools, sorted(keys))
+    return _Outcome(log, reports, _controls(engines, plan, log), totals, duplication)
+
+
+def _controls(engines: list[EngineHandle], plan: DemoPlan, log: DemoLog) -> list[bool]:
+    """Repeat the last requests that hit, with flipped bytes."""
+    chosen = [index for index, ran in log.ran.items() if ran.hit_tokens][-CONTROLS:]
+    changed: list[bool] = []
+    for request in plan.workload:
+        if request.index in chosen:
+            engine = engines[request.index % ENGINES]
+            ran = engine.run(wire.Run(request.tokens.tolist(), plan.new_tokens, cold=False, flip=True))
+            if ran.hit_tokens:
+                changed.append(ran.tokens != log.ran[request.index].cold_tokens)
+    return changed
+
+
+def _result(plan: DemoPlan, outcome: _Outcome) -> DemoResult:
+    ran, capacity = outcome.log.ran.values(), plan.size.capacity_tokens
+    return DemoResult(
+        token_hit_rate=outcome.log.hit_tokens / max(1, plan.accesses.prompt_tokens),
+        private_token_hit_rate=private_round_robin(plan.accesses, ENGINES, capacity).rate,
+        private_routed_token_hit_rate=private_routed(plan.accesses, ENGINES, capacity, seed=0).rate,
+        ideal_token_hit_rate=infinite_cache(plan.accesses).rate,
+        ttft_pool_ms=statistics.median(each.ttft_ms for each in ran),
+        ttft_cold_ms=statistics.median(each.cold_ttft_ms for each in ran),
+        tokens_equal=outcome.log.equal == len(outcome.log.ran),
+        control_changed_tokens=sum(outcome.controls),
+        longest_call_ms=max(report.longest_s for report in outcome.reports) * 1e3,
+        errors=outcome.log.errors,
+    )
+
+
+def _details(plan: DemoPlan, outcome: _Outcome, elapsed_s: float, *, random_model: bool) -> DemoDetails:
+    log, reports = outcome.log, outcome.reports
+    recovered_at = reports[log.killed_engine].recovered_at
+    return DemoDetails(
+        workload=plan.workload.name,
+        requests=len(log.ran),
+        compared=len(log.ran),
+        equal=log.equal,
+        controls=len(outcome.controls),
+        remote_share=log.remote_share,
+        duplication=outcome.duplication,
+        bytes_moved=outcome.totals.total(SENT_BYTES),
+        evictions=outcome.totals.total(EVICTED),
+        node_bytes=outcome.totals.read_bytes(
+            [report.local_segments for report in reports], plan.size.layout.segment_bytes
+        ),
+        killed_node=log.killed_node,
+        served_again_s=recovered_at - log.killed_at if recovered_at > log.killed_at else None,
+        elapsed_s=elapsed_s,
+        random_model=random_model,
+    )
+
+
+def _notes(outcome: _Outcome) -> list[str]:
+    log, reports = outcome.log, outcome.reports
+    failed = sum(report.failed_calls for report in reports)
+    slowest = format_duration(max(each.ttft_ms for each in log.ran.values()) / 1e3)
+    return [
+        f"the kill came while {log.in_flight} segments of other nodes were being read; "
+        f"{failed} calls to the pool failed and were recomputed; the slowest TTFT with the pool was {slowest}",
+        f"the private caches of the comparison are {ENGINES}, one per engine, with the memory of the {NODES} nodes; "
+        "no node of theirs is killed",
+    ]

@@ -1,0 +1,81 @@
+"""What the demo serves: the requests, the pool's size, and how much is generated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tokenlake.errors import ConfigurationError
+from tokenlake.layout import Layout
+from tokenlake_bench.baselines import Accesses, intern_segments
+from tokenlake_bench.sizing import PoolSize, pool_size
+from tokenlake_bench.traces import read_mooncake
+from tokenlake_bench.workload import BuiltinSettings, Request, Workload, builtin_workload
+
+__all__ = ["ENGINES", "NODES", "SEGMENT_TOKENS", "DemoPlan", "make_plan"]
+
+NODES: Final = 3
+ENGINES: Final = 2
+"""Attached to the first nodes; request i goes to engine i modulo this."""
+SEGMENT_TOKENS: Final = 64
+NEW_TOKENS: Final = 8
+"""Generated per request and compared."""
+TRACE_REQUESTS: Final = 200
+TRACE_LONGEST: Final = 3_072
+"""Longer prompts of a trace are left out: one of them takes seconds on a CPU."""
+CAPACITY_SHARE: Final = 0.4
+"""Of what all distinct segments need: conversations that go on fit, all of them do not."""
+
+
+@dataclass(frozen=True)
+class DemoPlan:
+    """`accesses` are those of `workload`. `note`: what a reader must know of the workload, or ''."""
+
+    workload: Workload
+    accesses: Accesses
+    size: PoolSize
+    note: str
+    new_tokens: int = NEW_TOKENS
+
+
+class _ShortRequests:
+    """Requests of `workload` with at most `longest` tokens, the first `count` of them, numbered anew."""
+
+    def __init__(self, workload: Workload, longest: int, count: int) -> None:
+        self._workload = workload
+        kept = [request.index for request in workload if len(request.tokens) <= longest]
+        self._kept = dict(zip(kept[:count], range(count), strict=False))
+
+    @property
+    def name(self) -> str:
+        return self._workload.name
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __iter__(self) -> Iterator[Request]:
+        for request in self._workload:
+            index = self._kept.get(request.index)
+            if index is not None:
+                yield Request(index, request.at_s, request.conversation, request.tokens, request.output_tokens)
+
+
+def make_plan(trace: Path | None, layout: Layout, vocabulary: int, positions: int) -> DemoPlan:
+    """For a model with so many token ids and positions. Raises TokenLakeError."""
+    longest = min(TRACE_LONGEST, positions - NEW_TOKENS)
+    if trace is None:
+        settings = BuiltinSettings(vocabulary=vocabulary)
+        if settings.prompt_tokens[1] > longest:
+            raise ConfigurationError(
+                "model", f"{positions} positions", f"at least {settings.prompt_tokens[1] + NEW_TOKENS} positions"
+            )
+        workload, note = builtin_workload(settings), ""
+    else:
+        workload = _ShortRequests(read_mooncake(trace, vocabulary=vocabulary), longest, TRACE_REQUESTS)
+        note = f"the first {len(workload)} requests of at most {longest:,} tokens; longer ones are left out"
+    accesses = intern_segments(workload, layout.segment_tokens)
+    distinct = len({segment for prompt in accesses.prompts for segment in prompt.chain})
+    capacity = int(CAPACITY_SHARE * distinct) * layout.segment_tokens
+    return DemoPlan(workload, accesses, pool_size(NODES, capacity, layout), note)

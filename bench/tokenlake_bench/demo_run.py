@@ -1,0 +1,100 @@
+"""The demo's requests: each engine serves its own in order, and halfway one engine's daemon is killed."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from tokenlake_bench import demo_wire as wire
+from tokenlake_bench.cluster import Cluster
+from tokenlake_bench.demo_plan import ENGINES, DemoPlan
+from tokenlake_bench.engine_handle import EngineHandle
+from tokenlake_bench.node_totals import NodeTotals
+from tokenlake_bench.progress import LiveProgress
+from tokenlake_bench.report import format_share
+from tokenlake_bench.workload import Request
+
+__all__ = ["DemoLog", "run_requests"]
+
+VICTIM = 0
+"""Number of the engine, and of the node it is attached to."""
+
+
+@dataclass(slots=True)
+class DemoLog:
+    """What happened. `killed_at` is of the monotonic clock."""
+
+    ran: dict[int, wire.Ran] = field(default_factory=dict)
+    hit_tokens: int = 0
+    prompt_tokens: int = 0
+    read_segments: int = 0
+    remote_segments: int = 0
+    equal: int = 0
+    errors: int = 0
+    killed_engine: int = VICTIM
+    killed_node: str = ""
+    killed_at: float = 0.0
+    in_flight: int = 0
+
+    @property
+    def remote_share(self) -> float:
+        """Of the segments that were read."""
+        return self.remote_segments / max(1, self.read_segments)
+
+    def add(self, request: Request, ran: wire.Ran) -> None:
+        """One request is done."""
+        self.ran[request.index] = ran
+        self.hit_tokens += ran.hit_tokens
+        self.prompt_tokens += len(request.tokens)
+        self.read_segments += ran.read_segments
+        self.remote_segments += ran.remote_segments
+        self.equal += not ran.error and ran.tokens == ran.cold_tokens
+        self.errors += bool(ran.error)
+
+    def status(self) -> str:
+        """For a line of progress."""
+        pool = statistics.median(ran.ttft_ms for ran in self.ran.values())
+        cold = statistics.median(ran.cold_ttft_ms for ran in self.ran.values())
+        return (
+            f"hits {format_share(self.hit_tokens / self.prompt_tokens)}, remote {format_share(self.remote_share)}, "
+            f"TTFT {pool:.0f} ms (cold {cold:.0f} ms), equal {self.equal} of {len(self.ran)}"
+        )
+
+
+def run_requests(
+    cluster: Cluster, engines: list[EngineHandle], plan: DemoPlan, totals: NodeTotals, progress: LiveProgress
+) -> DemoLog:
+    """Serves all requests. Raises TokenLakeError when an engine ends."""
+    log = DemoLog()
+    lock = threading.Lock()
+
+    def serve(number: int) -> None:
+        for request in plan.workload:
+            if request.index % ENGINES != number:
+                continue
+            kill = number == VICTIM and not log.killed_node and 2 * request.index >= len(plan.workload)
+            if kill:
+                totals.before_kill(VICTIM)
+            ran = engines[number].run(
+                wire.Run(request.tokens.tolist(), plan.new_tokens, announce=kill), lambda remote: strike(remote)
+            )
+            with lock:
+                log.add(request, ran)
+                progress.update(len(log.ran), log.status())
+
+    def strike(remote: int) -> None:
+        """While the engine's read of `remote` segments is under way."""
+        node = cluster.nodes[VICTIM]
+        node.kill()
+        with lock:
+            log.killed_at, log.killed_node, log.in_flight = time.monotonic(), node.name, remote
+        node.start()
+        progress.say(f"{node.name} killed while {remote} segments were on their way to it, and started again")
+
+    with ThreadPoolExecutor(ENGINES) as threads:
+        for served in [threads.submit(serve, number) for number in range(ENGINES)]:
+            served.result()
+    return log

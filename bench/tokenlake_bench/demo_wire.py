@@ -1,0 +1,134 @@
+"""What the demo and its engine processes say to each other, over the pipes of standard input and output.
+
+A frame is its length (4 bytes, little-endian) and one MessagePack struct. The engine answers each request with
+one reply; a `Fetching` may come before the reply to a `Run`.
+"""
+
+from __future__ import annotations
+
+from typing import BinaryIO
+
+import msgspec
+
+from tokenlake.errors import Unreachable
+
+__all__ = [
+    "Attach",
+    "Attached",
+    "EngineReport",
+    "Fetching",
+    "Finish",
+    "Load",
+    "Loaded",
+    "Message",
+    "Ran",
+    "Run",
+    "read_message",
+    "write_message",
+]
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Load the model in `directory`; an empty text stands for the tiny model."""
+
+    directory: str
+    segment_tokens: int
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """`prefill_ms`: a cold prefill of `prefill_tokens` tokens. `problem`: why the pool cannot serve it, or ''."""
+
+    layout: bytes
+    vocabulary: int
+    positions: int
+    prefill_tokens: int
+    prefill_ms: float
+    problem: str
+
+
+class Attach(msgspec.Struct, frozen=True, tag=True):
+    """Connect to the daemon at `socket`; `window` segments are fetched at a time."""
+
+    socket: str
+    window: int
+
+
+class Attached(msgspec.Struct, frozen=True, tag=True):
+    """Done."""
+
+
+class Run(msgspec.Struct, frozen=True, tag=True):
+    """Generate `new_tokens` with the pool. `cold`: then once more without it. `flip`: change what is read from the
+    pool, and store nothing. `announce`: say `Fetching` before the first read of remote segments."""
+
+    tokens: list[int]
+    new_tokens: int
+    cold: bool = True
+    flip: bool = False
+    announce: bool = False
+
+
+class Fetching(msgspec.Struct, frozen=True, tag=True):
+    """A read of `remote` segments from other nodes begins now."""
+
+    remote: int
+
+
+class Ran(msgspec.Struct, frozen=True, tag=True):
+    """`tokens`: what was generated with the pool, `cold_tokens` without; TTFT in milliseconds. `error` is '' unless
+    generating with the pool raised."""
+
+    tokens: list[int]
+    ttft_ms: float
+    hit_tokens: int
+    remote_segments: int
+    read_segments: int
+    cold_tokens: list[int] = []
+    cold_ttft_ms: float = 0.0
+    error: str = ""
+
+
+class Finish(msgspec.Struct, frozen=True, tag=True):
+    """Store what waits and report."""
+
+
+class EngineReport(msgspec.Struct, frozen=True, tag=True):
+    """Of the engine's calls to the pool. Times are those of the monotonic clock, 0 where nothing happened.
+
+    `local_segments` were read from the arena of the engine's node, copies brought there earlier included.
+    `longest_s`: of the calls that a request waited for. `recovered_at`: the first read or store that went through
+    after the last call that failed.
+    """
+
+    asked_tokens: int
+    local_segments: int
+    remote_segments: int
+    longest_s: float
+    failed_calls: int
+    recovered_at: float
+
+
+Message = Load | Loaded | Attach | Attached | Run | Fetching | Ran | Finish | EngineReport
+
+_decoder = msgspec.msgpack.Decoder(Message)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def write_message(pipe: BinaryIO, message: Message) -> None:
+    """Write one frame. Raises `Unreachable` when the other process is gone."""
+    body = _encoder.encode(message)
+    try:
+        pipe.write(len(body).to_bytes(4, "little") + body)
+        pipe.flush()
+    except OSError as error:
+        raise Unreachable(f"the other process is gone: {error}") from error
+
+
+def read_message(pipe: BinaryIO) -> Message:
+    """Read one frame. Raises `Unreachable` when the other process is gone."""
+    head = pipe.read(4)
+    body = pipe.read(int.from_bytes(head, "little")) if len(head) == 4 else b""
+    if not body:
+        raise Unreachable("the other process is gone")
+    message: Message = _decoder.decode(body)
+    return message

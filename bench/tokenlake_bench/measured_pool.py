@@ -1,0 +1,148 @@
+"""A pool between an engine and the client that measures each call, and can spoil what is read."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenlake.identity import SegmentKey
+from tokenlake.keys import Prefix, TokenIds
+from tokenlake.layout import Layout
+from tokenlake.wire import Code
+from tokenlake_client import Pool
+from tokenlake_client.lease import Lease
+
+__all__ = ["MeasuredPool", "Watch"]
+
+
+class Watch:
+    """What was measured, and what is to be done with reads. Several threads call."""
+
+    def __init__(self) -> None:
+        self.flip = False
+        """Invert the sign bit of every second 16-bit word of what is read; store nothing."""
+        self.before_remote: Callable[[int], None] | None = None
+        """Called with the number of remote segments before they are fetched."""
+        self.local = 0
+        self.remote = 0
+        self.longest_s = 0.0
+        self.failed = 0
+        self.recovered_at = 0.0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def call(self, *, waited_for: bool) -> Iterator[None]:
+        """Around one call of the pool; `waited_for` by a request."""
+        began = time.monotonic()
+        try:
+            yield
+        except Exception:
+            with self._lock:
+                self.failed += 1
+                self.recovered_at = 0.0
+            raise
+        finally:
+            if waited_for:
+                self.longest_s = max(self.longest_s, time.monotonic() - began)
+
+    def served(self) -> None:
+        """Bytes were read or stored."""
+        with self._lock:
+            if self.failed and not self.recovered_at:
+                self.recovered_at = time.monotonic()
+
+
+class MeasuredPool:
+    """The part of a pool that engines use (`engines.base.CachePool`). Closes the pool."""
+
+    def __init__(self, pool: Pool, watch: Watch) -> None:
+        self._pool = pool
+        self._watch = watch
+
+    @property
+    def layout(self) -> Layout:
+        """See `CachePool`."""
+        return self._pool.layout
+
+    def prefix(self, tokens: TokenIds = (), *, adapter: str | None = None, salt: str | None = None) -> Prefix:
+        """See `CachePool`."""
+        return self._pool.prefix(tokens, adapter=adapter, salt=salt)
+
+    def match(self, keys: Sequence[SegmentKey]) -> MeasuredLease:
+        """See `CachePool`."""
+        with self._watch.call(waited_for=True):
+            return MeasuredLease(self._pool.match(keys), self._watch)
+
+    def store_all(
+        self,
+        keys: Sequence[SegmentKey],
+        fill: Callable[[int, NDArray[np.uint8]], None],
+        first: int = 0,
+        patience: float = 0.0,
+    ) -> bytes:
+        """See `CachePool`."""
+        if self._watch.flip:
+            return bytes([Code.EXISTS]) * len(keys)
+        with self._watch.call(waited_for=False):
+            codes = self._pool.store_all(keys, fill, first, patience)
+        if Code.COMMITTED in codes:
+            self._watch.served()
+        return codes
+
+    def close(self) -> None:
+        """See `CachePool`."""
+        self._pool.close()
+
+
+class MeasuredLease:
+    """See `engines.base.CacheLease`."""
+
+    def __init__(self, lease: Lease, watch: Watch) -> None:
+        self._lease = lease
+        self._watch = watch
+
+    @property
+    def hits(self) -> int:
+        """See `CacheLease`."""
+        return self._lease.hits
+
+    def fetch(self, start: int, stop: int) -> list[NDArray[np.uint8]]:
+        """See `CacheLease`."""
+        remote = self._lease.codes[start:stop].count(Code.REMOTE)
+        if remote and self._watch.before_remote is not None:
+            self._watch.before_remote(remote)
+        with self._watch.call(waited_for=True):
+            arrays = self._lease.fetch(start, stop)
+        arrived = self._lease.codes[start : start + len(arrays)].count(Code.REMOTE)
+        self._watch.remote += arrived
+        self._watch.local += len(arrays) - arrived
+        if arrays:
+            self._watch.served()
+        return [_flipped(array) for array in arrays] if self._watch.flip else arrays
+
+    def release(self, start: int = 0, stop: int | None = None) -> None:
+        """See `CacheLease`."""
+        self._lease.release(start, stop)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lease.release()
+
+
+def _flipped(array: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The numbers stay finite: the top byte of a little-endian float32 or of every second 16-bit float."""
+    spoilt = array.copy()
+    spoilt[3::4] ^= 0x80
+    spoilt.flags.writeable = False
+    return spoilt
