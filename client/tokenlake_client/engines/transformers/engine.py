@@ -13,6 +13,7 @@ from tokenlake.errors import LayoutRefused, Refused
 from tokenlake.keys import Prefix
 from tokenlake.layout import Layout
 from tokenlake_client.engines.base import CachePool
+from tokenlake_client.engines.connection import Connection
 from tokenlake_client.engines.transformers.cache import (
     CacheShape,
     RoomyCache,
@@ -20,7 +21,6 @@ from tokenlake_client.engines.transformers.cache import (
     allocate,
     row_cache,
 )
-from tokenlake_client.engines.transformers.connection import Connection
 from tokenlake_client.engines.transformers.counters import Counters, Counts
 from tokenlake_client.engines.transformers.layout import cache_shape, check_model, layout_of
 from tokenlake_client.engines.transformers.prefill import PartialLoad, compute, load

@@ -10,8 +10,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from tokenlake.errors import LayoutRefused
 from tokenlake.layout import Layout
+from tokenlake_client.engines.model_config import check_config, position_of
 from tokenlake_client.engines.transformers.cache import CacheShape
-from tokenlake_client.engines.transformers.config import check_config, position_of
 from tokenlake_client.engines.transformers.identity import weights_digest_of
 from tokenlake_client.engines.transformers.request import has_adapters
 from tokenlake_client.engines.transformers.slots import TORCH_DTYPES

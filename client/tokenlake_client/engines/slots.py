@@ -1,0 +1,50 @@
+"""A pool's slot as tensors: one segment in the order of `tokenlake.layout.Layout`.
+
+::
+
+    [head group][layer][K, V][head in group][token][head dim]
+
+With key and value dimensions that differ, K and V of a layer are two blocks of unequal size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tokenlake.layout import Layout
+
+__all__ = ["TORCH_DTYPES", "LayerPair", "slot_tensors"]
+
+TORCH_DTYPES: dict[str, Any] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+LayerPair = tuple[Any, Any]
+"""(keys, values) tensors of one layer."""
+
+
+def slot_tensors(slot: NDArray[np.uint8], layout: Layout) -> list[LayerPair]:
+    """Per layer, views (K, V) of the slot, each [group, head in group, token, dim]. They own nothing: the caller
+    keeps the array. Through them a read-only slot can be written; do not."""
+    elements = _elements(slot, layout).view(layout.shards, layout.layers, -1)
+    keys_size = layout.heads_per_shard * layout.segment_tokens * layout.key_dim
+    shape = (layout.heads_per_shard, layout.segment_tokens)
+    keys = elements[:, :, :keys_size].unflatten(2, (*shape, layout.key_dim))
+    values = elements[:, :, keys_size:].unflatten(2, (*shape, layout.value_dim))
+    return list(zip(keys.unbind(1), values.unbind(1), strict=True))
+
+
+def _elements(slot: NDArray[np.uint8], layout: Layout) -> Any:
+    """The slot's memory as a flat tensor."""
+    if slot.nbytes != layout.segment_bytes or not slot.flags.c_contiguous:
+        raise ValueError(f"slot has {slot.nbytes} bytes; expected {layout.segment_bytes} contiguous")
+    # torch has no read-only tensors and warns about arrays that are; an address carries no such flag.
+    memory = (ctypes.c_uint8 * slot.nbytes).from_address(slot.ctypes.data)
+    return torch.frombuffer(memory, dtype=TORCH_DTYPES[layout.dtype])
