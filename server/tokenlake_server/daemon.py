@@ -14,7 +14,7 @@ from tokenlake.config import Address, ServerConfig, parse_address
 from tokenlake.core import CoreConfig, NodeCore, events
 from tokenlake.core.events import Event
 from tokenlake.core.instructions import ReplaceRegion, Stamp
-from tokenlake.errors import ConfigurationError
+from tokenlake.errors import ConfigurationError, ProtocolRefused
 from tokenlake.identity import Incarnation, NodeId
 from tokenlake.wire.slots import unpack_slots
 from tokenlake_server.arena import Arena
@@ -117,6 +117,7 @@ class Daemon:
             log.warning("refused: %s", error)
         else:
             log.error("the rules failed on %s", type(event).__name__, exc_info=error)
+            error = ProtocolRefused("the daemon failed on this request; its log says why")
         if isinstance(event, events.Requested):
             self.engines.refuse(event.connection, error)
         elif isinstance(event, events.PeerSaid):

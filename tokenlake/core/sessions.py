@@ -57,6 +57,8 @@ class Write:
         """Reserved and not committed, by index into the keys of the prepare."""
         self.held: dict[ConnectionId, dict[int, None]] = {connection: {}}
         """Per process, the open ones that it may still write."""
+        self.filled: dict[ConnectionId, list[int]] = {}
+        """Per process, the open ones of which it committed its shards: it does not touch them again."""
         self.expired = False
         self.timer: Timer | None = None
 
@@ -159,6 +161,8 @@ class Sessions:
         for write in session.writes.values():
             if old in write.held:
                 write.held[new] = write.held.pop(old)
+            if old in write.filled:
+                write.filled[new] = write.filled.pop(old)
 
     def gone(self, connection: ConnectionId) -> None:
         """The process can touch nothing any more: what only it held is free."""
@@ -189,7 +193,7 @@ class Sessions:
                 session.expired = True
                 self._context.counters.add(EXPIRED)
                 for write in list(session.writes.values()):
-                    self.expire(write)
+                    self.expire(session, write)
             self._context.timers.at(max(session.deadline, self._context.now + 0.25 * config.lease_s), look)
 
         config = self._context.config
@@ -252,20 +256,27 @@ class Sessions:
         session.reserved += len(write.open)
         for held in write.held.values():
             held.update(dict.fromkeys(write.open))
-        write.timer = self._context.after(self._context.config.reservation_s, lambda: self.expire(write))
+        write.timer = self._context.after(self._context.config.reservation_s, lambda: self.expire(session, write))
 
     def attach(self, write: Write, connection: ConnectionId) -> None:
         """Another process of the session writes into the slots as well."""
         write.held[connection] = dict.fromkeys(write.open)
 
-    def expire(self, write: Write) -> None:
-        """The deadline passed: its open segments leave the index; their slots stay with the holders."""
+    def filled(self, write: Write, connection: ConnectionId, index: int) -> None:
+        """`connection` committed its shards of a segment of which others are still missing."""
+        write.filled.setdefault(connection, []).append(index)
+
+    def expire(self, session: Session, write: Write) -> None:
+        """The deadline passed: its open segments leave the index; their slots stay with those that may still write
+        into them."""
         if write.expired:
             return
         write.expired = True
         for segment in write.open.values():
             self._context.store.discard(segment)
             self._given_up.append((write.tenant, segment.key))
+        for connection, indices in write.filled.items():
+            self.give_back(session, write, connection, indices)
 
     def committed(self, session: Session, write: Write, index: int) -> None:
         """The segment at `index` was published: the write's pin goes."""

@@ -107,10 +107,11 @@ class Writes:
             if write is not None:
                 self._sessions.give_back(session, write, process.connection, request.indices)
         else:
-            codes = self._publish(session, write, request)
+            codes = self._publish(process, write, request)
         self._context.emit(Answer(process.connection, wire.Committed(request.id, codes)))
 
-    def _publish(self, session: Session, write: Write, request: wire.Commit) -> bytes:
+    def _publish(self, process: Process, write: Write, request: wire.Commit) -> bytes:
+        session = process.session
         shards = [shard for shard in range(session.shards) if request.shards >> shard & 1]
         per_segment = CHECKSUM_BYTES * len(shards)
         codes = bytearray()
@@ -125,7 +126,9 @@ class Writes:
             for shard in shards:
                 segment.missing_shards &= ~(1 << shard)
             codes.append(Code.RESERVED if segment.missing_shards else Code.COMMITTED)
-            if not segment.missing_shards:
+            if segment.missing_shards:
+                self._sessions.filled(write, process.connection, index)
+            else:
                 self._context.store.publish(segment, segment.checksums, self._context.now)
                 self._sessions.committed(session, write, index)
                 whole.append(segment)

@@ -160,7 +160,8 @@ class Prepared(_Message, frozen=True, tag=11):
 
 
 class Commit(_Message, frozen=True, tag=12):
-    """Shards of the segments at `indices` are filled. READY when all shards of a segment are in."""
+    """Shards of the segments at `indices` are filled, and this process touches them no more. READY when all shards
+    of a segment are in."""
 
     id: int
     write: int
