@@ -71,18 +71,19 @@ class LeaseIgnored(SegmentStore):
         if super()._make_room(pool, kind):
             return True
         for segment in self.segments():
-            if segment.state is State.READY and segment.kind is not Kind.DIRTY and self._pool_of(segment) is pool:
+            if segment.state is State.READY and segment.kind is not Kind.DIRTY and segment.pool is pool:
                 pool.unpinned[segment.kind] += 1
                 with unseen_pins(segment):
                     self._evict(segment)
                 return True
         return False
 
-    def unpin(self, segment: Segment) -> None:
-        if segment.state is State.GONE and segment.place not in self._quarantine:
-            segment.pins -= 1
-        else:
-            super().unpin(segment)
+    def unpin(self, *segments: Segment) -> None:
+        for segment in segments:
+            if segment.state is State.GONE and segment.place not in self._quarantine:
+                segment.pins -= 1
+            else:
+                super().unpin(segment)
 
 
 class QuarantineFreedAtOnce(SegmentStore):
@@ -90,23 +91,23 @@ class QuarantineFreedAtOnce(SegmentStore):
 
     def discard(self, segment: Segment) -> None:
         if segment.pins and segment.state is State.READY and segment.kind is not Kind.DIRTY:
-            self._pool_of(segment).unpinned[segment.kind] += 1
+            segment.pool.unpinned[segment.kind] += 1
         with unseen_pins(segment):
             super().discard(segment)
 
-    def unpin(self, segment: Segment) -> None:
-        if segment.state is State.GONE:
-            segment.pins -= 1
-        else:
-            super().unpin(segment)
+    def unpin(self, *segments: Segment) -> None:
+        for segment in segments:
+            if segment.state is State.GONE:
+                segment.pins -= 1
+            else:
+                super().unpin(segment)
 
 
 class QuarantineNeverFreed(SegmentStore):
     """The last pin goes, the slot stays away: a leak that every count agrees with."""
 
-    def unpin(self, segment: Segment) -> None:
-        if segment.state is not State.GONE or segment.pins > 1:
-            super().unpin(segment)
+    def unpin(self, *segments: Segment) -> None:
+        super().unpin(*(s for s in segments if s.state is not State.GONE or s.pins > 1))
 
 
 class DirtyEvictable(SegmentStore):
@@ -117,7 +118,7 @@ class DirtyEvictable(SegmentStore):
             return True
         for segment in self.segments():
             dirty = segment.kind is Kind.DIRTY and segment.state is State.READY and not segment.pins
-            if dirty and self._pool_of(segment) is pool:
+            if dirty and segment.pool is pool:
                 self._evict(segment)
                 return True
         return False

@@ -266,7 +266,15 @@ class NodeCore:
 
     def census(self) -> dict[str, int]:
         """Entries of each map of the rules beside the segments: for gauges, and to see that nothing leaks."""
-        parts = (self._sessions, self._reads, self._fetches, self._serving, self._pushes, self._peers, self._advertising)
+        parts = (
+            self._sessions,
+            self._reads,
+            self._fetches,
+            self._serving,
+            self._pushes,
+            self._peers,
+            self._advertising,
+        )
         counted = {name: count for part in parts for name, count in part.census().items()}
         return {**counted, "directory": len(self._context.directory), "timers": len(self._context.timers)}
 

@@ -55,6 +55,9 @@ _HOME_ANSWERS = (Code.PENDING, Code.MISSING, Code.UNKNOWN)
 """What a lookup says of a key that is neither leased nor elsewhere."""
 
 
+_LOCAL = bytes([Code.LOCAL])
+
+
 class _Match:
     """One match under way."""
 
@@ -100,15 +103,17 @@ class Reads:
         self._context.counters.add(ASKED, len(keys) * session.segment_tokens)
         match = _Match(process, request, keys)
         match.segments = self._context.ready(session.tenant, keys)
+        here = [segment for segment in match.segments if segment is not None]
+        self._context.store.pin(*here)
+        self._under_way[match] = None
+        if len(here) == len(keys):
+            match.codes = bytearray(_LOCAL * len(keys))
+            self._finish(match)
+            return
         for index, segment in enumerate(match.segments):
             if segment is not None:
-                self._context.store.pin(segment)
                 match.codes[index] = Code.LOCAL
-        self._under_way[match] = None
-        if None in match.segments:
-            self._ask(match)
-        else:
-            self._finish(match)
+        self._ask(match)
 
     def _ask(self, match: _Match) -> None:
         """First round: both candidates of every key that is not here."""
@@ -192,18 +197,20 @@ class Reads:
         del self._under_way[match]
         process, session = match.process, match.process.session
         here = self._sessions.process(process.connection) is process
-        self._recheck(match)
-        self._report_stale(match)
+        if None in match.segments:
+            self._recheck(match)
+            self._report_stale(match)
         room = max(0, self._sessions.lease_room(session)) if here else 0
         hits = 0
         limit = min(len(match.keys), room)
+        if None not in match.segments:
+            hits = limit
         while hits < limit and (match.segments[hits] is not None or match.remotes[hits] is not None):
             hits += 1
         if hits == limit < len(match.keys) and match.codes[limit] <= Code.REMOTE:
             match.codes[limit] = Code.SESSION_LIMIT
-        for segment in match.segments[hits:]:
-            if segment is not None:
-                self._context.store.unpin(segment)
+        beyond = [segment for segment in match.segments[hits:] if segment is not None]
+        self._context.store.unpin(*beyond)
         lease = self._make_lease(match, hits)
         self._count(match, hits)
         if here:
@@ -233,13 +240,14 @@ class Reads:
         if hits:
             lease = Lease(LeaseId(self._context.next_id()), match.keys[:hits], match.process.connection)
             lease.segments = match.segments[:hits]
-            for index in range(hits):
+            here = [segment for segment in lease.segments if segment is not None]
+            for index in range(hits if len(here) < hits else 0):
                 node = match.remotes[index]
                 if lease.segments[index] is None and node is not None:
                     lease.remotes[index] = node
                     used[node] = None
             self._sessions.add_lease(match.process.session, lease)
-            self.touched([segment for segment in lease.segments if segment is not None])
+            self.touched(here)
         for node, leases in match.leases.items():
             if lease is not None and node in used:
                 lease.remote_leases += [(node, remote) for remote in leases]
@@ -265,7 +273,7 @@ class Reads:
     def _count(self, match: _Match, hits: int) -> None:
         """Every token asked for is counted once: now, or when its fetch ends or is skipped."""
         size = match.process.session.segment_tokens
-        local = sum(segment is not None for segment in match.segments[:hits])
+        local = hits - match.segments[:hits].count(None)
         pending = int(hits < len(match.keys) and match.codes[hits] == Code.PENDING)
         self._context.counters.add(LOCAL, local * size)
         self._context.counters.add(PENDING, pending * size)

@@ -83,8 +83,7 @@ class Serving:
 
     def _grant(self, node: NodeId, segments: list[Segment]) -> LeaseId:
         lease = LeaseId(self._context.next_id())
-        for segment in segments:
-            self._context.store.pin(segment)
+        self._context.store.pin(*segments)
         self._leased += len(segments)
         timer = self._context.after(self._context.config.peer_lease_s, lambda: self.release(lease))
         self._leases[lease] = _PeerLease(node, segments, timer)
@@ -98,8 +97,7 @@ class Serving:
         del self._leases[lease_id]
         lease.timer.cancel()
         self._leased -= len(lease.segments)
-        for segment in lease.segments:
-            self._context.store.unpin(segment)
+        self._context.store.unpin(*lease.segments)
 
     def release_all(self, node: NodeId) -> None:
         """`node` is gone: its leases end. Sends to it hold pins of their own."""
@@ -116,8 +114,7 @@ class Serving:
         # Segments of two layouts never share a key; should a peer ask for both, it gets neither.
         sent = [segment for segment in found if segment is not None] if slot_bytes else []
         codes = bytes(Code.LOCAL if segment is not None and slot_bytes else Code.LOST for segment in found)
-        for segment in sent:
-            self._context.store.pin(segment)
+        self._context.store.pin(*sent)
         self._sends[stream] = sent
         self._context.counters.add(SENT, len(sent))
         self._context.counters.add(SENT_BYTES, len(sent) * slot_bytes)
@@ -127,8 +124,7 @@ class Serving:
 
     def sent(self, stream: int) -> None:
         """The sender returned."""
-        for segment in self._sends.pop(stream, []):
-            self._context.store.unpin(segment)
+        self._context.store.unpin(*self._sends.pop(stream, []))
 
     def pinned(self) -> Iterator[Segment]:
         """A segment per pin held here; for integrity checks."""

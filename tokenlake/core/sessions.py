@@ -223,25 +223,30 @@ class Sessions:
         flags = lease.held.get(connection)
         if flags is None:
             return
-        for index in range(max(0, start), min(stop, len(flags))):
-            if flags[index]:
-                flags[index] = 0
-                if not lease.holders(index):
-                    self._drop(session, lease, index)
+        start, stop = max(0, start), min(stop, len(flags))
+        given = [index for index in range(start, stop) if flags[index]]
+        flags[start:stop] = bytes(max(0, stop - start))
+        if len(lease.held) > 1:
+            given = [index for index in given if not lease.holders(index)]
+        self._drop(session, lease, given)
         if not any(flags):
             del lease.held[connection]
         if not lease.held:
             del session.leases[lease.id]
             self._peer_releases += lease.remote_leases
 
-    def _drop(self, session: Session, lease: Lease, index: int) -> None:
-        session.leased -= 1
-        segment, lease.segments[index] = lease.segments[index], None
-        if segment is not None:
-            self._context.store.unpin(segment)
-        elif lease.remotes[index] is not None:
-            lease.remotes[index] = None
-            self._context.counters.add(SKIPPED, session.segment_tokens)
+    def _drop(self, session: Session, lease: Lease, indices: list[int]) -> None:
+        """Items that nobody holds any more."""
+        session.leased -= len(indices)
+        dropped: list[Segment] = []
+        for index in indices:
+            segment, lease.segments[index] = lease.segments[index], None
+            if segment is not None:
+                dropped.append(segment)
+            elif lease.remotes[index] is not None:
+                lease.remotes[index] = None
+                self._context.counters.add(SKIPPED, session.segment_tokens)
+        self._context.store.unpin(*dropped)
 
     def take_peer_releases(self) -> list[tuple[NodeId, int]]:
         """Leases at other nodes that nobody needs any more; the caller gives them back."""

@@ -36,11 +36,13 @@ class SlotPool:
         self.slots = 0
         self.free: list[tuple[int, int]] = []
         """(region, slot), taken from the end."""
-        self.order: dict[Kind, EvictionPolicy] = {Kind.STAGED: LeastRecentlyUsed(), Kind.HOME: home()}
-        self.unpinned = {Kind.STAGED: 0, Kind.HOME: 0}
+        # By kind, in lists: hashing an enum member for a dict runs Python code, and this is the hot path.
+        self.order: list[EvictionPolicy] = [LeastRecentlyUsed(), LeastRecentlyUsed(), home()]
+        """READY segments; those of DIRTY are in order as well, but nobody asks for a victim among them."""
+        self.unpinned = [0] * len(Kind)
         """READY segments with no pin: a search for a victim ends at once when there is none."""
-        self.counts = dict.fromkeys(Kind, 0)
-        """Segments RESERVED or READY, by kind."""
+        self.counts = [0] * len(Kind)
+        """Segments RESERVED or READY."""
         self.quarantined = 0
 
     def add_region(self, region: int, region_bytes: int) -> None:
@@ -81,15 +83,13 @@ class SlotPool:
 
     def enter(self, segment: Segment, now: float) -> None:
         """A READY segment takes its place in the order of its kind."""
-        if segment.kind in self.order:
-            self.order[segment.kind].insert(segment, now)
-            self.unpinned[segment.kind] += not segment.pins
+        self.order[segment.kind].insert(segment, now)
+        self.unpinned[segment.kind] += not segment.pins
 
     def leave(self, segment: Segment) -> None:
         """Inverse of `enter`."""
-        if segment.kind in self.order:
-            self.order[segment.kind].remove(segment)
-            self.unpinned[segment.kind] -= not segment.pins
+        self.order[segment.kind].remove(segment)
+        self.unpinned[segment.kind] -= not segment.pins
 
     def check_integrity(self, segments: list[Segment], quarantined: list[Segment]) -> None:
         """Conservation of slots: free + indexed + quarantined = all, each place once."""
@@ -99,9 +99,8 @@ class SlotPool:
         for kind in Kind:
             of_kind = [s for s in segments if s.kind is kind]
             assert self.counts[kind] == len(of_kind), f"{kind.name}: counted {self.counts[kind]}, are {len(of_kind)}"
-            if kind in self.order:
-                ready = [s for s in of_kind if s.state is State.READY]
-                assert len(self.order[kind]) == len(ready)
-                assert self.unpinned[kind] == sum(not s.pins for s in ready)
+            ready = [s for s in of_kind if s.state is State.READY]
+            assert len(self.order[kind]) == len(ready)
+            assert self.unpinned[kind] == sum(not s.pins for s in ready)
         assert all(s.pins > 0 for s in quarantined)
         assert all(s.pins >= 0 for s in segments)

@@ -13,9 +13,13 @@ write the slot, so it has no new owner until the last pin goes.
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
-from tokenlake.identity import NodeId, SegmentKey, TenantId
+from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.wire.slots import SlotRef
+
+if TYPE_CHECKING:
+    from tokenlake.store.pool import SlotPool
 
 __all__ = ["Kind", "Segment", "State"]
 
@@ -51,6 +55,7 @@ class Segment:
         "packed",
         "pins",
         "place",
+        "pool",
         "slot_bytes",
         "source",
         "state",
@@ -60,17 +65,17 @@ class Segment:
 
     def __init__(
         self,
-        tenant: TenantId,
+        pool: SlotPool,
         key: SegmentKey,
-        slot_bytes: int,
         place: SlotRef,
         kind: Kind,
         depth: int,
         now: float,
     ) -> None:
-        self.tenant = tenant
+        self.pool = pool
+        self.tenant = pool.tenant
+        self.slot_bytes = pool.slot_bytes
         self.key = key
-        self.slot_bytes = slot_bytes
         self.place = place
         self.packed = place.pack()
         """`place` as it goes over the wire, made once."""

@@ -124,7 +124,7 @@ class SegmentStore:
             self._grow(pool)
         if not pool.free and not self._make_room(pool, kind):
             return Code.NO_SLOT
-        segment = Segment(tenant, key, slot_bytes, pool.take(self._generations), kind, depth, now)
+        segment = Segment(pool, key, pool.take(self._generations), kind, depth, now)
         segment.pins = 1
         pool.counts[kind] += 1
         self._index.setdefault(tenant, {})[key] = segment
@@ -136,11 +136,11 @@ class SegmentStore:
         assert segment.state is State.RESERVED
         segment.state = State.READY
         segment.checksums = checksums
-        self._pool_of(segment).enter(segment, now)
+        segment.pool.enter(segment, now)
 
     def discard(self, segment: Segment) -> None:
         """Out of the index. The slot is free at once without pins, else quarantined until the last one goes."""
-        pool = self._pool_of(segment)
+        pool = segment.pool
         if segment.state is State.READY:
             pool.leave(segment)
         segment.state = State.GONE
@@ -157,7 +157,7 @@ class SegmentStore:
         """Change the kind of an indexed segment."""
         if segment.kind is kind:
             return
-        pool = self._pool_of(segment)
+        pool = segment.pool
         if segment.state is State.READY:
             pool.leave(segment)
         pool.counts[segment.kind] -= 1
@@ -166,31 +166,29 @@ class SegmentStore:
         if segment.state is State.READY:
             pool.enter(segment, now)
 
-    def pin(self, segment: Segment) -> None:
-        """The slot stays what it is until the matching `unpin`."""
-        if not segment.pins and segment.state is State.READY and segment.kind is not Kind.DIRTY:
-            self._pool_of(segment).unpinned[segment.kind] -= 1
-        segment.pins += 1
+    def pin(self, *segments: Segment) -> None:
+        """Their slots stay what they are until the matching `unpin`, one for each `pin`."""
+        for segment in segments:
+            if not segment.pins and segment.state is State.READY:
+                segment.pool.unpinned[segment.kind] -= 1
+            segment.pins += 1
 
-    def unpin(self, segment: Segment) -> None:
-        """Undo one `pin`; frees a quarantined slot with the last."""
-        segment.pins -= 1
-        if segment.pins:
-            return
-        pool = self._pool_of(segment)
-        if segment.state is State.GONE:
-            del self._quarantine[segment.place]
-            pool.quarantined -= 1
-            pool.free.append((segment.place.region, segment.place.slot))
-        elif segment.state is State.READY and segment.kind is not Kind.DIRTY:
-            pool.unpinned[segment.kind] += 1
+    def unpin(self, *segments: Segment) -> None:
+        """Undo one `pin` each; frees a quarantined slot with the last."""
+        for segment in segments:
+            segment.pins -= 1
+            if segment.pins:
+                continue
+            if segment.state is State.READY:
+                segment.pool.unpinned[segment.kind] += 1
+            elif segment.state is State.GONE:
+                self._leave_quarantine(segment)
 
     def touch(self, segments: Sequence[Segment], now: float) -> None:
         """The READY segments of one prompt were read; given in prompt order, touched deepest first, so that a
         parent outlives its children."""
         for segment in reversed(segments):
-            if segment.kind is not Kind.DIRTY:
-                self._pool_of(segment).order[segment.kind].touch(segment, now)
+            segment.pool.order[segment.kind].touch(segment, now)
 
     # -- regions
 
@@ -222,8 +220,10 @@ class SegmentStore:
 
     # -- inside
 
-    def _pool_of(self, segment: Segment) -> SlotPool:
-        return self._pools[segment.tenant, segment.slot_bytes]
+    def _leave_quarantine(self, segment: Segment) -> None:
+        del self._quarantine[segment.place]
+        segment.pool.quarantined -= 1
+        segment.pool.free.append((segment.place.region, segment.place.slot))
 
     def _grow(self, pool: SlotPool) -> None:
         if self._spare:
