@@ -21,6 +21,7 @@ class Clock:
     def __init__(self, seed: int) -> None:
         self.now = 0.0
         self.random = random.Random(seed)
+        self.slow_share = SLOW_SHARE
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._asked = 0
 
@@ -43,7 +44,7 @@ class Clock:
 
     def delay_s(self) -> float:
         """Of one frame."""
-        if self.random.random() < SLOW_SHARE:
+        if self.random.random() < self.slow_share:
             return 0.030
         return self.random.uniform(0.0001, 0.002)
 

@@ -17,7 +17,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Reading, Storing
 from tests.sim.prompts import PROMPTS
-from tokenlake.identity import SegmentKey
 
 NODES = 3
 MAX_ENGINES = 8
@@ -38,7 +37,7 @@ storings = st.builds(
 )
 which = st.integers(0, 1 << 16)
 nodes = st.integers(0, NODES - 1)
-prompts = st.sampled_from(PROMPTS)
+prompts = st.integers(0, len(PROMPTS) - 1)
 lengths = st.integers(1, len(PROMPTS[0]))
 
 
@@ -69,24 +68,24 @@ class ClusterMachine(RuleBasedStateMachine):
         self.cluster.run_for(0.005)
 
     @rule(number=which, prompt=prompts, length=lengths, how=readings, pause=PAUSES)
-    def read(self, number: int, prompt: list[SegmentKey], length: int, how: Reading, pause: float) -> None:
+    def read(self, number: int, prompt: int, length: int, how: Reading, pause: float) -> None:
         engine = self.engine(number)
         if engine is not None:
-            engine.read(prompt[:length], how)
+            engine.read(PROMPTS[prompt][:length], how)
         self.cluster.run_for(pause)
 
     @rule(prompt=prompts, how=readings, pause=PAUSES)
-    def read_everywhere(self, prompt: list[SegmentKey], how: Reading, pause: float) -> None:
+    def read_everywhere(self, prompt: int, how: Reading, pause: float) -> None:
         for engine in self.cluster.engines:
             if engine.alive:
-                engine.read(prompt, how)
+                engine.read(PROMPTS[prompt], how)
         self.cluster.run_for(pause)
 
     @rule(number=which, prompt=prompts, start=st.integers(0, 3), how=storings, pause=PAUSES)
-    def store(self, number: int, prompt: list[SegmentKey], start: int, how: Storing, pause: float) -> None:
+    def store(self, number: int, prompt: int, start: int, how: Storing, pause: float) -> None:
         engine = self.engine(number)
         if engine is not None:
-            engine.store(prompt[start:], start, how)
+            engine.store(PROMPTS[prompt][start:], start, how)
         self.cluster.run_for(pause)
 
     @rule(actions=st.integers(1, 40))
