@@ -1,0 +1,254 @@
+"""Results of the benchmark commands: the JSON that they write and the tables that they print.
+
+Rates and shares are fractions from 0 to 1 in JSON and percentages in tables.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+__all__ = [
+    "CacheHitDetails",
+    "CacheHitResult",
+    "DemoDetails",
+    "DemoResult",
+    "Quantiles",
+    "cache_hit_table",
+    "demo_table",
+    "format_bytes",
+    "format_duration",
+    "format_share",
+    "hit_rates",
+    "write_json",
+]
+
+
+class CacheHitResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON of `tokenlake bench cache-hit`.
+
+    The hit rates are hit tokens / prompt tokens. `remote_share` is the part of the pool's hit tokens that
+    came from another node; `duplication` the mean number of copies per stored segment; the load is that of
+    `balance`; `bytes_moved` went between nodes; `wrong_bytes` counts bytes of segments that were not what was
+    stored.
+    """
+
+    token_hit_rate: float
+    ideal_token_hit_rate: float
+    private_token_hit_rate: float
+    private_routed_token_hit_rate: float
+    remote_share: float
+    duplication: float
+    load_cv: float
+    load_cv_floor: float
+    load_max_over_mean: float
+    bytes_moved: int
+    wrong_bytes: int
+    requests: int
+    nodes: int
+    seed: int
+
+
+class Quantiles(msgspec.Struct, frozen=True):
+    """Milliseconds of the calls of one kind."""
+
+    p50_ms: float
+    p99_ms: float
+
+
+class CacheHitDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """What the table shows beside the JSON. `node_bytes`: bytes read from the arena, per name of a node."""
+
+    workload: str
+    segment_tokens: int
+    capacity_tokens: int
+    match: Quantiles
+    fetch: Quantiles
+    node_bytes: dict[str, int]
+    elapsed_s: float
+
+
+class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON of `tokenlake demo`.
+
+    `tokens_equal`: every request compared gave the same tokens with the pool as without.
+    `control_changed_tokens`: requests whose tokens changed when bytes of their cached prefix were flipped on
+    purpose. `longest_call_ms` and `errors` are over all calls of the engines, those during the loss of a node
+    included. TTFT are medians.
+    """
+
+    token_hit_rate: float
+    private_token_hit_rate: float
+    private_routed_token_hit_rate: float
+    ideal_token_hit_rate: float
+    ttft_pool_ms: float
+    ttft_cold_ms: float
+    tokens_equal: bool
+    control_changed_tokens: int
+    longest_call_ms: float
+    errors: int
+
+
+class DemoDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """What the demo's table shows beside the JSON.
+
+    `compared` and `equal` count requests whose tokens were held against a run without the pool, `controls`
+    those that were run with flipped bytes. `served_again_s` is the time from the kill until the node served a
+    read or took a store again, None if it did not.
+    """
+
+    workload: str
+    requests: int
+    compared: int
+    equal: int
+    controls: int
+    remote_share: float
+    duplication: float
+    bytes_moved: int
+    evictions: int
+    node_bytes: dict[str, int]
+    killed_node: str
+    served_again_s: float | None
+    elapsed_s: float
+    random_model: bool
+
+
+def write_json(result: CacheHitResult | DemoResult, path: Path) -> None:
+    """Writes the result as one JSON object, indented by two."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+
+
+def format_bytes(count: float) -> str:
+    """Binary units, three significant digits: 1536 -> '1.50 KiB'."""
+    if abs(count) < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        count /= 1024
+        if abs(count) < 999.5 or unit == "TiB":
+            break
+    return f"{_three_digits(count)} {unit}"
+
+
+def format_duration(seconds: float) -> str:
+    """'250 us', '1.50 ms', '2.00 s', '3 min 5 s'."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 0.9995:
+        return f"{_three_digits(seconds * 1e3)} ms"
+    if seconds < 59.95:
+        return f"{_three_digits(seconds)} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s"
+
+
+def format_share(share: float) -> str:
+    """A fraction as a percentage with one decimal."""
+    return f"{share * 100:.1f} %"
+
+
+def cache_hit_table(result: CacheHitResult, details: CacheHitDetails) -> RenderableType:
+    """For a terminal."""
+    title = f"{details.workload}: {result.requests:,} requests, {result.nodes} nodes, seed {result.seed}"
+    table = _grid(title)
+    _rates(table, result)
+    table.add_section()
+    table.add_row("capacity of the pool", f"{details.capacity_tokens:,} tokens")
+    table.add_row("segment", f"{details.segment_tokens:,} tokens")
+    table.add_row("hits from another node", format_share(result.remote_share))
+    table.add_row("copies per segment", f"{result.duplication:.3f}")
+    table.add_row("bytes between nodes", format_bytes(result.bytes_moved))
+    table.add_section()
+    _loads(table, details.node_bytes)
+    table.add_row("load CV, 10 s windows", f"{result.load_cv:.3f} (floor {result.load_cv_floor:.3f})")
+    table.add_row("load max / mean", f"{result.load_max_over_mean:.3f}")
+    table.add_section()
+    table.add_row("match p50 / p99", _quantiles(details.match))
+    table.add_row("fetch p50 / p99", _quantiles(details.fetch))
+    table.add_row("elapsed", format_duration(details.elapsed_s))
+    table.add_row("wrong bytes", _verdict(f"{result.wrong_bytes:,}", good=result.wrong_bytes == 0))
+    return table
+
+
+def demo_table(result: DemoResult, details: DemoDetails) -> RenderableType:
+    """For a terminal: the table, then the lines that say what was checked."""
+    table = _grid(f"{details.workload}: {details.requests:,} requests")
+    table.add_row("token hit rate, no cache", format_share(0.0))
+    _rates(table, result)
+    table.add_section()
+    table.add_row("hits from another node", format_share(details.remote_share))
+    table.add_row("copies per segment", f"{details.duplication:.3f}")
+    table.add_row("bytes between nodes", format_bytes(details.bytes_moved))
+    table.add_row("segments evicted", f"{details.evictions:,}")
+    table.add_section()
+    _loads(table, details.node_bytes)
+    table.add_section()
+    table.add_row("TTFT with the pool, median", format_duration(result.ttft_pool_ms / 1e3))
+    table.add_row("TTFT cold, median", format_duration(result.ttft_cold_ms / 1e3))
+    table.add_row("elapsed", format_duration(details.elapsed_s))
+    return Group(table, *_demo_lines(result, details))
+
+
+def _demo_lines(result: DemoResult, details: DemoDetails) -> list[Text]:
+    changed = result.control_changed_tokens
+    longest = format_duration(result.longest_call_ms / 1e3)
+    again = "did not serve again"
+    if details.served_again_s is not None:
+        again = f"served again after {format_duration(details.served_again_s)}"
+    killed = f"node {details.killed_node} killed at 50 %: longest call {longest}, errors {result.errors:,}, {again}"
+    lines = [
+        _verdict(f"tokens equal {details.equal:,} of {details.compared:,}", good=result.tokens_equal),
+        _verdict(
+            f"control with flipped bytes: {changed:,} of {details.controls:,} differ"
+            + (", as they must" if changed else "; some must"),
+            good=changed > 0,
+        ),
+        _verdict(killed, good=result.errors == 0 and details.served_again_s is not None),
+    ]
+    if details.random_model:
+        lines.append(Text("The model is tiny and random: the hit rates carry over, the milliseconds do not."))
+    return lines
+
+
+def _grid(title: str) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    return table
+
+
+def _rates(table: Table, result: CacheHitResult | DemoResult) -> None:
+    for name, rate in hit_rates(result).items():
+        style = "bold" if name == "pool" else ""
+        table.add_row(f"token hit rate, {name}", format_share(rate), style=style)
+
+
+def hit_rates(result: CacheHitResult | DemoResult) -> dict[str, float]:
+    """The systems compared, by the names that tables and plots use, in their order."""
+    return {
+        "private caches, round robin": result.private_token_hit_rate,
+        "private caches, prefix-aware routing": result.private_routed_token_hit_rate,
+        "pool": result.token_hit_rate,
+        "infinite cache": result.ideal_token_hit_rate,
+    }
+
+
+def _loads(table: Table, node_bytes: dict[str, int]) -> None:
+    for name, count in node_bytes.items():
+        table.add_row(f"read from {name}", format_bytes(count))
+
+
+def _quantiles(quantiles: Quantiles) -> str:
+    return f"{format_duration(quantiles.p50_ms / 1e3)} / {format_duration(quantiles.p99_ms / 1e3)}"
+
+
+def _verdict(text: str, *, good: bool) -> Text:
+    return Text(text, style="green" if good else "bold red")
+
+
+def _three_digits(value: float) -> str:
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f}"
