@@ -20,7 +20,7 @@ WAIT_S = 0.05
 
 
 class Connection:
-    """Hands out a pool or None, and never blocks a request for longer than `WAIT_S`."""
+    """Hands out a pool or None, and never blocks a request for longer than `wait_s`."""
 
     def __init__(
         self,
@@ -28,11 +28,13 @@ class Connection:
         report: Callable[[str, BaseException], None],
         pool: CachePool | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wait_s: float = WAIT_S,
     ) -> None:
         """`connect` opens a pool that is then owned here; it is tried once before this returns. `pool`
         is one that the caller owns. `report` takes what was attempted and its error."""
         self._connect = connect
         self._clock = clock
+        self._wait_s = wait_s
         self._report = report
         self._pool = pool
         self._owned = pool is None
@@ -56,7 +58,7 @@ class Connection:
             self._attempt = attempt
             self._retry_at = self._clock() + RETRY_S
             attempt.start()
-        attempt.join(WAIT_S)
+        attempt.join(self._wait_s)
         return self._pool
 
     def failed(self) -> None:

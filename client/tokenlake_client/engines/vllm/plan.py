@@ -1,0 +1,64 @@
+"""What the scheduler's side tells the ranks in each step, and what they answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["LoadPlan", "SavePlan", "StepPlan", "StepReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """Tokens [start, stop) of a request, from the segments of a lease into its blocks."""
+
+    request: str
+    lease: int
+    start: int
+    """A multiple of the block size, as is `stop`."""
+    stop: int
+    blocks: tuple[int, ...]
+    """Of these tokens, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """Segments [first, first + number of keys) of one prompt, all of whose tokens are computed when this step ends."""
+
+    job: int
+    """Counts up from 1 within a session of plans; the ranks do jobs in this order."""
+    first: int
+    keys: tuple[bytes, ...]
+    blocks: tuple[int, ...]
+    """Of all tokens of these segments, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step of the engine."""
+
+    step: int
+    session: int = 0
+    """The scheduler's session at the daemon, which the ranks join; 0 while it has none."""
+    incarnation: int = 0
+    """Of the daemon that the session is at."""
+    wait: bool = False
+    """The step needs what `loads` bring."""
+    loads: tuple[LoadPlan, ...] = ()
+    saves: tuple[SavePlan, ...] = ()
+    reused: tuple[int, ...] = ()
+    """Jobs whose blocks were handed out again: nothing may be read from those blocks once this step began."""
+    held: tuple[tuple[str, int], ...] = ()
+    """Finished requests whose blocks are kept until the job is done: (request, job)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One rank's answer, or what several ranks' answers have in common."""
+
+    step: int
+    done: int
+    """All jobs up to this one have let go of their blocks."""
+
+    def merged(self, other: StepReport) -> StepReport:
+        """What both have done."""
+        return StepReport(min(self.step, other.step), min(self.done, other.done))

@@ -1,0 +1,44 @@
+"""Which KV heads, and so which shards of a segment, a tensor-parallel rank has. Arithmetic only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenlake.errors import LayoutRefused
+from tokenlake.layout import Layout
+
+__all__ = ["RankShards", "rank_shards"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankShards:
+    """Shards [first, stop) are what the rank's cache holds, in the order of its heads."""
+
+    first: int
+    stop: int
+    writers: int
+    """Ranks that store, each its own shards."""
+    writes: bool
+    """Of several ranks with the same heads the first one stores them."""
+
+    @property
+    def mask(self) -> int:
+        """Bit mask of the shards."""
+        return (1 << self.stop) - (1 << self.first)
+
+
+def rank_shards(layout: Layout, rank: int, size: int) -> RankShards:
+    """For rank `rank` of `size`, as vLLM divides heads: equal runs, and copies of heads where there are more ranks than
+    heads. Raises `LayoutRefused` where a rank's heads are not whole shards."""
+    heads, per_shard = layout.kv_heads, layout.heads_per_shard
+    if heads >= size:
+        own, copies = heads // size, 1
+    else:
+        own, copies = 1, size // heads
+    if own * size != heads * copies or own % per_shard:
+        raise LayoutRefused(
+            f"tensor parallel size {size} gives each rank {own} of {heads} KV heads, which are kept in groups of "
+            f"{per_shard}: a rank's heads are not whole groups"
+        )
+    first = rank // copies * own // per_shard
+    return RankShards(first, first + own // per_shard, size // copies, rank % copies == 0)

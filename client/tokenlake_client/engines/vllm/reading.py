@@ -1,0 +1,69 @@
+"""Brings segments of a lease into vLLM's blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenlake.identity import LeaseId
+from tokenlake_client.engines.vllm.plan import LoadPlan
+
+__all__ = ["LoadPool", "Scatter", "load_blocks"]
+
+WINDOW = 32
+"""Segments that are fetched, and kept leased by their arrays, at a time."""
+
+
+class Scatter(Protocol):
+    """Moves segments from slots to blocks."""
+
+    def from_slot(self, slot: NDArray[np.uint8], blocks: Sequence[int], skip: int) -> None:
+        """Fill blocks with a segment's tokens from token `skip` on."""
+        ...
+
+    def finish(self) -> None:
+        """Everything moved so far is where it belongs."""
+        ...
+
+
+class _Lease(Protocol):
+    @property
+    def hits(self) -> int: ...
+
+    def fetch(self, start: int, stop: int) -> list[NDArray[np.uint8]]: ...
+
+    def release(self) -> None: ...
+
+
+class LoadPool(Protocol):
+    """What is used of a pool here."""
+
+    def attach(self, lease: LeaseId) -> _Lease:
+        """Hold a lease of another process of this session."""
+        ...
+
+
+def load_blocks(pool: LoadPool, plan: LoadPlan, copy: Scatter, segment: int, block: int) -> int:
+    """Fill the blocks of `plan`; how many of them are filled, from the first on. Fewer where segments were lost or
+    corrupt. Raises what the pool raises; nothing is known of the blocks then."""
+    lease = pool.attach(LeaseId(plan.lease))
+    filled = 0
+    try:
+        first, last = plan.start // segment, -(-plan.stop // segment)
+        for start in range(first, min(last, lease.hits), WINDOW):
+            stop = min(start + WINDOW, last, lease.hits)
+            arrays = lease.fetch(start, stop)
+            for index, array in enumerate(arrays, start):
+                skip = max(0, plan.start - index * segment)
+                count = (min(plan.stop, (index + 1) * segment) - max(plan.start, index * segment)) // block
+                copy.from_slot(array, plan.blocks[filled : filled + count], skip)
+                filled += count
+            copy.finish()
+            if len(arrays) < stop - start:
+                break
+    finally:
+        lease.release()
+    return filled

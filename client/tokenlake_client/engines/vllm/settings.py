@@ -1,0 +1,70 @@
+"""What a user may set: in `kv_connector_extra_config`, or in the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from tokenlake.errors import ConfigurationError
+
+__all__ = ["PREFIX", "EngineSettings", "read_settings"]
+
+PREFIX = "TOKENLAKE_ENGINE_"
+"""The daemon takes every other variable that begins with TOKENLAKE_ for a setting of its own."""
+
+
+class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Each field is a key of `kv_connector_extra_config`; in capitals behind `PREFIX`, a variable."""
+
+    socket: str = ""
+    """Of this node's daemon; empty: where `tokenlake serve` listens by default."""
+    credential: str | None = None
+    """A token of the tenant; without one the daemon goes by uid."""
+    segment_tokens: int = 256
+    """Engines share when it is equal; a multiple of vLLM's block size."""
+    load: Literal["sync", "async"] = "async"
+    """`sync`: the step that needs the cache waits for it. `async`: other requests run meanwhile."""
+    save: bool = True
+    """False: read from the pool and store nothing."""
+    verify: bool = False
+    """Check every segment's checksum when it is read, not only after it came over the network."""
+    match_ms: float = 20.0
+    """After this many milliseconds without an answer the prompt counts as unknown."""
+    salt: str | None = None
+    """Part of every key: engines share only with engines of the same salt."""
+    weights_digest: str | None = None
+    """Of the weights; computed from the model's directory where None."""
+    write_queue: int = 64
+    """Steps whose new segments wait to be stored; beyond it nothing is stored."""
+    write_patience_s: float = 1.0
+    """How long the writer waits, behind the engine, while the pool's write budget is full."""
+
+
+_TYPES: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(EngineSettings)}
+
+
+def read_settings(extra: Mapping[str, object], environ: Mapping[str, str]) -> EngineSettings:
+    """`extra` wins over `environ`. Raises `ConfigurationError` naming an unknown or invalid field."""
+    values: dict[str, object] = {
+        name.removeprefix(PREFIX).lower(): value for name, value in environ.items() if name.startswith(PREFIX)
+    }
+    values |= extra
+    checked = {name: _checked(name, value, isinstance(value, str)) for name, value in sorted(values.items())}
+    if not checked.get("socket"):
+        checked["socket"] = f"{environ.get('XDG_RUNTIME_DIR') or '/tmp'}/tokenlake-local.sock"
+    return EngineSettings(**checked)
+
+
+def _checked(name: str, value: object, text: bool) -> Any:
+    if name not in _TYPES:
+        raise ConfigurationError(name, value, f"one of {', '.join(_TYPES)}")
+    try:
+        checked = msgspec.convert(value, _TYPES[name], strict=not text)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(name, value, str(error)) from None
+    positive = name in ("segment_tokens", "match_ms", "write_queue")
+    if (positive and checked <= 0) or (name == "write_patience_s" and checked < 0):
+        raise ConfigurationError(name, value, "a positive number")
+    return checked
