@@ -26,13 +26,13 @@ readings = st.builds(
     Reading,
     attach=st.booleans(),
     fetch=st.integers(0, 3).map(bool),
-    hold_s=st.sampled_from((0.005, 0.1, 1.0, 4.0)),
+    hold_s=st.sampled_from((0.005, 0.1, 0.5, 1.5)),
     split=st.integers(0, 3),
 )
 storings = st.builds(
     Storing,
     ending=st.sampled_from(("commit", "commit", "commit", "commit", "singly", "singly", "abort", "die", "leave")),
-    fill_s=st.sampled_from((0.002, 0.002, 0.01, 0.2, 4.0)),
+    fill_s=st.sampled_from((0.002, 0.002, 0.01, 0.2, 1.2)),
     shared=st.booleans(),
 )
 which = st.integers(0, 1 << 16)
@@ -43,6 +43,9 @@ lengths = st.integers(1, len(PROMPTS[0]))
 
 class ClusterMachine(RuleBasedStateMachine):
     """See the module's docstring."""
+
+    look_inside = True
+    """Cores are checked too, not only what engines see."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,16 +91,18 @@ class ClusterMachine(RuleBasedStateMachine):
             engine.store(PROMPTS[prompt][start:], start, how)
         self.cluster.run_for(pause)
 
-    @rule(actions=st.integers(1, 40))
+    @rule(actions=st.integers(5, 40))
     def traffic(self, actions: int) -> None:
-        """Turns of conversations: read a prompt, store it, at any engine."""
+        """Turns of conversations at any engine: read what is there, store the rest."""
+        random = self.cluster.clock.random
         for _ in range(actions):
-            engine = self.engine(self.cluster.clock.random.randrange(1 << 16))
-            prompt = self.cluster.clock.random.choice(PROMPTS)
+            engine = self.engine(random.randrange(1 << 16))
+            prompt = random.choice(PROMPTS)
             if engine is not None:
-                engine.read(prompt, Reading(hold_s=self.cluster.clock.random.choice((0.01, 0.05, 0.3))))
-                engine.store(prompt, 0, Storing(fill_s=0.002))
-            self.cluster.run_for(0.02)
+                engine.read(prompt, Reading(hold_s=random.choice((0.004, 0.02, 0.1))))
+                start = random.randrange(4)
+                engine.store(prompt[start:], start, Storing(fill_s=0.002))
+            self.cluster.run_for(random.choice((0.0, 0.0, 0.003, 0.02)))
 
     @rule(number=which, fault=st.sampled_from(("silence", "silence", "kill", "kill the second process")))
     def engine_fault(self, number: int, fault: str) -> None:
@@ -105,7 +110,7 @@ class ClusterMachine(RuleBasedStateMachine):
         if engine is None:
             return
         if fault == "silence":
-            engine.silent_until = self.cluster.clock.now + 3.0
+            engine.silent_until = self.cluster.clock.now + 1.0
         elif fault == "kill":
             engine.die()
         else:
@@ -114,7 +119,7 @@ class ClusterMachine(RuleBasedStateMachine):
     # -- nodes and network
 
     @rule(
-        node=nodes, fault=st.sampled_from(("freeze", "crash")), seconds=st.sampled_from((0.03, 0.4, 3.0)), pause=PAUSES
+        node=nodes, fault=st.sampled_from(("freeze", "crash")), seconds=st.sampled_from((0.03, 0.4, 1.5)), pause=PAUSES
     )
     def node_fault(self, node: int, fault: str, seconds: float, pause: float) -> None:
         target = self.cluster.node(node)
@@ -131,7 +136,7 @@ class ClusterMachine(RuleBasedStateMachine):
     @rule(
         link=st.integers(0, NODES - 1),
         fault=st.sampled_from(("cut", "drop", "double")),
-        seconds=st.sampled_from((0.0, 0.3, 2.0)),
+        seconds=st.sampled_from((0.0, 0.3, 1.0)),
         frames=st.integers(1, 3),
     )
     def network_fault(self, link: int, fault: str, seconds: float, frames: int) -> None:
@@ -143,7 +148,7 @@ class ClusterMachine(RuleBasedStateMachine):
         else:
             target.double = frames
 
-    @rule(seconds=st.sampled_from((0.003, 0.03, 0.3, 1.5)))
+    @rule(seconds=st.sampled_from((0.003, 0.03, 0.3, 1.0)))
     def wait(self, seconds: float) -> None:
         self.cluster.run_for(seconds)
 
@@ -151,11 +156,12 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @invariant()
     def whole(self) -> None:
-        self.cluster.check()
+        self.cluster.check(self.look_inside)
 
     def teardown(self) -> None:
         self.cluster.settle()
-        self.cluster.check_settled()
+        if self.look_inside:
+            self.cluster.check_settled()
 
 
 TestClusterMachine = ClusterMachine.TestCase

@@ -57,7 +57,7 @@ class Write:
         """Reserved and not committed, by index into the keys of the prepare."""
         self.held: dict[ConnectionId, dict[int, None]] = {connection: {}}
         """Per process, the open ones that it may still write."""
-        self.filled: dict[ConnectionId, list[int]] = {}
+        self.filled: dict[ConnectionId, dict[int, None]] = {}
         """Per process, the open ones of which it committed its shards: it does not touch them again."""
         self.expired = False
         self.timer: Timer | None = None
@@ -269,7 +269,7 @@ class Sessions:
 
     def filled(self, write: Write, connection: ConnectionId, index: int) -> None:
         """`connection` committed its shards of a segment of which others are still missing."""
-        write.filled.setdefault(connection, []).append(index)
+        write.filled.setdefault(connection, {})[index] = None
 
     def expire(self, session: Session, write: Write) -> None:
         """The deadline passed: its open segments leave the index; their slots stay with those that may still write

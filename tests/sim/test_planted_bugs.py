@@ -1,0 +1,220 @@
+"""Bugs planted in the rules, each found by the state machine of `test_cluster_machine`.
+
+At most 60 examples of 40 steps each, without shrinking; the machine fails at the first wrong byte, broken
+conservation law or leak. `test_nothing_planted` is the control: the same examples pass without a bug.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.sim.test_cluster_machine import ClusterMachine
+from tokenlake.core.advertising import Advertising
+from tokenlake.core.fetches import Fetches
+from tokenlake.core.home import Home
+from tokenlake.core.instructions import AbortFetch
+from tokenlake.core.node import NodeCore
+from tokenlake.core.serving import Serving
+from tokenlake.core.sessions import Session, Sessions, Write
+from tokenlake.identity import NodeId
+from tokenlake.store import Kind
+from tokenlake.store.pool import SlotPool
+from tokenlake.wire import Code, peer
+from tokenlake.wire.slots import SlotRef
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def generation_ignored(patch: pytest.MonkeyPatch) -> None:
+    """A slot keeps its generation when its owner changes: a copy out does not notice."""
+
+    def take(self: SlotPool, generations: dict[int, list[int]]) -> SlotRef:
+        region, slot = self.free.pop()
+        return SlotRef(region, slot, generations[region][slot])
+
+    patch.setattr(SlotPool, "take", take)
+
+
+def stamp_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """Generations change, and the shared page does not say so."""
+    original = NodeCore.handle
+
+    def handle(self: NodeCore, event: Any, now: float) -> Any:
+        self.store.reissued.clear()
+        out = original(self, event, now)
+        return [i for i in out if type(i).__name__ != "Stamp"]
+
+    patch.setattr(NodeCore, "handle", handle)
+
+
+def lease_ignored(patch: pytest.MonkeyPatch) -> None:
+    """A lease pins nothing once it is granted: what an engine looks at is evicted like anything else."""
+    original = NodeCore.handle
+
+    def handle(self: NodeCore, event: Any, now: float) -> Any:
+        out = original(self, event, now)
+        for session in self._sessions:
+            for lease in session.leases.values():
+                for index, segment in enumerate(lease.segments):
+                    if segment is not None:
+                        lease.segments[index] = None
+                        self.store.unpin(segment)
+        return out
+
+    patch.setattr(NodeCore, "handle", handle)
+
+
+def late_receiver_ignored(patch: pytest.MonkeyPatch) -> None:
+    """The slots of a fetch are given away at its deadline, while its receiver may still write into them."""
+    returned = Fetches.done
+
+    def abort(self: Fetches, fetch: int) -> None:
+        flight = self._flights.get(fetch)
+        self._context.emit(AbortFetch(fetch))
+        if flight is not None:
+            count = len(flight.segments)
+            returned(self, fetch, bytes([Code.LOST]) * count, bytes(16 * count))
+
+    def done(self: Fetches, fetch: int, codes: bytes, checksums: bytes) -> None:
+        if fetch in self._flights:
+            returned(self, fetch, codes, checksums)
+
+    patch.setattr(Fetches, "_abort", abort)
+    patch.setattr(Fetches, "done", done)
+
+
+def aborted_fetch_trusted(patch: pytest.MonkeyPatch) -> None:
+    """What an aborted fetch brought is published without a look at its codes."""
+    original = Fetches.done
+
+    def done(self: Fetches, fetch: int, codes: bytes, checksums: bytes) -> None:
+        original(self, fetch, bytes([Code.LOCAL]) * len(codes), checksums)
+
+    patch.setattr(Fetches, "done", done)
+
+
+def dead_engine_frees_nothing(patch: pytest.MonkeyPatch) -> None:
+    """A process that died keeps what it held."""
+
+    def gone(self: Sessions, connection: Any) -> None:
+        self._processes.pop(connection, None)
+
+    patch.setattr(Sessions, "gone", gone)
+
+
+def write_of_two_held_by_one(patch: pytest.MonkeyPatch) -> None:
+    """A second process that fills shards of a write is not counted as its holder."""
+    patch.setattr(Sessions, "attach", lambda self, write, connection: None)
+
+
+def expired_write_reused(patch: pytest.MonkeyPatch) -> None:
+    """A reservation's deadline ends ownership, not only visibility."""
+
+    def expire(self: Sessions, session: Session, write: Write) -> None:
+        for connection in list(write.held):
+            self.give_back(session, write, connection)
+
+    patch.setattr(Sessions, "expire", expire)
+
+
+def push_delivered_twice(patch: pytest.MonkeyPatch) -> None:
+    """An offer that comes again takes slots again."""
+    original = Fetches.bring
+
+    def bring(self: Fetches, node: NodeId, tenant: Any, wanted: Any, *, kind: Kind, **how: Any) -> None:
+        for key, _, _ in wanted if kind is Kind.HOME else ():
+            self._context.store.index(tenant).pop(key, None)
+        original(self, node, tenant, wanted, kind=kind, **how)
+
+    patch.setattr(Fetches, "bring", bring)
+
+
+def send_unpinned(patch: pytest.MonkeyPatch) -> None:
+    """Slots are sent without a pin of their own: another life of the slot goes out."""
+    original = Serving.pull
+
+    def pull(self: Serving, stream: int, tenant: Any, keys: Any) -> None:
+        original(self, stream, tenant, keys)
+        self.sent(stream)
+
+    patch.setattr(Serving, "pull", pull)
+
+
+def home_restarted_empty(patch: pytest.MonkeyPatch) -> None:
+    """Nobody advertises to a home that came back, and it answers MISSING."""
+    patch.setattr(Advertising, "begin", lambda self, node: None)
+    patch.setattr(Home, "complete", property(lambda self: True))
+
+
+def second_home_copy_kept(patch: pytest.MonkeyPatch) -> None:
+    """Whoever says that it keeps a segment is believed, and told nothing."""
+
+    def held(self: Home, node: NodeId, tenant: Any, keys: Any) -> peer.Redundant:
+        for key in keys:
+            self._context.directory.held(tenant, key, node, self._life(node))
+        return peer.Redundant(tenant, b"", ())
+
+    patch.setattr(Home, "held", held)
+
+
+def peer_lease_kept(patch: pytest.MonkeyPatch) -> None:
+    """A lease to another node never ends by itself."""
+    original = Serving.release
+
+    def release(self: Serving, lease: Any, node: Any = None) -> None:
+        if node is not None:
+            original(self, lease, node)
+
+    patch.setattr(Serving, "release", release)
+
+
+SEEN_BY_ENGINES = (
+    generation_ignored,
+    stamp_forgotten,
+    lease_ignored,
+    late_receiver_ignored,
+    aborted_fetch_trusted,
+    write_of_two_held_by_one,
+    expired_write_reused,
+    send_unpinned,
+)
+"""Wrong bytes, or a slot with two owners."""
+
+SEEN_INSIDE = (
+    push_delivered_twice,
+    dead_engine_frees_nothing,
+    home_restarted_empty,
+    second_home_copy_kept,
+    peer_lease_kept,
+)
+"""Slots lost, segments that nobody finds, copies too many."""
+
+
+class SeenByEngines(ClusterMachine):
+    """Judged by bytes alone: a bug must not be found by the bookkeeping that it breaks."""
+
+    look_inside = False
+
+
+def _run(machine: type[ClusterMachine], examples: int = 60) -> None:
+    found_by = settings(max_examples=examples, stateful_step_count=40, phases=[Phase.generate], deadline=None)
+    run_state_machine_as_test(machine, settings=found_by)
+
+
+@pytest.mark.parametrize("plant", SEEN_BY_ENGINES, ids=lambda plant: plant.__name__)
+def test_wrong_bytes_are_seen(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        _run(SeenByEngines)
+
+
+@pytest.mark.parametrize("plant", SEEN_INSIDE, ids=lambda plant: plant.__name__)
+def test_broken_rules_are_seen(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        _run(ClusterMachine)
