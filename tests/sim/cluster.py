@@ -96,6 +96,10 @@ class Cluster:
         self.engines.append(engine)
         return engine
 
+    def alive(self) -> list[Engine]:
+        """Engines that live, on daemons that do."""
+        return [engine for engine in self.engines if engine.alive]
+
     def run_for(self, seconds: float) -> None:
         """Let time pass."""
         self.clock.run_for(seconds)

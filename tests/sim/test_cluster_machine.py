@@ -1,6 +1,6 @@
 """Three NodeCores on a network that delays, drops, doubles and cuts, with crashes, freezes and restarts.
 
-80 examples of 40 steps. A step lets an engine join, read, store, fall silent or die, or lets a node freeze or
+60 examples of 30 steps. A step lets an engine join, read, store, fall silent or die, or lets a node freeze or
 crash, a link break, a frame get lost or arrive twice, or time pass; reads and writes go on through the steps that
 follow. After each step every view that some process may look at holds the bytes that were written for its tenant
 and key, every slot that some process may write is still its own, and every core is whole: slots and pins are
@@ -59,14 +59,14 @@ class ClusterMachine(RuleBasedStateMachine):
         self.cluster.run_for(0.05)
 
     def engine(self, number: int) -> Engine | None:
-        alive = [engine for engine in self.cluster.engines if engine.alive]
+        alive = self.cluster.alive()
         return alive[number % len(alive)] if alive else None
 
     # -- engines
 
     @rule(node=nodes, tenant=st.sampled_from(("red", "red", "blue")), processes=st.integers(1, 2))
     def join(self, node: int, tenant: str, processes: int) -> None:
-        if sum(engine.alive for engine in self.cluster.engines) < MAX_ENGINES:
+        if len(self.cluster.alive()) < MAX_ENGINES:
             self.cluster.join(node, tenant, processes)
         self.cluster.run_for(0.005)
 
@@ -79,9 +79,8 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts, how=readings, pause=PAUSES)
     def read_everywhere(self, prompt: int, how: Reading, pause: float) -> None:
-        for engine in self.cluster.engines:
-            if engine.alive:
-                engine.read(PROMPTS[prompt], how)
+        for engine in self.cluster.alive():
+            engine.read(PROMPTS[prompt], how)
         self.cluster.run_for(pause)
 
     @rule(number=which, prompt=prompts, start=st.integers(0, 3), how=storings, pause=PAUSES)
@@ -98,11 +97,15 @@ class ClusterMachine(RuleBasedStateMachine):
         for _ in range(actions):
             engine = self.engine(random.randrange(1 << 16))
             prompt = random.choice(PROMPTS)
-            if engine is not None:
+            if engine is None or len(self.cluster.alive()) < MAX_ENGINES // 2:
+                self.cluster.join(random.randrange(NODES), processes=random.randrange(1, 3))
+            else:
                 engine.read(prompt, Reading(hold_s=random.choice((0.004, 0.02, 0.1))))
                 start = random.randrange(4)
-                engine.store(prompt[start:], start, Storing(fill_s=0.002))
-            self.cluster.run_for(random.choice((0.0, 0.0, 0.003, 0.02)))
+                ending = random.choice(("commit",) * 6 + ("singly", "abort", "die"))
+                fill_s = random.choice((0.002,) * 6 + (0.02, 0.2, 1.2))
+                engine.store(prompt[start:], start, Storing(ending, fill_s, shared=random.random() < 0.5))
+            self.cluster.run_for(random.choice((0.0, 0.0, 0.003, 0.02, 0.1)))
 
     @rule(number=which, fault=st.sampled_from(("silence", "silence", "kill", "kill the second process")))
     def engine_fault(self, number: int, fault: str) -> None:
@@ -165,4 +168,4 @@ class ClusterMachine(RuleBasedStateMachine):
 
 
 TestClusterMachine = ClusterMachine.TestCase
-TestClusterMachine.settings = settings(max_examples=80, stateful_step_count=40)
+TestClusterMachine.settings = settings(max_examples=60, stateful_step_count=30)

@@ -1,7 +1,7 @@
 """Bugs planted in the rules, each found by the state machine of `test_cluster_machine`.
 
-At most 60 examples of 40 steps each, without shrinking; the machine fails at the first wrong byte, broken
-conservation law or leak. `test_nothing_planted` is the control: the same examples pass without a bug.
+At most 60 examples of 30 steps each, without shrinking. Without a planted bug the machine passes: that is the
+test beside this one.
 """
 
 from __future__ import annotations
@@ -202,14 +202,14 @@ class SeenByEngines(ClusterMachine):
 
 
 def _run(machine: type[ClusterMachine], examples: int = 60) -> None:
-    found_by = settings(max_examples=examples, stateful_step_count=40, phases=[Phase.generate], deadline=None)
+    found_by = settings(max_examples=examples, stateful_step_count=30, phases=[Phase.generate], deadline=None)
     run_state_machine_as_test(machine, settings=found_by)
 
 
 @pytest.mark.parametrize("plant", SEEN_BY_ENGINES, ids=lambda plant: plant.__name__)
 def test_wrong_bytes_are_seen(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=r"wrong bytes|reissued|other bytes"):
         _run(SeenByEngines)
 
 

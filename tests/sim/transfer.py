@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Transfer"]
 
-STALL_SHARE = 0.1
-"""Of the transfers that stand still once for longer than their deadline."""
+STALL_SHARE = 0.2
+"""Of the transfers that stand still once, some for longer than their deadline."""
 STALL_S = 0.2
+"""At most."""
 FROZEN_POLL_S = 0.01
 
 
@@ -84,7 +85,7 @@ class Transfer:
             self.clock.after(self.clock.delay_s(), self._return)
         elif self._stall and len(self._pieces) == 1:
             self._stall = False
-            self.clock.after(STALL_S, self._next)
+            self.clock.after(self.clock.random.uniform(0.0, STALL_S), self._next)
         else:
             index, shard, place = self._pieces.pop()
             value = self.sender.arena.read(place, shard)
