@@ -184,9 +184,7 @@ def _caches(accesses: Accesses, nodes: int, capacity_tokens: int) -> list[_Lru]:
     segments = capacity_tokens // nodes // accesses.segment_tokens
     if segments < 1:
         smallest = nodes * accesses.segment_tokens
-        raise ConfigurationError(
-            "capacity_tokens", capacity_tokens, f"at least {smallest}, one segment per node"
-        )
+        raise ConfigurationError("capacity_tokens", capacity_tokens, f"at least {smallest}, one segment per node")
     return [_Lru(segments) for _ in range(nodes)]
 
 

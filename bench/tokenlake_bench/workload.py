@@ -134,9 +134,7 @@ class _Turn:
 class _Conversation:
     """An open conversation; `next_turn` is None once the next prompt would exceed its limit."""
 
-    def __init__(
-        self, settings: BuiltinSettings, rng: random.Random, number: int, lengths: list[int]
-    ) -> None:
+    def __init__(self, settings: BuiltinSettings, rng: random.Random, number: int, lengths: list[int]) -> None:
         self._settings = settings
         self._rng = rng
         self._number = number
@@ -185,9 +183,7 @@ class _BuiltinWorkload:
 def _schedule(settings: BuiltinSettings) -> list[_Turn]:
     rng = random.Random(settings.seed)
     lengths = [rng.randint(*settings.system_tokens) for _ in range(settings.system_prompts)]
-    open_conversations = [
-        _Conversation(settings, rng, number, lengths) for number in range(settings.concurrent)
-    ]
+    open_conversations = [_Conversation(settings, rng, number, lengths) for number in range(settings.concurrent)]
     started = settings.concurrent
     turns: list[_Turn] = []
     at_s = 0.0

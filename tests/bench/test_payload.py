@@ -1,0 +1,116 @@
+"""The bytes of a segment differ with everything they stand for, and the check finds every other content."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tokenlake_bench.payload import PayloadIdentity, check, fill
+
+SEGMENT = 16
+PAGE = 1 << 16
+SIZES = [1, 63, 64, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, 3 * PAGE + 4097]
+IDENTITY = PayloadIdentity(seed=1, tenant="a", fingerprint=b"layout")
+TOKENS = np.arange(5 * SEGMENT + 3, dtype=np.uint32)
+
+
+def filled(digest: bytes, size: int = 2 * PAGE + 100) -> NDArray[np.uint8]:
+    out = np.zeros(size, dtype=np.uint8)
+    fill(out, digest)
+    return out
+
+
+def test_digests_are_one_per_full_segment_and_repeat() -> None:
+    digests = IDENTITY.digests(TOKENS, SEGMENT)
+    assert len(digests) == len(set(digests)) == 5
+    assert digests == IDENTITY.digests(TOKENS.copy(), SEGMENT)
+    assert digests[:3] == IDENTITY.digests(TOKENS[: 3 * SEGMENT], SEGMENT)
+    assert IDENTITY.digests(TOKENS[: SEGMENT - 1], SEGMENT) == []
+
+
+def test_digests_do_not_depend_on_how_tokens_lie_in_memory() -> None:
+    spaced = np.repeat(TOKENS, 2)[::2]
+    assert IDENTITY.digests(spaced, SEGMENT) == IDENTITY.digests(TOKENS, SEGMENT)
+
+
+@given(st.integers(0, 5 * SEGMENT - 1))
+def test_a_changed_token_changes_its_segment_and_all_later_ones(position: int) -> None:
+    changed = TOKENS.copy()
+    changed[position] ^= 1
+    pairs = zip(IDENTITY.digests(TOKENS, SEGMENT), IDENTITY.digests(changed, SEGMENT), strict=True)
+    first = position // SEGMENT
+    assert [a == b for a, b in pairs] == [number < first for number in range(5)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        PayloadIdentity(2, "a", b"layout"),
+        PayloadIdentity(1, "b", b"layout"),
+        PayloadIdentity(1, "", b"layout"),
+        PayloadIdentity(1, "a", b"layouu"),
+        PayloadIdentity(1, "al", b"ayout"),
+    ],
+)
+def test_seed_tenant_and_layout_change_every_segment(other: PayloadIdentity) -> None:
+    for a, b in zip(IDENTITY.digests(TOKENS, SEGMENT), other.digests(TOKENS, SEGMENT), strict=True):
+        assert a != b
+        assert not check(filled(a), b)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_was_filled_is_accepted_also_read_only_and_unaligned(size: int) -> None:
+    digest, other = IDENTITY.digests(TOKENS, SEGMENT)[:2]
+    data = filled(digest, size)
+    data.flags.writeable = False
+    assert check(data, digest)
+    assert size < 8 or not check(data, other)
+    unaligned = np.zeros(size + 3, dtype=np.uint8)[3:]
+    fill(unaligned, digest)
+    assert np.array_equal(unaligned, data)
+    assert check(unaligned, digest)
+
+
+def test_filling_writes_nothing_outside() -> None:
+    around = np.zeros(3 * PAGE, dtype=np.uint8)
+    fill(around[PAGE : 2 * PAGE - 5], IDENTITY.digests(TOKENS, SEGMENT)[0])
+    assert not around[:PAGE].any()
+    assert not around[2 * PAGE - 5 :].any()
+
+
+@given(st.integers(0, 8 * (2 * PAGE + 100) - 1))
+def test_one_flipped_bit_is_found(bit: int) -> None:
+    digest = IDENTITY.digests(TOKENS, SEGMENT)[0]
+    data = filled(digest)
+    data[bit // 8] ^= 1 << bit % 8
+    assert not check(data, digest)
+
+
+@pytest.mark.parametrize("shift", [1, 8, 64, 4096, PAGE, PAGE + 64])
+def test_shifted_bytes_are_found(shift: int) -> None:
+    digest = IDENTITY.digests(TOKENS, SEGMENT)[0]
+    longer = filled(digest, 4 * PAGE)
+    assert check(longer[: 2 * PAGE], digest)
+    assert not check(longer[shift : shift + 2 * PAGE], digest)
+
+
+def test_every_line_of_64_bytes_is_its_own() -> None:
+    first, second = IDENTITY.digests(TOKENS, SEGMENT)[:2]
+    lines = np.concatenate([filled(first, 2 * PAGE), filled(second, 2 * PAGE)]).reshape(-1, 64)
+    assert len(np.unique(lines, axis=0)) == len(lines)
+
+
+def test_a_line_of_another_segment_is_found() -> None:
+    first, second = IDENTITY.digests(TOKENS, SEGMENT)[:2]
+    data, other = filled(first), filled(second)
+    data[PAGE + 64 : PAGE + 128] = other[PAGE + 64 : PAGE + 128]
+    assert not check(data, first)
+
+
+def test_bytes_are_the_same_in_every_version() -> None:
+    digest = IDENTITY.digests(TOKENS, SEGMENT)[0]
+    assert digest.hex() == "079d0477c6e613a337144d1a4050735b"
+    assert filled(digest)[PAGE : PAGE + 8].tobytes().hex() == "87c175db5c02c29c"

@@ -1,0 +1,200 @@
+"""The JSON has the keys that scripts read; tables and plots show the same numbers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from rich.console import Console, RenderableType
+
+from tokenlake.errors import ConfigurationError
+from tokenlake_bench.plot import plot_cache_hit
+from tokenlake_bench.report import (
+    CacheHitDetails,
+    CacheHitResult,
+    DemoDetails,
+    DemoResult,
+    Quantiles,
+    cache_hit_table,
+    demo_table,
+    format_bytes,
+    format_duration,
+    format_share,
+    write_json,
+)
+
+CACHE_HIT_KEYS = [
+    "token_hit_rate",
+    "ideal_token_hit_rate",
+    "private_token_hit_rate",
+    "private_routed_token_hit_rate",
+    "remote_share",
+    "duplication",
+    "load_cv",
+    "load_cv_floor",
+    "load_max_over_mean",
+    "bytes_moved",
+    "wrong_bytes",
+    "requests",
+    "nodes",
+    "seed",
+]
+DEMO_KEYS = [
+    "token_hit_rate",
+    "private_token_hit_rate",
+    "private_routed_token_hit_rate",
+    "ideal_token_hit_rate",
+    "ttft_pool_ms",
+    "ttft_cold_ms",
+    "tokens_equal",
+    "control_changed_tokens",
+    "longest_call_ms",
+    "errors",
+]
+CACHE_HIT = CacheHitResult(
+    token_hit_rate=0.298,
+    ideal_token_hit_rate=0.374,
+    private_token_hit_rate=0.088,
+    private_routed_token_hit_rate=0.295,
+    remote_share=0.66,
+    duplication=1.01,
+    load_cv=0.31,
+    load_cv_floor=0.28,
+    load_max_over_mean=1.4,
+    bytes_moved=3 * 2**30,
+    wrong_bytes=0,
+    requests=12_031,
+    nodes=3,
+    seed=0,
+)
+CACHE_HIT_DETAILS = CacheHitDetails(
+    workload="trace.jsonl.zst",
+    segment_tokens=512,
+    capacity_tokens=10_000_000,
+    match=Quantiles(0.3, 2.1),
+    fetch=Quantiles(4.0, 31.2),
+    node_bytes={"n0": 2**30, "n1": 2**31, "n2": 2**30},
+    elapsed_s=185.0,
+)
+DEMO = DemoResult(
+    token_hit_rate=0.7,
+    private_token_hit_rate=0.5,
+    private_routed_token_hit_rate=0.68,
+    ideal_token_hit_rate=0.75,
+    ttft_pool_ms=50.0,
+    ttft_cold_ms=150.0,
+    tokens_equal=True,
+    control_changed_tokens=7,
+    longest_call_ms=400.0,
+    errors=0,
+)
+DEMO_DETAILS = DemoDetails(
+    workload="built-in",
+    requests=240,
+    compared=240,
+    equal=240,
+    controls=8,
+    remote_share=0.4,
+    duplication=1.02,
+    bytes_moved=10**9,
+    evictions=100,
+    node_bytes={"n0": 10**8, "n1": 10**8},
+    killed_node="n1",
+    served_again_s=2.2,
+    elapsed_s=80.0,
+    random_model=True,
+)
+
+
+def shown(table: RenderableType) -> str:
+    console = Console(width=120, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def test_json_has_exactly_the_documented_keys(tmp_path: Path) -> None:
+    write_json(CACHE_HIT, tmp_path / "a.json")
+    write_json(DEMO, tmp_path / "b.json")
+    assert list(json.loads((tmp_path / "a.json").read_text())) == CACHE_HIT_KEYS
+    assert list(json.loads((tmp_path / "b.json").read_text())) == DEMO_KEYS
+
+
+def test_the_cache_hit_table_shows_the_result() -> None:
+    text = shown(cache_hit_table(CACHE_HIT, CACHE_HIT_DETAILS))
+    for part in ("12,031 requests", "29.8 %", "37.4 %", "8.8 %", "29.5 %", "3.00 GiB", "300 us / 2.10 ms", "3 min 5 s"):
+        assert part in text
+    assert "0.310 (floor 0.280)" in text
+
+
+def test_the_demo_ends_with_the_lines_that_convince() -> None:
+    lines = shown(demo_table(DEMO, DEMO_DETAILS)).splitlines()[-4:]
+    assert [each.strip() for each in lines] == [
+        "tokens equal 240 of 240",
+        "control with flipped bytes: 7 of 8 differ, as they must",
+        "node n1 killed at 50 %: longest call 400 ms, errors 0, served again after 2.20 s",
+        "The model is tiny and random: the hit rates carry over, the milliseconds do not.",
+    ]
+
+
+def test_the_demo_says_what_failed() -> None:
+    bad = replace(DEMO, control_changed_tokens=0, tokens_equal=False)
+    text = shown(demo_table(bad, replace(DEMO_DETAILS, equal=239, served_again_s=None, random_model=False)))
+    assert "tokens equal 239 of 240" in text
+    assert "0 of 8 differ; some must" in text
+    assert "did not serve again" in text
+    assert "random" not in text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.50 KiB"),
+        (2**20 - 1, "1.00 MiB"),
+        (150 * 2**20, "150 MiB"),
+        (12.5 * 2**30, "12.5 GiB"),
+        (5000 * 2**40, "5000 TiB"),
+    ],
+)
+def test_bytes_in_units(count: float, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0 us"),
+        (0.00025, "250 us"),
+        (0.0015, "1.50 ms"),
+        (0.15, "150 ms"),
+        (0.9999, "1.00 s"),
+        (59.96, "1 min 0 s"),
+        (185.2, "3 min 5 s"),
+    ],
+)
+def test_durations_in_units(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+def test_shares_in_percent() -> None:
+    assert format_share(0.29761) == "29.8 %"
+
+
+def test_the_plot_is_a_png(tmp_path: Path) -> None:
+    for nodes in (0, 3, 40):
+        path = tmp_path / f"{nodes}.png"
+        plot_cache_hit(CACHE_HIT, {f"n{number}": number << 30 for number in range(nodes)}, path)
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_that_cannot_be_drawn_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match=r"\.png"):
+        plot_cache_hit(CACHE_HIT, {}, tmp_path / "a.pdf")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigurationError, match="matplotlib"):
+        plot_cache_hit(CACHE_HIT, {}, tmp_path / "a.png")

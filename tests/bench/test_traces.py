@@ -1,0 +1,174 @@
+"""Mooncake's format: tokens follow from block ids, and a bad line is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+
+from tokenlake.errors import ConfigurationError
+from tokenlake_bench.traces import TraceError, read_mooncake
+from tokenlake_bench.workload import Request
+
+GOOD = {"timestamp": 0, "input_length": 1_000, "output_length": 5, "hash_ids": [0, 1]}
+
+
+def line(at_ms: float, length: int, ids: list[int]) -> dict[str, Any]:
+    return {"timestamp": at_ms, "input_length": length, "output_length": 5, "hash_ids": ids}
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> Path:
+    text = "".join(json.dumps(each) + "\n" for each in lines).encode()
+    path.write_bytes(zstandard.compress(text) if path.suffix == ".zst" else text)
+    return path
+
+
+def read(tmp_path: Path, lines: list[dict[str, Any]], **arguments: Any) -> list[Request]:
+    return list(read_mooncake(write(tmp_path / "trace.jsonl", lines), **arguments))
+
+
+def test_equal_ids_give_equal_tokens_and_the_last_block_is_cut(tmp_path: Path) -> None:
+    requests = read(tmp_path, [line(0, 1_000, [7, 8]), line(1_500, 1_030, [7, 9, 10]), line(1_500, 1_024, [7, 8])])
+    first, second, third = (request.tokens for request in requests)
+    assert [len(each) for each in (first, second, third)] == [1_000, 1_030, 1_024]
+    assert [request.at_s for request in requests] == [0.0, 1.5, 1.5]
+    assert [request.index for request in requests] == [0, 1, 2]
+    assert all(len(request.output_tokens) == 0 for request in requests)
+    assert first.dtype == np.uint32
+    assert np.array_equal(first[:512], second[:512])
+    assert np.array_equal(first, third[:1_000])
+    assert not np.array_equal(first[512:], second[512:1_000])
+
+
+def test_seed_and_vocabulary_decide_the_tokens(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.jsonl", [GOOD])
+    tokens = [next(iter(read_mooncake(path, seed=seed, vocabulary=100))).tokens for seed in (0, 0, 1)]
+    assert np.array_equal(tokens[0], tokens[1])
+    assert not np.array_equal(tokens[0], tokens[2])
+    assert tokens[0].max() < 100
+
+
+def test_compressed_and_plain_files_read_alike(tmp_path: Path) -> None:
+    lines = [line(number, 512 * 40, list(range(number, number + 40))) for number in range(500)]
+    plain = read_mooncake(write(tmp_path / "trace.jsonl", lines))
+    packed = read_mooncake(write(tmp_path / "trace.jsonl.zst", lines))
+    assert len(plain) == len(packed) == 500
+    for a, b in zip(plain, packed, strict=True):
+        assert a.at_s == b.at_s
+        assert np.array_equal(a.tokens, b.tokens)
+
+
+def test_several_frames_are_read_as_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl.zst"
+    path.write_bytes(b"".join(zstandard.compress(json.dumps(GOOD).encode() + b"\n") for _ in range(3)))
+    assert len(read_mooncake(path)) == 3
+
+
+def test_limit_reads_no_further(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.jsonl", [GOOD, GOOD])
+    path.write_bytes(path.read_bytes() + b"broken\n")
+    assert len(read_mooncake(path, limit=2)) == 2
+    with pytest.raises(TraceError, match="line 3"):
+        read_mooncake(path, limit=3)
+
+
+def test_empty_lines_and_unknown_fields_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n" + json.dumps(GOOD | {"chat_id": 3}) + "\r\n\n" + json.dumps(GOOD))
+    assert len(read_mooncake(path)) == 2
+
+
+def test_jitter_keeps_the_order_and_is_repeatable(tmp_path: Path) -> None:
+    lines = [line(3_000 * (number // 10), 600, [number, number + 100]) for number in range(40)]
+    plain = read(tmp_path, lines)
+    moved, again = (read(tmp_path, lines, jitter_s=3.0, seed=4) for _ in range(2))
+    arrivals = [request.at_s for request in moved]
+    assert arrivals == sorted(arrivals) == [request.at_s for request in again]
+    assert all(0 <= b.at_s - a.at_s < 3 for a, b in zip(plain, moved, strict=True))
+    assert len(set(arrivals)) == 40
+
+
+def test_a_conversation_goes_on_from_its_last_full_block(tmp_path: Path) -> None:
+    lines = [
+        line(0, 1_100, [0, 1, 2]),
+        line(0, 1_100, [0, 3, 4]),
+        line(1, 1_600, [0, 1, 5, 6]),
+        line(2, 600, [0, 7]),
+        line(3, 2_100, [0, 1, 5, 8, 9]),
+        line(4, 600, [0, 10]),
+    ]
+    assert [request.conversation for request in read(tmp_path, lines)] == [0, 1, 0, 2, 0, 3]
+
+
+@pytest.mark.parametrize(
+    ("bad", "field", "expected"),
+    [
+        ({"timestamp": "0"}, "timestamp", "expected `float`, got `str`"),
+        ({"timestamp": -1}, "timestamp", "expected `float` >= 0"),
+        ({"timestamp": None}, "timestamp", "expected `float`, got `null`"),
+        ({"input_length": 0}, "input_length", "expected `int` >= 1"),
+        ({"input_length": 10.5}, "input_length", "expected `int`, got `float`"),
+        ({"output_length": -3}, "output_length", "expected `int` >= 0"),
+        ({"hash_ids": [0, "1"]}, "hash_ids", "expected `int`, got `str`"),
+        ({"hash_ids": [0, -1]}, "hash_ids", "expected `int` >= 0"),
+        ({"hash_ids": 3}, "hash_ids", "expected `array`, got `int`"),
+        ({"hash_ids": [0]}, "hash_ids", "expected 2 ids"),
+        ({"hash_ids": [0, 1, 2]}, "hash_ids", "expected 2 ids"),
+    ],
+)
+def test_a_bad_value_names_file_line_field_and_expectation(
+    tmp_path: Path, bad: dict[str, Any], field: str, expected: str
+) -> None:
+    with pytest.raises(TraceError) as caught:
+        read(tmp_path, [GOOD, GOOD | bad])
+    assert str(tmp_path / "trace.jsonl") + ", line 2, field '" + field + "': " in str(caught.value)
+    assert expected in str(caught.value)
+    assert (caught.value.line, caught.value.field) == (2, field)
+
+
+@pytest.mark.parametrize("field", list(GOOD))
+def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
+    with pytest.raises(TraceError, match=f"line 1, field '{field}': expected .* missing"):
+        read(tmp_path, [{name: value for name, value in GOOD.items() if name != field}])
+
+
+def test_time_does_not_go_back(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="line 2, field 'timestamp': expected at least 10, the line before; got 9"):
+        read(tmp_path, [line(10, 600, [0, 1]), line(9, 600, [0, 1])])
+
+
+@pytest.mark.parametrize("text", [b"{", b"[1, 2]", b"nonsense", b'{"timestamp": 1', b"\xff\xfe"])
+def test_a_line_that_is_no_object_is_named(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(json.dumps(GOOD).encode() + b"\n" + text)
+    with pytest.raises(TraceError, match="line 2: expected"):
+        read_mooncake(path)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    whole = write(tmp_path / "trace.jsonl.zst", [GOOD] * 100).read_bytes()
+    files = {
+        "cut.jsonl.zst": (whole[:-5], "ends within"),
+        "other.jsonl.zst": (b"not compressed at all", "expected zstd data"),
+        "empty.jsonl": (b"", "at least one request"),
+        "empty.jsonl.zst": (b"", "at least one request"),
+        "trace.csv": (b"a,b", ".jsonl or .jsonl.zst"),
+    }
+    for name, (content, problem) in files.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(TraceError) as caught:
+            read_mooncake(tmp_path / name)
+        assert str(tmp_path / name) in str(caught.value)
+        assert problem in str(caught.value)
+    with pytest.raises(TraceError, match="No such file"):
+        read_mooncake(tmp_path / "missing.jsonl")
+
+
+@pytest.mark.parametrize(("field", "value"), [("limit", 0), ("jitter_s", -1.0), ("vocabulary", 1)])
+def test_an_argument_out_of_range_is_named(tmp_path: Path, field: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=field):
+        read(tmp_path, [GOOD], **{field: value})
