@@ -50,9 +50,9 @@ def cache_hit(**arguments: object) -> None:
 @_json
 def demo(trace: Path | None, model: Path | None, json_file: Path | None) -> None:
     """Three daemons and two engines on this machine share one cache; one daemon is killed halfway."""
-    from tokenlake_bench.demo import run_demo
+    from tokenlake_bench.demo import DemoOptions, run_demo
 
     try:
-        run_demo(trace, model, json_file)
+        run_demo(DemoOptions(trace=trace, model=model, json_file=json_file))
     except TokenLakeError as error:
         raise click.ClickException(str(error)) from error

@@ -47,7 +47,12 @@ class Node:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TOKENLAKE_")}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tokenlake_server", *flags], stdout=log, stderr=log, env=environment
+                [sys.executable, "-m", "tokenlake_server", *flags],
+                stdout=log,
+                stderr=log,
+                env=environment,
+                # Ctrl-C is for the command that started it, which may still want to ask it something.
+                start_new_session=True,
             )
 
     def kill(self) -> None:

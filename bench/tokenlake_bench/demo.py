@@ -6,6 +6,8 @@ import contextlib
 import statistics
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,19 +16,21 @@ from rich.console import Console
 
 from tokenlake.errors import LayoutRefused
 from tokenlake.layout import Layout
+from tokenlake.wire import Code
 from tokenlake_bench import demo_wire as wire
 from tokenlake_bench.baselines import infinite_cache, private_round_robin, private_routed
 from tokenlake_bench.cluster import Cluster
 from tokenlake_bench.copies import copies_per_segment
-from tokenlake_bench.demo_plan import ENGINES, NODES, SEGMENT_TOKENS, DemoPlan, make_plan
+from tokenlake_bench.demo_plan import ENGINES, NODES, REQUESTS, SEGMENT_TOKENS, DemoPlan, make_plan
 from tokenlake_bench.demo_run import DemoLog, run_requests
 from tokenlake_bench.engine_handle import EngineHandle
 from tokenlake_bench.load_meter import settle
 from tokenlake_bench.node_totals import NodeTotals
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import DemoDetails, DemoResult, demo_table, format_duration, write_json
+from tokenlake_bench.traces import read_mooncake
 
-__all__ = ["run_demo"]
+__all__ = ["DemoOptions", "run_demo"]
 
 CONTROLS = 12
 """Requests that are repeated with flipped bytes."""
@@ -46,18 +50,31 @@ class _Outcome:
     duplication: float
 
 
-def run_demo(trace: Path | None, model: Path | None, json_file: Path | None) -> None:
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """As on the command line, and the number of requests."""
+
+    trace: Path | None = None
+    model: Path | None = None
+    json_file: Path | None = None
+    requests: int = REQUESTS
+
+
+def run_demo(options: DemoOptions) -> tuple[DemoResult, DemoDetails]:
     """Runs, prints, writes the JSON if asked for. Raises TokenLakeError."""
     console = Console()
+    if options.trace is not None:
+        # A file that cannot be read is said before the models are loaded.
+        read_mooncake(options.trace, limit=1)
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tokenlake-demo-")))
-        console.print(f"starting {ENGINES} engines with {model or 'a tiny Llama of random weights'}")
+        console.print(f"starting {ENGINES} engines with {options.model or 'a tiny Llama of random weights'}")
         engines = [stack.enter_context(contextlib.closing(EngineHandle(scratch / f"{n}.log"))) for n in range(ENGINES)]
-        loaded = _load(engines, model)
+        loaded = _load(engines, options.model)
         layout = Layout.decode(loaded.layout)
         console.print(f"a cold prefill of {loaded.prefill_tokens:,} tokens takes {loaded.prefill_ms:.0f} ms")
-        plan = make_plan(trace, layout, loaded.vocabulary, loaded.positions)
+        plan = make_plan(options.trace, options.requests, layout, loaded.vocabulary, loaded.positions)
         console.print(
             f"starting {NODES} daemons for {plan.size.capacity_tokens:,} tokens; "
             f"{plan.workload.name}: {len(plan.workload)} requests {plan.note}".rstrip()
@@ -66,12 +83,13 @@ def run_demo(trace: Path | None, model: Path | None, json_file: Path | None) -> 
         cluster = stack.enter_context(Cluster(NODES, memory, memory))
         outcome = _serve(console, cluster, engines, plan)
     result = _result(plan, outcome)
-    details = _details(plan, outcome, time.monotonic() - began, random_model=model is None)
+    details = _details(plan, outcome, time.monotonic() - began, random_model=options.model is None)
     console.print(demo_table(result, details))
     for line in _notes(outcome):
         console.print(line)
-    if json_file is not None:
-        write_json(result, json_file)
+    if options.json_file is not None:
+        write_json(result, options.json_file)
+    return result, details
 
 
 def _load(engines: list[EngineHandle], model: Path | None) -> wire.Loaded:
@@ -156,10 +174,19 @@ def _details(plan: DemoPlan, outcome: _Outcome, elapsed_s: float, *, random_mode
 def _notes(outcome: _Outcome) -> list[str]:
     log, reports = outcome.log, outcome.reports
     failed = sum(report.failed_calls for report in reports)
+    cut: Counter[str] = Counter()
+    for report in reports:
+        cut.update(report.cut_by)
+    cut.pop(Code.MISSING.name, None)
     slowest = format_duration(max(each.ttft_ms for each in log.ran.values()) / 1e3)
     return [
         f"the kill came while {log.in_flight} segments of other nodes were being read; "
         f"{failed} calls to the pool failed and were recomputed; the slowest TTFT with the pool was {slowest}",
+        f"hits that ended for another reason than a missing segment: {_counts(cut)}",
         f"the private caches of the comparison are {ENGINES}, one per engine, with the memory of the {NODES} nodes; "
         "no node of theirs is killed",
     ]
+
+
+def _counts(counted: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {counted[name]:,}" for name in sorted(counted)) or "none"

@@ -14,7 +14,7 @@ from tokenlake_bench.sizing import PoolSize, pool_size
 from tokenlake_bench.traces import read_mooncake
 from tokenlake_bench.workload import BuiltinSettings, Request, Workload, builtin_workload
 
-__all__ = ["ENGINES", "NODES", "SEGMENT_TOKENS", "DemoPlan", "make_plan"]
+__all__ = ["ENGINES", "NODES", "REQUESTS", "SEGMENT_TOKENS", "DemoPlan", "make_plan"]
 
 NODES: Final = 3
 ENGINES: Final = 2
@@ -22,7 +22,9 @@ ENGINES: Final = 2
 SEGMENT_TOKENS: Final = 64
 NEW_TOKENS: Final = 8
 """Generated per request and compared."""
-TRACE_REQUESTS: Final = 200
+REQUESTS: Final = 200
+PROMPT_TOKENS: Final = (600, 2_000)
+"""Shortest and longest prompt of the built-in workload."""
 TRACE_LONGEST: Final = 3_072
 """Longer prompts of a trace are left out: one of them takes seconds on a CPU."""
 CAPACITY_SHARE: Final = 0.4
@@ -62,18 +64,18 @@ class _ShortRequests:
                 yield Request(index, request.at_s, request.conversation, request.tokens, request.output_tokens)
 
 
-def make_plan(trace: Path | None, layout: Layout, vocabulary: int, positions: int) -> DemoPlan:
-    """For a model with so many token ids and positions. Raises TokenLakeError."""
+def make_plan(trace: Path | None, requests: int, layout: Layout, vocabulary: int, positions: int) -> DemoPlan:
+    """`requests` for a model with so many token ids and positions. Raises TokenLakeError."""
     longest = min(TRACE_LONGEST, positions - NEW_TOKENS)
     if trace is None:
-        settings = BuiltinSettings(vocabulary=vocabulary)
+        settings = BuiltinSettings(requests=requests, vocabulary=vocabulary, prompt_tokens=PROMPT_TOKENS)
         if settings.prompt_tokens[1] > longest:
             raise ConfigurationError(
                 "model", f"{positions} positions", f"at least {settings.prompt_tokens[1] + NEW_TOKENS} positions"
             )
         workload, note = builtin_workload(settings), ""
     else:
-        workload = _ShortRequests(read_mooncake(trace, vocabulary=vocabulary), longest, TRACE_REQUESTS)
+        workload = _ShortRequests(read_mooncake(trace, vocabulary=vocabulary), longest, requests)
         note = f"the first {len(workload)} requests of at most {longest:,} tokens; longer ones are left out"
     accesses = intern_segments(workload, layout.segment_tokens)
     distinct = len({segment for prompt in accesses.prompts for segment in prompt.chain})

@@ -106,6 +106,8 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True):
     longest_s: float
     failed_calls: int
     recovered_at: float
+    cut_by: dict[str, int]
+    """Matches that ended before the last key, by the name of the `Code` that ended them; LOST: while reading."""
 
 
 Message = Load | Loaded | Attach | Attached | Run | Fetching | Ran | Finish | EngineReport

@@ -33,6 +33,7 @@ class EngineHandle:
                 stdout=subprocess.PIPE,
                 stderr=file,
                 env=environment,
+                start_new_session=True,
             )
 
     def load(self, directory: Path | None, segment_tokens: int) -> wire.Loaded:

@@ -16,12 +16,14 @@ from tokenlake.errors import LayoutRefused, Unreachable
 from tokenlake.layout import Layout
 from tokenlake_bench import demo_wire as wire
 from tokenlake_bench.measured_pool import MeasuredPool, Watch
-from tokenlake_bench.tiny_model import save_tiny_model
+from tokenlake_bench.tiny_model import TinyModel, save_tiny_model
 from tokenlake_client import Pool
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
 
 __all__ = ["main"]
 
+TINY = TinyModel(layers=3)
+"""As slow as it must be for a prefill of 1,024 tokens to take more than 100 ms, and no slower."""
 PREFILL_TOKENS = 1024
 FLUSH_S = 20.0
 
@@ -65,7 +67,7 @@ class EngineProcess:
 
     def _load(self, message: wire.Load) -> wire.Loaded:
         with tempfile.TemporaryDirectory(prefix="tokenlake-model-") as scratch:
-            directory = message.directory or str(save_tiny_model(scratch))
+            directory = message.directory or str(save_tiny_model(scratch, TINY))
             self._model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
             try:
                 layout = layout_of(self._model, segment_tokens=message.segment_tokens)
@@ -145,6 +147,7 @@ class EngineProcess:
             longest_s=watch.longest_s,
             failed_calls=watch.failed,
             recovered_at=watch.recovered_at,
+            cut_by=dict(watch.cut_by),
         )
 
 

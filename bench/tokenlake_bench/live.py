@@ -81,7 +81,9 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
         elapsed_s = time.monotonic() - began
         settle(cluster)
         totals = cluster.totals()
-        duplication = copies_per_segment([client.pool for client in clients], log.keys.values())
+        # Not those of the clients: an interruption may have come in the middle of a call.
+        pools = [stack.enter_context(cluster.connect(node, size.layout)) for node in range(options.nodes)]
+        duplication = copies_per_segment(pools, log.keys.values())
         node_bytes = dict(zip([node.name for node in cluster.nodes], balance.load_of_nodes(meter.served), strict=True))
     done = Accesses(accesses.segment_tokens, accesses.prompts[: log.requests])
     compared = _baselines(done, size, options.seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -35,6 +36,7 @@ class Watch:
         self.longest_s = 0.0
         self.failed = 0
         self.recovered_at = 0.0
+        self.cut_by: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     @contextmanager
@@ -78,7 +80,10 @@ class MeasuredPool:
     def match(self, keys: Sequence[SegmentKey]) -> MeasuredLease:
         """See `CachePool`."""
         with self._watch.call(waited_for=True):
-            return MeasuredLease(self._pool.match(keys), self._watch)
+            lease = self._pool.match(keys)
+        if lease.hits < len(keys):
+            self._watch.cut_by[Code(lease.codes[lease.hits]).name] += 1
+        return MeasuredLease(lease, self._watch)
 
     def store_all(
         self,
@@ -125,6 +130,8 @@ class MeasuredLease:
         self._watch.local += len(arrays) - arrived
         if arrays:
             self._watch.served()
+        if len(arrays) < stop - start:
+            self._watch.cut_by[Code.LOST.name] += 1
         return [_flipped(array) for array in arrays] if self._watch.flip else arrays
 
     def release(self, start: int = 0, stop: int | None = None) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -64,6 +67,26 @@ def test_a_replayed_trace_has_no_wrong_byte_and_hits_across_nodes(tmp_path: Path
     assert result["load_max_over_mean"] >= 1
     assert result["bytes_moved"] > 0
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_interrupted_it_writes_what_is_done(tmp_path: Path) -> None:
+    result_file = tmp_path / "result.json"
+    arguments = ["bench", "cache-hit", "--limit", "5000", "--json", str(result_file)]
+    command = [sys.executable, "-c", "from tokenlake.command import main; main()", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        output = []
+        for line in process.stdout:
+            output.append(line)
+            if "replaying: " in line:
+                process.send_signal(signal.SIGINT)
+                break
+        output += process.stdout
+    assert process.returncode == 0, "".join(output)
+    result = json.loads(result_file.read_bytes())
+    assert 0 < result["requests"] < 5000
+    assert f"interrupted after {result['requests']:,} requests" in "".join(output)
+    assert result["wrong_bytes"] == 0
 
 
 def tokens(first: int, count: int) -> NDArray[np.uint32]:
