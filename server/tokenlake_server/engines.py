@@ -14,7 +14,7 @@ import msgspec
 from tokenlake.config import format_size
 from tokenlake.core import events
 from tokenlake.core.instructions import Answer, Welcomed
-from tokenlake.errors import ConfigurationError, LimitReached, ProtocolRefused, TokenLakeError
+from tokenlake.errors import ConfigurationError, LayoutRefused, LimitReached, ProtocolRefused, TokenLakeError
 from tokenlake.identity import Incarnation, NodeId
 from tokenlake.keys import probe
 from tokenlake.layout import Layout
@@ -65,6 +65,8 @@ class _Connection:
         self.version = 0
         self.session = 0
         self.joined = False
+        self.maps = False
+        """The process was given a descriptor of the arena, now or over the connection that this one goes on from."""
         self.deadline: asyncio.TimerHandle | None = None
 
 
@@ -165,9 +167,9 @@ class EngineListener:
         connection.frames = None
         if connection.deadline is not None:
             connection.deadline.cancel()
-        # A process that joined and lives may still look at the arena: what it holds waits for its death.
-        if not connection.joined:
-            self._forget(connection)
+        # A process that maps the arena and lives may still touch it: what it holds waits for its death.
+        if not connection.maps:
+            self._gone(connection)
 
     def _gone(self, connection: _Connection) -> None:
         """It is dead, or said that it holds nothing."""
@@ -234,8 +236,20 @@ class EngineListener:
                 f"one segment of this layout takes {layout.segment_bytes} bytes, more than a region of "
                 f"{format_size(self._settings.region_bytes)}; raise the daemon's 'region_size'"
             )
+        self._check_session(message.session, tenant.name, layout)
         connection.hello, connection.layout = message, layout
         connection.tenant, connection.secret = tenant.name, tenant.secret
+
+    def _check_session(self, session: int, tenant: str, layout: Layout) -> None:
+        """Raise `LayoutRefused` for a process that joins a session of its tenant with another layout."""
+        others = (c.layout for c in self._connections.values() if c.session == session and c.tenant == tenant)
+        former = next((other for other in others if other is not None), layout) if session else layout
+        for field in layout.__struct_fields__:
+            mine, theirs = getattr(layout, field), getattr(former, field)
+            if mine != theirs:
+                raise LayoutRefused(
+                    f"layout field '{field}' is {mine!r}; session {session} has another layout, with {theirs!r}"
+                )
 
     def _welcomed(self, instruction: Welcomed) -> None:
         connection = self._connections.get(instruction.connection)
@@ -248,6 +262,7 @@ class EngineListener:
         former = self._resumed(connection)
         if former is not None and former.session == connection.session:
             # The rules handed its holdings to the new connection.
+            connection.maps = former.maps
             self._forget(former)
         if connection.deadline is not None:
             connection.deadline.cancel()
@@ -278,6 +293,7 @@ class EngineListener:
             return
         region = self._arena.region(message.region)
         descriptor = region.reopen(write=message.write)
+        connection.maps = True
         try:
             reply = engine.Region(message.id, message.region, region.nbytes, pool.slot_bytes)
             if connection.frames is not None:

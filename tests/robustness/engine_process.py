@@ -20,7 +20,7 @@ class Engine:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self.prompt = Prompt(0, 1)
+        self.looked_at = self.filled = Prompt(0, 1)
         self.lease: Lease | None = None
         self.arrays: list[Any] = []
         self.write: Write | None = None
@@ -30,21 +30,21 @@ class Engine:
 
     def match(self, seed: int, segments: int) -> dict[str, Any]:
         """Lease, fetch and keep looking."""
-        self.prompt = Prompt(seed, segments)
-        keys = self.pool.prefix(self.prompt.tokens).keys
+        self.looked_at = Prompt(seed, segments)
+        keys = self.pool.prefix(self.looked_at.tokens).keys
         self.lease = self.pool.match(keys, deadline_s=PATIENT_S)
         self.arrays = self.lease.fetch()
-        return {"hits": len(self.arrays), "wrong": self.prompt.wrong(self.arrays), "lease": self.lease.id}
+        return {"hits": len(self.arrays), "wrong": self.looked_at.wrong(self.arrays), "lease": self.lease.id}
 
     def attach(self, lease: int, seed: int, segments: int) -> dict[str, Any]:
         """Look at what another process of the session leased."""
-        self.prompt = Prompt(seed, segments)
+        self.looked_at = Prompt(seed, segments)
         self.lease = self.pool.attach(LeaseId(lease))
         self.arrays = self.lease.fetch()
-        return {"hits": len(self.arrays), "wrong": self.prompt.wrong(self.arrays)}
+        return {"hits": len(self.arrays), "wrong": self.looked_at.wrong(self.arrays)}
 
     def compare(self) -> dict[str, Any]:
-        return {"wrong": self.prompt.wrong(self.arrays), "hits": len(self.arrays)}
+        return {"wrong": self.looked_at.wrong(self.arrays), "hits": len(self.arrays)}
 
     def release(self) -> dict[str, Any]:
         self.arrays = []
@@ -54,19 +54,19 @@ class Engine:
 
     def prepare(self, seed: int, segments: int) -> dict[str, Any]:
         """Reserve, and fill half."""
-        self.prompt = Prompt(seed, segments)
-        self.write = self.pool.store(self.pool.prefix(self.prompt.tokens).keys)
+        self.filled = Prompt(seed, segments)
+        self.write = self.pool.store(self.pool.prefix(self.filled.tokens).keys)
         return {"codes": list(self.write.codes), "write": self.write.id}
 
     def attach_write(self, write: int, seed: int, segments: int) -> dict[str, Any]:
-        self.prompt = Prompt(seed, segments)
+        self.filled = Prompt(seed, segments)
         self.write = self.pool.attach_write(WriteId(write))
         return {"codes": list(self.write.codes)}
 
     def fill(self) -> dict[str, Any]:
         assert self.write is not None
         for index, array in self.write.slots:
-            self.prompt.fill(index, array)
+            self.filled.fill(index, array)
         return {}
 
     def commit(self, shard: int | None = None) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Engine:
             return {"codes": list(self.write.commit())}
         size = LAYOUT.shard_bytes
         for index, array in self.write.slots:
-            content = memoryview(self.prompt.content(index))
+            content = memoryview(self.filled.content(index))
             array[shard * size : (shard + 1) * size] = content[shard * size : (shard + 1) * size]
         return {"codes": list(self.write.commit(1 << shard))}
 

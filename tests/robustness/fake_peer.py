@@ -1,0 +1,112 @@
+"""A peer that says it has segments and trickles poison instead of them, for as long as the other side takes it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+from tokenlake.layout import Layout
+from tokenlake.wire import Code, pack_frame, peer
+from tokenlake.wire.frames import decode
+
+__all__ = ["FakePeer"]
+
+POISON = b"\xee" * 256
+
+
+class FakePeer:
+    """Listens on `port`; a context manager."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.cut = 0
+        """Transfers that the other side ended."""
+        self._layout: Layout | None = None
+        self._keys: set[bytes] = set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._open: list[socket.socket] = []
+
+    def __enter__(self) -> FakePeer:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for sock in [self._listener, *self._open]:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+    def serves(self, keys: Sequence[bytes], layout: Layout) -> None:
+        """From now on it has these."""
+        self._layout = layout
+        self._keys = {bytes(key) for key in keys}
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = self._listener.accept()
+                self._open.append(sock)
+                threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            hello = decode(peer.handshake_decoder, _frame(sock))
+            assert isinstance(hello, peer.PeerHello)
+            sock.sendall(pack_frame(peer.PeerWelcome(hello.newest_version, self.name, 1)))
+            while True:
+                body = _frame(sock)
+                if hello.bulk:
+                    self._trickle(sock, decode(peer.bulk_request_decoder, body))
+                else:
+                    self._answer(sock, decode(peer.peer_decoder, body))
+
+    def _answer(self, sock: socket.socket, message: peer.PeerMessage) -> None:
+        match message:
+            case peer.Ping():
+                sock.sendall(pack_frame(peer.Pong(message.call, (0.0, 0.0))))
+            case peer.Lookup():
+                keys = [message.keys[at : at + 32] for at in range(0, len(message.keys), 32)]
+                codes = bytes(Code.LOCAL if key in self._keys else Code.MISSING for key in keys)
+                lease = int(Code.LOCAL in codes)
+                sock.sendall(pack_frame(peer.LookupReply(message.call, lease, codes, ())))
+            case peer.Ready():
+                codes = bytes([Code.COMMITTED]) * (len(message.keys) // 32)
+                sock.sendall(pack_frame(peer.ReadyReply(message.call, codes)))
+            case peer.Offer():
+                codes = bytes([Code.NO_SLOT]) * (len(message.keys) // 32)
+                sock.sendall(pack_frame(peer.OfferReply(message.call, codes)))
+            case _:
+                pass
+
+    def _trickle(self, sock: socket.socket, message: peer.Pull) -> None:
+        assert self._layout is not None
+        count = len(message.keys) // 32
+        checksums = bytes(8 * self._layout.shards * count)
+        codes = bytes([Code.LOCAL]) * count
+        sock.sendall(pack_frame(peer.Pulled(self._layout.segment_bytes, codes, checksums)))
+        try:
+            while True:
+                sock.sendall(POISON)
+                # Slow enough that a segment takes longer than the fetch waits.
+                time.sleep(0.005)
+        except OSError:
+            self.cut += 1
+            raise
+
+
+def _frame(sock: socket.socket) -> bytes:
+    return _exactly(sock, int.from_bytes(_exactly(sock, 4), "little"))
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        part = sock.recv(count - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)

@@ -1,0 +1,295 @@
+"""Daemons that die, freeze, or hold flipped bits, under a small workload with every byte compared."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from tests.robustness.live import (
+    LAYOUT,
+    LIMIT_S,
+    Prompt,
+    daemons,
+    match,
+    outcomes,
+    read,
+    store,
+    total,
+    wait_pushed,
+    wait_until,
+)
+from tokenlake.errors import DeadlinePassed, Unreachable
+from tokenlake.wire import Code
+from tokenlake.wire.slots import unpack_slots
+from tokenlake_bench.cluster import Cluster, Node
+from tokenlake_client import Pool
+
+pytestmark = pytest.mark.live
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with daemons(3, "24MiB", "4MiB") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def pools(cluster: Cluster) -> Iterator[list[Pool]]:
+    pools = [cluster.connect(number, LAYOUT) for number in range(3)]
+    yield pools
+    for pool in pools:
+        pool.close()
+
+
+SHARED = [Prompt(seed, 4) for seed in range(4)]
+PROMPTS = [Prompt(100 + seed, 4, SHARED[seed % 4]) for seed in range(48)]
+DISTINCT = sum(prompt.segments for prompt in SHARED) + 4 * len(PROMPTS)
+
+
+class Replay:
+    """Requests round robin: read what there is, compare, store the rest. What fails counts as a miss."""
+
+    def __init__(self, pools: list[Pool]) -> None:
+        self.pools = pools
+        self.failed = [0] * len(pools)
+        self.timed_out = 0
+        self.wrong = 0
+
+    def request(self, number: int, prompt: Prompt) -> None:
+        at = number % len(self.pools)
+        pool = self.pools[at]
+        keys = pool.prefix(prompt.tokens).keys
+        try:
+            with pool.match(keys) as lease:
+                arrays = lease.fetch()
+                self.wrong += prompt.wrong(arrays)
+                hits = len(arrays)
+            del arrays
+            pool.store_all(keys[hits:], lambda index, array: prompt.fill(hits + index, array), first=hits)
+        except Unreachable as error:
+            self.failed[at] += 1
+            self.timed_out += isinstance(error, DeadlinePassed)
+
+    def run(self, prompts: list[Prompt], at: dict[int, Callable[[], None]] | None = None) -> None:
+        """`at`: what happens before a request, by its number; in another thread, so that calls are in flight."""
+        faults = [threading.Thread(target=fault) for fault in (at or {}).values()]
+        for number, prompt in enumerate(prompts):
+            for when, thread in zip(at or {}, faults, strict=True):
+                if when == number:
+                    thread.start()
+            self.request(number, prompt)
+        for thread in faults:
+            thread.join()
+
+
+def local_keys(pool: Pool) -> set[bytes]:
+    """The segments of the workload that the pool's own node holds, whatever its copy is for."""
+    found = set()
+    for prompt in PROMPTS:
+        keys = pool.prefix(prompt.tokens).keys
+        for index, key in enumerate(keys):
+            with pool.match([key], deadline_s=2.0) as lease:
+                if lease.codes[0] == Code.LOCAL:
+                    found.add((bytes(key), prompt, index)[0])
+    return found
+
+
+def found_keys(pool: Pool) -> set[bytes]:
+    """The segments of the workload that a pool finds anywhere."""
+    found = set()
+    for prompt in PROMPTS:
+        for key in pool.prefix(prompt.tokens).keys:
+            with pool.match([key], deadline_s=2.0) as lease:
+                if lease.hits:
+                    found.add(bytes(key))
+    return found
+
+
+def homes(cluster: Cluster) -> float:
+    """Home copies on all running nodes."""
+    return sum(
+        value
+        for node in cluster.nodes
+        if node.running
+        for name, value in node.metrics().items()
+        if name.startswith("tokenlake_segments{") and 'kind="home"' in name
+    )
+
+
+def settle(cluster: Cluster) -> None:
+    """Pushes are done, and peers that are up are neither suspect nor overdue."""
+    cluster.wait_ready()
+    wait_pushed(cluster)
+
+
+def test_a_node_is_killed_in_the_middle_of_a_replay(cluster: Cluster, pools: list[Pool]) -> None:
+    victim = cluster.nodes[2]
+    replay = Replay(pools)
+    replay.run(PROMPTS * 2, {60: victim.kill})
+    assert replay.wrong == 0
+    assert replay.failed[:2] == [0, 0], "engines of other nodes see misses, no errors"
+    assert replay.failed[2] > 0
+    assert replay.timed_out == 0
+    assert [pool.timeouts for pool in pools[:2]] == [0, 0]
+
+    # What was lost is computed again by whoever asks next; the pool is whole without the dead node.
+    survivors = Replay(pools[:2])
+    survivors.run(PROMPTS)
+    wait_pushed(cluster)
+    for pool in pools[:2]:
+        assert [read(pool, prompt) for prompt in PROMPTS] == [8] * len(PROMPTS)
+
+    victim.start()
+    cluster.wait_ready()
+    wait_until(lambda: pools[2].connected, "its engine is back")
+    again = Replay(pools)
+    again.run(PROMPTS * 2)
+    assert (again.wrong, again.failed) == (0, [0, 0, 0])
+    fresh = [Prompt(9000 + seed, 8) for seed in range(12)]
+    for number, prompt in enumerate(fresh):
+        assert outcomes(store(pools[number % 2], prompt)) == {Code.COMMITTED}
+    settle(cluster)
+    assert total(victim, "tokenlake_received_segments_total") > 0, "it is used again"
+    for pool in pools:
+        assert all(read(pool, prompt) == 8 for prompt in fresh)
+    wait_until(lambda: homes(cluster) <= DISTINCT + 8 * len(fresh), "no segment has two homes")
+
+
+def test_only_what_the_dead_node_held_is_lost(cluster: Cluster, pools: list[Pool]) -> None:
+    for number, prompt in enumerate(PROMPTS):
+        store(pools[number % 3], prompt)
+    settle(cluster)
+    held = [local_keys(pool) for pool in pools]
+    assert set.union(*held) == found_keys(pools[0])
+    only_there = held[2] - held[0] - held[1]
+    assert only_there
+    cluster.nodes[2].kill()
+    wait_until(lambda: total(cluster.nodes[0], "tokenlake_peers_connected") == 1, "its death is seen")
+    wait_until(lambda: total(cluster.nodes[1], "tokenlake_peers_connected") == 1, "its death is seen")
+    for pool in pools[:2]:
+        lost = set.union(*held) - found_keys(pool)
+        assert lost <= only_there, f"{len(lost - only_there)} of {len(held[0] | held[1])} are held and not found"
+
+
+def test_a_frozen_node_stops_the_calls_in_flight_once() -> None:
+    # Pings are as patient as can be, so that the only time-outs are those of matches.
+    with daemons(3, "24MiB", "4MiB", suspect_ms="60000", match_deadline_ms="300") as cluster:
+        pools = [cluster.connect(number, LAYOUT) for number in range(3)]
+        for number, prompt in enumerate(PROMPTS):
+            store(pools[number % 3], prompt)
+        settle(cluster)
+        pools.pop().close()
+        frozen, asking = cluster.nodes[2], cluster.nodes[0]
+        before = total(asking, "tokenlake_peer_timeouts_total")
+        frozen.freeze()
+        failures: list[str] = []
+        threads = [threading.Thread(target=_read_all, args=(pools[0], failures)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+        assert failures == []
+        waited = total(asking, "tokenlake_peer_timeouts_total") - before
+        assert 1 <= waited <= len(threads), "only calls under way when the first gave up"
+        assert pools[0].timeouts == 0
+        frozen.thaw()
+        wait_until(lambda: all(read(pools[0], prompt) == 8 for prompt in PROMPTS), "all is found again")
+        for pool in pools:
+            pool.close()
+
+
+def _read_all(pool: Pool, failures: list[str]) -> None:
+    for prompt in PROMPTS:
+        try:
+            with match(pool, prompt) as lease:
+                arrays = lease.fetch()
+                failures.extend(["wrong bytes"] * prompt.wrong(arrays))
+                del arrays
+        except Exception as error:
+            failures.append(repr(error))
+
+
+def test_a_node_is_frozen_in_the_middle_of_a_replay(cluster: Cluster, pools: list[Pool]) -> None:
+    victim = cluster.nodes[2]
+    replay = Replay(pools)
+    replay.run(PROMPTS * 2, {60: victim.freeze})
+    assert replay.wrong == 0
+    assert replay.failed[:2] == [0, 0]
+    # One request of its own engine may have been in the middle of a call, its heartbeat of another.
+    assert 1 <= pools[2].timeouts <= 2
+    wait_until(lambda: total(cluster.nodes[0], "tokenlake_suspected_peers_total") == 1, "it is SUSPECT")
+    victim.thaw()
+    wait_until(lambda: _answers(pools[2]), "its engine is served again")
+    again = Replay(pools)
+    again.run(PROMPTS * 2)
+    assert again.wrong == 0
+    settle(cluster)
+    for pool in pools:
+        wait_until(lambda pool=pool: all(read(pool, p) == 8 for p in PROMPTS), "all is found")  # type: ignore[misc]
+    wait_until(lambda: homes(cluster) <= DISTINCT, "no segment has two homes")
+
+
+def _answers(pool: Pool) -> bool:
+    try:
+        pool.match([])
+    except Unreachable:
+        return False
+    return True
+
+
+def test_flipped_bits_are_a_miss_for_the_reader(cluster: Cluster, pools: list[Pool]) -> None:
+    prompt = Prompt(7777, 12)
+    store(pools[0], prompt)
+    wait_pushed(cluster)
+    keys = pools[0].prefix(prompt.tokens).keys
+    flipped = [sum(_flip(pool, key) for pool in pools[:2]) for key in keys]
+    with pools[2].match(keys, deadline_s=2.0) as lease:
+        assert lease.hits == 12
+        here = [code == Code.LOCAL for code in lease.codes]
+        arrays = lease.fetch(deadline_s=LIMIT_S)
+        intact = next(index for index, (local, flips) in enumerate(zip(here, flipped, strict=True)) if not local)
+        assert len(arrays) == intact
+        assert prompt.wrong(arrays) == 0
+        del arrays
+    assert total(cluster.nodes[2], "tokenlake_corrupt_segments_total") == here.count(False) > 0
+    assert all(flipped[index] for index, local in enumerate(here) if not local)
+
+
+def _flip(pool: Pool, key: object) -> bool:
+    """Flip a bit of the copy in the pool's own node, if it has one."""
+    with pool.match([key], deadline_s=2.0) as lease:  # type: ignore[list-item]
+        if lease.codes[0] != Code.LOCAL:
+            return False
+        place = unpack_slots(bytes(lease._slots))[0]
+        slot = pool._link.regions.get(place, write=True).slot(place.slot)
+        slot[len(slot) // 2] ^= np.uint8(1)
+        return True
+
+
+def test_a_large_transfer_from_a_source_that_freezes(cluster: Cluster, pools: list[Pool]) -> None:
+    """The receiver gives up, its slots get new owners, and the source goes on sending."""
+    source: Node = cluster.nodes[1]
+    prompts = [Prompt(8000 + seed, 48) for seed in range(4)]
+    for prompt in prompts:
+        store(pools[1], prompt)
+    wait_pushed(cluster)
+    pools[2].close()
+    for attempt in range(6):
+        prompt = prompts[attempt % 4]
+        with match(pools[0], prompt) as lease:
+            fetching = threading.Thread(target=lambda lease=lease: lease.fetch(deadline_s=0.05))
+            fetching.start()
+            source.freeze()
+            fetching.join(LIMIT_S)
+        fill = [Prompt(20_000 + attempt * 100 + seed, 48) for seed in range(4)]
+        for other in fill:
+            store(pools[0], other, patience=0.1)
+        source.thaw()
+        for other in fill:
+            read(pools[0], other)
+        wait_until(lambda: total(cluster.nodes[0], "tokenlake_quarantined_slots") == 0, "receivers returned")
+    for prompt in prompts:
+        read(pools[0], prompt)

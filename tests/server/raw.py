@@ -1,0 +1,95 @@
+"""Frames by hand: clients and peers that do what none of ours does."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tests.robustness.live import LAYOUT
+from tokenlake.keys import probe
+from tokenlake.wire import HEADER_BYTES, PROTOCOL_VERSION, engine, pack_frame, peer
+from tokenlake.wire.frames import decode
+
+LIMIT_S = 20.0
+
+
+class Raw:
+    """A socket and frames; a context manager."""
+
+    def __init__(self, address: Path | tuple[str, int]) -> None:
+        family = socket.AF_UNIX if isinstance(address, Path) else socket.AF_INET
+        self.sock = socket.socket(family, socket.SOCK_STREAM)
+        # Blocking: with a timeout, a full backlog would be an error at once.
+        self.sock.connect(str(address) if isinstance(address, Path) else address)
+        self.sock.settimeout(LIMIT_S)
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.sock.close()
+
+    def send(self, message: msgspec.Struct) -> None:
+        self.sock.sendall(pack_frame(message))
+
+    def write(self, data: bytes) -> None:
+        """Bytes; the other side may have closed already."""
+        try:
+            self.sock.sendall(data)
+        except (BrokenPipeError, ConnectionResetError):
+            return
+
+    def body(self) -> bytes:
+        """The next frame's body; b'' at the end of the stream."""
+        header = self._exactly(HEADER_BYTES)
+        return self._exactly(struct.unpack("<I", header)[0]) if header else b""
+
+    def _exactly(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            try:
+                part = self.sock.recv(count - len(data))
+            except ConnectionResetError:
+                return b""
+            if not part:
+                return b""
+            data += part
+        return data
+
+    def reply(self) -> engine.EngineReply:
+        """The daemon's next reply to an engine."""
+        return decode(engine.reply_decoder, self.body())
+
+    def answer(self) -> peer.PeerHello | peer.PeerWelcome | peer.PeerRefused:
+        """The daemon's answer to a peer's hello."""
+        return decode(peer.handshake_decoder, self.body())
+
+    def closed(self) -> bool:
+        """Nothing more comes, and the other side closed."""
+        return self.body() == b""
+
+
+def hello(**changes: Any) -> engine.Hello:
+    """What a proper client says first, with changes."""
+    fields: dict[str, Any] = {
+        "id": 1,
+        "oldest_version": PROTOCOL_VERSION,
+        "newest_version": PROTOCOL_VERSION,
+        "layout": LAYOUT.encode(),
+        "probe": probe(engine.PROBE_SECRET, LAYOUT.fingerprint()),
+    }
+    return engine.Hello(**(fields | changes))
+
+
+def refusal(path: Path, message: msgspec.Struct) -> engine.Failed:
+    """What the daemon answers to a first frame; it closes the connection after that."""
+    with Raw(path) as raw:
+        raw.send(message)
+        failed = raw.reply()
+        assert isinstance(failed, engine.Failed), failed
+        assert raw.closed()
+        return failed
