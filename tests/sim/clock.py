@@ -13,6 +13,8 @@ T = TypeVar("T")
 
 SLOW_SHARE = 0.03
 """Of the frames that take longer than a match may wait."""
+STALL_SHARE = 0.2
+"""Of the transfers that stand still once, some for longer than their deadline."""
 
 
 class Clock:
@@ -22,6 +24,7 @@ class Clock:
         self.now = 0.0
         self.random = random.Random(seed)
         self.slow_share = SLOW_SHARE
+        self.stall_share = STALL_SHARE
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._asked = 0
 

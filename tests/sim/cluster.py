@@ -100,6 +100,10 @@ class Cluster:
         """Engines that live, on daemons that do."""
         return [engine for engine in self.engines if engine.alive]
 
+    def calm(self) -> None:
+        """Frames and transfers are fast from here on."""
+        self.clock.slow_share = self.clock.stall_share = 0.0
+
     def run_for(self, seconds: float) -> None:
         """Let time pass."""
         self.clock.run_for(seconds)
@@ -181,7 +185,7 @@ class Cluster:
 
     def _find_all(self, kept: list[tuple[TenantId, SegmentKey]]) -> None:
         """Engines that join may take regions from tenants that have none: only what stays must be found."""
-        self.clock.slow_share = 0.0
+        self.calm()
         for tenant in dict.fromkeys(tenant for tenant, _ in kept):
             engines = [self.join(node, tenant) for node in range(len(self.nodes))]
             self.run_for(0.1)

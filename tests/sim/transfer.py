@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Transfer"]
 
-STALL_SHARE = 0.2
-"""Of the transfers that stand still once, some for longer than their deadline."""
 STALL_S = 0.2
 """At most."""
 FROZEN_POLL_S = 0.01
@@ -46,7 +44,7 @@ class Transfer:
         self.checksums: dict[int, bytes] = {}
         self.landed = [0] * len(self.targets)
         self._pieces: list[tuple[int, int, SlotRef]] = []
-        self._stall = self.clock.random.random() < STALL_SHARE
+        self._stall = self.clock.random.random() < self.clock.stall_share
         self.clock.after(self.clock.delay_s(), self._ask)
 
     # -- the sender's side

@@ -1,0 +1,107 @@
+"""Short scenes for directed tests of NodeCore: a calm cluster, and one request at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from tests.sim.arena import SHARDS
+from tests.sim.cluster import Cluster
+from tests.sim.engine import Engine, SimProcess, Storing
+from tests.sim.prompts import prompt
+from tokenlake.core import instructions
+from tokenlake.identity import SegmentKey
+from tokenlake.store import Kind, Segment
+from tokenlake.wire import engine
+from tokenlake.wire.slots import join_keys
+
+__all__ = ["answer", "ask", "calm", "copies", "fetch", "kinds", "match", "placed", "prepare", "said", "store", "tell"]
+
+T = TypeVar("T")
+ALL_SHARDS = (1 << SHARDS) - 1
+
+
+def calm(nodes: int = 3, **rules: Any) -> Cluster:
+    """Connected, every directory complete, nothing slow."""
+    cluster = Cluster(nodes, recording=True, **rules)
+    cluster.calm()
+    cluster.run_for(0.3)
+    return cluster
+
+
+def placed(cluster: Cluster, home: int, other: int, count: int = 1, name: str = "p") -> list[SegmentKey]:
+    """Keys with these candidates."""
+    wanted = (f"n{home}", f"n{other}")
+    ring = cluster.core(home)._context.ring
+    keys = prompt(name, 200 * len(cluster.nodes))
+    return [key for key, pair in zip(keys, ring.candidates(join_keys(keys)), strict=True) if pair == wanted][:count]
+
+
+def ask(process: SimProcess, kind: type[Any], *fields: Any) -> list[Any]:
+    """Send a request of these fields behind its id. The list that its reply will be in."""
+    replies: list[Any] = []
+    process.request(lambda number: kind(number, *fields), replies.append)
+    return replies
+
+
+def answer(cluster: Cluster, process: SimProcess, kind: type[Any], *fields: Any) -> Any:
+    """Send a request, let time pass until its reply is there."""
+    replies = ask(process, kind, *fields)
+    until = cluster.clock.now + 5.0
+    while not replies and cluster.clock.now < until:
+        cluster.run_for(0.0005)
+    assert replies, "no answer"
+    return replies[0]
+
+
+def tell(cluster: Cluster, process: SimProcess, message: Any) -> None:
+    """Send a message that is not answered, let it arrive."""
+    process.tell(message)
+    cluster.run_for(0.005)
+
+
+def match(cluster: Cluster, reader: Engine, keys: Sequence[SegmentKey], deadline_s: float = 0.0) -> engine.Matched:
+    """The reply to a match; its lease stays."""
+    reply: engine.Matched = answer(cluster, reader.processes[0], engine.Match, join_keys(keys), deadline_s)
+    return reply
+
+
+def fetch(cluster: Cluster, reader: Engine, lease: int, count: int) -> engine.Fetched:
+    """The reply to a fetch of the first `count` items."""
+    reply: engine.Fetched = answer(cluster, reader.processes[0], engine.Fetch, lease, 0, count, 0.0)
+    return reply
+
+
+def prepare(cluster: Cluster, writer: Engine, keys: Sequence[SegmentKey], first: int = 0) -> engine.Prepared:
+    """The reply to a prepare."""
+    reply: engine.Prepared = answer(cluster, writer.processes[0], engine.Prepare, join_keys(keys), first)
+    return reply
+
+
+def store(cluster: Cluster, writer: Engine, keys: Sequence[SegmentKey], first: int = 0) -> None:
+    """Stored, and pushed wherever it goes."""
+    writer.store(keys, first, Storing())
+    cluster.run_for(0.5)
+    cluster.check()
+
+
+def copies(cluster: Cluster, key: SegmentKey, tenant: str = "red") -> dict[int, Segment]:
+    """By node."""
+    found: dict[int, Segment] = {}
+    for index, node in enumerate(cluster.nodes.values()):
+        for segment in node.core.store.segments() if node.core is not None else ():
+            if segment.key == key and segment.tenant == tenant:
+                found[index] = segment
+    return found
+
+
+def kinds(cluster: Cluster, key: SegmentKey) -> dict[int, Kind]:
+    """By node."""
+    return {index: segment.kind for index, segment in copies(cluster, key).items()}
+
+
+def said(cluster: Cluster, node: int, kind: type[T]) -> list[T]:
+    """What a node's rules told its driver, or its peers, in this life."""
+    emitted = [instruction for out in cluster.node(node).emitted for instruction in out]
+    frames = [i.message for i in emitted if isinstance(i, instructions.Say)]
+    return [found for found in [*emitted, *frames] if isinstance(found, kind)]

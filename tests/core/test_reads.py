@@ -1,0 +1,182 @@
+"""Reads: what is here, what is elsewhere, and what cannot be known."""
+
+from __future__ import annotations
+
+from tests.core.scenes import answer, ask, calm, copies, fetch, kinds, match, placed, prepare, said, store, tell
+from tests.sim.arena import SHARDS, content
+from tokenlake.core.instructions import StartFetch
+from tokenlake.core.reads import ASKED, FETCHED, LOCAL, MISSING
+from tokenlake.core.sessions import SKIPPED
+from tokenlake.store import Kind
+from tokenlake.wire import Code, engine, peer
+from tokenlake.wire.slots import SLOT_BYTES, unpack_slots
+
+
+def test_a_local_write_is_read_where_it_was_written() -> None:
+    cluster = calm()
+    writer = cluster.join(0)
+    keys = placed(cluster, 0, 1, 2)
+    store(cluster, writer, keys)
+    reply = match(cluster, writer, keys)
+    assert reply.hits == 2
+    assert list(reply.codes) == [Code.LOCAL] * 2
+    assert reply.checksums == b"".join(b"".join(content("red", key)) for key in keys)
+    places = unpack_slots(reply.slots)
+    assert [cluster.node(0).arena.read(place, 0) for place in places] == [content("red", key)[0] for key in keys]
+    assert not said(cluster, 0, peer.Lookup)
+
+
+def test_a_match_ends_at_the_first_gap_and_keeps_nothing_beyond() -> None:
+    cluster = calm()
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 3)
+    store(cluster, writer, [keys[0]])
+    store(cluster, writer, [keys[2]])
+    for engine_ in (writer, reader):
+        reply = match(cluster, engine_, keys)
+        assert reply.hits == 1
+        assert list(reply.codes[1:2]) == [Code.MISSING]
+        assert len(reply.slots) == SLOT_BYTES
+        tell(cluster, engine_.processes[0], engine.Release(((reply.lease, 0, 1),)))
+    assert all(cluster.core(node).idle() for node in range(3))
+
+
+def test_another_tenant_finds_nothing() -> None:
+    cluster = calm()
+    writer, stranger = cluster.join(0), cluster.join(0, tenant="blue")
+    keys = placed(cluster, 0, 1)
+    store(cluster, writer, keys)
+    assert match(cluster, stranger, keys).codes == bytes([Code.MISSING])
+
+
+def test_one_flight_serves_waiters_of_two_sessions() -> None:
+    cluster = calm()
+    writer, first, second = cluster.join(0), cluster.join(2), cluster.join(2)
+    keys = placed(cluster, 0, 1, 3)
+    store(cluster, writer, keys)
+    leases = [match(cluster, reader, keys).lease for reader in (first, second, first)]
+    waits = [
+        ask(reader.processes[0], engine.Fetch, lease, 0, 3, 0.0)
+        for reader, lease in zip((first, second, first), leases, strict=True)
+    ]
+    cluster.run_for(0.1)
+    assert [list(reply.codes) for [reply] in waits] == [[Code.LOCAL] * 3] * 3
+    assert len({reply.slots for [reply] in waits}) == 1
+    assert len(said(cluster, 2, StartFetch)) == 1
+    segments = [copies(cluster, key)[2] for key in keys]
+    assert [segment.pins for segment in segments] == [3] * 3
+    for reader, lease in zip((first, second, first), leases, strict=True):
+        tell(cluster, reader.processes[0], engine.Release(((lease, 0, 3),)))
+    assert [segment.pins for segment in segments] == [0] * 3
+    assert not cluster.core(0).census()["leases to peers"]
+
+
+def test_the_home_names_the_node_that_has_it() -> None:
+    """A run of two kept together on a candidate of its first segment is no candidate of the second."""
+    cluster = calm(4, run_length=4)
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 1, 2) + placed(cluster, 3, 2)
+    store(cluster, writer, keys)
+    assert kinds(cluster, keys[1])[1] is Kind.HOME
+    reply = match(cluster, reader, keys)
+    assert list(reply.codes) == [Code.REMOTE] * 2
+    assert list(fetch(cluster, reader, reply.lease, 2).codes) == [Code.LOCAL] * 2
+    assert [lookup for lookup in said(cluster, 2, peer.Lookup) if lookup.keys == keys[1]]
+
+
+def test_a_home_is_told_that_the_node_it_names_has_nothing() -> None:
+    """Also when it names the node that asks: nobody else would find out."""
+    for asking in (1, 2):
+        cluster = calm(4)
+        key = placed(cluster, 0, 3)[0]
+        home = cluster.core(0)
+        home._home.held(cluster.core(0)._peers.get(f"n{asking}").node, "red", [key])  # type: ignore[union-attr, arg-type]
+        reader = cluster.join(1)
+        assert match(cluster, reader, [key]).codes == bytes([Code.MISSING])
+        cluster.run_for(0.01)
+        assert not len(home._context.directory)
+
+
+def test_missing_is_for_the_home_to_say() -> None:
+    """The other candidate has nothing, the home does not answer: nobody knows."""
+    cluster = calm()
+    reader = cluster.join(2)
+    key = placed(cluster, 0, 1)[0]
+    assert match(cluster, reader, [key]).codes == bytes([Code.MISSING])
+    cluster.node(0).freeze()
+    assert match(cluster, reader, [key]).codes == bytes([Code.UNKNOWN])
+
+
+def test_what_is_being_written_is_pending() -> None:
+    cluster = calm()
+    writer, reader = cluster.join(0, processes=1), cluster.join(2)
+    keys = placed(cluster, 1, 0)
+    prepare(cluster, writer, keys)
+    cluster.run_for(0.01)
+    assert match(cluster, reader, keys).codes == bytes([Code.PENDING])
+    writer.die()
+    cluster.run_for(0.02)
+    assert match(cluster, reader, keys).codes == bytes([Code.MISSING])
+
+
+def test_a_session_leases_at_most_its_share() -> None:
+    cluster = calm(dirty_share=1.0, session_reserve_share=1.0, session_lease_share=0.25)
+    writer, reader = cluster.join(0), cluster.join(0)
+    keys = placed(cluster, 0, 1, 6)
+    store(cluster, writer, keys)
+    reply = match(cluster, reader, keys)
+    assert reply.hits == 3
+    assert reply.codes[3] == Code.SESSION_LIMIT
+    assert match(cluster, reader, keys).codes[0] == Code.SESSION_LIMIT
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 1, 3),)))
+    assert match(cluster, reader, keys).hits == 2
+    assert match(cluster, writer, keys).hits == 3
+
+
+def test_two_processes_hold_and_give_back_ranges_of_one_lease() -> None:
+    cluster = calm()
+    reader = cluster.join(0, processes=2)
+    keys = placed(cluster, 0, 1, 4)
+    cluster.run_for(0.01)
+    store(cluster, reader, keys)
+    lease = match(cluster, reader, keys).lease
+    first, second = reader.processes
+    attached = answer(cluster, second, engine.Attach, lease)
+    assert list(attached.codes) == [Code.LOCAL] * 4
+    assert attached.checksums == b"".join(b"".join(content("red", key)) for key in keys)
+
+    def pins() -> list[int]:
+        return [copies(cluster, key)[0].pins for key in keys]
+
+    tell(cluster, first, engine.Release(((lease, 0, 2),)))
+    assert pins() == [1, 1, 1, 1]
+    tell(cluster, second, engine.Release(((lease, 1, 3), (lease, 1, 3))))
+    assert pins() == [1, 0, 1, 1]
+    first.die()
+    cluster.run_for(0.01)
+    assert pins() == [1, 0, 0, 1]
+    tell(cluster, second, engine.Release(((lease, 0, 4),)))
+    assert pins() == [0, 0, 0, 0]
+    assert not cluster.core(0).census()["leases"]
+
+
+def test_every_token_asked_for_is_counted_once() -> None:
+    cluster = calm()
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 4)
+    store(cluster, writer, keys[:3])
+    reply = match(cluster, reader, keys)
+    fetch(cluster, reader, reply.lease, 2)
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 3),)))
+    counters = cluster.core(2).counters
+    tokens = [counters[metric] // 16 for metric in (ASKED, LOCAL, FETCHED, SKIPPED, MISSING)]
+    assert tokens == [4, 0, 2, 1, 1]
+
+
+def test_a_fetch_of_a_lease_that_is_gone_is_lost() -> None:
+    cluster = calm()
+    reader = cluster.join(0)
+    reply = fetch(cluster, reader, 4711, 3)
+    assert list(reply.codes) == [Code.LOST] * 3
+    assert reply.slots == bytes(3 * SLOT_BYTES)
+    assert reply.checksums == bytes(3 * 8 * SHARDS)

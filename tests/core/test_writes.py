@@ -1,0 +1,185 @@
+"""Writes: who keeps a segment, who learns of it, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+
+from tests.core.scenes import answer, ask, calm, copies, kinds, match, placed, prepare, said, store, tell
+from tests.sim.arena import SHARDS, content
+from tests.sim.engine import Storing
+from tokenlake.core.instructions import ReplaceRegion
+from tokenlake.core.pushes import DUPLICATES
+from tokenlake.store import Kind
+from tokenlake.wire import Code, engine, peer
+from tokenlake.wire.slots import unpack_slots
+
+
+def test_the_emptier_candidate_pulls_what_was_written() -> None:
+    cluster = calm(dirty_share=1.0)
+    crowd, writer = cluster.join(1), cluster.join(0)
+    for link in cluster.links_of("n1"):
+        link.cut(0.4)
+    store(cluster, crowd, placed(cluster, 1, 0, 3, "crowd"))
+    cluster.run_for(0.5)
+    key = placed(cluster, 1, 2)[0]
+    store(cluster, writer, [key])
+    assert kinds(cluster, key) == {0: Kind.STAGED, 2: Kind.HOME}
+    place = copies(cluster, key)[2].place
+    assert [cluster.node(2).arena.read(place, shard) for shard in range(SHARDS)] == list(content("red", key))
+
+
+def test_a_refused_offer_leaves_the_copy_where_it_was_written() -> None:
+    """Both candidates have their one region in the hands of another tenant."""
+    cluster = calm(regions=1)
+    for node in (1, 2):
+        cluster.join(node, tenant="blue")
+    cluster.run_for(0.01)
+    writer, reader = cluster.join(0), cluster.join(1)
+    key = placed(cluster, 1, 2)[0]
+    store(cluster, writer, [key])
+    assert kinds(cluster, key) == {0: Kind.HOME}
+    assert [list(reply.codes) for reply in said(cluster, 2, peer.OfferReply)] in ([], [[Code.NO_REGION]])
+    # Nobody on a node without a region can lease it, but the home names the one that has it.
+    assert match(cluster, reader, [key]).codes == bytes([Code.SESSION_LIMIT])
+
+
+def test_of_two_commits_the_first_wins() -> None:
+    cluster = calm()
+    writers = [cluster.join(0), cluster.join(1)]
+    keys = placed(cluster, 2, 0, 2)
+    cluster.run_for(0.01)
+    for writer in writers:
+        writer.store(keys, 0, Storing(fill_s=0.01))
+    cluster.run_for(0.5)
+    assert sum(cluster.core(node).counters[DUPLICATES] for node in (0, 1)) == 2
+    for key in keys:
+        assert sorted(kinds(cluster, key).values()).count(Kind.HOME) == 1
+        assert Kind.DIRTY not in kinds(cluster, key).values()
+
+
+def test_home_copies_of_two_sides_of_a_cut_become_one() -> None:
+    cluster = calm()
+    keys = placed(cluster, 2, 0, 2) + placed(cluster, 0, 1, 2) + placed(cluster, 1, 2, 2)
+    for link in cluster.links():
+        link.cut(60.0)
+    writers = [cluster.join(node) for node in range(3)]
+    cluster.run_for(0.01)
+    for writer in writers:
+        for key in keys:
+            store(cluster, writer, [key])
+    assert all(list(kinds(cluster, key).values()) == [Kind.HOME] * 3 for key in keys)
+    for link in cluster.links():
+        link.heal()
+    cluster.run_for(0.5)
+    assert all(sorted(kinds(cluster, key).values()) == [Kind.STAGED] * 2 + [Kind.HOME] for key in keys)
+
+
+def test_what_is_written_or_there_is_not_reserved_again() -> None:
+    cluster = calm()
+    writer, other = cluster.join(0), cluster.join(0)
+    keys = placed(cluster, 0, 1, 2)
+    store(cluster, writer, keys[:1])
+    assert list(prepare(cluster, writer, keys).codes) == [Code.EXISTS, Code.RESERVED]
+    assert list(prepare(cluster, other, keys).codes) == [Code.EXISTS, Code.PENDING]
+    assert prepare(cluster, other, keys).write == 0
+
+
+def test_writes_are_bounded_by_session_and_by_budget() -> None:
+    cluster = calm(session_reserve_share=0.25, dirty_share=0.4)
+    keys = placed(cluster, 0, 1, 9)
+    writers = [cluster.join(0), cluster.join(0)]
+    codes = [list(prepare(cluster, writer, keys[4 * at : 4 * at + 4]).codes) for at, writer in enumerate(writers)]
+    assert codes[0] == [Code.RESERVED] * 3 + [Code.SESSION_LIMIT]
+    assert codes[1] == [Code.RESERVED] * 2 + [Code.WRITE_BUDGET] * 2
+
+
+def test_shards_of_two_processes_make_one_segment() -> None:
+    cluster = calm()
+    writer = cluster.join(0, processes=2)
+    cluster.run_for(0.01)
+    first, second = writer.processes
+    key = placed(cluster, 0, 1)[0]
+    prepared = prepare(cluster, writer, [key])
+    attached = answer(cluster, second, engine.Attach, prepared.write)
+    assert attached.slots == prepared.slots
+    zero, one = content("red", key)
+    first.view(prepared.slots, key).write(0, zero)
+    assert list(answer(cluster, first, engine.Commit, prepared.write, (0,), 1, zero).codes) == [Code.RESERVED]
+    assert match(cluster, writer, [key]).codes == bytes([Code.PENDING])
+    second.view(prepared.slots, key).write(1, one)
+    assert list(answer(cluster, second, engine.Commit, prepared.write, (0,), 2, one).codes) == [Code.COMMITTED]
+    assert match(cluster, writer, [key]).checksums == zero + one
+
+
+def test_a_slot_stays_with_the_process_that_still_fills_it() -> None:
+    """The process that prepared dies while the other one writes its shard."""
+    cluster = calm()
+    writer = cluster.join(0, processes=2)
+    cluster.run_for(0.01)
+    prepared = prepare(cluster, writer, placed(cluster, 0, 1))
+    second = writer.processes[1]
+    answer(cluster, second, engine.Attach, prepared.write)
+    writer.processes[0].die()
+    cluster.run_for(1.0)
+    cluster.check()
+    place = unpack_slots(prepared.slots)[0]
+    assert cluster.node(0).arena.regions[place.region].generations[place.slot] == place.generation
+    assert [pool.quarantined for pool in cluster.core(0).store.pools()] == [1]
+    tell(cluster, second, engine.Abort(prepared.write))
+    assert [pool.quarantined for pool in cluster.core(0).store.pools()] == [0]
+
+
+def test_a_late_commit_publishes_nothing_and_gives_back_what_it_names() -> None:
+    cluster = calm()
+    writer, other = cluster.join(0), cluster.join(0)
+    keys = placed(cluster, 0, 1, 2)
+    prepared = prepare(cluster, writer, keys)
+    cluster.run_for(cluster.rules["reservation_s"])
+    again = prepare(cluster, other, keys)
+    assert list(again.codes) == [Code.RESERVED] * 2
+    places = set(unpack_slots(prepared.slots)) | set(unpack_slots(again.slots))
+    assert len({(place.region, place.slot) for place in places}) == 4
+    late = answer(cluster, writer.processes[0], engine.Commit, prepared.write, (0,), 3, bytes(16))
+    assert list(late.codes) == [Code.EXPIRED]
+    assert [pool.quarantined for pool in cluster.core(0).store.pools()] == [1]
+    writer.die()
+    cluster.run_for(0.01)
+    assert [pool.quarantined for pool in cluster.core(0).store.pools()] == [0]
+
+
+def test_four_segments_of_one_store_stay_together_on_sixteen_nodes() -> None:
+    cluster = calm(16, dirty_share=1.0, session_reserve_share=1.0)
+    writer = cluster.join(0)
+    keys = list(itertools.chain(*(placed(cluster, home, 0 if home else 1)[:1] for home in range(3, 11))))
+    store(cluster, writer, keys)
+    holders = [[node for node, kind in kinds(cluster, key).items() if kind is Kind.HOME] for key in keys]
+    assert [len(nodes) for nodes in holders] == [1] * 8
+    assert len({node for [node] in holders[:4]}) == len({node for [node] in holders[4:]}) == 1
+
+
+def test_an_aborted_write_is_withdrawn_at_the_home() -> None:
+    cluster = calm()
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 1, 0)
+    prepared = prepare(cluster, writer, keys)
+    cluster.run_for(0.01)
+    assert match(cluster, reader, keys).codes == bytes([Code.PENDING])
+    tell(cluster, writer.processes[0], engine.Abort(prepared.write))
+    assert match(cluster, reader, keys).codes == bytes([Code.MISSING])
+
+
+def test_a_newcomer_gets_the_region_of_a_tenant_that_left() -> None:
+    cluster = calm(regions=2)
+    red = cluster.join(0)
+    store(cluster, red, placed(cluster, 0, 1, 3))
+    while cluster.core(0).store.spare_regions:
+        store(cluster, red, placed(cluster, 0, 1, 2, f"more {cluster.clock.now}"))
+    red.die()
+    cluster.run_for(0.01)
+    blue = cluster.join(0, tenant="blue")
+    cluster.run_for(0.05)
+    assert len(said(cluster, 0, ReplaceRegion)) == 1
+    keys = placed(cluster, 0, 1)
+    store(cluster, blue, keys)
+    assert match(cluster, blue, keys).hits == 1
+    assert not ask(red.processes[0], engine.Heartbeat)
