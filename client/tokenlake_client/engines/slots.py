@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tokenlake.layout import Layout
 
-__all__ = ["TORCH_DTYPES", "LayerPair", "slot_tensors"]
+__all__ = ["TORCH_DTYPES", "LayerPair", "slot_tensors", "slot_whole"]
 
 TORCH_DTYPES: dict[str, Any] = {
     "float32": torch.float32,
@@ -27,17 +27,22 @@ TORCH_DTYPES: dict[str, Any] = {
 }
 
 LayerPair = tuple[Any, Any]
-"""(keys, values) tensors of one layer."""
+"""(keys, values) tensors, of one layer where nothing else is said."""
 
 
-def slot_tensors(slot: NDArray[np.uint8], layout: Layout) -> list[LayerPair]:
-    """Per layer, views (K, V) of the slot, each [group, head in group, token, dim]. They own nothing: the caller
-    keeps the array. Through them a read-only slot can be written; do not."""
+def slot_whole(slot: NDArray[np.uint8], layout: Layout) -> LayerPair:
+    """Views (K, V) of all layers of the slot, each [group, layer, head in group, token, dim]. They own nothing: the
+    caller keeps the array. Through them a read-only slot can be written; do not."""
     elements = _elements(slot, layout).view(layout.shards, layout.layers, -1)
     keys_size = layout.heads_per_shard * layout.segment_tokens * layout.key_dim
     shape = (layout.heads_per_shard, layout.segment_tokens)
     keys = elements[:, :, :keys_size].unflatten(2, (*shape, layout.key_dim))
-    values = elements[:, :, keys_size:].unflatten(2, (*shape, layout.value_dim))
+    return keys, elements[:, :, keys_size:].unflatten(2, (*shape, layout.value_dim))
+
+
+def slot_tensors(slot: NDArray[np.uint8], layout: Layout) -> list[LayerPair]:
+    """The same per layer, each [group, head in group, token, dim]."""
+    keys, values = slot_whole(slot, layout)
     return list(zip(keys.unbind(1), values.unbind(1), strict=True))
 
 

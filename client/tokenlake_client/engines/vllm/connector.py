@@ -26,7 +26,7 @@ from tokenlake_client.engines.vllm.counters import Counters, Counts
 from tokenlake_client.engines.vllm.host_copy import HostCopy
 from tokenlake_client.engines.vllm.identity import block_tokens_of, layout_of
 from tokenlake_client.engines.vllm.membership import Membership
-from tokenlake_client.engines.vllm.paged import PagedLayer, block_views, check_tensors
+from tokenlake_client.engines.vllm.paged import block_views, check_tensors, stack_layers
 from tokenlake_client.engines.vllm.plan import StepPlan, StepReport
 from tokenlake_client.engines.vllm.ranks import rank_shards
 from tokenlake_client.engines.vllm.scheduler import Scheduled, SchedulerSide
@@ -251,8 +251,8 @@ class TokenLakeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         width = layout.key_dim + layout.value_dim
         names = check_tensors(kv_caches, heads, width, TORCH_DTYPES[layout.dtype], self._blocks)
         views = block_views(_backend_of(self._vllm_config, names))
-        layers = [PagedLayer(kv_caches[name], self._blocks, views) for name in names]
-        copy = HostCopy(layout, shards, layers, self._block)
+        stacks = stack_layers([kv_caches[name] for name in names], self._blocks, views)
+        copy = HostCopy(layout, shards, stacks)
         members = Membership(
             lambda session: Pool.connect(
                 self.settings.socket,

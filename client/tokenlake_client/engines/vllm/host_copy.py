@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tokenlake.layout import Layout
-from tokenlake_client.engines.slots import LayerPair, slot_tensors
-from tokenlake_client.engines.vllm.paged import PagedLayer
+from tokenlake_client.engines.slots import slot_whole
+from tokenlake_client.engines.vllm.paged import PagedLayers
 from tokenlake_client.engines.vllm.ranks import RankShards
 
 __all__ = ["HostCopy"]
@@ -19,46 +19,37 @@ __all__ = ["HostCopy"]
 class HostCopy:
     """Copies this rank's shards. Usable from several threads, for different blocks."""
 
-    def __init__(self, layout: Layout, shards: RankShards, layers: Sequence[PagedLayer], block_tokens: int) -> None:
+    def __init__(self, layout: Layout, shards: RankShards, stacks: Sequence[PagedLayers]) -> None:
         self._layout = layout
         self._shards = slice(shards.first, shards.stop)
         self._count = shards.stop - shards.first
-        self._layers = layers
-        self._block = block_tokens
+        self._stacks = stacks
 
     def to_slot(self, slot: NDArray[np.uint8], blocks: Sequence[int]) -> None:
         """Fill this rank's shards of `slot` with one segment, which lies in `blocks`."""
-        for slot_layer, layer in zip(slot_tensors(slot, self._layout), self._layers, strict=True):
-            for mine, theirs in self._pairs(slot_layer, layer, blocks, 0):
-                mine.copy_(theirs)
+        for mine, theirs in self._pairs(slot, blocks, 0):
+            mine.copy_(theirs)
 
     def from_slot(self, slot: NDArray[np.uint8], blocks: Sequence[int], skip: int) -> None:
         """Fill `blocks` with the segment's tokens from token `skip` on, a multiple of the block size."""
-        for slot_layer, layer in zip(slot_tensors(slot, self._layout), self._layers, strict=True):
-            for mine, theirs in self._pairs(slot_layer, layer, blocks, skip):
-                theirs.copy_(mine)
+        for mine, theirs in self._pairs(slot, blocks, skip):
+            theirs.copy_(mine)
 
     def finish(self) -> None:
         """Everything copied so far is where it belongs."""
 
     def computed(self) -> Callable[[], None]:
         """What to call before reading blocks that the step just computed: on a CPU they are there."""
-        return _nothing
+        return self.finish
 
-    def _pairs(
-        self, slot_layer: LayerPair, layer: PagedLayer, blocks: Sequence[int], skip: int
-    ) -> list[tuple[Any, Any]]:
-        """(view of the slot, view of a block), each [group, head in group, tokens, dim]."""
-        keys, values = (side[self._shards] for side in slot_layer)
-        pairs = []
-        at = skip
-        for number in blocks:
-            for block_keys, block_values in layer.block(number):
-                tokens = slice(at, at + layer.part_tokens)
-                at += layer.part_tokens
-                pairs.append((keys[:, :, tokens], block_keys.unflatten(0, (self._count, -1))))
-                pairs.append((values[:, :, tokens], block_values.unflatten(0, (self._count, -1))))
-        return pairs
-
-
-def _nothing() -> None: ...
+    def _pairs(self, slot: NDArray[np.uint8], blocks: Sequence[int], skip: int) -> Iterator[tuple[Any, Any]]:
+        """(view of the slot, view of a block), each [group, layer, head in group, token, dim]."""
+        sides = [side[self._shards] for side in slot_whole(slot, self._layout)]
+        for stack in self._stacks:
+            at = skip
+            for number in blocks:
+                for part in stack.block(number):
+                    tokens = slice(at, at + stack.part_tokens)
+                    at += stack.part_tokens
+                    for side, block in zip(sides, part, strict=True):
+                        yield side[:, stack.layers, :, tokens], block.unflatten(1, (self._count, -1)).transpose(0, 1)

@@ -25,6 +25,11 @@ class AskedLease(Protocol):
         """Leased segments, from the first on without a gap."""
         ...
 
+    @property
+    def local_hits(self) -> int:
+        """How many of them lie in this node's arena."""
+        ...
+
     def release(self) -> None:
         """End the promise. Idempotent; never raises."""
         ...

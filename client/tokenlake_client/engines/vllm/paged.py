@@ -1,7 +1,7 @@
 """vLLM's paged cache as keys and values: one table of memory layouts.
 
 vLLM gives each layer a tensor [blocks, KV heads, tokens, 2 * head dim], whatever the order in memory is: NHD and HND
-differ in its strides alone. What lies in the last dimension depends on the attention backend.
+differ in its strides alone. What lies in the last two dimensions depends on the attention backend.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 from tokenlake.errors import LayoutRefused
 from tokenlake_client.engines.slots import LayerPair
 
-__all__ = ["BLOCK_VIEWS", "PagedLayer", "block_views"]
+__all__ = ["BLOCK_VIEWS", "PagedLayers", "block_views", "check_tensors", "stack_layers"]
 
 BlockViews = Callable[[Any], LayerPair]
-"""One block [KV heads, tokens, 2 * head dim] to views (keys, values), each [KV heads, tokens, head dim]."""
+"""One block of some layers [layers, KV heads, tokens, 2 * head dim] to views (keys, values), each
+[layers, KV heads, tokens, head dim]."""
 
 
 def _side_by_side(block: Any) -> LayerPair:
@@ -26,10 +27,10 @@ def _side_by_side(block: Any) -> LayerPair:
 
 def _transposed_keys(block: Any) -> LayerPair:
     """vLLM's CPU kernels: each head has all keys as [head dim, tokens], then all values as [tokens, head dim]."""
-    heads, tokens, width = block.shape
-    halves = block.view(heads, 2, tokens * width // 2)
-    keys = halves[:, 0].unflatten(1, (width // 2, tokens)).transpose(1, 2)
-    return keys, halves[:, 1].unflatten(1, (tokens, width // 2))
+    *outer, tokens, width = block.shape
+    halves = block.view(*outer, 2, tokens * width // 2)
+    keys = halves[..., 0, :].unflatten(-1, (width // 2, tokens)).transpose(-1, -2)
+    return keys, halves[..., 1, :].unflatten(-1, (tokens, width // 2))
 
 
 BLOCK_VIEWS: dict[str, BlockViews] = {
@@ -50,24 +51,56 @@ def block_views(backend: str) -> BlockViews:
     return BLOCK_VIEWS[backend]
 
 
-class PagedLayer:
-    """One layer's cache."""
+class PagedLayers:
+    """Consecutive layers, as one tensor."""
 
-    def __init__(self, tensor: Any, blocks: int, views: BlockViews) -> None:
-        """`blocks`: as the scheduler counts them; a kernel may divide each into several."""
+    def __init__(self, tensor: Any, first: int, blocks: int, views: BlockViews) -> None:
+        """`tensor`: [layers, kernel blocks, KV heads, tokens, 2 * head dim], of the layers from `first` on. `blocks`: as
+        the scheduler counts them; a kernel may divide each into several."""
         self.tensor = tensor
-        self.parts = tensor.shape[0] // blocks
+        self.layers = slice(first, first + tensor.shape[0])
+        self.parts = tensor.shape[1] // blocks
         """Kernel blocks in a block."""
-        self.part_tokens = int(tensor.shape[2])
+        self.part_tokens = int(tensor.shape[3])
         self._views = views
 
     def block(self, number: int) -> list[LayerPair]:
-        """Views (keys, values) of block `number`, one per kernel block, each [KV heads, tokens, head dim]."""
+        """Views (keys, values) of block `number`, one per kernel block, each [layers, KV heads, tokens, head dim]."""
         start = number * self.parts
-        return [self._views(self.tensor[at]) for at in range(start, start + self.parts)]
+        return [self._views(self.tensor[:, at]) for at in range(start, start + self.parts)]
 
 
-def check_tensors(tensors: Mapping[str, Any], heads: int, width: int, dtype: Any, blocks: int) -> Sequence[str]:
+def stack_layers(tensors: Sequence[Any], blocks: int, views: BlockViews) -> list[PagedLayers]:
+    """The layers' tensors as few tensors: those at equal distances in one allocation become one view, so that a copy
+    takes all of them in one operation."""
+    stacks: list[list[Any]] = []
+    for tensor in tensors:
+        stack = stacks[-1] if stacks else None
+        if stack is not None and _continues(stack, tensor):
+            stack.append(tensor)
+        else:
+            stacks.append([tensor])
+    paged, first = [], 0
+    for stack in stacks:
+        head = stack[0]
+        distance = stack[1].storage_offset() - head.storage_offset() if len(stack) > 1 else 0
+        whole = head.as_strided((len(stack), *head.shape), (distance, *head.stride()), head.storage_offset())
+        paged.append(PagedLayers(whole, first, blocks, views))
+        first += len(stack)
+    return paged
+
+
+def _continues(stack: list[Any], tensor: Any) -> bool:
+    last = stack[-1]
+    if tensor.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
+        return False
+    if tensor.shape != last.shape or tensor.stride() != last.stride():
+        return False
+    distance = tensor.storage_offset() - last.storage_offset()
+    return distance > 0 and (len(stack) == 1 or distance == last.storage_offset() - stack[-2].storage_offset())
+
+
+def check_tensors(tensors: Mapping[str, Any], heads: int, width: int, dtype: Any, blocks: int) -> list[str]:
     """The layers' names in order. Raises `LayoutRefused` for a tensor that is not what the layout says."""
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)

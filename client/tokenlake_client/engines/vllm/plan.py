@@ -18,6 +18,8 @@ class LoadPlan:
     stop: int
     blocks: tuple[int, ...]
     """Of these tokens, in order."""
+    here: bool
+    """All of it lies in this node's arena: no transfer is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class StepPlan:
     """Of the daemon that the session is at."""
     wait: bool = False
     """The step needs what `loads` bring."""
+    idle: bool = False
+    """The step computes nothing."""
     loads: tuple[LoadPlan, ...] = ()
     saves: tuple[SavePlan, ...] = ()
     reused: tuple[int, ...] = ()

@@ -181,7 +181,8 @@ class SchedulerSide:
             return
         start, stop = entry.local, entry.local + external
         into = tuple(blocks[start // self._block : stop // self._block])
-        plan = LoadPlan(request.request_id, int(lookup.lease.id), start, stop, into)
+        here = lookup.lease.local_hits == lookup.lease.hits
+        plan = LoadPlan(request.request_id, int(lookup.lease.id), start, stop, into, here)
         self._loads[request.request_id] = _Load(plan, lookup.lease)
         entry.progress.saved = stop // self._segment
         self._counters.add(tokens_hit=external)
@@ -211,6 +212,7 @@ class SchedulerSide:
             session=pool.session if pool is not None and connected else 0,
             incarnation=pool.incarnation if pool is not None and connected else 0,
             wait=self.waits,
+            idle=not scheduled,
             loads=tuple(load.plan for load in loads),
             saves=tuple(saves),
             reused=reused,

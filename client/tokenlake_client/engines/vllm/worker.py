@@ -65,10 +65,10 @@ class WorkerSide:
         self._writer.take_back(plan.reused)
 
     def load(self) -> None:
-        """Fill blocks: now where the step waits, else behind it."""
+        """Fill blocks: now where the step waits, or has nothing else to do and needs no transfer; else behind it."""
         plan = self._plan
         for load in plan.loads:
-            if plan.wait:
+            if plan.wait or (plan.idle and load.here):
                 self._load(plan, load)
             else:
                 self._loader.submit(plan, load)
