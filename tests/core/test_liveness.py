@@ -1,0 +1,253 @@
+"""Nodes that freeze, die, come back empty, and networks that break."""
+
+from __future__ import annotations
+
+from tests.core.scenes import answer, ask, calm, copies, fetch, kinds, match, placed, prepare, said, store
+from tests.sim.cluster import Cluster
+from tests.sim.engine import Engine, Storing
+from tokenlake.core import events, instructions
+from tokenlake.core.fetches import ABORTED
+from tokenlake.core.peers import SUSPECTED
+from tokenlake.identity import NodeId, SegmentKey
+from tokenlake.store import Kind
+from tokenlake.wire import Code, engine, peer
+
+MATCH_S = 0.020
+
+
+def usable(cluster: Cluster, node: int, other: int) -> bool:
+    return cluster.core(node)._peers.usable(NodeId(f"n{other}"))
+
+
+def timed_match(cluster: Cluster, reader: Engine, keys: list[SegmentKey]) -> float:
+    began = cluster.clock.now
+    match(cluster, reader, keys)
+    return cluster.clock.now - began
+
+
+def test_a_frozen_peer_costs_one_deadline_and_comes_back() -> None:
+    cluster = calm()
+    reader = cluster.join(0)
+    keys = placed(cluster, 1, 2)
+    assert timed_match(cluster, reader, keys) < 0.010
+    cluster.node(1).freeze()
+    assert MATCH_S <= timed_match(cluster, reader, keys) < MATCH_S + 0.010
+    assert timed_match(cluster, reader, keys) < 0.010
+    assert not usable(cluster, 0, 1)
+    assert cluster.core(0).counters[SUSPECTED] == 0
+    cluster.run_for(0.5)
+    assert cluster.core(0).counters[SUSPECTED] == 1
+    cluster.node(1).thaw()
+    cluster.run_for(0.3)
+    assert usable(cluster, 0, 1)
+    assert usable(cluster, 1, 0)
+    assert list(match(cluster, reader, keys).codes) == [Code.MISSING]
+
+
+def test_matches_under_way_wait_for_a_frozen_peer_together() -> None:
+    cluster = calm()
+    readers = [cluster.join(0), cluster.join(0)]
+    keys = placed(cluster, 1, 2)
+    cluster.run_for(0.01)
+    cluster.node(1).freeze()
+    replies = [ask(reader.processes[0], engine.Match, keys[0], 0.0) for reader in readers]
+    cluster.run_for(MATCH_S + 0.010)
+    assert all(replies)
+
+
+def test_a_peer_that_missed_a_deadline_is_still_told() -> None:
+    """What an overdue peer is not told nobody would repeat: it never becomes SUSPECT."""
+    cluster = calm()
+    engine_ = cluster.join(0)
+    key = placed(cluster, 1, 2)[0]
+    cluster.node(1).freeze()
+    match(cluster, engine_, [key])
+    assert not usable(cluster, 0, 1)
+    prepare(cluster, engine_, [key])
+    cluster.run_for(0.005)
+    cluster.node(1).thaw()
+    cluster.run_for(0.01)
+    assert cluster.core(0).counters[SUSPECTED] == 0
+    assert match(cluster, cluster.join(1), [key]).codes == bytes([Code.PENDING])
+
+
+def test_advertising_goes_on_while_the_home_is_overdue() -> None:
+    cluster = calm()
+    node = cluster.core(0)
+    peers = node._peers
+    peer_ = peers.get(NodeId("n1"))
+    assert peer_ is not None
+    peer_.overdue = True
+    node._advertising.begin(NodeId("n1"))
+    assert [type(i.message) for i in node._context.out] == [peer.Advertised]  # type: ignore[union-attr]
+
+
+def test_a_fetch_from_a_frozen_node_is_given_up_in_time() -> None:
+    cluster = calm()
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 2)
+    store(cluster, writer, keys)
+    holder = next(node for node, kind in kinds(cluster, keys[0]).items() if kind is Kind.HOME)
+    lease = match(cluster, reader, keys).lease
+    cluster.node(holder).freeze()
+    began = cluster.clock.now
+    assert list(fetch(cluster, reader, lease, 2).codes) == [Code.LOST] * 2
+    assert cluster.clock.now - began < 0.060
+    assert cluster.core(2).counters[ABORTED] == 1
+    # The receiver has not returned yet: its slots are still reserved. Then they are free.
+    cluster.run_for(0.2)
+    assert not copies(cluster, keys[0]).get(2)
+
+
+def test_the_other_candidate_serves_when_the_home_is_dead() -> None:
+    cluster = calm()
+    reader = cluster.join(0)
+    key = placed(cluster, 1, 2)[0]
+    for link in cluster.links_of("n1"):
+        link.cut(0.3)
+    store(cluster, cluster.join(2), [key])
+    cluster.run_for(0.3)
+    assert kinds(cluster, key) == {2: Kind.HOME}
+    cluster.node(1).crash()
+    assert match(cluster, reader, [key]).codes == bytes([Code.REMOTE])
+
+
+def test_a_home_that_came_back_empty_learns_what_others_hold() -> None:
+    """Until the holder advertised, the home does not say that nobody has it."""
+    cluster = calm(4, sync_grace_s=60.0)
+    writer = cluster.join(0)
+    key = placed(cluster, 1, 2)[0]
+    for node in (1, 2):
+        cluster.link("n0", f"n{node}").cut(0.3)
+    store(cluster, writer, [key])
+    cluster.run_for(0.3)
+    assert kinds(cluster, key) == {0: Kind.HOME}
+    reader = cluster.join(3)
+    assert match(cluster, reader, [key]).codes == bytes([Code.REMOTE])
+    cluster.node(1).crash()
+    cluster.link("n0", "n1").cut(1.0)
+    cluster.node(1).start()
+    cluster.run_for(0.3)
+    assert match(cluster, reader, [key]).codes == bytes([Code.UNKNOWN])
+    cluster.run_for(1.0)
+    reply = match(cluster, reader, [key])
+    assert reply.codes == bytes([Code.REMOTE])
+    assert list(fetch(cluster, reader, reply.lease, 1).codes) == [Code.LOCAL]
+    missing = placed(cluster, 1, 2, 2)[1]
+    assert match(cluster, reader, [missing]).codes == bytes([Code.MISSING])
+
+
+def test_a_node_that_restarts_stores_nothing_twice() -> None:
+    cluster = calm()
+    writer = cluster.join(0)
+    keys = placed(cluster, 1, 2, 3)
+    store(cluster, writer, keys)
+    cluster.node(1).crash()
+    cluster.node(1).start()
+    cluster.run_for(1.0)
+    again = cluster.join(1)
+    # The writer still had its copies: they are home copies now.
+    assert match(cluster, again, keys).hits == 3
+    store(cluster, again, keys)
+    assert all(list(kinds(cluster, key).values()).count(Kind.HOME) == 1 for key in keys)
+
+
+def test_a_push_to_a_holder_that_dies_ends_as_a_home_copy_here() -> None:
+    cluster = calm()
+    writer = cluster.join(0)
+    keys = placed(cluster, 1, 2, 3)
+    cluster.run_for(0.01)
+    writer.store(keys, 0, Storing())
+    while not said(cluster, 0, peer.Offer):
+        cluster.run_for(0.0002)
+    for node in (1, 2):
+        cluster.node(node).crash()
+    cluster.run_for(0.1)
+    assert all(kinds(cluster, key) == {0: Kind.HOME} for key in keys)
+
+
+def test_an_offer_that_nobody_answers_ends() -> None:
+    cluster = calm()
+    writer = cluster.join(0)
+    keys = placed(cluster, 1, 2, 3)
+    cluster.run_for(0.01)
+    writer.store(keys, 0, Storing())
+    while not said(cluster, 0, peer.Offer):
+        cluster.run_for(0.0002)
+    for node in (1, 2):
+        cluster.node(node).freeze()
+    cluster.run_for(2.0)
+    assert all(kinds(cluster, key) == {0: Kind.HOME} for key in keys)
+    for node in (1, 2):
+        cluster.node(node).thaw()
+    cluster.run_for(2.0)
+    assert all(list(kinds(cluster, key).values()).count(Kind.HOME) == 1 for key in keys)
+
+
+def test_a_connection_made_anew_ends_what_the_former_one_carried() -> None:
+    """PeerUp without a PeerDown before it: the peer restarted faster than its connection broke."""
+    cluster = calm()
+    store(cluster, cluster.join(0), placed(cluster, 0, 1, 2))
+    reader = cluster.join(2)
+    match(cluster, reader, placed(cluster, 0, 1, 2))
+    assert cluster.core(0).census()["leases to peers"] == 1
+    cluster.node(0).deliver(events.PeerUp("n2", 9))
+    assert cluster.core(0).census()["leases to peers"] == 0
+
+
+def test_a_session_that_is_gone_frees_what_it_held() -> None:
+    cluster = calm()
+    engine_ = cluster.join(0, processes=2)
+    cluster.run_for(0.01)
+    keys = placed(cluster, 0, 1, 3)
+    store(cluster, engine_, keys)
+    match(cluster, engine_, keys)
+    prepare(cluster, engine_, placed(cluster, 0, 1, 2, "more"))
+    assert not cluster.core(0).idle()
+    engine_.die()
+    cluster.run_for(0.5)
+    assert cluster.core(0).idle()
+    assert not cluster.core(0).census()["sessions"]
+
+
+def test_a_silent_session_keeps_its_slots_and_loses_its_names() -> None:
+    cluster = calm(reservation_s=60.0)
+    silent, other = cluster.join(0), cluster.join(0)
+    keys = placed(cluster, 0, 1, 2)
+    cluster.run_for(0.01)
+    prepared = prepare(cluster, silent, keys)
+    silent.silent_until = cluster.clock.now + 5.0
+    cluster.run_for(2 * cluster.lease_s)
+    assert list(prepare(cluster, other, keys).codes) == [Code.RESERVED] * 2
+    assert [pool.quarantined for pool in cluster.core(0).store.pools()] == [2]
+    beat = answer(cluster, silent.processes[0], engine.Heartbeat)
+    assert not beat.alive
+    late = answer(cluster, silent.processes[0], engine.Commit, prepared.write, (0, 1), 3, bytes(32))
+    assert list(late.codes) == [Code.EXPIRED] * 2
+    assert [pool.quarantined for pool in cluster.core(0).store.pools()] == [0]
+
+
+def test_a_lease_outlives_its_deadline_while_the_process_lives() -> None:
+    cluster = calm(dirty_share=1.0, session_reserve_share=1.0)
+    silent, other = cluster.join(0), cluster.join(0)
+    keys = placed(cluster, 0, 1, 3)
+    store(cluster, silent, keys)
+    reply = match(cluster, silent, keys)
+    silent.silent_until = cluster.clock.now + 60.0
+    for turn in range(8):
+        store(cluster, other, placed(cluster, 0, 1, 4, f"turn {turn}"))
+    assert [copies(cluster, key)[0].packed for key in keys] == [reply.slots[at : at + 16] for at in (0, 16, 32)]
+    silent.die()
+    cluster.run_for(0.1)
+    for turn in range(8):
+        store(cluster, other, placed(cluster, 0, 1, 4, f"again {turn}"))
+    assert not any(0 in copies(cluster, key) for key in keys)
+
+
+def test_too_many_sessions_and_wrong_ones_are_refused_by_name() -> None:
+    cluster = calm(max_sessions=1)
+    for session in (0, 0, 4711):
+        cluster.node(0).deliver(events.Joined(session + 1, 1, "red", 64, 2, 16, session, 0))
+    refused = [i.message.reason for i in said(cluster, 0, instructions.Answer) if isinstance(i.message, engine.Failed)]
+    assert "max_sessions" in refused[0]
+    assert "session 4711 does not exist" in refused[1]

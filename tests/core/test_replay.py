@@ -1,0 +1,94 @@
+"""A recorded list of events through a fresh core gives the same instructions, in this process and in another."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.sim.cluster import Cluster
+from tests.sim.engine import Reading, Storing
+from tests.sim.prompts import PROMPTS
+from tokenlake.core import NodeCore, events
+from tokenlake.core.context import CoreConfig
+from tokenlake.core.instructions import Instruction
+
+
+class Recording(msgspec.Struct):
+    """One life of a node."""
+
+    config: CoreConfig
+    started: float
+    log: list[tuple[float, events.Event]]
+
+
+def replay(recording: Recording) -> list[list[Instruction]]:
+    """Instructions per event."""
+    core = NodeCore(recording.config)
+    core.start(recording.started)
+    return [core.handle(event, now) for now, event in recording.log]
+
+
+def digest(emitted: list[list[Instruction]]) -> str:
+    """Of every field of every instruction."""
+    return hashlib.blake2b(msgspec.msgpack.encode(emitted)).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def busy() -> Cluster:
+    """Every kind of event: engines of two tenants, faults of nodes and network, then a quiet end."""
+    cluster = Cluster(3, seed=7, recording=True)
+    random = cluster.clock.random
+    for turn in range(300):
+        if len(cluster.alive()) < 5:
+            cluster.join(random.randrange(3), random.choice(("red", "red", "blue")), random.randrange(1, 3))
+            continue
+        engine = random.choice(cluster.alive())
+        prompt = random.choice(PROMPTS)
+        engine.read(prompt, Reading(attach=random.random() < 0.3, hold_s=random.choice((0.01, 0.2))))
+        ending = random.choice(("commit", "commit", "singly", "abort", "die"))
+        engine.store(prompt, 0, Storing(ending, shared=random.random() < 0.3))
+        if turn % 30 == 10:
+            random.choice(cluster.links()).cut(0.1)
+        if turn % 50 == 20:
+            node = cluster.node(1 + turn // 50 % 2)
+            node.freeze()
+            cluster.clock.after(0.4, node.thaw)
+        cluster.run_for(random.choice((0.0, 0.005, 0.02)))
+        cluster.check()
+    cluster.settle()
+    cluster.check_settled()
+    return cluster
+
+
+def test_a_replay_gives_the_same_instructions(busy: Cluster) -> None:
+    for node in busy.nodes.values():
+        assert len(node.log) > 500
+        assert replay(Recording(node.config, 0.0, node.log)) == node.emitted
+
+
+def test_every_kind_of_event_is_in_the_recording(busy: Cluster) -> None:
+    seen = {type(event) for node in busy.nodes.values() for _, event in node.log}
+    assert set(events.Event.__args__) - seen <= {events.RegionReady}
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "4242"])
+def test_hashing_of_strings_plays_no_part(busy: Cluster, seed: str, tmp_path: Path) -> None:
+    node = busy.node(0)
+    path = tmp_path / "recording"
+    path.write_bytes(msgspec.msgpack.encode(Recording(node.config, 0.0, node.log)))
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(root)}
+    command = [sys.executable, "-m", "tests.core.test_replay", str(path)]
+    found = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=True).stdout
+    assert found.strip() == digest(node.emitted)
+
+
+if __name__ == "__main__":
+    recorded = msgspec.msgpack.decode(Path(sys.argv[1]).read_bytes(), type=Recording)
+    print(digest(replay(recorded)))
