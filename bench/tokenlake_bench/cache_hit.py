@@ -84,7 +84,7 @@ def run_cache_hit(arguments: CacheHitArguments) -> None:
         run = run_live(workload, options, lambda log: progress.update(log.requests, _status(log, options)))
     console.print(cache_hit_table(run.result, run.details))
     for line in notes(run):
-        console.print(line)
+        console.print(line, soft_wrap=True)
     if arguments.json_file is not None:
         write_json(run.result, arguments.json_file)
     if arguments.plot_file is not None:

@@ -77,7 +77,8 @@ def run_demo(options: DemoOptions) -> tuple[DemoResult, DemoDetails]:
         plan = make_plan(options.trace, options.requests, layout, loaded.vocabulary, loaded.positions)
         console.print(
             f"starting {NODES} daemons for {plan.size.capacity_tokens:,} tokens; "
-            f"{plan.workload.name}: {len(plan.workload)} requests {plan.note}".rstrip()
+            f"{plan.workload.name}: {len(plan.workload)} requests{plan.note}",
+            soft_wrap=True,
         )
         memory = str(plan.size.memory)
         cluster = stack.enter_context(Cluster(NODES, memory, memory))
@@ -86,7 +87,7 @@ def run_demo(options: DemoOptions) -> tuple[DemoResult, DemoDetails]:
     details = _details(plan, outcome, time.monotonic() - began, random_model=options.model is None)
     console.print(demo_table(result, details))
     for line in _notes(outcome):
-        console.print(line)
+        console.print(line, soft_wrap=True)
     if options.json_file is not None:
         write_json(result, options.json_file)
     return result, details

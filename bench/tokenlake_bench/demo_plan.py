@@ -33,7 +33,8 @@ CAPACITY_SHARE: Final = 0.4
 
 @dataclass(frozen=True)
 class DemoPlan:
-    """`accesses` are those of `workload`. `note`: what a reader must know of the workload, or ''."""
+    """`accesses` are those of `workload`. `note`: what a reader must know of the requests; goes on after their
+    number."""
 
     workload: Workload
     accesses: Accesses
@@ -76,7 +77,7 @@ def make_plan(trace: Path | None, requests: int, layout: Layout, vocabulary: int
         workload, note = builtin_workload(settings), ""
     else:
         workload = _ShortRequests(read_mooncake(trace, vocabulary=vocabulary), longest, requests)
-        note = f"the first {len(workload)} requests of at most {longest:,} tokens; longer ones are left out"
+        note = f", the first of at most {longest:,} tokens; longer ones are left out"
     accesses = intern_segments(workload, layout.segment_tokens)
     distinct = len({segment for prompt in accesses.prompts for segment in prompt.chain})
     capacity = int(CAPACITY_SHARE * distinct) * layout.segment_tokens

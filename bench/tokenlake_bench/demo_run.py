@@ -78,6 +78,9 @@ def run_requests(
             kill = number == VICTIM and not log.killed_node and 2 * request.index >= len(plan.workload)
             if kill:
                 totals.before_kill(VICTIM)
+                if 4 * request.index >= 3 * len(plan.workload):
+                    strike(0)
+                    kill = False
             ran = engines[number].run(
                 wire.Run(request.tokens.tolist(), plan.new_tokens, announce=kill), lambda remote: strike(remote)
             )
@@ -86,7 +89,7 @@ def run_requests(
                 progress.update(len(log.ran), log.status())
 
     def strike(remote: int) -> None:
-        """While the engine's read of `remote` segments is under way."""
+        """While the engine's read of `remote` segments is under way; with 0 where no such read came for long."""
         node = cluster.nodes[VICTIM]
         node.kill()
         with lock:

@@ -46,8 +46,8 @@ class LiveProgress:
             self._bar.update(self._task, completed=done, status=status)
         elif done * LINES // self._total > self._lines:
             self._lines = done * LINES // self._total
-            self._console.print(f"{self._title}: {done} of {self._total}, {status}")
+            self._console.print(f"{self._title}: {done} of {self._total}, {status}", soft_wrap=True)
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self._console.print(text)
+        self._console.print(text, soft_wrap=True)
