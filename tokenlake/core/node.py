@@ -40,7 +40,7 @@ class NodeCore:
     def __init__(self, config: CoreConfig) -> None:
         context = self._context = Context(config)
         self._sessions = Sessions(context)
-        self._peers = Peers(context, self._lost, self._restored)
+        self._peers = Peers(context, self._lost, self._suspected, self._restored)
         self._home = Home(context, self._peers)
         self._serving = Serving(context, self._peers, self._home)
         self._fetches = Fetches(context, self._peers)
@@ -192,6 +192,10 @@ class NodeCore:
 
     def _lost(self, peer_: Peer) -> None:
         self._serving.release_all(peer_.node)
+        self._pushes.lost(peer_)
+
+    def _suspected(self, peer_: Peer) -> None:
+        self._pushes.lost(peer_)
 
     def _restored(self, peer_: Peer) -> None:
         self._advertising.begin(peer_.node)
@@ -260,6 +264,9 @@ class NodeCore:
 
     def _report(self) -> None:
         self._reads.report_touched()
+        # When a newcomer joined, the memory it needs may still have been pinned by engines that were gone already.
+        for session in self._sessions:
+            self._find_region(session)
         self._context.after(self._context.config.gossip_s, self._report)
 
     # -- checks

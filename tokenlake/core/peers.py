@@ -69,10 +69,18 @@ class Peer:
 class Peers:
     """The other members of the cluster."""
 
-    def __init__(self, context: Context, on_lost: Callable[[Peer], None], on_restored: Callable[[Peer], None]) -> None:
-        """`on_lost`: the peer's connection broke. `on_restored`: it is back, and may have missed frames."""
+    def __init__(
+        self,
+        context: Context,
+        on_lost: Callable[[Peer], None],
+        on_suspect: Callable[[Peer], None],
+        on_restored: Callable[[Peer], None],
+    ) -> None:
+        """`on_lost`: the peer's connection broke. `on_suspect`: it became SUSPECT. `on_restored`: it is back, and may
+        have missed frames."""
         self._context = context
         self._on_lost = on_lost
+        self._on_suspect = on_suspect
         self._on_restored = on_restored
         names = [name for name in context.ring.members if name != context.node]
         self._peers = {name: Peer(name) for name in names}
@@ -211,6 +219,7 @@ class Peers:
             peer.suspect = True
             self._context.counters.add(SUSPECTED)
             self._context.emit(Note(f"peer {peer.node} is SUSPECT: no answer for {self._context.config.suspect_s} s"))
+            self._on_suspect(peer)
 
     def pinged(self, node: NodeId, message: wire.Ping) -> None:
         """Answer, and learn how full it is."""

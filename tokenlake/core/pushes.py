@@ -24,7 +24,7 @@ from functools import partial
 from tokenlake.core.context import Context
 from tokenlake.core.fetches import Fetches, deadline_s
 from tokenlake.core.home import Home
-from tokenlake.core.peers import Peers, Reply
+from tokenlake.core.peers import Peer, Peers, Reply
 from tokenlake.core.sessions import Session
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
@@ -187,12 +187,42 @@ class Pushes:
         self.tell_held(tenant, [segment.key for segment in kept])
 
     def tell_held(self, tenant: TenantId, keys: list[SegmentKey]) -> None:
-        """This node keeps the home copies of these: tell their homes."""
+        """This node keeps the home copies of these: tell their homes. Where a home cannot be told, the other
+        candidate, which is asked too, stands in; the home is told by `Advertising` when it is back."""
         for home, homed in self._context.by_home(keys).items():
-            if home == self._context.node:
-                self.redundant(self._home.held(home, tenant, homed))
-            else:
-                self._peers.tell(home, wire.Held(tenant, join_keys(homed)))
+            if home == self._context.node or self._peers.reachable(home):
+                self._tell_held(home, tenant, homed)
+                continue
+            others: dict[NodeId, list[SegmentKey]] = {}
+            for key, (_, other) in zip(homed, self._context.ring.candidates(join_keys(homed)), strict=True):
+                others.setdefault(other, []).append(key)
+            for other, stood_in in others.items():
+                self._tell_held(other, tenant, stood_in)
+
+    def _tell_held(self, home: NodeId, tenant: TenantId, keys: list[SegmentKey]) -> None:
+        if home == self._context.node:
+            self.redundant(self._home.held(home, tenant, keys))
+        else:
+            self._peers.tell(home, wire.Held(tenant, join_keys(keys)))
+
+    def lost(self, peer: Peer) -> None:
+        """`peer` is gone or silent. Unless it comes back as it was, the copies here of what it keeps become home
+        copies, so that they are found. Not before the homes must have noticed as well: they would refuse."""
+        life = peer.incarnation
+
+        def adopt() -> None:
+            if peer.reachable and peer.incarnation == life:
+                return
+            by_tenant: dict[TenantId, list[SegmentKey]] = {}
+            for segment in self._context.store.segments():
+                if segment.state is State.READY and segment.kind is Kind.STAGED and segment.source == peer.node:
+                    segment.source = None
+                    self._context.store.become(segment, Kind.HOME, self._context.now)
+                    by_tenant.setdefault(segment.tenant, []).append(segment.key)
+            for tenant, keys in by_tenant.items():
+                self.tell_held(tenant, keys)
+
+        self._context.after(self._context.config.suspect_s + self._context.config.gossip_s, adopt)
 
     def redundant(self, message: wire.Redundant) -> None:
         """Another node keeps these: the copies here may go."""

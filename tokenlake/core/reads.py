@@ -137,11 +137,12 @@ class Reads:
         if node != self._context.node:
             wanted.setdefault(node, []).append(index)
             return
-        if match.candidates[index][0] != node:
+        code, elsewhere = self._home.ask(match.process.session.tenant, match.keys[index])
+        if match.candidates[index][0] == node:
+            self._note(match, index, code)
+        elif elsewhere is None or match.candidates[index][1] != node:
             match.denied.add((index, node))
             return
-        code, elsewhere = self._home.ask(match.process.session.tenant, match.keys[index])
-        self._note(match, index, code)
         if elsewhere is not None:
             match.hints[index] = (node, elsewhere)
             self._aim(match, index, elsewhere, wanted)

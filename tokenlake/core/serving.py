@@ -60,16 +60,18 @@ class Serving:
                 codes.append(Code.LOCAL if room else Code.UNKNOWN)
                 if room:
                     leased.append(segment)
-            elif candidates[index][0] == self._context.node:
+            elif self._context.node in candidates[index]:
                 code, elsewhere = self._home.ask(tenant, keys[index])
-                codes.append(code)
                 if elsewhere is not None:
                     nodes.append(elsewhere)
+                elif candidates[index][0] != self._context.node:
+                    # The other candidate knows only what it was told in place of the home.
+                    code = Code.MISSING
+                codes.append(code)
             else:
                 codes.append(Code.MISSING)
-                if candidates[index][1] != self._context.node:
-                    # Asked only because the home named this node: what the home knows is out of date.
-                    unasked.append(keys[index])
+                # Asked only because a candidate named this node: what it knows is out of date.
+                unasked.append(keys[index])
         for home, gone in self._context.by_home(unasked).items():
             self._peers.tell(home, wire.Evicted(tenant, join_keys(gone), self._context.node))
         lease = self._grant(node, leased) if leased else LeaseId(0)
