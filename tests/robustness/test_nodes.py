@@ -89,11 +89,10 @@ def local_keys(pool: Pool) -> set[bytes]:
     """The segments of the workload that the pool's own node holds, whatever its copy is for."""
     found = set()
     for prompt in PROMPTS:
-        keys = pool.prefix(prompt.tokens).keys
-        for index, key in enumerate(keys):
+        for key in pool.prefix(prompt.tokens).keys:
             with pool.match([key], deadline_s=2.0) as lease:
                 if lease.codes[0] == Code.LOCAL:
-                    found.add((bytes(key), prompt, index)[0])
+                    found.add(bytes(key))
     return found
 
 
@@ -140,7 +139,7 @@ def test_a_node_is_killed_in_the_middle_of_a_replay(cluster: Cluster, pools: lis
     survivors.run(PROMPTS)
     wait_pushed(cluster)
     for pool in pools[:2]:
-        assert [read(pool, prompt) for prompt in PROMPTS] == [8] * len(PROMPTS)
+        wait_until(lambda pool=pool: all(read(pool, p) == 8 for p in PROMPTS), "all is found")  # type: ignore[misc]
 
     victim.start()
     cluster.wait_ready()
@@ -167,11 +166,10 @@ def test_only_what_the_dead_node_held_is_lost(cluster: Cluster, pools: list[Pool
     only_there = held[2] - held[0] - held[1]
     assert only_there
     cluster.nodes[2].kill()
-    wait_until(lambda: total(cluster.nodes[0], "tokenlake_peers_connected") == 1, "its death is seen")
-    wait_until(lambda: total(cluster.nodes[1], "tokenlake_peers_connected") == 1, "its death is seen")
     for pool in pools[:2]:
-        lost = set.union(*held) - found_keys(pool)
-        assert lost <= only_there, f"{len(lost - only_there)} of {len(held[0] | held[1])} are held and not found"
+        # Copies of what the dead node kept are found once their nodes and homes have seen its death.
+        wait_until(lambda pool=pool: held[0] | held[1] <= found_keys(pool), "what others hold is found")  # type: ignore[misc]
+        assert set.union(*held) - found_keys(pool) == only_there
 
 
 def test_a_frozen_node_stops_the_calls_in_flight_once() -> None:
@@ -229,7 +227,6 @@ def test_a_node_is_frozen_in_the_middle_of_a_replay(cluster: Cluster, pools: lis
     settle(cluster)
     for pool in pools:
         wait_until(lambda pool=pool: all(read(pool, p) == 8 for p in PROMPTS), "all is found")  # type: ignore[misc]
-    wait_until(lambda: homes(cluster) <= DISTINCT, "no segment has two homes")
 
 
 def _answers(pool: Pool) -> bool:
