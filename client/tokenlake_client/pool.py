@@ -26,7 +26,7 @@ from tokenlake_client.channel import Channel, Pending
 from tokenlake_client.lease import Lease, PendingMatch
 from tokenlake_client.regions import Mapping as Mapped
 from tokenlake_client.regions import Regions
-from tokenlake_client.write import Write
+from tokenlake_client.write import Reservation, Write
 
 __all__ = ["Pool"]
 
@@ -218,6 +218,13 @@ class Pool:
                 done = write.codes.index(Code.WRITE_BUDGET)
             codes += write.codes[:done]
         return bytes(codes)
+
+    def reserve(self, keys: Sequence[SegmentKey], first: int = 0, *, deadline_s: float = LOCAL_S) -> Reservation:
+        """Reserve slots, as `store` does, that other processes of this session fill. Raises `Unreachable`."""
+        self._sweep()
+        link, packed = self._link, join_keys(keys)
+        reply = link.call(lambda number: engine.Prepare(number, packed, first), deadline_s, engine.Prepared)
+        return Reservation(self, link, reply)
 
     def attach_write(self, write: WriteId) -> Write:
         """Fill a write that another process of this session began, each process its own shards. Its keys are not

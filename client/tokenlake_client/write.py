@@ -17,7 +17,7 @@ from tokenlake_client.checksums import shard_checksums
 if TYPE_CHECKING:
     from tokenlake_client.pool import Link, Pool
 
-__all__ = ["Write"]
+__all__ = ["Reservation", "Write"]
 
 
 class Write:
@@ -72,9 +72,34 @@ class Write:
             self.codes[index] = code
         return bytes(self.codes)
 
+    def leave(self) -> None:
+        """After `commit` of some shards: this process holds nothing of the write any more, whatever becomes of the
+        shards of others. Idempotent; never raises."""
+        if Code.RESERVED in self.codes:
+            self._pool._abort(self._link, self.id)
+
     def abort(self) -> None:
         """Give the slots back. Idempotent; never raises."""
         if not self._done:
             self._done = True
             self._pool._count_writing(self._link, -1)
             self._pool._abort(self._link, self.id)
+
+
+class Reservation:
+    """Slots that other processes of the session fill: each attaches, commits its shards and leaves. They stay reserved
+    until all shards are in, or until everybody who holds them, this process too, gave them back."""
+
+    def __init__(self, pool: Pool, link: Link, prepared: Prepared) -> None:
+        self.id = WriteId(prepared.write)
+        """For `Pool.attach_write`; 0 when no slot was granted."""
+        self.codes = prepared.codes
+        """What happened to each key, one `Code` each."""
+        self._pool = pool
+        self._link = link
+
+    def release(self) -> None:
+        """Hold it no longer. Idempotent; never raises."""
+        if self.id:
+            self._pool._abort(self._link, self.id)
+            self.id = WriteId(0)

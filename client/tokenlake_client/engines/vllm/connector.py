@@ -83,7 +83,10 @@ class TokenLakeConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._block = block_tokens_of(kv_cache_config)
             self._blocks = kv_cache_config.num_blocks
             if role == KVConnectorRole.SCHEDULER:
-                self._open_scheduler(self.layout)
+                try:
+                    self._open_scheduler(self.layout)
+                except LayoutRefused as error:
+                    self._refused(error)
 
     @property
     def counts(self) -> Counts:
@@ -242,7 +245,15 @@ class TokenLakeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if pool is not None:
             logger.info("connected to the pool at %s; layout %s", self.settings.socket, layout.fingerprint().hex()[:12])
         usable: Callable[[], Any] = connection.get
-        self._scheduler = SchedulerSide(usable, self.settings, self._block, self._counters)
+        ranks = self._vllm_config.parallel_config.tensor_parallel_size
+        self._scheduler = SchedulerSide(
+            usable,
+            self.settings,
+            self._block,
+            self._counters,
+            self._trouble.report,
+            shared=rank_shards(layout, 0, ranks).writers > 1,
+        )
 
     def _open_worker(self, layout: Layout, kv_caches: Mapping[str, Any]) -> None:
         size = get_tensor_model_parallel_world_size()

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tokenlake.errors import TokenLakeError
-from tokenlake.identity import LeaseId, SegmentKey
+from tokenlake.identity import LeaseId, SegmentKey, WriteId
 from tokenlake.keys import Prefix, TokenIds
 
-__all__ = ["AskedLease", "Desk", "Lookup", "LookupPool"]
+__all__ = ["AskedLease", "Desk", "Lookup", "LookupPool", "Reserved"]
 
 
 class AskedLease(Protocol):
@@ -41,6 +41,24 @@ class _Pending(Protocol):
     def cancel(self) -> None: ...
 
 
+class Reserved(Protocol):
+    """Slots that the ranks fill."""
+
+    @property
+    def id(self) -> WriteId:
+        """For the ranks; 0 when no slot was granted."""
+        ...
+
+    @property
+    def codes(self) -> bytes:
+        """What happened to each key."""
+        ...
+
+    def release(self) -> None:
+        """Hold them no longer."""
+        ...
+
+
 class LookupPool(Protocol):
     """What `tokenlake_client.pool.Pool` offers to a scheduler."""
 
@@ -65,6 +83,10 @@ class LookupPool(Protocol):
 
     def begin_match(self, keys: Sequence[SegmentKey], *, deadline_s: float = ...) -> _Pending:
         """Ask which of these the pool has."""
+        ...
+
+    def reserve(self, keys: Sequence[SegmentKey], first: int = 0, *, deadline_s: float = ...) -> Reserved:
+        """Reserve slots for other processes of the session."""
         ...
 
     def close(self) -> None:

@@ -55,8 +55,8 @@ class PagedLayers:
     """Consecutive layers, as one tensor."""
 
     def __init__(self, tensor: Any, first: int, blocks: int, views: BlockViews) -> None:
-        """`tensor`: [layers, kernel blocks, KV heads, tokens, 2 * head dim], of the layers from `first` on. `blocks`: as
-        the scheduler counts them; a kernel may divide each into several."""
+        """`tensor`: [layers, kernel blocks, KV heads, tokens, 2 * head dim], of the layers from `first` on.
+        `blocks`: as the scheduler counts them; a kernel may divide each into several."""
         self.tensor = tensor
         self.layers = slice(first, first + tensor.shape[0])
         self.parts = tensor.shape[1] // blocks

@@ -32,6 +32,8 @@ class SavePlan:
     keys: tuple[bytes, ...]
     blocks: tuple[int, ...]
     """Of all tokens of these segments, in order."""
+    write: int = 0
+    """The reservation whose slots the ranks fill, each its shards; 0: the one rank reserves them."""
 
 
 @dataclass(frozen=True, slots=True)

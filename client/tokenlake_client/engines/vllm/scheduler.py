@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tokenlake.keys import Prefix
+from tokenlake.wire import Code
 from tokenlake_client.engines.vllm.counters import Counters
-from tokenlake_client.engines.vllm.lookup import AskedLease, Desk, Lookup, LookupPool
+from tokenlake_client.engines.vllm.lookup import AskedLease, Desk, Lookup, LookupPool, Reserved
 from tokenlake_client.engines.vllm.plan import LoadPlan, SavePlan, StepPlan, StepReport
 from tokenlake_client.engines.vllm.saving import Progress
 from tokenlake_client.engines.vllm.settings import EngineSettings
@@ -114,14 +115,22 @@ class SchedulerSide:
         settings: EngineSettings,
         block_tokens: int,
         counters: Counters,
+        report: Callable[[str, BaseException], None],
+        *,
+        shared: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pool`: the pool if it is there now; must not wait."""
+        """`pool`: the pool if it is there now; must not wait. `shared`: several ranks fill one segment, so its slot
+        is reserved here; else the rank reserves it behind the step."""
         self._pool = pool
         self._settings = settings
         self._segment = settings.segment_tokens
         self._block = block_tokens
         self._counters = counters
+        self._report = report
+        self._shared = shared
+        self._reservations: dict[int, Reserved] = {}
+        """By job."""
         self._desk = Desk(settings.match_ms / 1e3, clock)
         self._entries: dict[str, _Entry] = {}
         self._loads: dict[str, _Load] = {}
@@ -202,8 +211,7 @@ class SchedulerSide:
             entry = self._entries.get(part.request)
             if entry is not None:
                 entry.progress.computes(self._step, part.computed + part.new)
-                if self._settings.save:
-                    saves += self._saves(entry, entry.request.num_tokens, table, sure=sure)
+                saves += self._saves(entry, entry.request.num_tokens, table, sure=sure)
         held, self._held = self._held, []
         pool = self._pool()
         connected = pool is not None and pool.connected
@@ -234,6 +242,9 @@ class SchedulerSide:
             for entry in self._entries.values():
                 entry.progress.confirm(report.step)
         self._jobs.done(report.done)
+        for job in [job for job in self._reservations if job <= report.done]:
+            # Every rank has filled its part, or given it back.
+            self._reservations.pop(job).release()
 
     # -- a request on its way out
 
@@ -245,7 +256,7 @@ class SchedulerSide:
             return False
         if entry.lookup is not None:
             entry.lookup.drop()
-        if not complete or not self._settings.save:
+        if not complete:
             return False
         right = min(request.num_computed_tokens, request.num_tokens - 1)
         entry.progress.computes(self._step, right)
@@ -261,6 +272,8 @@ class SchedulerSide:
                 entry.lookup.drop()
         for load in self._loads.values():
             load.lease.release()
+        for reserved in self._reservations.values():
+            reserved.release()
         self._entries.clear()
         self._loads.clear()
 
@@ -292,19 +305,39 @@ class SchedulerSide:
         entry.progress.restart()
 
     def _saves(self, entry: _Entry, known: int, table: Callable[[str], Sequence[int]], *, sure: bool) -> list[SavePlan]:
+        """Never raises: a step goes on without what cannot be stored."""
         segments = entry.progress.take(known, sure=sure)
-        pool = self._pool() if segments else None
-        if pool is None:
+        if not segments or not self._settings.save:
+            return []
+        try:
+            return self._plan_saves(entry, segments, table)
+        except Exception as error:
+            self._report("planning what to store", error)
+            return []
+
+    def _plan_saves(self, entry: _Entry, segments: range, table: Callable[[str], Sequence[int]]) -> list[SavePlan]:
+        pool = self._pool()
+        if pool is None or not pool.connected:
             return []
         self._hash(entry, pool)
         assert entry.prefix is not None
+        keys = entry.prefix.keys[segments.start : segments.stop]
+        reserved = None
+        if self._shared:
+            reserved = pool.reserve(keys, segments.start, deadline_s=self._settings.match_ms / 1e3)
+            refused = next((at for at, code in enumerate(reserved.codes) if Code(code).refused), len(keys))
+            # What was refused is asked for again with the request's next segment.
+            entry.progress.saved = segments.start + refused
+            keys = keys[:refused]
+            if not reserved.id:
+                return []
         per_segment = self._segment // self._block
-        first, last = segments.start, segments.stop
-        blocks = tuple(table(entry.request.request_id)[first * per_segment : last * per_segment])
-        if len(blocks) < len(segments) * per_segment:
-            return []
-        keys = tuple(entry.prefix.keys[first:last])
-        return [SavePlan(self._jobs.add(blocks), first, keys, blocks)]
+        first = segments.start * per_segment
+        blocks = tuple(table(entry.request.request_id)[first : first + len(keys) * per_segment])
+        job = self._jobs.add(blocks)
+        if reserved is not None:
+            self._reservations[job] = reserved
+        return [SavePlan(job, segments.start, tuple(keys), blocks, int(reserved.id) if reserved else 0)]
 
     def _written(self, scheduled: Sequence[Scheduled], loads: Sequence[_Load]) -> set[int]:
         """Blocks that this step may write and that were handed out for it."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenlake.identity import SegmentKey
+from tokenlake.identity import SegmentKey, WriteId
 from tokenlake_client.engines.vllm.counters import Counters
 from tokenlake_client.engines.vllm.membership import Membership
 from tokenlake_client.engines.vllm.plan import LoadPlan, SavePlan, StepPlan, StepReport
@@ -142,8 +142,20 @@ class WorkerSide:
         )
 
     def _store(self, pool: Any, plan: SavePlan, fill: Callable[[int, NDArray[np.uint8]], None]) -> bytes:
-        keys = [SegmentKey(key) for key in plan.keys]
-        codes: bytes = pool.store_all(keys, fill, plan.first, self._settings.write_patience_s)
+        codes: bytes
+        if not plan.write:
+            keys = [SegmentKey(key) for key in plan.keys]
+            codes = pool.store_all(keys, fill, plan.first, self._settings.write_patience_s)
+            return codes
+        write = pool.attach_write(WriteId(plan.write))
+        try:
+            for index, array in write.slots:
+                fill(index, array)
+        except BaseException:
+            write.abort()
+            raise
+        codes = write.commit(self._shards.mask)
+        write.leave()
         return codes
 
 
