@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 __all__ = ["GENERATION_BYTES", "RegionShape"]
@@ -32,10 +33,7 @@ class RegionShape(NamedTuple):
     @property
     def slots(self) -> int:
         """How many fit beside the header; may be 0."""
-        count = self.region_bytes // (self.stride + GENERATION_BYTES)
-        while count and self._header(count) + count * self.stride > self.region_bytes:
-            count -= 1
-        return count
+        return _slots(self)
 
     @property
     def header_bytes(self) -> int:
@@ -49,3 +47,12 @@ class RegionShape(NamedTuple):
     @staticmethod
     def _header(slots: int) -> int:
         return -(-slots * GENERATION_BYTES // _PAGE) * _PAGE
+
+
+@functools.lru_cache(maxsize=64)
+def _slots(shape: RegionShape) -> int:
+    # Asked for with every reservation; the shapes of a node are few.
+    count = shape.region_bytes // (shape.stride + GENERATION_BYTES)
+    while count and shape._header(count) + count * shape.stride > shape.region_bytes:
+        count -= 1
+    return count
