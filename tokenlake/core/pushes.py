@@ -19,6 +19,7 @@ A push is an offer that the holder pulls, so bytes between nodes have one path, 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from functools import partial
 
 from tokenlake.core.context import Context
@@ -108,21 +109,26 @@ class Pushes:
         """Choose a holder for each run."""
         for segment in segments:
             self._asking.pop(segment)
+        candidates = self._context.ring.candidates(join_keys(segment.key for segment in segments))
+        kept: list[Segment] = []
+        queued: dict[NodeId, None] = {}
         for run in runs([segment.depth for segment in segments], self._context.ring.run_length):
             chosen = segments[run.start : run.stop]
-            holder = self._holder(chosen[0].key)
+            holder = self._holder(candidates[run.start])
             if holder == self._context.node:
-                self._keep(session.tenant, chosen)
+                kept += chosen
             else:
                 self._queues.setdefault(holder, deque()).append(_Run(session, chosen))
-                self._offer_next(holder)
+                queued[holder] = None
+        self._keep(session.tenant, kept)
+        for holder in queued:
+            self._offer_next(holder)
 
-    def _holder(self, key: SegmentKey) -> NodeId:
+    def _holder(self, candidates: Iterable[NodeId]) -> NodeId:
         """The emptier of the candidates that can be reached; this node when neither can."""
-        candidates = dict.fromkeys(self._context.ring.candidates(key)[0])
         reachable = [
             (node, self._peers.vacancy(node))
-            for node in candidates
+            for node in dict.fromkeys(candidates)
             if node == self._context.node or self._peers.usable(node)
         ]
         return choose_holder(reachable) if reachable else self._context.node
