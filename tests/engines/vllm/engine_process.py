@@ -33,19 +33,22 @@ class Engine:
         self.log = log
         environment = {**os.environ, **ENVIRONMENT, **arguments.pop("environment", {})}
         config = {"model": str(model), "pool": pool, "arguments": arguments}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.engines.vllm.engine_process", json.dumps(config)],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log.open("ab"),
-            text=True,
-        )
+        with log.open("ab") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.engines.vllm.engine_process", json.dumps(config)],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
 
-    def generate(self, prompts: Sequence[Sequence[int]], tokens: int = 8, **sampling: Any) -> list[list[int]]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], tokens: int = 8, salt: str | None = None
+    ) -> list[list[int]]:
         """Greedy tokens of each prompt; all prompts are given at once."""
-        answer: list[list[int]] = self.call("generate", prompts=prompts, tokens=tokens, sampling=sampling)
+        answer: list[list[int]] = self.call("generate", prompts=prompts, tokens=tokens, salt=salt)
         return answer
 
     def call(self, command: str, **arguments: Any) -> Any:
@@ -105,10 +108,9 @@ def main() -> None:
 def _answer(llm: Any, request: dict[str, Any], sampling: Any) -> Any:
     match request["command"]:
         case "generate":
-            greedy = sampling(
-                temperature=0, max_tokens=request["tokens"], ignore_eos=True, detokenize=False, **request["sampling"]
-            )
-            prompts = [{"prompt_token_ids": tokens} for tokens in request["prompts"]]
+            greedy = sampling(temperature=0, max_tokens=request["tokens"], ignore_eos=True, detokenize=False)
+            extra = {} if request["salt"] is None else {"cache_salt": request["salt"]}
+            prompts = [{"prompt_token_ids": tokens, **extra} for tokens in request["prompts"]]
             outputs = llm.generate(prompts, greedy, use_tqdm=False)
             return [list(output.outputs[0].token_ids) for output in outputs]
         case "forget":

@@ -1,0 +1,63 @@
+"""The real vLLM, where it is installed: `make test-vllm` runs these in an environment of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", exc_type=ImportError)
+
+from tests.engines.vllm.engine_process import Engine
+from tokenlake_bench.cluster import Cluster
+from tokenlake_bench.tiny_model import TinyModel, save_tiny_model
+
+TINY = TinyModel(vocabulary=512, hidden=128, intermediate=256, layers=3, heads=4, kv_heads=2, positions=8192)
+"""Head dim 32, the smallest that vLLM's CPU kernels have."""
+PATIENT = {"match_ms": 5000, "write_patience_s": 20}
+"""Deadlines that a busy machine keeps; what they are for is tested apart."""
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    """Seeded token ids; two seeds share no prefix."""
+    state = seed * 7919 + 1
+    tokens = []
+    for _ in range(length):
+        state = (state * 1103515245 + 12345) % 2147483648
+        tokens.append((state >> 12) % TINY.vocabulary)
+    return tokens
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), TINY)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(1, "128MiB", "16MiB") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Engine]]:
+    """Starts engines, which end with the module."""
+    engines: list[Engine] = []
+    logs = tmp_path_factory.mktemp("logs")
+
+    def begin(pool: dict[str, Any] | None = None, **arguments: Any) -> Engine:
+        engine = Engine(model, logs / f"{len(engines)}.log", pool, **arguments)
+        engines.append(engine)
+        return engine
+
+    yield begin
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def plain(start: Callable[..., Engine]) -> Engine:
+    """vLLM without a connector: what all others are compared with."""
+    return start()

@@ -1,0 +1,144 @@
+"""The same greedy float32 tokens with the pool as without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.engines.vllm.conftest import PATIENT, prompt
+from tests.engines.vllm.engine_process import Engine
+from tokenlake_bench.cluster import Cluster
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+
+SEGMENT = 256
+BLOCK = 128
+LENGTHS = (1, 255, 256, 257, 383, 384, 385, 511, 512, 513, 640, 769, 1500)
+PROMPTS = [prompt(length, length) for length in LENGTHS]
+
+
+def loadable(length: int) -> int:
+    """Tokens of a stored prompt that can be loaded: full segments, whole blocks, one token left to compute."""
+    return min(length // SEGMENT * SEGMENT, (length - 1) // BLOCK * BLOCK)
+
+
+HITS = sum(loadable(length) for length in LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def first(start: Callable[..., Engine], cluster: Cluster) -> Engine:
+    """Loads behind its steps. Its cache is small, and a step is shorter than two segments and no multiple of one."""
+    pool = {"socket": str(cluster.nodes[0].socket), "load": "async", **PATIENT}
+    return start(pool, num_gpu_blocks_override=40, max_num_batched_tokens=320)
+
+
+@pytest.fixture(scope="module")
+def second(start: Callable[..., Engine], cluster: Cluster) -> Engine:
+    """Waits for its loads in the step."""
+    return start({"socket": str(cluster.nodes[0].socket), "load": "sync", "verify": True, **PATIENT})
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Engine) -> list[list[int]]:
+    return one_by_one(plain)
+
+
+def one_by_one(engine: Engine) -> list[list[int]]:
+    return [engine.generate([tokens])[0] for tokens in PROMPTS]
+
+
+def hits(engine: Engine) -> float:
+    return float(engine.call("counts")["tokens_hit"])
+
+
+def test_cold_and_warm(first: Engine, expected: list[list[int]]) -> None:
+    assert one_by_one(first) == expected
+    assert first.call("flush")
+    counts = first.call("counts")
+    assert counts["tokens_hit"] == counts["failures"] == 0
+    # Of the eight new tokens seven are fed to the model.
+    assert counts["tokens_stored"] == sum((length + 7) // SEGMENT * SEGMENT for length in LENGTHS)
+    assert first.call("forget")
+    assert one_by_one(first) == expected
+    counts = first.call("counts")
+    assert (counts["tokens_hit"], counts["failures"], counts["loads_failed"]) == (HITS, 0, 0)
+
+
+def test_vllms_own_cache_and_the_pool_share_a_prompt(first: Engine, plain: Engine) -> None:
+    longer = PROMPTS[-1] + prompt(700, 1)
+    expected = plain.generate([longer])
+    assert first.generate([longer]) == expected
+    assert first.call("flush")
+    assert first.call("forget")
+    # One block of the first segment is found locally, so the load begins in the middle of it.
+    assert first.generate([longer[:200]]) == plain.generate([longer[:200]])
+    before = hits(first)
+    assert first.generate([longer]) == expected
+    assert hits(first) - before == 2048 - 128
+
+
+def test_another_process_that_waits_for_its_loads(second: Engine, expected: list[list[int]]) -> None:
+    assert one_by_one(second) == expected
+    counts = second.call("counts")
+    assert (counts["tokens_hit"], counts["failures"], counts["loads_failed"]) == (HITS, 0, 0)
+
+
+def test_many_at_once_with_preemption(first: Engine, second: Engine, plain: Engine) -> None:
+    many = [prompt(600 + 37 * seed, 100 + seed) for seed in range(8)]
+    expected = [plain.generate([tokens], 150)[0] for tokens in many]
+    # 8 prompts of up to 860 tokens and 150 more: 60 blocks, of which the first engine has 40.
+    assert first.generate(many, 150) == expected
+    assert first.call("flush")
+    assert first.call("forget")
+    assert first.generate(many, 150) == expected
+    assert second.generate(many, 150) == expected
+    for engine in (first, second):
+        assert engine.call("counts")["failures"] == 0
+
+
+def test_segments_that_decode_completed(first: Engine, second: Engine, plain: Engine) -> None:
+    question = prompt(200, 7)
+    answer = first.generate([question], 400)[0]
+    assert answer == plain.generate([question], 400)[0]
+    assert first.call("flush")
+    follow_up = question + answer + prompt(20, 8)
+    before = hits(second)
+    assert second.generate([follow_up]) == plain.generate([follow_up])
+    # 200 + 400 tokens, of which the last one was never fed to the model: two segments.
+    assert hits(second) - before == 2 * SEGMENT
+
+
+def test_a_new_suffix_is_stored_by_an_engine_that_waits(first: Engine, second: Engine, plain: Engine) -> None:
+    """The step that loads the prefix computes the suffix too; whether it is right is known only afterwards."""
+    longer = PROMPTS[-1] + prompt(800, 2)
+    expected = plain.generate([longer])
+    assert second.generate([longer]) == expected
+    assert second.call("flush")
+    assert first.call("forget")
+    before = hits(first)
+    assert first.generate([longer]) == expected
+    assert hits(first) - before == loadable(len(longer))
+
+
+def test_two_tenants_salts_do_not_meet(first: Engine, plain: Engine) -> None:
+    tokens = prompt(600, 77)
+    expected = plain.generate([tokens])
+    for salt in ("a", "b"):
+        before = hits(first)
+        assert first.generate([tokens], salt=salt) == expected
+        assert hits(first) == before
+        assert first.call("flush")
+    assert first.call("forget")
+    assert first.generate([tokens], salt="a") == expected
+    assert hits(first) - before == 512
+
+
+def test_after_a_restart_of_the_engine(start: Callable[..., Engine], cluster: Cluster, second: Engine) -> None:
+    tokens = [prompt(900 + seed, 300 + seed) for seed in range(3)]
+    expected = [second.generate([one])[0] for one in tokens]
+    assert second.call("flush")
+    second.close()
+    again = start({"socket": str(cluster.nodes[0].socket), **PATIENT})
+    assert [again.generate([one])[0] for one in tokens] == expected
+    assert hits(again) == 3 * 768
