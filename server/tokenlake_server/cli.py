@@ -108,6 +108,8 @@ def replay(log: Path) -> None:
     click.echo(f"{result.events} events, {result.instructions} instructions")
     if result.difference:
         raise click.ClickException(f"the instructions differ from the recorded ones at {result.difference}")
+    if result.cut_off:
+        click.echo(f"the last {result.cut_off} bytes are no whole record: the log was cut off there")
     click.echo("the same instructions as recorded")
 
 

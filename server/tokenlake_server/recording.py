@@ -2,7 +2,8 @@
 
 A file of length-prefixed MessagePack records. The first is the `CoreConfig`, the second the time of
 `NodeCore.start`, then one per event: [time, event, digest]. Each digest covers the one before it, the time, the
-event and the instructions, so that a log in which anything was changed is found. It holds segment keys, but no
+event and the instructions, so that a log in which anything was changed is found; one that ends in the middle of a
+record was cut off there. It holds segment keys, but no
 token ids, secrets or bytes of segments.
 """
 
@@ -70,22 +71,27 @@ class Replayed(msgspec.Struct, frozen=True):
     instructions: int
     difference: str = ""
     """Empty, or the first event that is not as it was, or after which the instructions were others."""
+    cut_off: int = 0
+    """Bytes at the end that are no whole record: the daemon was killed, or a length was changed."""
 
 
 def replay(path: Path) -> Replayed:
     """Feed a log through a fresh `NodeCore`. Raises `ProtocolRefused` when the file is no event log."""
     records = _records(path)
     try:
-        config = msgspec.msgpack.decode(next(records), type=CoreConfig)
-        started = msgspec.msgpack.decode(next(records), type=float)
+        first, second = next(records), next(records)
+        config = msgspec.msgpack.decode(first, type=CoreConfig)
+        started = msgspec.msgpack.decode(second, type=float)
         core = NodeCore(config)
         core.start(started)
     except (StopIteration, msgspec.MsgspecError, UnicodeDecodeError, ValueError, OverflowError) as error:
         raise ProtocolRefused(f"{path} is not an event log of tokenlake: {error}") from error
     expected = _first_digest(config, started)
     events = total = 0
+    whole = 2 * HEADER_BYTES + len(first) + len(second)
     for body in records:
         events += 1
+        whole += HEADER_BYTES + len(body)
         try:
             record = _decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -99,7 +105,7 @@ def replay(path: Path) -> Replayed:
         expected = digest(expected, record.at, record.event, instructions)
         if expected != record.digest:
             return Replayed(events, total, f"event {events} at {record.at:.6f}: {record.event} -> {instructions}")
-    return Replayed(events, total)
+    return Replayed(events, total, cut_off=path.stat().st_size - whole)
 
 
 def _first_digest(config: CoreConfig, started: float) -> bytes:
@@ -107,9 +113,11 @@ def _first_digest(config: CoreConfig, started: float) -> bytes:
 
 
 def _records(path: Path) -> Iterator[bytes]:
+    """The bodies of whole records."""
     with path.open("rb") as file:
         while len(header := file.read(HEADER_BYTES)) == HEADER_BYTES:
-            body = file.read(int.from_bytes(header, "little"))
-            if len(body) < int.from_bytes(header, "little"):
+            size = int.from_bytes(header, "little")
+            body = file.read(size)
+            if len(body) < size:
                 return
             yield body
