@@ -119,6 +119,8 @@ def _answer(llm: Any, request: dict[str, Any], sampling: Any) -> Any:
             from vllm.distributed.kv_transfer import get_kv_transfer_group
 
             return get_kv_transfer_group().flush(20)
+        case "layout":
+            return llm.llm_engine.engine_core.engine_core.scheduler.connector.layout.encode().hex()
         case "counts":
             return _counts(llm)
     raise ValueError(request)

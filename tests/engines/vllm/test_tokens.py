@@ -88,7 +88,9 @@ def test_many_at_once_with_preemption(first: Engine, second: Engine, plain: Engi
     many = [prompt(600 + 37 * seed, 100 + seed) for seed in range(8)]
     expected = [plain.generate([tokens], 150)[0] for tokens in many]
     # 8 prompts of up to 860 tokens and 150 more: 60 blocks, of which the first engine has 40.
+    before = first.call("counts")["requests"]
     assert first.generate(many, 150) == expected
+    assert first.call("counts")["requests"] > before + len(many), "none was preempted"
     assert first.call("flush")
     assert first.call("forget")
     assert first.generate(many, 150) == expected
@@ -121,7 +123,7 @@ def test_a_new_suffix_is_stored_by_an_engine_that_waits(first: Engine, second: E
     assert hits(first) - before == loadable(len(longer))
 
 
-def test_two_tenants_salts_do_not_meet(first: Engine, plain: Engine) -> None:
+def test_prompts_of_two_salts_do_not_meet(first: Engine, plain: Engine) -> None:
     tokens = prompt(600, 77)
     expected = plain.generate([tokens])
     for salt in ("a", "b"):

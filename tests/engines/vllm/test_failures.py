@@ -1,0 +1,165 @@
+"""Whatever happens to daemons and segments, the tokens are those of vLLM alone, and nothing waits beyond its deadline."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from tests.engines.vllm.conftest import PATIENT, prompt
+from tests.engines.vllm.engine_process import Engine
+from tokenlake.layout import Layout
+from tokenlake_bench.cluster import Cluster
+from tokenlake_client import Pool
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+
+TIMEOUT_S = 60.0
+FROZEN_S = 3.0
+"""A frozen daemon costs a hook one deadline of 20 ms, and threads 250 ms; the rest is the model and a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(2, "64MiB", "16MiB") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def behind(start: Callable[..., Engine], cluster: Cluster) -> Engine:
+    """Starts while its daemon is down. Loads behind its steps; checks what it reads."""
+    cluster.nodes[0].kill()
+    engine = start({"socket": str(cluster.nodes[0].socket), "verify": True, "write_patience_s": 20})
+    engine.generate([prompt(600, 1)])
+    cluster.nodes[0].start()
+    cluster.wait_ready()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def waiting(start: Callable[..., Engine], cluster: Cluster, behind: Engine) -> Engine:
+    """Waits for its loads; checks what it reads."""
+    return start({"socket": str(cluster.nodes[0].socket), "load": "sync", "verify": True, **PATIENT})
+
+
+def until_hit(engine: Engine, tokens: Sequence[int]) -> list[int]:
+    """Repeat a prompt until the engine takes part of it from the pool; the tokens, the same each time."""
+    answers = set()
+    until = time.monotonic() + TIMEOUT_S
+    before = engine.call("counts")["tokens_hit"]
+    while engine.call("counts")["tokens_hit"] == before:
+        assert time.monotonic() < until, engine.log.read_text()[-2000:]
+        answers.add(tuple(engine.generate([tokens])[0]))
+        engine.call("flush")
+        engine.call("forget")
+    assert len(answers) == 1
+    return list(answers.pop())
+
+
+def spoil(cluster: Cluster, engine: Engine, tokens: Sequence[int]) -> int:
+    """Overwrite the segments of a prompt in the memory of the engine's node; how many."""
+    layout = Layout.decode(bytes.fromhex(engine.call("layout")))
+    with Pool.connect(cluster.nodes[0].socket, layout) as pool:
+        with pool.match(pool.prefix(tokens).keys, deadline_s=5.0) as lease:
+            count = len(lease.fetch())
+            for place in lease._places(0, count):
+                pool._link.regions.get(place, write=True).slot(place.slot)[:] = 0
+    return count
+
+
+def test_no_daemon_at_the_start_is_said_once_and_it_is_used_when_it_appears(behind: Engine, plain: Engine) -> None:
+    tokens = prompt(600, 1)
+    assert until_hit(behind, tokens) == plain.generate([tokens])[0]
+    assert behind.log.read_text().count("connecting to the pool failed") == 1
+
+
+def test_a_restarted_daemon(behind: Engine, plain: Engine, cluster: Cluster) -> None:
+    tokens = prompt(700, 2)
+    expected = plain.generate([tokens])[0]
+    assert until_hit(behind, tokens) == expected
+    cluster.nodes[0].kill()
+    assert behind.generate([tokens])[0] == expected
+    cluster.nodes[0].start()
+    cluster.wait_ready()
+    assert until_hit(behind, tokens) == expected
+
+
+@pytest.mark.parametrize("kind", ["behind", "waiting"])
+def test_corrupt_segments_are_recomputed(
+    kind: str, request: pytest.FixtureRequest, plain: Engine, cluster: Cluster
+) -> None:
+    engine: Engine = request.getfixturevalue(kind)
+    tokens = prompt(1000, 3)
+    expected = plain.generate([tokens])[0]
+    assert until_hit(engine, tokens) == expected
+    assert spoil(cluster, engine, tokens) == 3
+    before = engine.call("counts")["loads_failed"]
+    assert engine.generate([tokens])[0] == expected
+    assert engine.call("counts")["loads_failed"] > before
+    # The request beside it, which shares the blocks, is right too.
+    engine.call("forget")
+    assert engine.generate([tokens, tokens]) == [expected, expected]
+    engine.call("forget")
+
+
+def test_unchecked_corrupt_segments_change_the_tokens(
+    start: Callable[..., Engine], plain: Engine, cluster: Cluster
+) -> None:
+    """The control: what is read is used."""
+    engine = start({"socket": str(cluster.nodes[0].socket), **PATIENT})
+    tokens = prompt(1000, 4)
+    expected = plain.generate([tokens])[0]
+    assert until_hit(engine, tokens) == expected
+    assert spoil(cluster, engine, tokens) == 3
+    assert engine.generate([tokens])[0] != expected
+
+
+@pytest.mark.parametrize("kind", ["behind", "waiting"])
+def test_the_owner_is_killed_in_the_middle(
+    kind: str, request: pytest.FixtureRequest, plain: Engine, cluster: Cluster
+) -> None:
+    engine: Engine = request.getfixturevalue(kind)
+    many = [prompt(900 + seed, 20 + seed) for seed in range(6)]
+    expected = [plain.generate([tokens], 30)[0] for tokens in many]
+    assert engine.generate(many, 30) == expected
+    engine.call("flush")
+    engine.call("forget")
+    answers: list[list[list[int]]] = []
+    thread = threading.Thread(target=lambda: answers.append(engine.generate(many, 30)))
+    thread.start()
+    cluster.nodes[1].kill()
+    thread.join(TIMEOUT_S)
+    assert answers == [expected]
+    engine.call("forget")
+    assert engine.generate(many, 30) == expected
+    cluster.nodes[1].start()
+    cluster.wait_ready()
+
+
+@pytest.mark.parametrize("kind", ["behind", "waiting"])
+def test_a_frozen_daemon_costs_one_deadline(
+    kind: str, request: pytest.FixtureRequest, plain: Engine, cluster: Cluster
+) -> None:
+    engine: Engine = request.getfixturevalue(kind)
+    many = [prompt(600 + seed, 40 + seed) for seed in range(6)]
+    expected = [plain.generate([tokens])[0] for tokens in many]
+    assert until_hit(engine, many[0]) == expected[0]
+    for node in cluster.nodes:
+        node.freeze()
+    try:
+        started = time.monotonic()
+        assert [engine.generate([tokens])[0] for tokens in many] == expected
+        assert time.monotonic() - started < FROZEN_S + (5.0 if kind == "waiting" else 0.0)
+    finally:
+        for node in cluster.nodes:
+            node.thaw()
+    engine.call("forget")
+    assert until_hit(engine, many[0]) == expected[0]
+
+
+def test_no_hook_ever_raised(behind: Engine, waiting: Engine) -> None:
+    for engine in (behind, waiting):
+        assert "hook start_load_kv failed" not in engine.log.read_text()
+        assert "Traceback" not in engine.log.read_text().replace("render_messages", "")
