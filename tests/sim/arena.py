@@ -13,7 +13,7 @@ __all__ = ["HALF", "REGION_BYTES", "SHARDS", "SLOTS", "SLOT_BYTES", "Arena", "Re
 
 SHARDS = 2
 SLOT_BYTES = 64
-SLOTS = 4
+SLOTS = 3
 """Per region."""
 REGION_BYTES = 4096 + SLOTS * SLOT_BYTES
 HALF = b"half way"

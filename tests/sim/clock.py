@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 SLOW_SHARE = 0.03
 """Of the frames that take longer than a match may wait."""
-STALL_SHARE = 0.2
+STALL_SHARE = 0.3
 """Of the transfers that stand still once, some for longer than their deadline."""
 
 

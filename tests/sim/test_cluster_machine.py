@@ -1,6 +1,6 @@
 """Three NodeCores on a network that delays, drops, doubles and cuts, with crashes, freezes and restarts.
 
-60 examples of 30 steps. A step lets an engine join, read, store, fall silent or die, or lets a node freeze or
+100 examples of 30 steps. A step lets an engine join, read, store, fall silent or die, or lets a node freeze or
 crash, a link break, a frame get lost or arrive twice, or time pass; reads and writes go on through the steps that
 follow. After each step every view that some process may look at holds the bytes that were written for its tenant
 and key, every slot that some process may write is still its own, and every core is whole: slots and pins are
@@ -100,7 +100,7 @@ class ClusterMachine(RuleBasedStateMachine):
             if engine is None or len(self.cluster.alive()) < MAX_ENGINES // 2:
                 self.cluster.join(random.randrange(NODES), processes=random.randrange(1, 3))
             else:
-                engine.read(prompt, Reading(hold_s=random.choice((0.004, 0.02, 0.1))))
+                engine.read(prompt, Reading(hold_s=random.choice((0.001, 0.004, 0.02, 0.1))))
                 start = random.randrange(4)
                 ending = random.choice(("commit",) * 6 + ("singly", "abort", "die"))
                 fill_s = random.choice((0.002,) * 6 + (0.02, 0.2, 1.2))
@@ -168,4 +168,4 @@ class ClusterMachine(RuleBasedStateMachine):
 
 
 TestClusterMachine = ClusterMachine.TestCase
-TestClusterMachine.settings = settings(max_examples=60, stateful_step_count=30)
+TestClusterMachine.settings = settings(max_examples=100, stateful_step_count=30)

@@ -1,6 +1,6 @@
 """Bugs planted in the rules, each found by the state machine of `test_cluster_machine`.
 
-At most 60 examples of 30 steps each, without shrinking. Without a planted bug the machine passes: that is the
+At most 400 examples of 30 steps each, without shrinking. Without a planted bug the machine passes: that is the
 test beside this one.
 """
 
@@ -201,7 +201,7 @@ class SeenByEngines(ClusterMachine):
     look_inside = False
 
 
-def _run(machine: type[ClusterMachine], examples: int = 60) -> None:
+def _run(machine: type[ClusterMachine], examples: int = 400) -> None:
     found_by = settings(max_examples=examples, stateful_step_count=30, phases=[Phase.generate], deadline=None)
     run_state_machine_as_test(machine, settings=found_by)
 
