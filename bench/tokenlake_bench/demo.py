@@ -27,7 +27,7 @@ from tokenlake_bench.engine_handle import EngineHandle
 from tokenlake_bench.load_meter import settle
 from tokenlake_bench.node_totals import NodeTotals
 from tokenlake_bench.progress import LiveProgress
-from tokenlake_bench.report import DemoDetails, DemoResult, demo_table, format_duration, write_json
+from tokenlake_bench.report import DemoDetails, DemoResult, demo_table, write_json
 from tokenlake_bench.traces import read_mooncake
 
 __all__ = ["DemoOptions", "run_demo"]
@@ -179,10 +179,9 @@ def _notes(outcome: _Outcome) -> list[str]:
     for report in reports:
         cut.update(report.cut_by)
     cut.pop(Code.MISSING.name, None)
-    slowest = format_duration(max(each.ttft_ms for each in log.ran.values()) / 1e3)
     return [
         f"the kill came while {log.in_flight} segments of other nodes were being read; "
-        f"{failed} calls to the pool failed and were recomputed; the slowest TTFT with the pool was {slowest}",
+        f"{failed} calls to the pool failed, and what they were to bring was recomputed",
         f"hits that ended for another reason than a missing segment: {_counts(cut)}",
         f"the private caches of the comparison are {ENGINES}, one per engine, with the memory of the {NODES} nodes; "
         "no node of theirs is killed",
