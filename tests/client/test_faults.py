@@ -21,6 +21,7 @@ from tests.robustness.live import (
     read,
     store,
     total,
+    wait_pushed,
     wait_until,
 )
 from tokenlake.errors import DeadlinePassed, LimitReached, Unreachable
@@ -179,6 +180,26 @@ def test_a_frozen_daemon_stops_those_who_wait_once_each(cluster: Cluster) -> Non
         assert 1 <= pool.timeouts <= 5
         node.thaw()
         wait_until(lambda: not _noticed(pool), "it answers again")
+
+
+def test_a_fetch_without_a_deadline_from_a_frozen_daemon() -> None:
+    """The daemon predicts the deadline; when it cannot keep it, the client finds out by a heartbeat."""
+    with daemons(2) as cluster, cluster.connect(0, LAYOUT) as writer, cluster.connect(1, LAYOUT) as reader:
+        prompt = Prompt(10, 8)
+        store(writer, prompt)
+        wait_pushed(cluster)
+        lease = match(reader, prompt)
+        assert lease.local_hits < lease.hits == 8
+        cluster.nodes[1].freeze()
+        with pytest.raises(DeadlinePassed):
+            lease.fetch()
+        assert reader.timeouts == 1
+        with pytest.raises(DeadlinePassed, match="still owes"):
+            lease.fetch()
+        cluster.nodes[1].thaw()
+        wait_until(lambda: not _noticed(reader), "it answers again")
+        lease.release()
+        wait_until(lambda: read(reader, prompt) == 8, "all is found again")
 
 
 def test_a_write_in_a_frozen_daemon_is_given_back(cluster: Cluster) -> None:

@@ -189,6 +189,8 @@ def test_bytes_that_come_late_reach_no_new_owner() -> None:
                 kept = [Prompt(300 + attempt * 10 + number, 14) for number in range(4)]
                 for other in kept:
                     store(pool, other)
+                for other in kept:
+                    read(pool, other)
                 wait_until(lambda attempt=attempt: peer.cut == attempt + 1, "the transfer was cut")  # type: ignore[misc]
                 for other in kept:
                     read(pool, other)
