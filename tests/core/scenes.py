@@ -23,7 +23,7 @@ ALL_SHARDS = (1 << SHARDS) - 1
 
 def calm(nodes: int = 3, **rules: Any) -> Cluster:
     """Connected, every directory complete, nothing slow."""
-    cluster = Cluster(nodes, recording=True, **rules)
+    cluster = Cluster(nodes, recording=True, **{"regions": 4, **rules})
     cluster.calm()
     cluster.run_for(0.3)
     return cluster

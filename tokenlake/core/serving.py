@@ -22,7 +22,8 @@ SENT = Metric("tokenlake_sent_segments_total", "Segments sent to other nodes")
 SENT_BYTES = Metric("tokenlake_sent_bytes_total", "Bytes of segments sent to other nodes")
 
 PEER_LEASE_SHARE = 0.5
-"""Of a pool's slots that other nodes together may have leased: the rest stays for writers here."""
+"""Of the slots that a pool can grow to, what other nodes together may have leased: the rest stays for writers
+here."""
 
 
 class _PeerLease:
