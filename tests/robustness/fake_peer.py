@@ -72,13 +72,13 @@ class FakePeer:
                 keys = [message.keys[at : at + 32] for at in range(0, len(message.keys), 32)]
                 codes = bytes(Code.LOCAL if key in self._keys else Code.MISSING for key in keys)
                 lease = int(Code.LOCAL in codes)
-                sock.sendall(pack_frame(peer.LookupReply(message.call, lease, codes, ())))
+                sock.sendall(pack_frame(peer.LookupReply(message.call, lease, codes, (), (0.0, 0.0))))
             case peer.Ready():
                 codes = bytes([Code.COMMITTED]) * (len(message.keys) // 32)
                 sock.sendall(pack_frame(peer.ReadyReply(message.call, codes)))
             case peer.Offer():
                 codes = bytes([Code.NO_SLOT]) * (len(message.keys) // 32)
-                sock.sendall(pack_frame(peer.OfferReply(message.call, codes)))
+                sock.sendall(pack_frame(peer.OfferReply(message.call, codes, (0.0, 0.0))))
             case _:
                 pass
 

@@ -218,7 +218,7 @@ def test_a_node_is_frozen_in_the_middle_of_a_replay(cluster: Cluster, pools: lis
     assert replay.failed[:2] == [0, 0]
     # One request of its own engine may have been in the middle of a call, its heartbeat of another.
     assert 1 <= pools[2].timeouts <= 2
-    wait_until(lambda: total(cluster.nodes[0], "tokenlake_suspected_peers_total") == 1, "it is SUSPECT")
+    wait_until(lambda: total(cluster.nodes[0], "tokenlake_suspected_peers_total") >= 1, "it is SUSPECT")
     victim.thaw()
     wait_until(lambda: _answers(pools[2]), "its engine is served again")
     again = Replay(pools)

@@ -345,14 +345,14 @@ def peer_frames(node: Node, cluster: Cluster) -> tuple[list[bytes], list[bytes]]
     epoch = _hello_of(cluster, node).epoch
     messages: list[msgspec.Struct] = [
         peer.Lookup(1, "default", keys),
-        peer.LookupReply(1, 1, b"\7\7", ("nobody",)),
+        peer.LookupReply(1, 1, b"\7\7", ("nobody",), (0.5, 1.0)),
         peer.ReleaseLease((1, 2, 3)),
         peer.Announce("default", keys, 1.0),
         peer.Ready(2, "default", keys),
         peer.Pong(3, (0.5, 1.0)),
         peer.Ping(4, (0.5, 1.0)),
         peer.Pull("default", keys),
-        peer.Offer(5, "default", keys, 0, LAYOUT.segment_bytes, LAYOUT.shards),
+        peer.Offer(5, "default", keys, (0, 1), LAYOUT.segment_bytes, LAYOUT.shards),
         peer.Redundant("default", keys, ("nobody",)),
         peer.Evicted("default", keys[:31], "nobody"),
         peer.Touched("nobody", keys),

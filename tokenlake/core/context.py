@@ -12,7 +12,7 @@ from tokenlake.core.timers import Timer, Timers
 from tokenlake.directory import Directory
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Counters
-from tokenlake.placement import default_run_length
+from tokenlake.placement import Vacancy, default_run_length
 from tokenlake.ring import Ring
 from tokenlake.store import Budgets, Segment, SegmentStore, State
 
@@ -79,6 +79,10 @@ class Context:
     def next_id(self) -> int:
         """Names a lease, write, call or fetch; never used twice in this incarnation."""
         return next(self._ids)
+
+    def vacancy(self) -> Vacancy:
+        """How welcome a new segment is here, now."""
+        return self.store.vacancy(self.now)
 
     def after(self, delay_s: float, callback: Callable[[], None]) -> Timer:
         """Call `callback` in `delay_s` from now."""

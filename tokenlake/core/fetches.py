@@ -63,10 +63,10 @@ class Fetches:
         kind: Kind,
         slot_bytes: int,
         shards: int,
-        limit_s: float | None = None,
+        wait_s: float,
     ) -> None:
         """Fetch (key, depth) each from `node` as copies of `kind`. Those that are here or on their way already
-        are not fetched again; those without a slot are refused at once. `limit_s`: at most this long."""
+        are not fetched again; those without a slot are refused at once. `wait_s`: give up after this."""
         flight = _Flight(node, tenant, kind, self._context.now)
         refused: list[tuple[OnArrival, Code]] = []
         for key, depth, on_arrival in wanted:
@@ -82,7 +82,7 @@ class Fetches:
             self._waiters[segment] = [on_arrival]
             flight.segments.append(segment)
         if flight.segments:
-            self._depart(flight, slot_bytes, shards, limit_s)
+            self._depart(flight, slot_bytes, shards, wait_s)
         for on_arrival, code in refused:
             on_arrival(None, code)
 
@@ -96,11 +96,10 @@ class Fetches:
             # A local engine is writing it: its commit may never come, so nobody waits for it here.
             refused.append((on_arrival, Code.PENDING))
 
-    def _depart(self, flight: _Flight, slot_bytes: int, shards: int, limit_s: float | None) -> None:
+    def _depart(self, flight: _Flight, slot_bytes: int, shards: int, wait_s: float) -> None:
         fetch = self._context.next_id()
         self._flights[fetch] = flight
-        wait = deadline_s(self._peers.predict_s(flight.node, slot_bytes * len(flight.segments)))
-        flight.timer = self._context.after(wait if limit_s is None else min(wait, limit_s), lambda: self._abort(fetch))
+        flight.timer = self._context.after(wait_s, lambda: self._abort(fetch))
         keys = join_keys(segment.key for segment in flight.segments)
         slots = b"".join(segment.packed for segment in flight.segments)
         self._context.emit(StartFetch(fetch, flight.node, flight.tenant, keys, slots, slot_bytes, shards))

@@ -23,6 +23,7 @@ from tokenlake.core.pushes import Pushes
 from tokenlake.core.reads import Reads
 from tokenlake.core.serving import Serving
 from tokenlake.core.sessions import Process, Session, Sessions
+from tokenlake.core.touches import Touches
 from tokenlake.core.writes import Writes
 from tokenlake.identity import ConnectionId, Incarnation, LeaseId, NodeId, SessionId, TenantId, WriteId
 from tokenlake.metrics import Counters
@@ -45,8 +46,9 @@ class NodeCore:
         self._serving = Serving(context, self._peers, self._home)
         self._fetches = Fetches(context, self._peers)
         self._pushes = Pushes(context, self._peers, self._home, self._fetches)
-        self._reads = Reads(context, self._sessions, self._peers, self._home, self._fetches)
-        self._writes = Writes(context, self._sessions, self._peers, self._home, self._pushes)
+        self._touches = Touches(context, self._peers)
+        self._reads = Reads(context, self._sessions, self._peers, self._home, self._fetches, self._touches)
+        self._writes = Writes(context, self._sessions, self._peers, self._home, self._pushes, self._touches)
         self._advertising = Advertising(context, self._peers)
         self._replacing: int | None = None
         self._replaced = 0
@@ -263,7 +265,7 @@ class NodeCore:
                     self._peers.tell(home, peer.Evicted(tenant, join_keys(keys), self._context.node))
 
     def _report(self) -> None:
-        self._reads.report_touched()
+        self._touches.report()
         # When a newcomer joined, the memory it needs may still have been pinned by engines that were gone already.
         for session in self._sessions:
             self._find_region(session)
@@ -276,6 +278,7 @@ class NodeCore:
         parts = (
             self._sessions,
             self._reads,
+            self._touches,
             self._fetches,
             self._serving,
             self._pushes,

@@ -188,7 +188,10 @@ class Peers:
 
     def replied(self, node: NodeId, message: Reply) -> None:
         """Hand a reply to its caller. A late `LookupReply` leased what nobody waits for: give it back."""
-        waiting = self._peers[node].calls.pop(message.call, None)
+        peer = self._peers[node]
+        if not isinstance(message, wire.ReadyReply):
+            peer.vacancy = Vacancy(*message.vacancy)
+        waiting = peer.calls.pop(message.call, None)
         if waiting is not None:
             on_reply, timer = waiting
             timer.cancel()
@@ -200,12 +203,12 @@ class Peers:
 
     def _ping(self) -> None:
         config = self._context.config
-        vacancy = tuple(self._context.store.vacancy(self._context.now))
+        vacancy = self._context.vacancy()
         for peer in self._peers.values():
             if peer.up:
                 self._send(
                     peer,
-                    lambda call: wire.Ping(call, (vacancy[0], vacancy[1])),
+                    lambda call: wire.Ping(call, vacancy),
                     config.suspect_s,
                     lambda reply, peer=peer: self._ponged(peer, reply),  # type: ignore[misc]
                     proves_life=True,
@@ -213,9 +216,7 @@ class Peers:
         self._context.after(config.gossip_s, self._ping)
 
     def _ponged(self, peer: Peer, reply: Reply | None) -> None:
-        if isinstance(reply, wire.Pong):
-            peer.vacancy = Vacancy(*reply.vacancy)
-        elif peer.up and not peer.suspect:
+        if reply is None and peer.up and not peer.suspect:
             peer.suspect = True
             self._context.counters.add(SUSPECTED)
             self._context.emit(Note(f"peer {peer.node} is SUSPECT: no answer for {self._context.config.suspect_s} s"))
@@ -225,13 +226,12 @@ class Peers:
         """Answer, and learn how full it is."""
         peer = self._peers[node]
         peer.vacancy = Vacancy(*message.vacancy)
-        mine = self._context.store.vacancy(self._context.now)
-        self._context.emit(Say(node, wire.Pong(message.call, (mine.free_share, mine.victim_age_s))))
+        self._context.emit(Say(node, wire.Pong(message.call, self._context.vacancy())))
 
     def vacancy(self, node: NodeId) -> Vacancy:
         """How welcome a segment is there, as last heard; this node's own is exact."""
         peer = self._peers.get(node)
-        return self._context.store.vacancy(self._context.now) if peer is None else peer.vacancy
+        return self._context.vacancy() if peer is None else peer.vacancy
 
     # -- speed
 

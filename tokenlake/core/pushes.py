@@ -42,13 +42,13 @@ KEPT = Metric("tokenlake_kept_segments_total", "Segments that became home copies
 DUPLICATES = Metric("tokenlake_duplicate_commits_total", "Commits that came after another node's")
 
 OFFERED_BYTES = 64 << 20
-"""At most this much is on offer to one holder at a time (at least one run); the rest waits in its queue."""
+"""At most this much is on offer to one holder at a time (at least one parcel); the rest waits in its queue."""
 OFFER_GRACE_S = 1.0
 """Added to the give-up time of a push: the holder may have other pushes to pull first."""
 
 
-class _Run:
-    """Consecutive segments of one store that go to one holder."""
+class _Parcel:
+    """What one store has for one holder."""
 
     def __init__(self, session: Session, segments: list[Segment]) -> None:
         self.tenant = session.tenant
@@ -69,7 +69,7 @@ class Pushes:
         self._peers = peers
         self._home = home
         self._fetches = fetches
-        self._queues: dict[NodeId, deque[_Run]] = {}
+        self._queues: dict[NodeId, deque[_Parcel]] = {}
         self._offered: dict[NodeId, int] = {}
         self._asking: dict[Segment, None] = {}
 
@@ -111,17 +111,17 @@ class Pushes:
             self._asking.pop(segment)
         candidates = self._context.ring.candidates(join_keys(segment.key for segment in segments))
         kept: list[Segment] = []
-        queued: dict[NodeId, None] = {}
+        queued: dict[NodeId, list[Segment]] = {}
         for run in runs([segment.depth for segment in segments], self._context.ring.run_length):
             chosen = segments[run.start : run.stop]
             holder = self._holder(candidates[run.start])
             if holder == self._context.node:
                 kept += chosen
             else:
-                self._queues.setdefault(holder, deque()).append(_Run(session, chosen))
-                queued[holder] = None
+                queued.setdefault(holder, []).extend(chosen)
         self._keep(session.tenant, kept)
-        for holder in queued:
+        for holder, offered in queued.items():
+            self._queues.setdefault(holder, deque()).append(_Parcel(session, offered))
             self._offer_next(holder)
 
     def _holder(self, candidates: Iterable[NodeId]) -> NodeId:
@@ -138,12 +138,12 @@ class Pushes:
     def _offer_next(self, holder: NodeId) -> None:
         queue = self._queues[holder]
         while queue:
-            run = queue[0]
+            parcel = queue[0]
             offered = self._offered.get(holder, 0)
-            if offered and offered + run.nbytes > OFFERED_BYTES:
+            if offered and offered + parcel.nbytes > OFFERED_BYTES:
                 return
             queue.popleft()
-            self._offered[holder] = offered + run.nbytes
+            self._offered[holder] = offered + parcel.nbytes
             wait = OFFER_GRACE_S
             if self._peers.usable(holder):
                 wait += deadline_s(self._peers.predict_s(holder, self._offered[holder]))
@@ -151,29 +151,29 @@ class Pushes:
                 holder,
                 partial(
                     _offer,
-                    tenant=run.tenant,
-                    keys=join_keys(segment.key for segment in run.segments),
-                    first=run.segments[0].depth,
-                    slot_bytes=run.slot_bytes,
-                    shards=run.shards,
+                    tenant=parcel.tenant,
+                    keys=join_keys(segment.key for segment in parcel.segments),
+                    depths=tuple(segment.depth for segment in parcel.segments),
+                    slot_bytes=parcel.slot_bytes,
+                    shards=parcel.shards,
                 ),
                 wait,
-                partial(self._offered_run, holder, run),
+                partial(self._answered, holder, parcel),
                 proves_life=False,
             )
 
-    def _offered_run(self, holder: NodeId, run: _Run, reply: Reply | None) -> None:
-        self._offered[holder] -= run.nbytes
-        taken = isinstance(reply, wire.OfferReply) and len(reply.codes) == len(run.segments)
-        codes = reply.codes if isinstance(reply, wire.OfferReply) and taken else bytes(len(run.segments))
+    def _answered(self, holder: NodeId, parcel: _Parcel, reply: Reply | None) -> None:
+        self._offered[holder] -= parcel.nbytes
+        taken = isinstance(reply, wire.OfferReply) and len(reply.codes) == len(parcel.segments)
+        codes = reply.codes if isinstance(reply, wire.OfferReply) and taken else bytes(len(parcel.segments))
         kept: list[Segment] = []
-        for segment, code in zip(run.segments, codes, strict=True):
+        for segment, code in zip(parcel.segments, codes, strict=True):
             if code in (Code.COMMITTED, Code.EXISTS):
                 self._stage(segment, holder)
                 self._context.counters.add(PUSHED)
             else:
                 kept.append(segment)
-        self._keep(run.tenant, kept)
+        self._keep(parcel.tenant, kept)
         if self._queues[holder]:
             # Not from within this reply: a holder that is down answers at once, and a long queue would recurse.
             self._context.after(0.0, lambda: self._offer_next(holder))
@@ -245,8 +245,8 @@ class Pushes:
         """Another node chose this one as the holder: pull, keep, tell the homes, answer."""
         tenant = TenantId(message.tenant)
         keys = split_keys(message.keys)
-        if not keys or message.slot_bytes <= 0 or message.shards <= 0:
-            raise ValueError(f"an offer of {len(keys)} segments, {message.slot_bytes} bytes, {message.shards} shards")
+        if not keys or len(message.depths) != len(keys):
+            raise ValueError(f"an offer of {len(keys)} segments with {len(message.depths)} depths")
         codes = bytearray(len(keys))
         waiting = len(keys)
 
@@ -257,7 +257,7 @@ class Pushes:
             if not waiting:
                 held = [keys[i] for i, c in enumerate(codes) if c in (Code.COMMITTED, Code.EXISTS)]
                 self.tell_held(tenant, held)
-                self._peers.tell(node, wire.OfferReply(message.call, bytes(codes)))
+                self._peers.tell(node, wire.OfferReply(message.call, bytes(codes), self._context.vacancy()))
 
         def arrived(index: int, segment: Segment | None, code: Code) -> None:
             if segment is None:
@@ -270,19 +270,30 @@ class Pushes:
             settle(index, Code.COMMITTED if segment.kind is Kind.HOME else Code.LOST)
 
         wanted = [
-            (key, message.first + index, partial(arrived, index)) for index, key in reversed(list(enumerate(keys)))
+            (key, depth, partial(arrived, index))
+            for index, (key, depth) in reversed(list(enumerate(zip(keys, message.depths, strict=True))))
         ]
-        self._fetches.bring(node, tenant, wanted, kind=Kind.HOME, slot_bytes=message.slot_bytes, shards=message.shards)
+        # Nobody waits for a push: it may take its time, while its offerer still waits for the answer.
+        predicted = self._peers.predict_s(node, message.slot_bytes * len(keys))
+        self._fetches.bring(
+            node,
+            tenant,
+            wanted,
+            kind=Kind.HOME,
+            slot_bytes=message.slot_bytes,
+            shards=message.shards,
+            wait_s=deadline_s(predicted) + OFFER_GRACE_S / 2,
+        )
 
     @property
     def dirty(self) -> int:
         """Segments on their way out: being asked about, queued or on offer."""
-        queued = sum(len(run.segments) for queue in self._queues.values() for run in queue)
+        queued = sum(len(parcel.segments) for queue in self._queues.values() for parcel in queue)
         return len(self._asking) + queued
 
     def census(self) -> dict[str, int]:
         """Entries of each map."""
-        return {"asked about": len(self._asking), "queued runs": sum(map(len, self._queues.values()))}
+        return {"asked about": len(self._asking), "queued parcels": sum(map(len, self._queues.values()))}
 
     def check_integrity(self) -> None:
         """AssertionError when what is asked about is not a dirty copy."""
@@ -293,8 +304,10 @@ def _ready(call: int, *, tenant: TenantId, keys: bytes) -> wire.Ready:
     return wire.Ready(call, tenant, keys)
 
 
-def _offer(call: int, *, tenant: TenantId, keys: bytes, first: int, slot_bytes: int, shards: int) -> wire.Offer:
-    return wire.Offer(call, tenant, keys, first, slot_bytes, shards)
+def _offer(
+    call: int, *, tenant: TenantId, keys: bytes, depths: tuple[int, ...], slot_bytes: int, shards: int
+) -> wire.Offer:
+    return wire.Offer(call, tenant, keys, depths, slot_bytes, shards)
 
 
 def _ready_codes(answered: partial[None], count: int, reply: Reply | None) -> None:

@@ -19,42 +19,37 @@ beyond the prefix is given back at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 from tokenlake.core.context import Context
-from tokenlake.core.fetches import Fetches, deadline_s
+from tokenlake.core.fetch_calls import MISSING, FetchCall, FetchParts
+from tokenlake.core.fetches import Fetches
 from tokenlake.core.home import Home
 from tokenlake.core.instructions import Answer
+from tokenlake.core.packing import pack
 from tokenlake.core.peers import Peers, Reply
-from tokenlake.core.sessions import Lease, Process, Session, Sessions
-from tokenlake.core.timers import Timer
+from tokenlake.core.sessions import Lease, Process, Sessions
+from tokenlake.core.touches import Touches
 from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
-from tokenlake.store import Kind, Segment, State
+from tokenlake.store import Segment, State
 from tokenlake.wire import Code
 from tokenlake.wire import engine as wire
 from tokenlake.wire import peer as peer_wire
-from tokenlake.wire.slots import NO_SLOT_BYTES, join_keys, split_keys
+from tokenlake.wire.slots import join_keys, split_keys
 
 __all__ = ["Reads"]
 
 ASKED = Metric("tokenlake_asked_tokens_total", "Tokens of full segments that engines asked for")
 LOCAL = Metric("tokenlake_local_tokens_total", "Tokens found in this node's arena")
-FETCHED = Metric("tokenlake_fetched_tokens_total", "Tokens fetched from other nodes")
 PENDING = Metric("tokenlake_pending_timeout_tokens_total", "Tokens that somebody was still writing")
-MISSING = Metric("tokenlake_missing_tokens_total", "Tokens found nowhere, or lost on the way")
 MATCHES = Metric("tokenlake_match_requests_total", "Match requests")
 
-CHECKSUM_BYTES = 8
-MAX_DEADLINE_S = 60.0
-"""Bound on what a client may ask a fetch to wait."""
 MAX_RANGE = 1 << 16
 """Bound on the answer to a fetch of a lease that does not exist."""
 _HOME_ANSWERS = (Code.PENDING, Code.MISSING, Code.UNKNOWN)
 """What a lookup says of a key that is neither leased nor elsewhere."""
-
-
 _LOCAL = bytes([Code.LOCAL])
 
 
@@ -84,13 +79,21 @@ class _Match:
 class Reads:
     """Match, Attach, Fetch and Release of the local engines."""
 
-    def __init__(self, context: Context, sessions: Sessions, peers: Peers, home: Home, fetches: Fetches) -> None:
+    def __init__(
+        self,
+        context: Context,
+        sessions: Sessions,
+        peers: Peers,
+        home: Home,
+        fetches: Fetches,
+        touches: Touches,
+    ) -> None:
         self._context = context
         self._sessions = sessions
         self._peers = peers
         self._home = home
-        self._fetches = fetches
-        self._touched: dict[tuple[NodeId, TenantId], list[SegmentKey]] = {}
+        self._touches = touches
+        self._parts = FetchParts(context, sessions, peers, fetches, touches)
         self._under_way: dict[_Match, None] = {}
 
     # -- match
@@ -248,7 +251,7 @@ class Reads:
                     lease.remotes[index] = node
                     used[node] = None
             self._sessions.add_lease(match.process.session, lease)
-            self.touched(here)
+            self._touches.read(here)
         for node, leases in match.leases.items():
             if lease is not None and node in used:
                 lease.remote_leases += [(node, remote) for remote in leases]
@@ -291,7 +294,7 @@ class Reads:
         else:
             held = bytes(lease.holders(index) > 0 for index in range(len(lease.keys)))
             lease.held[process.connection] = bytearray(held)
-            codes = bytes(_code(lease, index) for index in range(len(lease.keys)))
+            codes = bytes(lease.code(index) for index in range(len(lease.keys)))
             reply = wire.Matched(request.id, lease.id, len(codes), codes, *pack(lease.segments, session.shards))
         self._context.emit(Answer(process.connection, reply))
 
@@ -315,26 +318,7 @@ class Reads:
             reply = wire.Fetched(request.id, bytes([Code.LOST]) * count, *pack(gone, session.shards))
             self._context.emit(Answer(process.connection, reply))
             return
-        _FetchCall(self, process, lease, request).start()
-
-    def touched(self, segments: list[Segment]) -> None:
-        """Segments of one prompt, in order, were read here: touch them, and tell the holders of copies."""
-        self._context.store.touch(segments, self._context.now)
-        for segment in reversed(segments):
-            if segment.kind is Kind.STAGED and segment.source is not None:
-                batch = self._touched.setdefault((segment.source, segment.tenant), [])
-                if len(batch) < MAX_TOUCHED:
-                    batch.append(segment.key)
-
-    def report_touched(self) -> None:
-        """Send the batches of reads of copies to the holders."""
-        touched, self._touched = self._touched, {}
-        for (node, tenant), keys in touched.items():
-            self._peers.tell(node, peer_wire.Touched(tenant, join_keys(keys)))
-
-    def count_arrival(self, session: Session, arrived: bool) -> None:
-        """A remote item was fetched, or is lost."""
-        self._context.counters.add(FETCHED if arrived else MISSING, session.segment_tokens)
+        FetchCall(self._parts, process, lease, request).start()
 
     @property
     def matching(self) -> int:
@@ -347,109 +331,7 @@ class Reads:
 
     def census(self) -> dict[str, int]:
         """Entries of each map."""
-        return {"matches": len(self._under_way), "reads to report": sum(map(len, self._touched.values()))}
-
-
-MAX_TOUCHED = 4096
-"""Keys in one report of reads; more reads of copies in one gossip interval are not reported."""
-
-
-class _FetchCall:
-    """One Fetch of an engine: waits for the remote items of a range."""
-
-    def __init__(self, reads: Reads, process: Process, lease: Lease, request: wire.Fetch) -> None:
-        self.reads = reads
-        self.process = process
-        self.lease = lease
-        self.request = request
-        self.codes = bytearray(_code(lease, index) for index in range(request.start, request.stop))
-        self.waiting = 0
-        self.timer: Timer | None = None
-        self.answered = False
-
-    def start(self) -> None:
-        context = self.reads._context
-        lease, session = self.lease, self.process.session
-        by_node: dict[NodeId, list[int]] = {}
-        for index in range(self.request.start, self.request.stop):
-            node = lease.remotes[index]
-            if node is not None and lease.segments[index] is None:
-                by_node.setdefault(node, []).append(index)
-        limit_s = self._limit_s(by_node)
-        self.waiting = sum(map(len, by_node.values()))
-        if self.waiting:
-            self.timer = context.after(limit_s, self._answer)
-        for node, indices in by_node.items():
-            wanted: list[tuple[SegmentKey, int, Callable[[Segment | None, Code], None]]] = [
-                (lease.keys[index], index, partial(self._arrived, index)) for index in indices
-            ]
-            self.reads._fetches.bring(
-                node,
-                session.tenant,
-                wanted,
-                kind=Kind.STAGED,
-                slot_bytes=session.slot_bytes,
-                shards=session.shards,
-                limit_s=limit_s,
-            )
-        if not self.waiting:
-            self._answer()
-
-    def _limit_s(self, by_node: dict[NodeId, list[int]]) -> float:
-        if self.request.deadline_s > 0:
-            return min(self.request.deadline_s, MAX_DEADLINE_S)
-        size = self.process.session.slot_bytes
-        predicted = [self.reads._peers.predict_s(node, size * len(at)) for node, at in by_node.items()]
-        return min(deadline_s(sum(predicted)), MAX_DEADLINE_S)
-
-    def _arrived(self, index: int, segment: Segment | None, code: Code) -> None:
-        lease = self.lease
-        self.waiting -= 1
-        wanted = lease.remotes[index] is not None and lease.segments[index] is None and lease.holders(index)
-        if segment is not None and wanted:
-            lease.segments[index] = segment
-            lease.remotes[index] = None
-        elif segment is not None:
-            self.reads._context.store.unpin(segment)
-        elif wanted:
-            lease.remotes[index] = None
-        if wanted:
-            self.reads.count_arrival(self.process.session, segment is not None)
-        self.codes[index - self.request.start] = code if lease.segments[index] is None else Code.LOCAL
-        if not self.waiting:
-            self._answer()
-
-    def _answer(self) -> None:
-        if self.answered:
-            return
-        self.answered = True
-        if self.timer is not None:
-            self.timer.cancel()
-        lease, request = self.lease, self.request
-        segments = lease.segments[request.start : request.stop]
-        for offset, segment in enumerate(segments):
-            if segment is None and self.codes[offset] in (Code.LOCAL, Code.REMOTE):
-                self.codes[offset] = Code.LOST
-        self.reads.touched([segment for segment in segments if segment is not None])
-        if self.reads._sessions.process(self.process.connection) is self.process:
-            packed = pack(segments, self.process.session.shards)
-            self.reads._context.emit(
-                Answer(self.process.connection, wire.Fetched(request.id, bytes(self.codes), *packed))
-            )
-
-
-def pack(segments: list[Segment | None], shards: int) -> tuple[bytes, bytes]:
-    """(slots, checksums) of a reply; zeros where there is no segment."""
-    no_checksum = bytes(CHECKSUM_BYTES * shards)
-    slots = b"".join(NO_SLOT_BYTES if segment is None else segment.packed for segment in segments)
-    checksums = b"".join(no_checksum if segment is None else segment.checksums for segment in segments)
-    return slots, checksums
-
-
-def _code(lease: Lease, index: int) -> Code:
-    if lease.segments[index] is not None:
-        return Code.LOCAL
-    return Code.REMOTE if lease.remotes[index] is not None else Code.LOST
+        return {"matches": len(self._under_way)}
 
 
 def _lookup(call: int, *, tenant: TenantId, keys: bytes) -> peer_wire.Lookup:

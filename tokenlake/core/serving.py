@@ -76,7 +76,7 @@ class Serving:
         for home, gone in self._context.by_home(unasked).items():
             self._peers.tell(home, wire.Evicted(tenant, join_keys(gone), self._context.node))
         lease = self._grant(node, leased) if leased else LeaseId(0)
-        return wire.LookupReply(message.call, lease, bytes(codes), tuple(nodes))
+        return wire.LookupReply(message.call, lease, bytes(codes), tuple(nodes), self._context.vacancy())
 
     def _room(self, segment: Segment) -> int:
         pool = self._context.store.pool(segment.tenant, segment.slot_bytes)

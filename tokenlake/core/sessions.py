@@ -14,6 +14,7 @@ from tokenlake.core.timers import Timer
 from tokenlake.identity import ConnectionId, LeaseId, NodeId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.metrics import Metric
 from tokenlake.store import Segment, State
+from tokenlake.wire import Code
 
 __all__ = ["Lease", "Process", "Session", "Sessions", "Write"]
 
@@ -39,6 +40,12 @@ class Lease:
         self.remote_leases: list[tuple[NodeId, int]] = []
         self.held: dict[ConnectionId, bytearray] = {connection: bytearray(b"\1" * len(keys))}
         """Per process, 1 for each item it holds."""
+
+    def code(self, index: int) -> Code:
+        """Where an item is now."""
+        if self.segments[index] is not None:
+            return Code.LOCAL
+        return Code.REMOTE if self.remotes[index] is not None else Code.LOST
 
     def holders(self, index: int) -> int:
         """How many processes hold an item."""

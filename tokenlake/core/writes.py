@@ -9,9 +9,11 @@ from __future__ import annotations
 from tokenlake.core.context import Context
 from tokenlake.core.home import Home
 from tokenlake.core.instructions import Answer
+from tokenlake.core.packing import CHECKSUM_BYTES
 from tokenlake.core.peers import Peers
 from tokenlake.core.pushes import Pushes
 from tokenlake.core.sessions import Process, Session, Sessions, Write
+from tokenlake.core.touches import Touches
 from tokenlake.identity import SegmentKey, TenantId, WriteId
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind, Segment, State
@@ -25,14 +27,21 @@ __all__ = ["Writes"]
 STORED = Metric("tokenlake_stored_segments_total", "Segments committed by local engines")
 REFUSED = Metric("tokenlake_refused_segments_total", "Segments for which a local engine got no slot")
 
-CHECKSUM_BYTES = 8
-
 
 class Writes:
     """Prepare, Commit and Abort of the local engines."""
 
-    def __init__(self, context: Context, sessions: Sessions, peers: Peers, home: Home, pushes: Pushes) -> None:
+    def __init__(
+        self,
+        context: Context,
+        sessions: Sessions,
+        peers: Peers,
+        home: Home,
+        pushes: Pushes,
+        touches: Touches,
+    ) -> None:
         self._context = context
+        self._touches = touches
         self._sessions = sessions
         self._peers = peers
         self._home = home
@@ -56,6 +65,13 @@ class Writes:
                 codes.append(outcome)
                 slots.append(NO_SLOT_BYTES)
                 self._context.counters.add(REFUSED, outcome.refused)
+        # What was computed again although it is here was wanted: it must not be the next to go.
+        known = (
+            self._context.store.get(session.tenant, key)
+            for key, code in zip(keys, codes, strict=True)
+            if code == Code.EXISTS
+        )
+        self._touches.read([segment for segment in known if segment is not None])
         if write.open:
             self._sessions.add_write(session, write)
             self._announce(session.tenant, [segment.key for segment in write.open.values()])

@@ -156,7 +156,6 @@ class Prepared(_Message, frozen=True, tag=11):
     write: int
     codes: bytes
     slots: bytes
-    retry_after_s: Seconds = 0.0
 
 
 class Commit(_Message, frozen=True, tag=12):

@@ -88,6 +88,8 @@ class LookupReply(_Message, frozen=True, tag=5):
     codes: bytes
     nodes: tuple[str, ...]
     """One for each ELSEWHERE, in order."""
+    vacancy: tuple[Share, Seconds]
+    """The sender's."""
 
 
 class ReleaseLease(_Message, frozen=True, tag=6):
@@ -132,8 +134,8 @@ class Offer(_Message, frozen=True, tag=11):
     call: int
     tenant: str
     keys: bytes
-    first: Index
-    """Index of the first segment in its prompt; the keys are consecutive."""
+    depths: tuple[Index, ...]
+    """Index of each segment in its prompt."""
     slot_bytes: SlotBytes
     shards: Shards
 
@@ -143,6 +145,8 @@ class OfferReply(_Message, frozen=True, tag=12):
 
     call: int
     codes: bytes
+    vacancy: tuple[Share, Seconds]
+    """The sender's."""
 
 
 class Held(_Message, frozen=True, tag=13):

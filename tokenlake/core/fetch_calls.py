@@ -1,0 +1,126 @@
+"""One Fetch of an engine: it waits for the remote items of a range of its lease."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from tokenlake.core.context import Context
+from tokenlake.core.fetches import Fetches, deadline_s
+from tokenlake.core.instructions import Answer
+from tokenlake.core.packing import pack
+from tokenlake.core.peers import Peers
+from tokenlake.core.sessions import Lease, Process, Sessions
+from tokenlake.core.timers import Timer
+from tokenlake.core.touches import Touches
+from tokenlake.identity import NodeId, SegmentKey
+from tokenlake.metrics import Metric
+from tokenlake.store import Kind, Segment
+from tokenlake.wire import Code
+from tokenlake.wire import engine as wire
+
+__all__ = ["MISSING", "FetchCall", "FetchParts"]
+
+FETCHED = Metric("tokenlake_fetched_tokens_total", "Tokens fetched from other nodes")
+MISSING = Metric("tokenlake_missing_tokens_total", "Tokens found nowhere, or lost on the way")
+
+MAX_DEADLINE_S = 60.0
+"""Bound on what a client may ask a fetch to wait."""
+
+
+class FetchParts(NamedTuple):
+    """What a call needs of its node."""
+
+    context: Context
+    sessions: Sessions
+    peers: Peers
+    fetches: Fetches
+    touches: Touches
+
+
+class FetchCall:
+    """One Fetch of an engine: waits for the remote items of a range."""
+
+    def __init__(self, parts: FetchParts, process: Process, lease: Lease, request: wire.Fetch) -> None:
+        self.parts = parts
+        self.process = process
+        self.lease = lease
+        self.request = request
+        self.codes = bytearray(lease.code(index) for index in range(request.start, request.stop))
+        self.waiting = 0
+        self.timer: Timer | None = None
+        self.answered = False
+
+    def start(self) -> None:
+        """Ask for what is remote; answers at once where nothing is."""
+        context = self.parts.context
+        lease, session = self.lease, self.process.session
+        by_node: dict[NodeId, list[int]] = {}
+        for index in range(self.request.start, self.request.stop):
+            node = lease.remotes[index]
+            if node is not None and lease.segments[index] is None:
+                by_node.setdefault(node, []).append(index)
+        limit_s = self._limit_s(by_node)
+        self.waiting = sum(map(len, by_node.values()))
+        if self.waiting:
+            self.timer = context.after(limit_s, self._answer)
+        for node, indices in by_node.items():
+            wanted: list[tuple[SegmentKey, int, Callable[[Segment | None, Code], None]]] = [
+                (lease.keys[index], index, partial(self._arrived, index)) for index in indices
+            ]
+            self.parts.fetches.bring(
+                node,
+                session.tenant,
+                wanted,
+                kind=Kind.STAGED,
+                slot_bytes=session.slot_bytes,
+                shards=session.shards,
+                wait_s=limit_s,
+            )
+        if not self.waiting:
+            self._answer()
+
+    def _limit_s(self, by_node: dict[NodeId, list[int]]) -> float:
+        if self.request.deadline_s > 0:
+            return min(self.request.deadline_s, MAX_DEADLINE_S)
+        size = self.process.session.slot_bytes
+        predicted = [self.parts.peers.predict_s(node, size * len(at)) for node, at in by_node.items()]
+        return min(deadline_s(sum(predicted)), MAX_DEADLINE_S)
+
+    def _arrived(self, index: int, segment: Segment | None, code: Code) -> None:
+        lease = self.lease
+        self.waiting -= 1
+        wanted = lease.remotes[index] is not None and lease.segments[index] is None and lease.holders(index)
+        if segment is not None and wanted:
+            lease.segments[index] = segment
+            lease.remotes[index] = None
+        elif segment is not None:
+            self.parts.context.store.unpin(segment)
+        elif wanted and not code.refused:
+            # Where there was no slot for it, it is still leased there: a later fetch may find one.
+            lease.remotes[index] = None
+        if wanted and not code.refused:
+            tokens = self.process.session.segment_tokens
+            self.parts.context.counters.add(MISSING if segment is None else FETCHED, tokens)
+        self.codes[index - self.request.start] = code if lease.segments[index] is None else Code.LOCAL
+        if not self.waiting:
+            self._answer()
+
+    def _answer(self) -> None:
+        if self.answered:
+            return
+        self.answered = True
+        if self.timer is not None:
+            self.timer.cancel()
+        lease, request = self.lease, self.request
+        segments = lease.segments[request.start : request.stop]
+        for offset, segment in enumerate(segments):
+            if segment is None and self.codes[offset] in (Code.LOCAL, Code.REMOTE):
+                self.codes[offset] = Code.LOST
+        self.parts.touches.read([segment for segment in segments if segment is not None])
+        if self.parts.sessions.process(self.process.connection) is self.process:
+            packed = pack(segments, self.process.session.shards)
+            self.parts.context.emit(
+                Answer(self.process.connection, wire.Fetched(request.id, bytes(self.codes), *packed))
+            )

@@ -1,0 +1,20 @@
+"""Segments as replies to engines carry them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenlake.store import Segment
+from tokenlake.wire.slots import NO_SLOT_BYTES
+
+__all__ = ["CHECKSUM_BYTES", "pack"]
+
+CHECKSUM_BYTES = 8
+
+
+def pack(segments: Sequence[Segment | None], shards: int) -> tuple[bytes, bytes]:
+    """(slots, checksums); zeros where there is no segment."""
+    no_checksum = bytes(CHECKSUM_BYTES * shards)
+    slots = b"".join([NO_SLOT_BYTES if segment is None else segment.packed for segment in segments])
+    checksums = b"".join([no_checksum if segment is None else segment.checksums for segment in segments])
+    return slots, checksums
