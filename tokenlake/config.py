@@ -20,6 +20,7 @@ from tokenlake.config_values import Address, Kind, Peer, Tenant, format_size, pa
 from tokenlake.errors import ConfigurationError
 
 __all__ = [
+    "ENGINE_PREFIX",
     "Address",
     "Peer",
     "ServerConfig",
@@ -32,6 +33,8 @@ __all__ = [
 ]
 
 PREFIX = "TOKENLAKE_"
+ENGINE_PREFIX = "TOKENLAKE_ENGINE_"
+"""Settings of the engines of this node, which may be started from the same shell."""
 DEFAULT = "default"
 
 
@@ -170,7 +173,7 @@ def _given(
     for field, raw in _table(toml_text).items():
         yield field, raw, "file"
     for variable in sorted(environ):
-        if variable.startswith(PREFIX):
+        if variable.startswith(PREFIX) and not variable.startswith(ENGINE_PREFIX):
             yield variable.removeprefix(PREFIX).lower(), environ[variable], f"environment {variable}"
     for field, flag in flags.items():
         if flag is not None:

@@ -36,6 +36,8 @@ MAX_FRAME = 16 << 20
 """Of a reply; the daemon's own bound on requests is in its `Welcome`."""
 SEND_S = 1.0
 """Requests are far smaller than the socket's buffer: only a daemon that reads nothing makes a send wait."""
+STANDSTILL_S = 0.1
+"""How much longer to wait when the deadline passed while an answer lay unread: threads of a busy process wake late."""
 _FD_SPACE = socket.CMSG_SPACE(4 * array.array("i").itemsize)
 
 
@@ -174,6 +176,12 @@ class Channel:
             left = max(0.0, until - time.monotonic())
             if self._lead(pending, left):
                 self._read_until(pending, until)
+            elif not left and wait_s and self._broken is None and self._readable(0.0):
+                # The answer is here, and the thread that reads has not run yet: the whole process stood still.
+                with self._changed:
+                    self._changed.wait_for(lambda: pending.done or not self._reading, STANDSTILL_S)
+                wait_s = 0.0
+                continue
             if not left:
                 break
         return pending.done

@@ -382,6 +382,10 @@ def test_a_shown_address_reads_back(host: str, port: int) -> None:
     assert parse_address(str(Address(host, port))) == Address(host, port)
 
 
+def test_the_settings_of_engines_are_not_the_daemons() -> None:
+    assert load(None, {"TOKENLAKE_ENGINE_LOAD": "sync"}).config == load(None, {}).config
+
+
 @given(st.sampled_from(FIELDS), st.text())
 def test_any_text_is_taken_or_refused_by_name(field: str, text: str) -> None:
     try:

@@ -35,7 +35,8 @@ class Engine:
         config = {"model": str(model), "pool": pool, "arguments": arguments}
         with log.open("ab") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.engines.vllm.engine_process", json.dumps(config)],
+                # The ranks of one engine spin while they wait for each other; the daemon must run beside them.
+                ["nice", "-n", "10", sys.executable, "-m", "tests.engines.vllm.engine_process", json.dumps(config)],
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.PIPE,
@@ -44,9 +45,7 @@ class Engine:
                 text=True,
             )
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], tokens: int = 8, salt: str | None = None
-    ) -> list[list[int]]:
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int = 8, salt: str | None = None) -> list[list[int]]:
         """Greedy tokens of each prompt; all prompts are given at once."""
         answer: list[list[int]] = self.call("generate", prompts=prompts, tokens=tokens, salt=salt)
         return answer

@@ -313,6 +313,8 @@ class SchedulerSide:
             return self._plan_saves(entry, segments, table)
         except Exception as error:
             self._report("planning what to store", error)
+            # Asked for again with the next step of the request.
+            entry.progress.saved = segments.start
             return []
 
     def _plan_saves(self, entry: _Entry, segments: range, table: Callable[[str], Sequence[int]]) -> list[SavePlan]:

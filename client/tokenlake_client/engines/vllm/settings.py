@@ -7,11 +7,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from tokenlake.config import ENGINE_PREFIX
 from tokenlake.errors import ConfigurationError
 
 __all__ = ["PREFIX", "EngineSettings", "read_settings"]
 
-PREFIX = "TOKENLAKE_ENGINE_"
+PREFIX = ENGINE_PREFIX
 """The daemon takes every other variable that begins with TOKENLAKE_ for a setting of its own."""
 
 

@@ -1,0 +1,56 @@
+"""Tensor parallelism: each rank its shards, one hit length, and no setting to share with other sizes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.engines.vllm.conftest import PATIENT, prompt
+from tests.engines.vllm.engine_process import Engine
+from tokenlake_bench.cluster import Cluster
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(400)]
+
+TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+LENGTHS = (250, 512, 513, 700, 1500)
+PROMPTS = [prompt(length, length) for length in LENGTHS]
+FULL = sum((length + 7) // 256 for length in LENGTHS)
+"""Segments, those included that decode completes."""
+HITS = 0 + 384 + 512 + 512 + 1280
+
+
+@pytest.mark.parametrize("load", ["async", "sync"])
+def test_two_ranks_write_and_one_reads_and_the_reverse(
+    load: str, start: Callable[..., Engine], plain: Engine, cluster: Cluster
+) -> None:
+    expected = [plain.generate([tokens])[0] for tokens in PROMPTS]
+    longer = [tokens + prompt(600, 9) for tokens in PROMPTS]
+    expected_longer = [plain.generate([tokens])[0] for tokens in longer]
+    # Each kind of loading has its own part of the pool.
+    pool = {"socket": str(cluster.nodes[0].socket), "load": load, "salt": load, **PATIENT}
+    before = cluster.totals()["tokenlake_stored_segments_total"]
+    two = start(pool, tensor_parallel_size=2, environment=TWO_RANKS)
+    assert [two.generate([tokens])[0] for tokens in PROMPTS] == expected
+    # Segments are whole when both ranks have filled their part, which happens behind the engine.
+    until = time.monotonic() + 20
+    while cluster.totals()["tokenlake_stored_segments_total"] - before < FULL:
+        assert time.monotonic() < until, two.log.read_text()[-2000:]
+        time.sleep(0.02)
+
+    one = start(pool)
+    assert [one.generate([tokens])[0] for tokens in PROMPTS] == expected
+    counts = one.call("counts")
+    assert counts["tokens_hit"] == HITS
+    assert (counts["failures"], counts["loads_failed"]) == (0, 0)
+    assert [one.generate([tokens])[0] for tokens in longer] == expected_longer
+    assert one.call("flush")
+
+    asked = cluster.totals()["tokenlake_local_tokens_total"]
+    assert [two.generate([tokens])[0] for tokens in longer] == expected_longer
+    assert cluster.totals()["tokenlake_local_tokens_total"] - asked >= sum(
+        len(tokens) // 256 * 256 for tokens in longer
+    )
+    two.close()
+    one.close()
