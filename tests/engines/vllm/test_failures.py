@@ -1,4 +1,4 @@
-"""Whatever happens to daemons and segments, the tokens are those of vLLM alone, and nothing waits beyond its deadline."""
+"""Whatever happens to daemons and segments, the tokens are those of vLLM alone, and nothing waits for long."""
 
 from __future__ import annotations
 
@@ -61,12 +61,14 @@ def until_hit(engine: Engine, tokens: Sequence[int]) -> list[int]:
 def spoil(cluster: Cluster, engine: Engine, tokens: Sequence[int]) -> int:
     """Overwrite the segments of a prompt in the memory of the engine's node; how many."""
     layout = Layout.decode(bytes.fromhex(engine.call("layout")))
-    with Pool.connect(cluster.nodes[0].socket, layout) as pool:
-        with pool.match(pool.prefix(tokens).keys, deadline_s=5.0) as lease:
-            count = len(lease.fetch())
-            for place in lease._places(0, count):
-                pool._link.regions.get(place, write=True).slot(place.slot)[:] = 0
-    return count
+    with (
+        Pool.connect(cluster.nodes[0].socket, layout) as pool,
+        pool.match(pool.prefix(tokens).keys, deadline_s=5.0) as lease,
+    ):
+        count = len(lease.fetch())
+        for place in lease._places(0, count):
+            pool._link.regions.get(place, write=True).slot(place.slot)[:] = 0
+        return count
 
 
 def test_no_daemon_at_the_start_is_said_once_and_it_is_used_when_it_appears(behind: Engine, plain: Engine) -> None:

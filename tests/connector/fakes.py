@@ -1,0 +1,105 @@
+"""A pool and a request as the connector's scheduler side sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tokenlake.errors import Unreachable
+from tokenlake.identity import LeaseId, SegmentKey, WriteId
+from tokenlake.keys import Prefix, TokenIds
+from tokenlake.wire import Code
+
+
+@dataclass
+class FakeRequest:
+    request_id: str
+    all_token_ids: list[int]
+    num_computed_tokens: int = 0
+    cache_salt: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+@dataclass
+class FakeLease:
+    id: LeaseId
+    hits: int
+    local_hits: int
+    released: bool = False
+
+    def release(self) -> None:
+        self.released = True
+
+
+@dataclass
+class FakeMatch:
+    pool: FakePool
+    keys: Sequence[SegmentKey]
+    cancelled: bool = False
+    lease: FakeLease | None = None
+
+    def poll(self) -> FakeLease | None:
+        if not self.pool.reachable:
+            raise Unreachable("gone")
+        if self.lease is None and self.pool.answers:
+            hits = next((at for at, key in enumerate(self.keys) if key not in self.pool.known), len(self.keys))
+            self.lease = FakeLease(LeaseId(len(self.pool.leases) + 1), hits, hits)
+            self.pool.leases.append(self.lease)
+        return self.lease
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        if self.lease is not None:
+            self.lease.release()
+
+
+@dataclass
+class FakeReservation:
+    id: WriteId
+    codes: bytes
+    released: bool = False
+
+    def release(self) -> None:
+        self.released = True
+
+
+@dataclass
+class FakePool:
+    session: int = 7
+    incarnation: int = 1
+    connected: bool = True
+    reachable: bool = True
+    answers: bool = True
+    known: set[SegmentKey] = field(default_factory=set)
+    leases: list[FakeLease] = field(default_factory=list)
+    matches: list[FakeMatch] = field(default_factory=list)
+    reservations: list[FakeReservation] = field(default_factory=list)
+    refuse_from: int = 1 << 30
+    """Of each reservation, segments from this one on are refused."""
+    segment_tokens: int = 8
+    hashed: int = 0
+
+    def prefix(self, tokens: TokenIds = (), *, salt: str | None = None) -> Prefix:
+        self.hashed += 1
+        chain = Prefix(SegmentKey((salt or "").encode().ljust(32, b"\0")), self.segment_tokens)
+        chain.extend(tokens)
+        return chain
+
+    def begin_match(self, keys: Sequence[SegmentKey], *, deadline_s: float = 0.02) -> FakeMatch:
+        if not self.reachable:
+            raise Unreachable("gone")
+        self.matches.append(FakeMatch(self, keys))
+        return self.matches[-1]
+
+    def reserve(self, keys: Sequence[SegmentKey], first: int = 0, *, deadline_s: float = 0.02) -> FakeReservation:
+        if not self.reachable:
+            raise Unreachable("gone")
+        codes = bytes(Code.RESERVED if at < self.refuse_from else Code.WRITE_BUDGET for at in range(len(keys)))
+        number = len(self.reservations) + 1 if Code.RESERVED in codes else 0
+        self.reservations.append(FakeReservation(WriteId(number), codes))
+        return self.reservations[-1]
+
+    def close(self) -> None: ...

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import pytest
+
+from tokenlake.errors import LayoutRefused
+from tokenlake.layout import Layout
+from tokenlake_client.engines.vllm.ranks import rank_shards
+
+
+def layout(heads: int) -> Layout:
+    common = {"model_id": "m", "weights_digest": "d", "dtype": "float32", "position": "p"}
+    return Layout(**common, layers=1, kv_heads=heads, key_dim=8, value_dim=8)
+
+
+@pytest.mark.parametrize(("heads", "size"), [(8, 1), (8, 2), (8, 8), (2, 2), (32, 4), (2, 4), (8, 16), (1, 8), (24, 8)])
+def test_every_shard_is_written_once_and_held_by_every_copy(heads: int, size: int) -> None:
+    shape = layout(heads)
+    ranks = [rank_shards(shape, rank, size) for rank in range(size)]
+    written = [shard for rank in ranks if rank.writes for shard in range(rank.first, rank.stop)]
+    assert written == list(range(shape.shards))
+    assert {rank.writers for rank in ranks} == {sum(rank.writes for rank in ranks)}
+    assert sum(rank.mask for rank in ranks if rank.writes) == (1 << shape.shards) - 1
+    held = sum((rank.stop - rank.first) * shape.heads_per_shard for rank in ranks)
+    assert held == max(heads, size)
+
+
+@pytest.mark.parametrize(("heads", "size"), [(12, 6), (3, 6), (8, 3), (6, 4)])
+def test_heads_that_are_no_whole_shards_are_refused_by_name(heads: int, size: int) -> None:
+    with pytest.raises(LayoutRefused, match=f"tensor parallel size {size}"):
+        rank_shards(layout(heads), 0, size)

@@ -1,0 +1,117 @@
+"""The writer behind the engine: in order, bounded, and its blocks can be taken back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenlake.wire import Code
+from tokenlake_client.engines.vllm.counters import Counters
+from tokenlake_client.engines.vllm.plan import SavePlan
+from tokenlake_client.engines.vllm.writing import SaveWriter
+
+
+class Recorder:
+    """Copies nothing; a copy waits while the gate is shut."""
+
+    def __init__(self) -> None:
+        self.copied: list[tuple[int, ...]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.copying = threading.Event()
+
+    def to_slot(self, slot: NDArray[np.uint8], blocks: Sequence[int]) -> None:
+        self.copying.set()
+        assert self.gate.wait(10)
+        self.copied.append(tuple(blocks))
+
+
+def store(pool: Any, plan: SavePlan, fill: Callable[[int, NDArray[np.uint8]], None]) -> bytes:
+    for index in range(len(plan.keys)):
+        fill(index, np.zeros(1, np.uint8))
+    return bytes([Code.COMMITTED]) * len(plan.keys)
+
+
+def writer(recorder: Recorder, queue: int = 8, errors: list[str] | None = None) -> tuple[SaveWriter, Counters]:
+    counters = Counters()
+    report = (lambda what, error: None) if errors is None else (lambda what, error: errors.append(str(error)))
+    return SaveWriter(recorder, store, counters, report, tokens=4, queue=queue), counters
+
+
+def plan(job: int, segments: int = 2) -> SavePlan:
+    return SavePlan(job, 0, (b"k",) * segments, tuple(range(10 * job, 10 * job + segments)))
+
+
+def submit(saves: SaveWriter, *plans: SavePlan) -> None:
+    for one in plans:
+        saves.submit(one, object, lambda: None)
+
+
+def test_jobs_are_done_in_order_and_counted() -> None:
+    recorder = Recorder()
+    saves, counters = writer(recorder)
+    submit(saves, plan(1), plan(2))
+    assert saves.flush(10)
+    assert (saves.done, recorder.copied) == (2, [(10,), (11,), (20,), (21,)])
+    assert counters.read().tokens_stored == 16
+    saves.close(10)
+
+
+def test_blocks_that_are_taken_back_are_read_no_more() -> None:
+    recorder = Recorder()
+    recorder.gate.clear()
+    saves, counters = writer(recorder)
+    submit(saves, plan(1), plan(2), plan(3))
+    assert recorder.copying.wait(10)
+    assert saves.done == 0
+    taker = threading.Thread(target=saves.take_back, args=([1, 2],))
+    taker.start()
+    # It waits for the one segment that is being copied.
+    taker.join(0.05)
+    assert taker.is_alive()
+    recorder.gate.set()
+    taker.join(10)
+    seen = list(recorder.copied)
+    assert saves.flush(10)
+    assert seen[:1] == [(10,)]
+    assert recorder.copied == [(10,), (30,), (31,)]
+    assert (saves.done, counters.read().tokens_not_stored) == (3, 16)
+    saves.close(10)
+
+
+def test_a_full_queue_loses_jobs_and_says_so() -> None:
+    recorder = Recorder()
+    recorder.gate.clear()
+    saves, counters = writer(recorder, queue=1)
+    submit(saves, plan(1))
+    assert recorder.copying.wait(10)
+    submit(saves, plan(2), plan(3))
+    assert counters.read().tokens_not_stored == 8
+    recorder.gate.set()
+    assert saves.flush(10)
+    assert saves.done == 3
+    saves.close(10)
+
+
+def test_an_error_ends_its_job_only() -> None:
+    recorder, errors = Recorder(), list[str]()
+    saves, counters = writer(recorder, errors=errors)
+
+    def broken() -> object:
+        raise RuntimeError("no pool")
+
+    saves.submit(plan(1), broken, lambda: None)
+    submit(saves, plan(2))
+    assert saves.flush(10)
+    assert (errors, saves.done, counters.read().tokens_stored) == (["no pool"], 2, 8)
+    saves.close(10)
+
+
+def test_a_rank_that_stores_nothing_is_done_at_once() -> None:
+    saves, _ = writer(Recorder())
+    saves.skip(5)
+    assert saves.done == 5
