@@ -13,11 +13,10 @@ RUN_LENGTH_FROM = ((16, 4), (1, 1))
 """(nodes from, E): measured in `policy.md`: fewer nodes per hit at nearly the same balance."""
 
 
-FREE_TOLERANCE = 0.02
-AGE_TOLERANCE = 1.10
+FREE_TOLERANCE = 0.005
+AGE_TOLERANCE = 1.02
 """What is known of another node is a moment old. Differences below these are noise, and following noise sends all
-that is stored meanwhile to one node: a replay of 500 stores between two reports kept 95 % of the hits of one LRU
-cache without, 99 % with them."""
+that is stored meanwhile to one node."""
 
 
 class Vacancy(NamedTuple):
