@@ -44,6 +44,25 @@ def cache_hit(**arguments: object) -> None:
         raise click.ClickException(str(error)) from error
 
 
+@bench.command("engine")
+@click.option("--engine", type=click.Choice(["vllm", "transformers"]), default="vllm", show_default=True)
+@click.option("--against", default="none,native", show_default=True, help="none: no cache; native: vLLM's own.")
+@click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Directory of a model.")
+@click.option("--python", type=_FILE, help="Interpreter that has the engine. [default for vllm: .venv-vllm's]")
+@click.option("--lengths", default="1024,4096,16384", show_default=True, help="Of the prompts, in tokens.")
+@click.option("--repeats", default=3, show_default=True, help="Prompts of each length.")
+@click.option("--memory-mib", default=64, show_default=True, help="For caches, per instance.")
+@_json
+def engine(**arguments: object) -> None:
+    """Time to the first token with and without the pool; two instances behind round robin with the same memory."""
+    from tokenlake_bench.engine_bench import EngineArguments, run_engine
+
+    try:
+        run_engine(EngineArguments(**arguments))  # type: ignore[arg-type]
+    except TokenLakeError as error:
+        raise click.ClickException(str(error)) from error
+
+
 @click.command()
 @_trace
 @click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Directory of a model.")

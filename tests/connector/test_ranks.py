@@ -8,8 +8,16 @@ from tokenlake_client.engines.vllm.ranks import rank_shards
 
 
 def layout(heads: int) -> Layout:
-    common = {"model_id": "m", "weights_digest": "d", "dtype": "float32", "position": "p"}
-    return Layout(**common, layers=1, kv_heads=heads, key_dim=8, value_dim=8)
+    return Layout(
+        model_id="m",
+        weights_digest="d",
+        dtype="float32",
+        layers=1,
+        kv_heads=heads,
+        key_dim=8,
+        value_dim=8,
+        position="p",
+    )
 
 
 @pytest.mark.parametrize(("heads", "size"), [(8, 1), (8, 2), (8, 8), (2, 2), (32, 4), (2, 4), (8, 16), (1, 8), (24, 8)])

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
-from tests.engines.vllm.engine_process import Engine
 from tokenlake_bench.cluster import Cluster
+from tokenlake_bench.engine_lines import Engine
 from tokenlake_bench.tiny_model import TinyModel, save_tiny_model
 
 TINY = TinyModel(vocabulary=512, hidden=128, intermediate=256, layers=3, heads=4, kv_heads=2, positions=8192)

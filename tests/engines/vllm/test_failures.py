@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from tests.engines.vllm.conftest import PATIENT, prompt
-from tests.engines.vllm.engine_process import Engine
 from tokenlake.layout import Layout
 from tokenlake_bench.cluster import Cluster
+from tokenlake_bench.engine_lines import Engine
 from tokenlake_client import Pool
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]

@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from tests.engines.vllm.conftest import PATIENT, TINY, prompt
-from tests.engines.vllm.engine_process import Engine
 from tokenlake_bench.cluster import Cluster
+from tokenlake_bench.engine_lines import Engine
 from tokenlake_bench.tiny_model import save_tiny_model
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
 

@@ -1,0 +1,211 @@
+"""`tokenlake bench engine`: what the pool does for one engine, and for two behind round robin."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from tokenlake.config import format_size
+from tokenlake.errors import ConfigurationError
+from tokenlake_bench.cluster import Cluster
+from tokenlake_bench.engine_lines import Engine
+from tokenlake_bench.engine_workload import Conversations, prompt
+from tokenlake_bench.tiny_model import save_tiny_model
+
+__all__ = ["EngineArguments", "run_engine"]
+
+HOOK_TOKENS = 32768
+ANSWER_TOKENS = 16
+ARRANGEMENTS = ("none", "native")
+VLLM_PYTHON = Path(".venv-vllm/bin/python")
+"""Where `make install-vllm` puts it."""
+PATIENCE = {"write_patience_s": 10.0}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineArguments:
+    """See the command's options."""
+
+    engine: str = "vllm"
+    against: str = "none,native"
+    model: Path | None = None
+    python: Path | None = None
+    lengths: str = "1024,4096,16384"
+    repeats: int = 3
+    memory_mib: int = 64
+    json_file: Path | None = None
+
+
+def run_engine(arguments: EngineArguments) -> dict[str, Any]:
+    """Measure, print and return; the result's keys are in docs/results/engine.md."""
+    against = [name for name in arguments.against.split(",") if name]
+    for name in against:
+        if name not in ARRANGEMENTS:
+            raise ConfigurationError("against", name, f"of {', '.join(ARRANGEMENTS)}")
+    if arguments.engine == "transformers" and "native" in against:
+        print("transformers has no prefix cache of its own: 'native' is left out")
+        against.remove("native")
+    lengths = [int(word) for word in arguments.lengths.split(",")]
+    with tempfile.TemporaryDirectory(prefix="tokenlake-bench-") as directory:
+        bench = _Bench(arguments, Path(directory), max(lengths))
+        single, hook_ms = bench.single(lengths)
+        rows = single + bench.pairs(against)
+    result = {
+        "engine": arguments.engine,
+        "tokens_equal": all(row["tokens_equal"] for row in rows),
+        "ttft_cold_ms": single[-1]["ttft_cold_ms"],
+        "ttft_pool_ms": single[-1]["ttft_pool_ms"],
+        "connector_ms": single[-1]["connector_ms"],
+        "hook_32k_ms": hook_ms,
+        "rows": rows,
+    }
+    _print(result)
+    if arguments.json_file is not None:
+        arguments.json_file.write_text(json.dumps(result, indent=2) + "\n")
+    return result
+
+
+class _Bench:
+    """Engines and daemons of one run."""
+
+    def __init__(self, arguments: EngineArguments, directory: Path, longest: int) -> None:
+        self._arguments = arguments
+        self._directory = directory
+        self._model = arguments.model or save_tiny_model(directory / "model")
+        self._python = str(arguments.python or _python_of(arguments.engine))
+        self._room = longest + 1024
+
+    @contextmanager
+    def engine(self, name: str, pool: dict[str, Any] | None, memory_mib: int, *, native: bool) -> Iterator[Engine]:
+        """Ends with the block. `native`: with vLLM's own prefix cache."""
+        options: dict[str, Any] = {}
+        if self._arguments.engine == "vllm":
+            options = {
+                "kv_cache_memory_bytes": memory_mib << 20,
+                "max_model_len": self._room,
+                "enable_prefix_caching": native,
+            }
+        log = self._directory / f"{name}.log"
+        engine = Engine(self._model, log, pool, kind=self._arguments.engine, python=self._python, **options)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+    def single(self, lengths: Sequence[int]) -> tuple[list[dict[str, Any]], float | None]:
+        """Time to the first token by prompt length: without the pool, with it cold, with it warm."""
+        memory = max(self._arguments.memory_mib, 128)
+        rows = []
+        with (
+            Cluster(1, "1GiB", "64MiB") as cluster,
+            self.engine("plain", None, memory, native=False) as plain,
+            self.engine("pooled", {"socket": str(cluster.nodes[0].socket), **PATIENCE}, memory, native=True) as pooled,
+        ):
+            for engine in (plain, pooled):
+                engine.generate([prompt(300, 99)], 2)
+            for length in lengths:
+                prompts = [prompt(length, length + number) for number in range(self._arguments.repeats)]
+                rows.append(_by_length(length, prompts, plain, pooled))
+            hook_ms = pooled.call("hook", tokens=HOOK_TOKENS)
+        return rows, hook_ms
+
+    def pairs(self, against: Sequence[str]) -> list[dict[str, Any]]:
+        """Two instances behind round robin with the same memory in all: the pool's half is taken from the engines."""
+        memory = self._arguments.memory_mib
+        rows = []
+        expected: list[list[int]] = []
+        for name in against:
+            with (
+                self.engine(f"{name}-0", None, memory, native=name == "native") as first,
+                self.engine(f"{name}-1", None, memory, native=name == "native") as second,
+            ):
+                row, answers = _round_robin(name, (first, second))
+            expected = expected or answers
+            rows.append(row | {"tokens_equal": answers == expected})
+        arena = format_size(memory << 20)
+        with Cluster(1, arena, "16MiB") as cluster:
+            pool = {"socket": str(cluster.nodes[0].socket), **PATIENCE}
+            with (
+                self.engine("pool-0", pool, memory // 2, native=True) as first,
+                self.engine("pool-1", pool, memory // 2, native=True) as second,
+            ):
+                row, answers = _round_robin("pool", (first, second))
+        return [*rows, row | {"tokens_equal": not expected or answers == expected}]
+
+
+def _by_length(length: int, prompts: Sequence[list[int]], plain: Engine, pooled: Engine) -> dict[str, Any]:
+    none = [plain.timed([tokens], 1) for tokens in prompts]
+    cold = [pooled.timed([tokens], 1) for tokens in prompts]
+    pooled.call("flush")
+    pooled.call("forget")
+    before = pooled.call("counts")
+    warm = [pooled.timed([tokens], 1) for tokens in prompts]
+    after = pooled.call("counts")
+    spent = after["hook_seconds"] - before["hook_seconds"]
+    return {
+        "part": "one instance",
+        "prompt_tokens": length,
+        "ttft_none_ms": 1e3 * mean(run.seconds for run in none),
+        "ttft_cold_ms": 1e3 * mean(run.seconds for run in cold),
+        "ttft_pool_ms": 1e3 * mean(run.seconds for run in warm),
+        "connector_ms": 1e3 * spent / len(prompts),
+        "hit_tokens": (after["tokens_hit"] - before["tokens_hit"]) / len(prompts),
+        "tokens_equal": [run.tokens for run in none] == [run.tokens for run in cold] == [run.tokens for run in warm],
+    }
+
+
+def _round_robin(name: str, engines: Sequence[Engine]) -> tuple[dict[str, Any], list[list[int]]]:
+    """Serve the conversations; the row and all answers."""
+    workload = Conversations()
+    for engine in engines:
+        engine.generate([prompt(300, 99)], 2)
+    before = [engine.call("counts") for engine in engines]
+    histories: list[list[int]] = [[] for _ in range(workload.conversations)]
+    first, whole, asked, served = [], [], 0, 0
+    answers = []
+    for turn in range(workload.turns):
+        for number, said in enumerate(workload.questions(turn)):
+            history = histories[number]
+            history += said
+            # An odd shift per turn, so that a conversation's next turn comes to the other instance.
+            engine = engines[served % len(engines)] if turn % 2 == 0 else engines[(served + 1) % len(engines)]
+            first.append(engine.timed([history], 1).seconds)
+            run = engine.timed([history], ANSWER_TOKENS)
+            whole.append(run.seconds)
+            asked += len(history)
+            served += 1
+            history += run.tokens[0]
+            answers.append(run.tokens[0])
+    after = [engine.call("counts") for engine in engines]
+    spent = sum(new.get("hook_seconds", 0) - old.get("hook_seconds", 0) for new, old in zip(after, before, strict=True))
+    row = {
+        "part": "two instances, round robin",
+        "arrangement": name,
+        "prompt_tokens": asked,
+        "ttft_ms": 1e3 * mean(first),
+        "answers_per_second": served / (sum(first) + sum(whole)),
+        "connector_ms": 1e3 * spent / (2 * served),
+    }
+    return row, answers
+
+
+def _python_of(engine: str) -> Path:
+    if engine == "vllm" and VLLM_PYTHON.exists():
+        return VLLM_PYTHON.absolute()
+    return Path(sys.executable)
+
+
+def _print(result: dict[str, Any]) -> None:
+    print(f"engine {result['engine']}; tokens equal: {result['tokens_equal']}; hook, 32K: {result['hook_32k_ms']}")
+    for row in result["rows"]:
+        shown = (
+            f"{name}={value:.1f}" if isinstance(value, float) else f"{name}={value}" for name, value in row.items()
+        )
+        print("  ".join(shown))

@@ -1,0 +1,276 @@
+"""One engine, vLLM or transformers, in a process of its own, driven by lines of JSON: for benchmarks and tests.
+
+Run as a module it is that process; `Engine` is its other end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+__all__ = ["Engine", "Timed"]
+
+MARK = "answer: "
+STOP_S = 20.0
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+"""One thread, one process, nothing compiled and nothing asked of the network."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One call's result."""
+
+    tokens: list[list[int]]
+    seconds: float
+
+
+class Engine:
+    """Starts at once, is ready when the first answer comes."""
+
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        pool: dict[str, Any] | None = None,
+        *,
+        kind: str = "vllm",
+        python: str = sys.executable,
+        environment: dict[str, str] | None = None,
+        **arguments: Any,
+    ) -> None:
+        """`pool`: the connector's settings; None runs without it. `python`: an interpreter that has the engine.
+        `arguments`: of `vllm.LLM`."""
+        self.log = log
+        config = {"kind": kind, "model": str(model), "pool": pool, "arguments": arguments}
+        # The ranks of one engine spin while they wait for each other; the daemon must run beside them.
+        command = ["nice", "-n", "10", python, "-m", "tokenlake_bench.engine_lines", json.dumps(config)]
+        with log.open("ab") as errors:
+            self.process = subprocess.Popen(
+                command,
+                env={**os.environ, **ENVIRONMENT, **(environment or {})},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int = 8, salt: str | None = None) -> list[list[int]]:
+        """Greedy tokens of each prompt; all prompts are given at once."""
+        return self.timed(prompts, tokens, salt).tokens
+
+    def timed(self, prompts: Sequence[Sequence[int]], tokens: int = 8, salt: str | None = None) -> Timed:
+        """The same, and how long the engine took. With one token that is the time to the first."""
+        return Timed(**self.call("generate", prompts=prompts, tokens=tokens, salt=salt))
+
+    def call(self, command: str, **arguments: Any) -> Any:
+        """The answer to one command."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith(MARK):
+                return json.loads(line.removeprefix(MARK))
+        raise RuntimeError(f"the engine ended: {self.log.read_text()[-4000:]}")
+
+    def close(self) -> None:
+        """End it, in order if it can."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+
+
+class _Loaded(Protocol):
+    """An engine in this process."""
+
+    def generate(self, prompts: list[list[int]], tokens: int, salt: str | None) -> list[list[int]]: ...
+
+    def forget(self) -> bool: ...
+
+    def flush(self) -> bool: ...
+
+    def counts(self) -> dict[str, float]: ...
+
+    def layout(self) -> str: ...
+
+    def hook_ms(self, tokens: int) -> float | None: ...
+
+
+class _Vllm:
+    def __init__(self, model: str, pool: dict[str, Any] | None, arguments: dict[str, Any]) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        settings: dict[str, Any] = {
+            "enforce_eager": True,
+            "dtype": "float32",
+            "kv_cache_memory_bytes": 64 << 20,
+            "max_model_len": 4096,
+            "max_num_seqs": 16,
+            "seed": 0,
+            "skip_tokenizer_init": True,
+            **arguments,
+        }
+        if pool is not None:
+            settings["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="TokenLakeConnector",
+                kv_connector_module_path="tokenlake_client.engines.vllm",
+                kv_role="kv_both",
+                kv_connector_extra_config=pool,
+            )
+        self._pool = pool
+        self._llm = LLM(model=model, **settings)
+
+    def generate(self, prompts: list[list[int]], tokens: int, salt: str | None) -> list[list[int]]:
+        from vllm import SamplingParams
+
+        greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        extra = {} if salt is None else {"cache_salt": salt}
+        asked: Any = [{"prompt_token_ids": prompt, **extra} for prompt in prompts]
+        outputs = self._llm.generate(asked, greedy, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def forget(self) -> bool:
+        return bool(self._llm.reset_prefix_cache())
+
+    def flush(self) -> bool:
+        return self._pool is None or bool(self._rank().flush(20))
+
+    def counts(self) -> dict[str, float]:
+        """Sums over the scheduler's side and the rank in this process."""
+        total: dict[str, float] = {}
+        for side in (self._side(), self._rank()) if self._pool is not None else ():
+            for name, value in asdict(side.counts).items():
+                total[name] = total.get(name, 0) + value
+        return total
+
+    def layout(self) -> str:
+        return str(self._side().layout.encode().hex())
+
+    def hook_ms(self, tokens: int) -> float | None:
+        """What a new prompt costs the scheduler: hashing it, asking for it, looking for the answer; the least of 20."""
+        from types import SimpleNamespace
+
+        scheduler = self._side()._scheduler if self._pool is not None else None
+        if scheduler is None:
+            return None
+        best = float("inf")
+        for number in range(20):
+            prompt = [(number + at) % 1000 for at in range(tokens)]
+            request: Any = SimpleNamespace(
+                request_id=f"hook {number}", all_token_ids=prompt, num_tokens=tokens, cache_salt=None
+            )
+            started = time.perf_counter()
+            scheduler.new_request(request)
+            scheduler.matched(request, 0)
+            best = min(best, time.perf_counter() - started)
+            time.sleep(0.03)
+            scheduler.finished(request, [], complete=False)
+        return best * 1e3
+
+    def _side(self) -> Any:
+        return self._llm.llm_engine.engine_core.engine_core.scheduler.connector
+
+    def _rank(self) -> Any:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()
+
+
+class _Transformers:
+    def __init__(self, model: str, pool: dict[str, Any] | None) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from tokenlake_client.engines.transformers import TokenLakeEngine
+
+        torch.set_num_threads(1)
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self._engine = None if pool is None else TokenLakeEngine(self._model, pool["socket"])
+
+    def generate(self, prompts: list[list[int]], tokens: int, salt: str | None) -> list[list[int]]:
+        import torch
+
+        generate: Any = self._model.generate if self._engine is None else self._engine.generate
+        rows = []
+        for prompt in prompts:
+            output = generate(torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False)
+            rows.append(output[0, len(prompt) :].tolist())
+        return rows
+
+    def forget(self) -> bool:
+        return True
+
+    def flush(self) -> bool:
+        return self._engine is None or self._engine.flush(20)
+
+    def counts(self) -> dict[str, float]:
+        if self._engine is None:
+            return {}
+        counts = asdict(self._engine.counts)
+        return counts | {"hook_seconds": counts["pool_seconds"]}
+
+    def layout(self) -> str:
+        assert self._engine is not None
+        assert self._engine.layout is not None
+        return self._engine.layout.encode().hex()
+
+    def hook_ms(self, tokens: int) -> float | None:
+        return None
+
+
+def main() -> None:
+    """The engine's process."""
+    config = json.loads(sys.argv[1])
+    loaded: _Loaded
+    if config["kind"] == "vllm":
+        loaded = _Vllm(config["model"], config["pool"], config["arguments"])
+    else:
+        loaded = _Transformers(config["model"], config["pool"])
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(MARK + json.dumps(_answer(loaded, request)), flush=True)
+
+
+def _answer(engine: _Loaded, request: dict[str, Any]) -> Any:
+    match request["command"]:
+        case "generate":
+            started = time.perf_counter()
+            tokens = engine.generate(request["prompts"], request["tokens"], request["salt"])
+            return {"tokens": tokens, "seconds": time.perf_counter() - started}
+        case "forget":
+            return engine.forget()
+        case "flush":
+            return engine.flush()
+        case "counts":
+            return engine.counts()
+        case "layout":
+            return engine.layout()
+        case "hook":
+            return engine.hook_ms(request["tokens"])
+    raise ValueError(request)
+
+
+if __name__ == "__main__":
+    main()

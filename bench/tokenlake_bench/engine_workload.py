@@ -1,0 +1,33 @@
+"""Prompts for the engine benchmark: seeded tokens, and conversations that two instances serve in turn."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+__all__ = ["Conversations", "prompt"]
+
+
+def prompt(tokens: int, seed: int, vocabulary: int = 1000) -> list[int]:
+    """Seeded token ids; two seeds share no prefix."""
+    source = random.Random(seed)
+    return [source.randrange(vocabulary) for _ in range(tokens)]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversations:
+    """Several conversations under few system prompts; each turn's prompt is all that was said before and a question."""
+
+    conversations: int = 6
+    turns: int = 4
+    systems: int = 2
+    system_tokens: int = 1024
+    question_tokens: int = 300
+
+    def questions(self, turn: int) -> list[list[int]]:
+        """What each conversation says in a turn; in the first one the system prompt comes before it."""
+        spoken = []
+        for number in range(self.conversations):
+            said = prompt(self.question_tokens, 1000 + number * self.turns + turn)
+            spoken.append(prompt(self.system_tokens, number % self.systems) + said if turn == 0 else said)
+        return spoken
