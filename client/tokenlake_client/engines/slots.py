@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tokenlake.layout import Layout
 
-__all__ = ["TORCH_DTYPES", "LayerPair", "slot_tensors", "slot_whole"]
+__all__ = ["TORCH_DTYPES", "LayerPair", "slot_flat", "slot_tensors", "slot_whole"]
 
 TORCH_DTYPES: dict[str, Any] = {
     "float32": torch.float32,
@@ -33,7 +33,7 @@ LayerPair = tuple[Any, Any]
 def slot_whole(slot: NDArray[np.uint8], layout: Layout) -> LayerPair:
     """Views (K, V) of all layers of the slot, each [group, layer, head in group, token, dim]. They own nothing: the
     caller keeps the array. Through them a read-only slot can be written; do not."""
-    elements = _elements(slot, layout).view(layout.shards, layout.layers, -1)
+    elements = slot_flat(slot, layout).view(layout.shards, layout.layers, -1)
     keys_size = layout.heads_per_shard * layout.segment_tokens * layout.key_dim
     shape = (layout.heads_per_shard, layout.segment_tokens)
     keys = elements[:, :, :keys_size].unflatten(2, (*shape, layout.key_dim))
@@ -46,8 +46,8 @@ def slot_tensors(slot: NDArray[np.uint8], layout: Layout) -> list[LayerPair]:
     return list(zip(keys.unbind(1), values.unbind(1), strict=True))
 
 
-def _elements(slot: NDArray[np.uint8], layout: Layout) -> Any:
-    """The slot's memory as a flat tensor."""
+def slot_flat(slot: NDArray[np.uint8], layout: Layout) -> Any:
+    """The slot's memory as a flat tensor of the layout's dtype; it owns nothing."""
     if slot.nbytes != layout.segment_bytes or not slot.flags.c_contiguous:
         raise ValueError(f"slot has {slot.nbytes} bytes; expected {layout.segment_bytes} contiguous")
     # torch has no read-only tensors and warns about arrays that are; an address carries no such flag.

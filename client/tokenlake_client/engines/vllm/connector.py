@@ -263,7 +263,7 @@ class TokenLakeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         names = check_tensors(kv_caches, heads, width, TORCH_DTYPES[layout.dtype], self._blocks)
         views = block_views(_backend_of(self._vllm_config, names))
         stacks = stack_layers([kv_caches[name] for name in names], self._blocks, views)
-        copy = HostCopy(layout, shards, stacks)
+        copy = _copier(kv_caches[names[0]].device.type)(layout, shards, stacks)
         members = Membership(
             lambda session: Pool.connect(
                 self.settings.socket,
@@ -282,6 +282,16 @@ class TokenLakeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         # A pool that says no is there, and says so at once; any other failure may have cost a deadline.
         if self._connection is not None and not isinstance(error, Refused):
             self._connection.failed()
+
+
+def _copier(device: str) -> Any:
+    if device == "cpu":
+        return HostCopy
+    if device == "cuda":
+        from tokenlake_client.engines.vllm.cuda_copy import CudaCopy
+
+        return CudaCopy
+    raise LayoutRefused(f"the cache is on a device of kind {device!r}; supported: cpu, cuda")
 
 
 def _not_served(request: Any) -> str | None:

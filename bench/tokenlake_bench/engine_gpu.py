@@ -1,0 +1,129 @@
+"""Runs vLLM's CUDA path on a machine with a GPU: `python -m tokenlake_bench.engine_gpu`.
+
+Blocks on the GPU, filled with random numbers, go into a real daemon's arena and back into other blocks, for each of the
+layouts of FlashAttention and FlashInfer; every byte is compared, and the rates are printed. With `--model` and vLLM's
+build for CUDA in this environment, the greedy tokens of a model with and without the pool are compared too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tokenlake.layout import Layout
+from tokenlake_bench.cluster import Cluster
+from tokenlake_bench.engine_lines import Engine
+from tokenlake_bench.engine_workload import prompt
+from tokenlake_client import Pool
+from tokenlake_client.engines.vllm.cuda_copy import CudaCopy
+from tokenlake_client.engines.vllm.paged import block_views, stack_layers
+from tokenlake_client.engines.vllm.ranks import rank_shards
+
+LAYERS, HEADS, DIM, BLOCK, SEGMENT = 32, 8, 128, 16, 256
+"""A Llama of 8B parameters in bfloat16: 32 MiB per segment."""
+SEGMENTS = 32
+ORDERS = {"HND": (0, 1, 2, 3), "NHD": (0, 2, 1, 3)}
+
+
+def main() -> int:
+    """0 when everything was equal."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no CUDA device: not run")
+        return 2
+    equal = True
+    with Cluster(1, "3GiB", "256MiB") as cluster:
+        for backend in ("FLASH_ATTN", "FLASHINFER"):
+            for order in ORDERS:
+                layout = Layout(
+                    model_id="gpu",
+                    weights_digest=f"{backend} {order}",
+                    dtype="bfloat16",
+                    layers=LAYERS,
+                    kv_heads=HEADS,
+                    key_dim=DIM,
+                    value_dim=DIM,
+                    position="none",
+                    segment_tokens=SEGMENT,
+                )
+                with Pool.connect(cluster.nodes[0].socket, layout) as pool:
+                    equal &= _there_and_back(pool, backend, order)
+        if arguments.model is not None:
+            equal &= _tokens(arguments.model, str(cluster.nodes[0].socket))
+    return 0 if equal else 1
+
+
+def _cache(order: str, blocks: int) -> list[Any]:
+    axes = ORDERS[order]
+    logical = (blocks, HEADS, BLOCK, 2 * DIM)
+    physical = tuple(logical[axis] for axis in axes)
+    whole = torch.zeros((LAYERS, *physical), dtype=torch.bfloat16, device="cuda")
+    return [layer.permute(*np.argsort(axes).tolist()) for layer in whole.unbind(0)]
+
+
+def _there_and_back(pool: Pool, backend: str, order: str) -> bool:
+    per_segment = SEGMENT // BLOCK
+    count = SEGMENTS * per_segment
+    source, target = _cache(order, count), _cache(order, count)
+    for tensor in source:
+        tensor.normal_()
+    shards = rank_shards(pool.layout, 0, 1)
+    out = CudaCopy(pool.layout, shards, stack_layers(source, count, block_views(backend)))
+    into = CudaCopy(pool.layout, shards, stack_layers(target, count, block_views(backend)))
+    keys = pool.prefix(list(range(SEGMENTS * SEGMENT))).keys
+    gigabytes = SEGMENTS * pool.layout.segment_bytes / 1e9
+
+    def fill(index: int, slot: NDArray[np.uint8]) -> None:
+        out.to_slot(slot, range(index * per_segment, (index + 1) * per_segment))
+
+    out.computed()()
+    started = time.perf_counter()
+    pool.store_all(keys, fill, patience=30.0)
+    stored = time.perf_counter() - started
+    with pool.match(keys) as lease:
+        rates = []
+        for _ in range(2):
+            # The first time locks the arena's pages.
+            started = time.perf_counter()
+            for index, slot in enumerate(lease.fetch()):
+                into.from_slot(slot, range(index * per_segment, (index + 1) * per_segment), 0)
+            into.finish()
+            rates.append(gigabytes / (time.perf_counter() - started))
+    equal = all(torch.equal(ours, theirs) for ours, theirs in zip(source, target, strict=True))
+    print(
+        f"{backend} {order}: equal={equal}  store, checksums included {gigabytes / stored:.1f} GB/s  "
+        f"load first {rates[0]:.1f} GB/s, then {rates[1]:.1f} GB/s"
+    )
+    return equal
+
+
+def _tokens(model: Path, socket: str) -> bool:
+    options: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 8192, "kv_cache_memory_bytes": 4 << 30}
+    prompts = [prompt(length, length) for length in (300, 1024, 4000)]
+    with tempfile.TemporaryDirectory() as directory:
+        plain = Engine(model, Path(directory, "plain.log"), **options)
+        expected = plain.generate(prompts)
+        plain.close()
+        pooled = Engine(model, Path(directory, "pooled.log"), {"socket": socket}, **options)
+        cold = pooled.generate(prompts)
+        pooled.call("flush")
+        pooled.call("forget")
+        warm = pooled.generate(prompts)
+        hits = pooled.call("counts")["tokens_hit"]
+        pooled.close()
+    print(f"tokens: cold equal={cold == expected}  warm equal={warm == expected}  tokens from the pool {hits}")
+    return cold == warm == expected and hits > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
