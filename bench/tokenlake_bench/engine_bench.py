@@ -6,7 +6,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -83,13 +83,15 @@ class _Bench:
         self._room = longest + 1024
 
     @contextmanager
-    def engine(self, name: str, pool: dict[str, Any] | None, memory_mib: int, *, native: bool) -> Iterator[Engine]:
-        """Ends with the block. `native`: with vLLM's own prefix cache."""
+    def engine(
+        self, name: str, pool: dict[str, Any] | None, memory_mib: int, *, native: bool, room: int = 4096
+    ) -> Iterator[Engine]:
+        """Ends with the block. `native`: with vLLM's own prefix cache; `room`: longest request."""
         options: dict[str, Any] = {}
         if self._arguments.engine == "vllm":
             options = {
                 "kv_cache_memory_bytes": memory_mib << 20,
-                "max_model_len": self._room,
+                "max_model_len": room,
                 "enable_prefix_caching": native,
             }
         log = self._directory / f"{name}.log"
@@ -103,11 +105,10 @@ class _Bench:
         """Time to the first token by prompt length: without the pool, with it cold, with it warm."""
         memory = max(self._arguments.memory_mib, 128)
         rows = []
-        with (
-            Cluster(1, "1GiB", "64MiB") as cluster,
-            self.engine("plain", None, memory, native=False) as plain,
-            self.engine("pooled", {"socket": str(cluster.nodes[0].socket), **PATIENCE}, memory, native=True) as pooled,
-        ):
+        with Cluster(1, "1GiB", "64MiB") as cluster, ExitStack() as engines:
+            pool = {"socket": str(cluster.nodes[0].socket), **PATIENCE}
+            plain = engines.enter_context(self.engine("plain", None, memory, native=False, room=self._room))
+            pooled = engines.enter_context(self.engine("pooled", pool, memory, native=True, room=self._room))
             for engine in (plain, pooled):
                 engine.generate([prompt(300, 99)], 2)
             for length in lengths:
