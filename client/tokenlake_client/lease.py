@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tokenlake.identity import LeaseId, SegmentKey
+from tokenlake.layout import Layout
 from tokenlake.wire import Code
-from tokenlake.wire.engine import Matched
-from tokenlake.wire.slots import SLOT_BYTES, SlotRef, unpack_slots
+from tokenlake.wire.engine import Fetch, Fetched, Match, Matched
+from tokenlake.wire.slots import SLOT_BYTES, SlotRef, join_keys, unpack_slots
+from tokenlake_client.books import Books
 from tokenlake_client.checksums import CHECKSUM_BYTES, shard_checksums
+from tokenlake_client.link import Link
 from tokenlake_client.regions import Mapping, address_interface
 
-if TYPE_CHECKING:
-    from tokenlake_client.pool import Link, Pool
+__all__ = ["Lease", "PendingMatch", "Reading"]
 
-__all__ = ["Lease", "PendingMatch"]
+GRACE_S = 0.030
+"""The daemon keeps its deadlines; this much later we stop waiting for it to say so."""
+
+
+class Reading:
+    """How a pool reads: shared by its leases."""
+
+    def __init__(self, books: Books, layout: Layout, verify: bool) -> None:
+        self.books = books
+        self.layout = layout
+        self.verify = verify
+        self.corrupt = 0
+        """Segments whose bytes did not match their checksum (only with `verify`)."""
 
 
 class _Look:
@@ -47,7 +60,7 @@ class Lease:
 
     def __init__(
         self,
-        pool: Pool,
+        reading: Reading,
         link: Link,
         keys: Sequence[SegmentKey],
         matched: Matched,
@@ -60,8 +73,9 @@ class Lease:
         self.hits = hits
         self.codes = matched.codes
         """What happened to each key that was asked for, one `Code` each."""
-        self._pool = pool
-        self._link = link
+        self.link = link
+        self._reading = reading
+        self._books = reading.books
         # Packed as they came: a lease that is only counted, or fetched in part, unpacks no more than it needs.
         self._here = bytearray(matched.codes[:hits])
         self._slots = bytearray(matched.slots)
@@ -89,7 +103,7 @@ class Lease:
         """
         stop = self.hits if stop is None else min(stop, self.hits)
         if self._here.count(Code.LOCAL, start, stop) < stop - start:
-            reply = self._pool._fetch(self, start, stop, deadline_s)
+            reply = self._bring(start, stop, deadline_s)
             self._note(start, stop, reply.codes, reply.slots, reply.checksums)
         arrays: list[NDArray[np.uint8]] = []
         for index, place in enumerate(self._places(start, stop), start):
@@ -98,8 +112,9 @@ class Lease:
             array = self._look(index, place)
             if array is None:
                 break
-            if self._pool.verify and shard_checksums(array, self._pool.layout.shards) != self._checksum(index):
-                self._pool.corrupt += 1
+            reading = self._reading
+            if reading.verify and shard_checksums(array, reading.layout.shards) != self._checksum(index):
+                reading.corrupt += 1
                 break
             arrays.append(array)
         return arrays
@@ -110,7 +125,7 @@ class Lease:
         if self._here[index] != Code.LOCAL:
             return False
         place = self._places(index, index + 1)[0]
-        mapping = self._pool._same_life(self._link).regions.get(place)
+        mapping = self._books.current(self.link).regions.get(place)
         np.copyto(out, mapping.slot(place.slot))
         return mapping.generation(place.slot) == place.generation
 
@@ -119,16 +134,29 @@ class Lease:
         stop = self.hits if stop is None else min(stop, self.hits)
         if stop <= start or not any(self._wanted[start:stop]):
             return
-        with self._pool._books:
+        with self._books.lock:
             free = [index for index in range(start, stop) if self._wanted[index] and not self._looks[index]]
             self._wanted[start:stop] = bytes(stop - start)
-            self._pool._give_back(self, free)
-        self._pool._sweep()
+            self._books.give_back(self, free)
+        self._books.sweep()
+
+    def settle(self, index: int) -> bool:
+        """For the pool's books: one look ended; True when the segment can be given back. Under their lock."""
+        self._looks[index] -= 1
+        return not self._looks[index] and not self._wanted[index]
+
+    def _bring(self, start: int, stop: int, deadline_s: float) -> Fetched:
+        self._books.sweep()
+        link = self._books.current(self.link)
+        pending = link.channel.begin(lambda number: Fetch(number, self.id, start, stop, deadline_s))
+        if deadline_s:
+            return link.expect(link.channel.wait(pending, deadline_s + GRACE_S), Fetched)
+        return link.expect(link.wait_while_alive(pending), Fetched)
 
     def _note(self, start: int, stop: int, codes: bytes, slots: bytes, checksums: bytes) -> None:
         # A lease that ended at the daemon is answered with fewer codes: the rest is lost as well.
         end = min(stop, start + len(codes))
-        size = CHECKSUM_BYTES * self._pool.layout.shards
+        size = CHECKSUM_BYTES * self._reading.layout.shards
         self._here[start:stop] = codes[: end - start] + bytes([Code.LOST]) * (stop - end)
         self._slots[start * SLOT_BYTES : end * SLOT_BYTES] = slots
         self._checksums[start * size : end * size] = checksums
@@ -137,53 +165,50 @@ class Lease:
         return unpack_slots(bytes(self._slots[start * SLOT_BYTES : stop * SLOT_BYTES]))
 
     def _checksum(self, index: int) -> bytes:
-        size = CHECKSUM_BYTES * self._pool.layout.shards
+        size = CHECKSUM_BYTES * self._reading.layout.shards
         return bytes(self._checksums[index * size : (index + 1) * size])
 
     def _look(self, index: int, place: SlotRef) -> NDArray[np.uint8] | None:
         """None when the segment was given back meanwhile."""
-        mapping = self._pool._same_life(self._link).regions.get(place)
-        with self._pool._books:
-            self._pool._same_life(self._link)
+        mapping = self._books.current(self.link).regions.get(place)
+        with self._books.lock:
+            self._books.current(self.link)
             if not self._wanted[index]:
                 return None
             self._looks[index] += 1
-            self._pool._looking += 1
+            self._books.count_look()
         return np.asarray(_Look(self, index, mapping, place.slot))
 
     def _looked(self, index: int) -> None:
         # Called by the garbage collector, perhaps in the middle of anything: only note it.
-        self._pool._ended_looks.append((self, index))
-
-    def _settle(self, index: int) -> bool:
-        """One look ended; True when the segment can be given back. Under the pool's `_books`."""
-        self._looks[index] -= 1
-        return not self._looks[index] and not self._wanted[index]
+        self._books.ended_looks.append((self, index))
 
 
 class PendingMatch:
     """A match that was begun. For one thread."""
 
-    def __init__(self, pool: Pool, keys: Sequence[SegmentKey], deadline_s: float) -> None:
-        self._pool = pool
+    def __init__(self, reading: Reading, keys: Sequence[SegmentKey], deadline_s: float) -> None:
+        self._reading = reading
         self._keys = keys
         self._deadline_s = deadline_s
         self._lease: Lease | None = None
-        self._link, self._pending = pool._begin_match(keys, deadline_s)
+        packed = join_keys(keys)
+        self._link = reading.books.link
+        self._pending = self._link.channel.begin(lambda number: Match(number, packed, deadline_s))
 
     def poll(self) -> Lease | None:
         """The lease once the answer is here, None before. Never waits. Raises `Unreachable`."""
         if self._lease is None:
             reply = self._link.channel.poll(self._pending)
             if reply is not None:
-                self._lease = self._pool._lease(self._link, self._keys, reply)
+                self._lease = Lease(self._reading, self._link, self._keys, self._link.expect(reply, Matched))
         return self._lease
 
     def wait(self) -> Lease:
         """The lease. Raises `Unreachable`, after the deadline at the latest."""
         if self._lease is None:
-            reply = self._link.channel.wait(self._pending, self._pool._patience(self._deadline_s))
-            self._lease = self._pool._lease(self._link, self._keys, reply)
+            reply = self._link.channel.wait(self._pending, self._deadline_s + GRACE_S)
+            self._lease = Lease(self._reading, self._link, self._keys, self._link.expect(reply, Matched))
         return self._lease
 
     def cancel(self) -> None:

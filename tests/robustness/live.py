@@ -22,7 +22,7 @@ from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake_bench.cluster import Cluster, Node
 from tokenlake_client import Lease, Pool
-from tokenlake_client import pool as pool_module
+from tokenlake_client import link as link_module
 
 SEGMENT_TOKENS = 16
 LAYOUT = Layout(
@@ -42,7 +42,7 @@ LIMIT_S = 30.0
 PATIENT_S = 2.0
 """Deadline of a call in a test that is not about deadlines."""
 # On a machine that runs something else as well, a daemon may get no turn for a quarter of a second.
-pool_module.LOCAL_S = PATIENT_S
+link_module.LOCAL_S = PATIENT_S
 
 
 class Prompt:

@@ -1,0 +1,109 @@
+"""One connection to one life of a daemon."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from tokenlake.errors import ProtocolRefused, TokenLakeError
+from tokenlake.identity import SessionId, TenantId
+from tokenlake.keys import probe
+from tokenlake.layout import Layout
+from tokenlake.wire import engine
+from tokenlake.wire.version import OLDEST_VERSION, PROTOCOL_VERSION
+from tokenlake_client.channel import Channel, Pending
+from tokenlake_client.regions import Mapping, Regions
+
+__all__ = ["Link", "open_link"]
+
+R = TypeVar("R")
+
+CONNECT_S = 5.0
+LOCAL_S = 0.250
+"""For calls that the daemon answers from its own memory."""
+
+
+class Link:
+    """A channel and what the daemon said in its welcome. Leases and writes keep theirs, so that a slot number is never
+    looked up in the memory of a daemon that started later."""
+
+    def __init__(self, channel: Channel, welcome: engine.Welcome) -> None:
+        self.channel = channel
+        self.incarnation = welcome.incarnation
+        self.session = SessionId(welcome.session)
+        self.connection = welcome.connection
+        self.node = welcome.node
+        self.tenant = TenantId(welcome.tenant)
+        self.secret = welcome.secret
+        self.heartbeat_s = welcome.heartbeat_s
+        self.regions = Regions(self._open_region)
+
+    def call(
+        self, make: Callable[[int], engine.EngineRequest], expected: type[R], deadline_s: float | None = None
+    ) -> R:
+        """As `Channel.call`, for a reply of one kind; None: a call that the daemon answers from its own memory."""
+        return self.expect(self.channel.call(make, LOCAL_S if deadline_s is None else deadline_s), expected)
+
+    @staticmethod
+    def expect(reply: engine.EngineReply, expected: type[R]) -> R:
+        """`reply` as what it must be. Raises `ProtocolRefused`."""
+        if not isinstance(reply, expected):
+            raise ProtocolRefused(f"the daemon answered with {type(reply).__name__}, not {expected.__name__}")
+        return reply
+
+    def wait_while_alive(self, pending: Pending) -> engine.EngineReply:
+        """For a deadline that only the daemon knows: wait for as long as it answers heartbeats."""
+        while True:
+            reply = self.channel.poll(pending, LOCAL_S)
+            if reply is not None:
+                return reply
+            try:
+                self.call(engine.Heartbeat, engine.HeartbeatReply)
+            except TokenLakeError:
+                self.channel.drop(pending)
+                raise
+
+    def _open_region(self, region: int, write: bool) -> Mapping:
+        pending = self.channel.begin(lambda number: engine.OpenRegion(number, region, write))
+        reply = self.expect(self.channel.wait(pending, LOCAL_S), engine.Region)
+        if pending.descriptor is None:
+            raise ProtocolRefused(f"the daemon sent no descriptor of region {region}")
+        return Mapping(pending.descriptor, reply.region_bytes, reply.slot_bytes, write=write)
+
+
+def open_link(
+    socket: Path, layout: Layout, credential: str | None, session: SessionId, resume: int, wake: threading.Event
+) -> Link:
+    """Connect and say hello. `session` 0 opens a new one; `resume`: the process's earlier connection, or 0; `wake` is
+    set when the connection breaks.
+
+    Raises `Unreachable`, `LayoutRefused`, `CredentialRefused`, `ProtocolRefused`, `LimitReached`.
+    """
+    channel = Channel(socket, wake)
+    try:
+        welcome = channel.call(
+            lambda number: engine.Hello(
+                number,
+                OLDEST_VERSION,
+                PROTOCOL_VERSION,
+                layout.encode(),
+                probe(engine.PROBE_SECRET, layout.fingerprint()),
+                credential,
+                session,
+                resume,
+            ),
+            CONNECT_S,
+        )
+        link = Link(channel, Link.expect(welcome, engine.Welcome))
+        if Link.expect(welcome, engine.Welcome).probe != probe(link.secret, layout.fingerprint()):
+            raise ProtocolRefused(
+                "the daemon's probe hash is another one: both sides hash the same prefix to different keys; "
+                "install the same version of tokenlake on both"
+            )
+    except TokenLakeError:
+        channel.close()
+        raise
+    channel.max_frame = Link.expect(welcome, engine.Welcome).max_frame
+    return link
