@@ -189,5 +189,9 @@ async def run(config: ServerConfig, report: Callable[[int, int], None], ready: C
         await stop.wait()
         log.info("stopping")
         await daemon.close()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # Asked again while the interpreter winds up, it would end by the signal and not with status 0.
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
     finally:
         arena.close()

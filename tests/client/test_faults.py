@@ -184,19 +184,19 @@ def test_a_frozen_daemon_stops_those_who_wait_once_each(cluster: Cluster) -> Non
 
 def test_a_fetch_without_a_deadline_from_a_frozen_daemon() -> None:
     """The daemon predicts the deadline; when it cannot keep it, the client finds out by a heartbeat."""
-    with daemons(2) as cluster, cluster.connect(0, LAYOUT) as writer, cluster.connect(1, LAYOUT) as reader:
+    with daemons(3) as cluster, cluster.connect(0, LAYOUT) as writer, cluster.connect(2, LAYOUT) as reader:
         prompt = Prompt(10, 8)
         store(writer, prompt)
         wait_pushed(cluster)
         lease = match(reader, prompt)
         assert lease.local_hits < lease.hits == 8
-        cluster.nodes[1].freeze()
+        cluster.nodes[2].freeze()
         with pytest.raises(DeadlinePassed):
             lease.fetch()
         assert reader.timeouts == 1
         with pytest.raises(DeadlinePassed, match="still owes"):
             lease.fetch()
-        cluster.nodes[1].thaw()
+        cluster.nodes[2].thaw()
         wait_until(lambda: not _noticed(reader), "it answers again")
         lease.release()
         wait_until(lambda: read(reader, prompt) == 8, "all is found again")
