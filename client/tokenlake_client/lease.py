@@ -90,6 +90,11 @@ class Lease:
         self.release()
 
     @property
+    def incarnation(self) -> int:
+        """Of the daemon that granted it; its number means nothing to another."""
+        return self.link.incarnation
+
+    @property
     def local_hits(self) -> int:
         """How many of the hits need no transfer now."""
         return self._here.count(Code.LOCAL)

@@ -50,6 +50,11 @@ class Write:
         if not self._done:
             books.count_writing(link, 1)
 
+    @property
+    def incarnation(self) -> int:
+        """Of the daemon that granted it; its number means nothing to another."""
+        return self._link.incarnation
+
     def __enter__(self) -> Write:
         return self
 
@@ -112,6 +117,11 @@ class Reservation:
         """What happened to each key, one `Code` each."""
         self._books = books
         self._link = link
+
+    @property
+    def incarnation(self) -> int:
+        """Of the daemon that granted it; its number means nothing to another."""
+        return self._link.incarnation
 
     def release(self) -> None:
         """Hold it no longer. Idempotent; never raises."""

@@ -29,6 +29,7 @@ class FakeLease:
     hits: int
     local_hits: int
     released: bool = False
+    incarnation: int = 1
 
     def release(self) -> None:
         self.released = True
@@ -61,6 +62,7 @@ class FakeReservation:
     id: WriteId
     codes: bytes
     released: bool = False
+    incarnation: int = 1
 
     def release(self) -> None:
         self.released = True

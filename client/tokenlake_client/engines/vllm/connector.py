@@ -32,7 +32,7 @@ from tokenlake_client.engines.vllm.ranks import rank_shards
 from tokenlake_client.engines.vllm.scheduler import Scheduled, SchedulerSide
 from tokenlake_client.engines.vllm.settings import read_settings
 from tokenlake_client.engines.vllm.trouble import Trouble, guarded
-from tokenlake_client.engines.vllm.worker import WorkerSide
+from tokenlake_client.engines.vllm.worker import AbsentWorker, WorkerSide
 from tokenlake_client.pool import Pool
 
 __all__ = ["TokenLakeConnector"]
@@ -76,7 +76,8 @@ class TokenLakeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._counters = Counters()
         self._trouble = Trouble(self._counters)
         self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
+        # A rank that cannot serve must say so: the scheduler's side may have promised what is never loaded.
+        self._worker: WorkerSide | AbsentWorker | None = AbsentWorker() if role == KVConnectorRole.WORKER else None
         self._connection: Connection | None = None
         self.layout = self._find_layout(vllm_config, kv_cache_config)
         if self.layout is not None:

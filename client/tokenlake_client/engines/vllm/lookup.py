@@ -21,6 +21,11 @@ class AskedLease(Protocol):
         ...
 
     @property
+    def incarnation(self) -> int:
+        """Of the daemon that granted it."""
+        ...
+
+    @property
     def hits(self) -> int:
         """Leased segments, from the first on without a gap."""
         ...
@@ -47,6 +52,11 @@ class Reserved(Protocol):
     @property
     def id(self) -> WriteId:
         """For the ranks; 0 when no slot was granted."""
+        ...
+
+    @property
+    def incarnation(self) -> int:
+        """Of the daemon that granted them."""
         ...
 
     @property

@@ -13,6 +13,8 @@ class LoadPlan:
 
     request: str
     lease: int
+    incarnation: int
+    """Of the daemon that granted the lease: after a restart the number may be another lease's."""
     start: int
     """A multiple of the block size, as is `stop`."""
     stop: int
@@ -34,6 +36,8 @@ class SavePlan:
     """Of all tokens of these segments, in order."""
     write: int = 0
     """The reservation whose slots the ranks fill, each its shards; 0: the one rank reserves them."""
+    incarnation: int = 0
+    """Of the daemon that granted it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,9 @@ class StepReport:
     step: int
     done: int
     """All jobs up to this one have let go of their blocks."""
+    serves: bool = True
+    """False: this rank cannot read or write the cache, and never will."""
 
     def merged(self, other: StepReport) -> StepReport:
         """What both have done."""
-        return StepReport(min(self.step, other.step), min(self.done, other.done))
+        return StepReport(min(self.step, other.step), min(self.done, other.done), self.serves and other.serves)

@@ -31,6 +31,9 @@ class Scatter(Protocol):
 
 class _Lease(Protocol):
     @property
+    def incarnation(self) -> int: ...
+
+    @property
     def hits(self) -> int: ...
 
     def fetch(self, start: int, stop: int) -> list[NDArray[np.uint8]]: ...
@@ -52,6 +55,8 @@ def load_blocks(pool: LoadPool, plan: LoadPlan, copy: Scatter, segment: int, blo
     lease = pool.attach(LeaseId(plan.lease))
     filled = 0
     try:
+        if lease.incarnation != plan.incarnation:
+            return 0
         first, last = plan.start // segment, -(-plan.stop // segment)
         for start in range(first, min(last, lease.hits), WINDOW):
             stop = min(start + WINDOW, last, lease.hits)

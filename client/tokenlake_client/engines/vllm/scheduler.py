@@ -138,6 +138,8 @@ class SchedulerSide:
         self._tails: list[SavePlan] = []
         self._held: list[tuple[str, int]] = []
         self._step = 0
+        self._stopped = False
+        """A rank cannot serve the pool."""
 
     @property
     def waits(self) -> bool:
@@ -191,7 +193,10 @@ class SchedulerSide:
         start, stop = entry.local, entry.local + external
         into = tuple(blocks[start // self._block : stop // self._block])
         here = lookup.lease.local_hits == lookup.lease.hits
-        plan = LoadPlan(request.request_id, int(lookup.lease.id), start, stop, into, here)
+        lease = lookup.lease
+        plan = LoadPlan(request.request_id, int(lease.id), lease.incarnation, start, stop, into, here)
+        # A request that lost its blocks in the step that loaded them comes back before that step's outcome.
+        self._ended(request.request_id)
         self._loads[request.request_id] = _Load(plan, lookup.lease)
         entry.progress.saved = stop // self._segment
         self._counters.add(tokens_hit=external)
@@ -235,6 +240,8 @@ class SchedulerSide:
             self._ended(request)
         if report is None:
             return
+        if not report.serves:
+            self._stopped = True
         if self.waits:
             for request in [name for name, load in self._loads.items() if 0 < load.step <= report.step]:
                 self._ended(request)
@@ -281,7 +288,7 @@ class SchedulerSide:
 
     def _ask(self, entry: _Entry) -> bool:
         """Begin a lookup; False when there is nobody to ask, or nothing to ask for."""
-        pool = self._pool()
+        pool = None if self._stopped else self._pool()
         count = wanted_segments(entry.request.num_tokens, self._segment, self._block)
         if pool is None or not count:
             return False
@@ -307,7 +314,7 @@ class SchedulerSide:
     def _saves(self, entry: _Entry, known: int, table: Callable[[str], Sequence[int]], *, sure: bool) -> list[SavePlan]:
         """Never raises: a step goes on without what cannot be stored."""
         segments = entry.progress.take(known, sure=sure)
-        if not segments or not self._settings.save:
+        if not segments or not self._settings.save or self._stopped:
             return []
         try:
             return self._plan_saves(entry, segments, table)
@@ -339,7 +346,9 @@ class SchedulerSide:
         job = self._jobs.add(blocks)
         if reserved is not None:
             self._reservations[job] = reserved
-        return [SavePlan(job, segments.start, tuple(keys), blocks, int(reserved.id) if reserved else 0)]
+        if reserved is None:
+            return [SavePlan(job, segments.start, tuple(keys), blocks)]
+        return [SavePlan(job, segments.start, tuple(keys), blocks, int(reserved.id), reserved.incarnation)]
 
     def _written(self, scheduled: Sequence[Scheduled], loads: Sequence[_Load]) -> set[int]:
         """Blocks that this step may write and that were handed out for it."""

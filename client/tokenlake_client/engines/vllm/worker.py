@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenlake.errors import Unreachable
 from tokenlake.identity import SegmentKey, WriteId
 from tokenlake_client.engines.vllm.counters import Counters
 from tokenlake_client.engines.vllm.membership import Membership
@@ -20,7 +21,7 @@ from tokenlake_client.engines.vllm.reading import load_blocks
 from tokenlake_client.engines.vllm.settings import EngineSettings
 from tokenlake_client.engines.vllm.writing import SaveWriter
 
-__all__ = ["WorkerSide"]
+__all__ = ["AbsentWorker", "WorkerSide"]
 
 JOIN_S = 5.0
 """How long a background thread waits for the scheduler's session."""
@@ -68,10 +69,8 @@ class WorkerSide:
         """Fill blocks: now where the step waits, or has nothing else to do and needs no transfer; else behind it."""
         plan = self._plan
         for load in plan.loads:
-            if plan.wait or (plan.idle and load.here):
+            if plan.wait or (plan.idle and load.here) or not self._loader.submit(plan, load):
                 self._load(plan, load)
-            else:
-                self._loader.submit(plan, load)
         if plan.wait:
             with self._lock:
                 self._received.clear()
@@ -127,7 +126,7 @@ class WorkerSide:
         filled = 0
         try:
             wait = {} if plan.wait else {"wait_s": JOIN_S}
-            pool = self._members.get(plan.session, plan.incarnation, **wait)
+            pool = self._members.get(plan.session, load.incarnation, **wait)
             if pool is not None:
                 filled = load_blocks(pool, load, self._copy, self._segment, self._block)
         except Exception as error:
@@ -149,6 +148,8 @@ class WorkerSide:
             return codes
         write = pool.attach_write(WriteId(plan.write))
         try:
+            if write.incarnation != plan.incarnation:
+                raise Unreachable("the daemon restarted; what was reserved there is gone")
             for index, array in write.slots:
                 fill(index, array)
         except BaseException:
@@ -157,6 +158,48 @@ class WorkerSide:
         codes = write.commit(self._shards.mask)
         write.leave()
         return codes
+
+
+class AbsentWorker:
+    """Stands for a rank that cannot serve the pool: no block is filled, and it says so, so that nobody computes with
+    what was never loaded."""
+
+    def __init__(self) -> None:
+        self._plan = StepPlan(0)
+        self._done = 0
+        self._held: set[str] = set()
+
+    def begin(self, plan: StepPlan) -> None:
+        """As `WorkerSide`."""
+        self._plan = plan
+
+    def load(self) -> None:
+        """Nothing is loaded."""
+
+    def save(self) -> None:
+        """Nothing is stored."""
+        self._done = max([self._done, *(save.job for save in self._plan.saves)])
+        self._held.update(request for request, _ in self._plan.held)
+
+    def finished(self) -> tuple[set[str], set[str]]:
+        """As `WorkerSide`: everything, at once."""
+        held, self._held = self._held, set()
+        return held, set() if self._plan.wait else {load.request for load in self._plan.loads}
+
+    def errors(self) -> set[int]:
+        """All blocks that were to be filled."""
+        return {block for load in self._plan.loads for block in load.blocks}
+
+    def report(self) -> StepReport:
+        """For the scheduler's side, which asks no more for the pool."""
+        return StepReport(self._plan.step, self._done, serves=False)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Nothing waits."""
+        return True
+
+    def close(self, timeout: float = 0.0) -> None:
+        """Nothing to leave."""
 
 
 class _Loader:
@@ -169,14 +212,19 @@ class _Loader:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def submit(self, plan: StepPlan, load: LoadPlan) -> None:
-        """Bounded by vLLM, which gives blocks to no more requests than it has blocks for."""
+    def submit(self, plan: StepPlan, load: LoadPlan) -> bool:
+        """False: no thread can be started. Bounded by vLLM, which gives blocks to no more requests than it has."""
         with self._changed:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="tokenlake-load", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    return False
+                self._thread = thread
             self._waiting.append((plan, load))
             self._changed.notify_all()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="tokenlake-load", daemon=True)
-                self._thread.start()
+            return True
 
     def close(self, timeout: float) -> None:
         with self._changed:
