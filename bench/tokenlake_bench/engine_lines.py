@@ -50,15 +50,15 @@ class Engine:
         *,
         kind: str = "vllm",
         python: str = sys.executable,
+        nice: int = 0,
         environment: dict[str, str] | None = None,
         **arguments: Any,
     ) -> None:
         """`pool`: the connector's settings; None runs without it. `python`: an interpreter that has the engine.
-        `arguments`: of `vllm.LLM`."""
+        `nice`: how much it stands back for others. `arguments`: of `vllm.LLM`."""
         self.log = log
         config = {"kind": kind, "model": str(model), "pool": pool, "arguments": arguments}
-        # The ranks of one engine spin while they wait for each other; the daemon must run beside them.
-        command = ["nice", "-n", "10", python, "-m", "tokenlake_bench.engine_lines", json.dumps(config)]
+        command = ["nice", "-n", str(nice), python, "-m", "tokenlake_bench.engine_lines", json.dumps(config)]
         with log.open("ab") as errors:
             self.process = subprocess.Popen(
                 command,
