@@ -276,3 +276,17 @@ def test_many_waiting_requests_do_not_lease_what_they_read_much_later() -> None:
     assert len(bench.pool.matches) == 16
     assert bench.side.matched(many[-1], 0) == 0
     assert len(bench.pool.matches) == 17
+
+
+def test_what_was_promised_to_vllm_reaches_the_ranks_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, asked = Bench(), request(33)
+    bench.know(asked.all_token_ids)
+    bench.side.new_request(asked)
+    assert bench.side.matched(asked, 0) == 32
+    monkeypatch.setattr("tests.connector.fakes.FakeLease.local_hits", property(lambda lease: 1 // 0), raising=False)
+    bench.side.allocated(asked, blocks_of(asked), 32)
+    assert bench.reported == ["preparing a load"]
+    (load,) = bench.side.step([], lambda name: []).loads
+    assert (load.lease, load.incarnation, load.blocks) == (0, 0, tuple(range(100, 108)))
+    bench.side.worker_output(StepReport(1, 0), ["r"], set(load.blocks))
+    bench.side.close()

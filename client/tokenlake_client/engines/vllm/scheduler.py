@@ -81,7 +81,7 @@ class _Entry:
 @dataclass(slots=True)
 class _Load:
     plan: LoadPlan
-    lease: AskedLease
+    lease: AskedLease | None
     step: int = 0
     """That it was handed out in; 0 before."""
 
@@ -178,7 +178,19 @@ class SchedulerSide:
         return max(0, until - computed)
 
     def allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
-        """`request` has `blocks`, and `external` tokens are to be loaded into them."""
+        """`request` has `blocks`, and `external` tokens are to be loaded into them. They were promised to vLLM, so
+        whatever goes wrong here the ranks are told of them: without a lease, their blocks are errors."""
+        try:
+            self._allocated(request, blocks, external)
+        except Exception as error:
+            self._report("preparing a load", error)
+            if external and request.request_id not in self._loads:
+                start = self._entries[request.request_id].local
+                into = tuple(blocks[start // self._block : (start + external) // self._block])
+                plan = LoadPlan(request.request_id, 0, 0, start, start + external, into, here=False)
+                self._loads[request.request_id] = _Load(plan, None)
+
+    def _allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
         entry = self._entries.get(request.request_id)
         if entry is None or entry.placed:
             return
@@ -210,8 +222,12 @@ class SchedulerSide:
         for load in loads:
             load.step = self._step
         sure = not (self.waits and self._loads)
-        reused = self._jobs.reading(self._written(scheduled, loads))
         saves, self._tails = self._tails, []
+        try:
+            reused = self._jobs.reading(self._written(scheduled, loads))
+        except Exception as error:
+            self._report("finding blocks that are handed out again", error)
+            reused = tuple(self._jobs.blocks)
         for part in scheduled:
             entry = self._entries.get(part.request)
             if entry is not None:
@@ -277,8 +293,8 @@ class SchedulerSide:
         for entry in self._entries.values():
             if entry.lookup is not None:
                 entry.lookup.drop()
-        for load in self._loads.values():
-            load.lease.release()
+        for name in list(self._loads):
+            self._ended(name)
         for reserved in self._reservations.values():
             reserved.release()
         self._entries.clear()
@@ -375,7 +391,7 @@ class SchedulerSide:
 
     def _ended(self, request: str) -> None:
         load = self._loads.pop(request, None)
-        if load is not None:
+        if load is not None and load.lease is not None:
             load.lease.release()
 
 
