@@ -75,7 +75,7 @@ class FakePeer:
                 sock.sendall(pack_frame(peer.LookupReply(message.call, lease, codes, (), (0.0, 0.0))))
             case peer.Ready():
                 codes = bytes([Code.COMMITTED]) * (len(message.keys) // 32)
-                sock.sendall(pack_frame(peer.ReadyReply(message.call, codes)))
+                sock.sendall(pack_frame(peer.ReadyReply(message.call, codes, ())))
             case peer.Offer():
                 codes = bytes([Code.NO_SLOT]) * (len(message.keys) // 32)
                 sock.sendall(pack_frame(peer.OfferReply(message.call, codes, (0.0, 0.0))))

@@ -74,13 +74,13 @@ class StoreModel:
 
     def vacancy(self, now: float, region_bytes: int) -> tuple[float, float]:
         free = len(self.spare) * region_bytes + sum(len(self.free(pool)) * pool[1] for pool in self.regions)
-        next_out = [self._coldest(pool, Kind.HOME) for pool in self.regions]
+        next_out = [self._coldest(pool, Kind.HOME, now) for pool in self.regions]
         age = max((now - copy.touched for copy in next_out if copy is not None), default=0.0)
         return free / (self.all_regions * region_bytes), age
 
     # -- changing
 
-    def admit(self, pool: Pool, kind: Kind) -> Code | Copy | None:
+    def admit(self, pool: Pool, kind: Kind, now: float) -> Code | Copy | None:
         """What a reservation must come to: a refusal, a victim, or None where a slot is free."""
         if pool not in self.regions and not self._grow(pool):
             return Code.NO_REGION
@@ -95,7 +95,7 @@ class StoreModel:
         if kind is Kind.STAGED:
             within = self.count(pool, Kind.STAGED) < max(2, math.ceil(self.staged * len(self.places(pool))))
             victims = [Kind.HOME, Kind.STAGED] if within else [Kind.STAGED]
-        for victim in (self._coldest(pool, kind) for kind in victims):
+        for victim in (self._coldest(pool, kind, now) for kind in victims):
             if victim is not None:
                 self._evict(victim)
                 return victim
@@ -158,11 +158,13 @@ class StoreModel:
         self.regions.setdefault(pool, []).append(self.spare.pop(0))
         return True
 
-    def _coldest(self, pool: Pool, kind: Kind) -> Copy | None:
-        """The coldest without a pin; what is colder is in use and goes to the end."""
+    def _coldest(self, pool: Pool, kind: Kind, now: float) -> Copy | None:
+        """The coldest without a pin; what is colder is in use: touched, and at the end."""
         order = self.order.get((pool, kind), [])
         for index, copy in enumerate(order):
             if not copy.pins:
+                for passed in order[:index]:
+                    passed.touched = now
                 order[:] = order[index:] + order[:index]
                 return copy
         return None

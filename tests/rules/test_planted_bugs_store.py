@@ -67,8 +67,8 @@ class GenerationForgotten(SegmentStore):
 class LeaseIgnored(SegmentStore):
     """A leased segment may be the victim, and its slot changes hands at once."""
 
-    def _make_room(self, pool: SlotPool, kind: Kind) -> bool:
-        if super()._make_room(pool, kind):
+    def _make_room(self, pool: SlotPool, kind: Kind, now: float) -> bool:
+        if super()._make_room(pool, kind, now):
             return True
         for segment in self.segments():
             if segment.state is State.READY and segment.kind is not Kind.DIRTY and segment.pool is pool:
@@ -113,8 +113,8 @@ class QuarantineNeverFreed(SegmentStore):
 class DirtyEvictable(SegmentStore):
     """A segment that only its writer has is evicted."""
 
-    def _make_room(self, pool: SlotPool, kind: Kind) -> bool:
-        if super()._make_room(pool, kind):
+    def _make_room(self, pool: SlotPool, kind: Kind, now: float) -> bool:
+        if super()._make_room(pool, kind, now):
             return True
         for segment in self.segments():
             dirty = segment.kind is Kind.DIRTY and segment.state is State.READY and not segment.pins
@@ -127,10 +127,10 @@ class DirtyEvictable(SegmentStore):
 class StagedBudgetIgnored(SegmentStore):
     """A staged copy takes a home copy's slot whatever the staged copies hold already."""
 
-    def _make_room(self, pool: SlotPool, kind: Kind) -> bool:
-        victim = pool.victim(Kind.HOME) if kind is Kind.STAGED else None
+    def _make_room(self, pool: SlotPool, kind: Kind, now: float) -> bool:
+        victim = pool.victim(Kind.HOME, now) if kind is Kind.STAGED else None
         if victim is None:
-            return super()._make_room(pool, kind)
+            return super()._make_room(pool, kind, now)
         self._evict(victim)
         return True
 
@@ -160,8 +160,8 @@ class ParentTouchedFirst(SegmentStore):
 class HomesEvictedFirst(SegmentStore):
     """A write evicts a home copy while a staged one is there."""
 
-    def _make_room(self, pool: SlotPool, kind: Kind) -> bool:
-        return super()._make_room(pool, Kind.STAGED) or super()._make_room(pool, kind)
+    def _make_room(self, pool: SlotPool, kind: Kind, now: float) -> bool:
+        return super()._make_room(pool, Kind.STAGED, now) or super()._make_room(pool, kind, now)
 
 
 class TenantDropped(SegmentStore):

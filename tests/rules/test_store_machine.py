@@ -171,7 +171,7 @@ class StoreMachine(RuleBasedStateMachine):
             return None
         self.now += 1
         name = SegmentKey(bytes([key]) * 32)
-        expected = self.model.admit(pool, kind)
+        expected = self.model.admit(pool, kind, self.now)
         result = self.store.reserve(TenantId(tenant), size, name, kind, key, self.now)
         if isinstance(expected, Code) or isinstance(result, Code):
             assert result == expected, f"reserving came to {result!r}, must come to {expected!r}"

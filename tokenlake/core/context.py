@@ -70,14 +70,15 @@ class Context:
         self.started = 0.0
         """When this node's rules began: the time of `NodeCore.start`."""
         self.out: list[Instruction] = []
-        self._ids = itertools.count(1)
+        # They begin elsewhere in each life, so that what refers to an earlier one fits nothing.
+        self._ids = itertools.count(((config.incarnation & 0x7FFFFFFF) << 31) + 1)
 
     def emit(self, instruction: Instruction) -> None:
         """Add to what the driver must do."""
         self.out.append(instruction)
 
     def next_id(self) -> int:
-        """Names a lease, write, call or fetch; never used twice in this incarnation."""
+        """Names a session, lease, write, call or fetch; never used twice, by any incarnation of this node."""
         return next(self._ids)
 
     def vacancy(self) -> Vacancy:

@@ -61,6 +61,10 @@ class FetchCall:
             node = lease.remotes[index]
             if node is not None and lease.segments[index] is None:
                 by_node.setdefault(node, []).append(index)
+        for node in [node for node in by_node if not self.parts.peers.usable(node)]:
+            # Nothing is asked of a node that is gone or silent; should it come back, a later fetch finds it.
+            for index in by_node.pop(node):
+                self.codes[index - self.request.start] = Code.LOST
         limit_s = self._limit_s(by_node)
         self.waiting = sum(map(len, by_node.values()))
         if self.waiting:

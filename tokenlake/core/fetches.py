@@ -106,6 +106,8 @@ class Fetches:
 
     def _abort(self, fetch: int) -> None:
         self._context.counters.add(ABORTED)
+        flight = self._flights[fetch]
+        self._peers.silent_since(flight.node, flight.began)
         self._context.emit(AbortFetch(fetch))
 
     def done(self, fetch: int, codes: bytes, checksums: bytes) -> None:

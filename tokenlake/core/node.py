@@ -215,8 +215,8 @@ class NodeCore:
                 for lease in message.leases:
                     self._serving.release(LeaseId(lease), node)
             case peer.Ready():
-                codes, _ = self._home.ready(node, TenantId(message.tenant), split_keys(message.keys))
-                self._peers.tell(node, peer.ReadyReply(message.call, codes))
+                codes, firsts = self._home.ready(node, TenantId(message.tenant), split_keys(message.keys))
+                self._peers.tell(node, peer.ReadyReply(message.call, codes, tuple(firsts)))
             case peer.Offer():
                 self._pushes.offered(node, message)
             case peer.Ping():

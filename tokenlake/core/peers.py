@@ -50,6 +50,7 @@ class Peer:
         self.incarnation = Incarnation(0)
         self.overdue = False
         self.suspect = False
+        self.heard_at = 0.0
         self.vacancy = UNKNOWN_VACANCY
         self.rate = DEFAULT_RATE
         """Bytes per second of fetches from there, running mean."""
@@ -135,6 +136,7 @@ class Peers:
         """It said something: it is alive."""
         peer = self._peers[node]
         peer.overdue = False
+        peer.heard_at = self._context.now
         if peer.suspect:
             peer.suspect = False
             self._context.emit(Note(f"peer {node} answers again"))
@@ -179,7 +181,9 @@ class Peers:
         def expire() -> None:
             peer.calls.pop(call)
             self._context.counters.add(TIMEOUTS)
-            peer.overdue = peer.overdue or proves_life
+            # Only a call that had the usual time says something of the peer, not one that came late or was cut short.
+            in_full = deadline_s >= 0.9 * self._context.config.match_deadline_s
+            peer.overdue = peer.overdue or (proves_life and in_full)
             on_reply(None)
 
         peer.calls[call] = (on_reply, self._context.after(deadline_s, expire))
@@ -232,6 +236,11 @@ class Peers:
         """How welcome a segment is there, as last heard; this node's own is exact."""
         peer = self._peers.get(node)
         return self._context.vacancy() if peer is None else peer.vacancy
+
+    def silent_since(self, node: NodeId, began: float) -> None:
+        """A transfer that began then missed its deadline. If the peer said nothing all the while, it is overdue."""
+        peer = self._peers[node]
+        peer.overdue = peer.overdue or peer.heard_at < began
 
     # -- speed
 

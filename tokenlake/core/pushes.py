@@ -19,7 +19,7 @@ A push is an offer that the holder pulls, so bytes between nodes have one path, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from tokenlake.core.context import Context
@@ -84,25 +84,25 @@ class Pushes:
         grouped = self._context.by_home(by_key)
         waiting = len(grouped)
 
-        def answered(home: NodeId, keys: list[SegmentKey], codes: bytes) -> None:
+        def answered(keys: list[SegmentKey], codes: bytes, firsts: Sequence[str]) -> None:
             nonlocal waiting
             waiting -= 1
-            for key, code in zip(keys, codes, strict=True):
-                if code == Code.EXISTS:
-                    self._stage(by_key.pop(key), None)
-                    self._context.counters.add(DUPLICATES)
+            named = iter(firsts)
+            for key in [key for key, code in zip(keys, codes, strict=True) if code == Code.EXISTS]:
+                self._stage(by_key.pop(key), NodeId(next(named, "")) or None)
+                self._context.counters.add(DUPLICATES)
             if not waiting:
                 self._place(session, [segment for segment in segments if segment.key in by_key])
 
         for home, keys in grouped.items():
             if home == self._context.node:
-                answered(home, keys, self._home.ready(home, session.tenant, keys)[0])
+                answered(keys, *self._home.ready(home, session.tenant, keys))
             else:
                 self._peers.call(
                     home,
                     partial(_ready, tenant=session.tenant, keys=join_keys(keys)),
                     self._context.config.suspect_s,
-                    partial(_ready_codes, partial(answered, home, keys), len(keys)),
+                    partial(_ready_codes, partial(answered, keys), len(keys)),
                 )
 
     def _place(self, session: Session, segments: list[Segment]) -> None:
@@ -167,12 +167,13 @@ class Pushes:
         taken = isinstance(reply, wire.OfferReply) and len(reply.codes) == len(parcel.segments)
         codes = reply.codes if isinstance(reply, wire.OfferReply) and taken else bytes(len(parcel.segments))
         kept: list[Segment] = []
-        for segment, code in zip(parcel.segments, codes, strict=True):
+        # Deepest first, so that parents are evicted last.
+        for segment, code in reversed(list(zip(parcel.segments, codes, strict=True))):
             if code in (Code.COMMITTED, Code.EXISTS):
                 self._stage(segment, holder)
                 self._context.counters.add(PUSHED)
             else:
-                kept.append(segment)
+                kept.insert(0, segment)
         self._keep(parcel.tenant, kept)
         if self._queues[holder]:
             # Not from within this reply: a holder that is down answers at once, and a long queue would recurse.
@@ -220,7 +221,8 @@ class Pushes:
             if peer.reachable and peer.incarnation == life:
                 return
             by_tenant: dict[TenantId, list[SegmentKey]] = {}
-            for segment in self._context.store.segments():
+            # Children were indexed after their parents: in reverse, parents end up as the last to be evicted.
+            for segment in reversed(list(self._context.store.segments())):
                 if segment.state is State.READY and segment.kind is Kind.STAGED and segment.source == peer.node:
                     segment.source = None
                     self._context.store.become(segment, Kind.HOME, self._context.now)
@@ -271,7 +273,7 @@ class Pushes:
 
         wanted = [
             (key, depth, partial(arrived, index))
-            for index, (key, depth) in reversed(list(enumerate(zip(keys, message.depths, strict=True))))
+            for index, (key, depth) in enumerate(zip(keys, message.depths, strict=True))
         ]
         # Nobody waits for a push: it may take its time, while its offerer still waits for the answer.
         predicted = self._peers.predict_s(node, message.slot_bytes * len(keys))
@@ -310,7 +312,9 @@ def _offer(
     return wire.Offer(call, tenant, keys, depths, slot_bytes, shards)
 
 
-def _ready_codes(answered: partial[None], count: int, reply: Reply | None) -> None:
+def _ready_codes(answered: Callable[[bytes, Sequence[str]], None], count: int, reply: Reply | None) -> None:
     """No answer counts as COMMITTED: the segment is kept, and the home learns of it from the holder."""
-    known = isinstance(reply, wire.ReadyReply) and len(reply.codes) == count
-    answered(reply.codes if isinstance(reply, wire.ReadyReply) and known else bytes([Code.COMMITTED]) * count)
+    if isinstance(reply, wire.ReadyReply) and len(reply.codes) == count:
+        answered(reply.codes, reply.firsts)
+    else:
+        answered(bytes([Code.COMMITTED]) * count, ())

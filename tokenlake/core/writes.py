@@ -65,13 +65,11 @@ class Writes:
                 codes.append(outcome)
                 slots.append(NO_SLOT_BYTES)
                 self._context.counters.add(REFUSED, outcome.refused)
-        # What was computed again although it is here was wanted: it must not be the next to go.
-        known = (
-            self._context.store.get(session.tenant, key)
-            for key, code in zip(keys, codes, strict=True)
-            if code == Code.EXISTS
-        )
-        self._touches.read([segment for segment in known if segment is not None])
+        # What was computed again although it is here was wanted: it must not be the next to go. Looked up anew,
+        # since a later key of the same request may have taken its slot.
+        existing = [key for key, code in zip(keys, codes, strict=True) if code == Code.EXISTS]
+        found = self._context.ready(session.tenant, existing)
+        self._touches.read([segment for segment in found if segment is not None])
         if write.open:
             self._sessions.add_write(session, write)
             self._announce(session.tenant, [segment.key for segment in write.open.values()])

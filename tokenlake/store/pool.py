@@ -69,7 +69,7 @@ class SlotPool:
         generations[region][slot] += 1
         return SlotRef(region, slot, generations[region][slot])
 
-    def victim(self, kind: Kind) -> Segment | None:
+    def victim(self, kind: Kind, now: float) -> Segment | None:
         """The coldest unpinned segment of `kind`. Pinned ones on the way are in use, so they count as touched:
         each is passed over once per turn of the order."""
         if not self.unpinned[kind]:
@@ -79,7 +79,7 @@ class SlotPool:
             segment = order.coldest()
             if not segment.pins:
                 return segment
-            order.touch(segment, segment.touched)
+            order.touch(segment, now)
 
     def enter(self, segment: Segment, now: float) -> None:
         """A READY segment takes its place in the order of its kind."""

@@ -99,7 +99,7 @@ class SegmentStore:
         age = 0.0
         for pool in self._pools.values():
             free += len(pool.free) * pool.slot_bytes
-            coldest = pool.victim(Kind.HOME)
+            coldest = pool.victim(Kind.HOME, now)
             if coldest is not None:
                 age = max(age, now - coldest.touched)
         return Vacancy(free / total if total else 0.0, age)
@@ -122,7 +122,7 @@ class SegmentStore:
             return Code.WRITE_BUDGET
         if not pool.free and self._spare:
             self._grow(pool)
-        if not pool.free and not self._make_room(pool, kind):
+        if not pool.free and not self._make_room(pool, kind, now):
             return Code.NO_SLOT
         segment = Segment(pool, key, pool.take(self._generations), kind, depth, now)
         segment.pins = 1
@@ -232,7 +232,7 @@ class SegmentStore:
             self._generations[region] = [former] * RegionShape(self.region_bytes, pool.slot_bytes).slots
             pool.add_region(region, self.region_bytes)
 
-    def _make_room(self, pool: SlotPool, kind: Kind) -> bool:
+    def _make_room(self, pool: SlotPool, kind: Kind, now: float) -> bool:
         """Evict one segment so that one of `kind` can come. Nothing is evicted for a loser."""
         order: tuple[Kind, ...] = (Kind.STAGED, Kind.HOME)
         if kind is Kind.STAGED and pool.counts[kind] < pool.budget(pool.budgets.staged, pool.slots):
@@ -240,7 +240,7 @@ class SegmentStore:
         elif kind is Kind.STAGED:
             order = (Kind.STAGED,)
         for victims in order:
-            victim = pool.victim(victims)
+            victim = pool.victim(victims, now)
             if victim is not None:
                 self._evict(victim)
                 return True

@@ -126,6 +126,8 @@ class ReadyReply(_Message, frozen=True, tag=10):
 
     call: int
     codes: bytes
+    firsts: tuple[str, ...]
+    """One node for each EXISTS, in order."""
 
 
 class Offer(_Message, frozen=True, tag=11):
