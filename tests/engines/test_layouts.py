@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from tests.engines.models import COMMON, FAMILIES, GPT2, LLAMA, build, family
 from tokenlake.errors import LayoutRefused
 from tokenlake.layout import Layout
 from tokenlake_client.engines.transformers import layout_of
-from tokenlake_client.weights import digest_of_directory
 
 
 def layout(**changes: Any) -> Layout:
@@ -169,25 +167,3 @@ def test_adapters_without_an_id_are_refused() -> None:
     with pytest.raises(LayoutRefused, match="adapter id"):
         layout_of(model)
     layout_of(model, adapter="one")
-
-
-def test_a_loaded_model_has_its_directorys_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import AutoModelForCausalLM
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for place in ("first", "second"):
-        family("llama-gqa").save_pretrained(tmp_path / place)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
-    directory = digest_of_directory(tmp_path / "first")
-    assert layout_of(model).weights_digest == directory
-    assert layout_of(AutoModelForCausalLM.from_pretrained(tmp_path / "first")) == layout_of(model)
-    assert layout_of(AutoModelForCausalLM.from_pretrained(tmp_path / "second")) == layout_of(model)
-    for settings in ({"attn_implementation": "eager"}, {"dtype": torch.bfloat16}):
-        other = AutoModelForCausalLM.from_pretrained(tmp_path / "first", **settings)
-        assert layout_of(other).weights_digest == directory
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight.mul_(1.001)
-    changed = layout_of(model).weights_digest
-    assert changed not in ("", directory)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "first", rms_norm_eps=0.5)
-    assert layout_of(again).weights_digest not in (directory, changed)

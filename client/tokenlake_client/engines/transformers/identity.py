@@ -6,12 +6,14 @@ that it shares with every engine that loads the same files. Any other has the di
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
 from transformers import AutoConfig
 
 from tokenlake.errors import LayoutRefused
@@ -21,9 +23,8 @@ __all__ = ["weights_digest_of"]
 
 NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
 """Settings that do not change what the weights compute (the dtype has its own field in the layout)."""
-SAMPLES = 64
-"""Elements compared at either end of each tensor: enough to notice training, merging and scaling."""
-FILE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+PIECE = 1 << 18
+"""Elements compared at a time: they stay in the processor's cache."""
 
 
 def weights_digest_of(model: Any) -> str:
@@ -48,31 +49,53 @@ def _contents(state: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[int, .
 
 
 def _loaded_from(model: Any, state: Mapping[str, Any], directory: Path) -> bool:
-    """Whether configuration and sampled weights are still those in `directory`. Weights that the files
-    hold under other names count as changed: the digest of the tensors is then used, which is never wrong."""
+    """Whether configuration and weights are still those in `directory`, to the last bit. Weights that the files
+    hold under other names, or not at all, count as changed: the digest of the tensors is then used, which is
+    never wrong."""
     files = weight_files(directory)
     if not files or any(file.suffix != ".safetensors" for file in files):
         return False
     if _settings(AutoConfig.from_pretrained(directory)) != _settings(model.config):
         return False
-    return all(_samples_equal(file, state) for file in files)
+    compared: set[str] = set()
+    for file in files:
+        names = _equal_names(file, state)
+        if names is None:
+            return False
+        compared |= names
+    # A file holds tied weights once, under the name of one of them.
+    places = {_place(state[name]) for name in compared}
+    return all(name in compared or _place(tensor) in places for name, tensor in state.items())
 
 
-def _samples_equal(path: Path, state: Mapping[str, Any]) -> bool:
-    with path.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(header_bytes))
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            dtype = FILE_DTYPES.get(entry["dtype"])
-            if dtype is None or name not in state or list(state[name].shape) != entry["shape"]:
-                return False
-            flat = state[name].detach().reshape(-1)
-            for start in (0, max(0, flat.numel() - SAMPLES)):
-                count = min(SAMPLES, flat.numel() - start)
-                file.seek(8 + header_bytes + entry["data_offsets"][0] + start * dtype.itemsize)
-                stored = torch.frombuffer(bytearray(file.read(count * dtype.itemsize)), dtype=dtype)
-                loaded = flat[start : start + count].cpu()
-                if not torch.equal(stored.to(loaded.dtype), loaded):
-                    return False
+def _place(tensor: Any) -> tuple[Any, ...]:
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _equal_names(path: Path, state: Mapping[str, Any]) -> set[str] | None:
+    """The names in `path`, or None where one of its tensors is not what `state` holds under its name."""
+    with safe_open(path, framework="pt") as file:
+        names = set(file.keys())
+        # The file is mapped: each tensor is read while it is compared.
+        if all(name in state and _equal(file.get_tensor(name), state[name]) for name in names):
+            return names
+    return None
+
+
+def _equal(stored: Any, loaded: Any) -> bool:
+    """Whether loading `stored` with the dtype of `loaded` gives the same bits. A piece at a time, so that
+    what a conversion or a copy from an accelerator makes stays small."""
+    if stored.shape != loaded.shape:
+        return False
+    one, other = stored.reshape(-1), loaded.detach().reshape(-1)
+    for start in range(0, other.numel(), PIECE):
+        piece = other[start : start + PIECE].cpu()
+        if not np.array_equal(_bits(one[start : start + PIECE].to(piece.dtype)), _bits(piece)):
+            return False
     return True
+
+
+def _bits(tensor: Any) -> NDArray[np.uint8]:
+    """The bytes: equal numbers may differ in them (-0.0 and 0.0), and a NaN is not equal to itself."""
+    content: NDArray[np.uint8] = tensor.contiguous().view(torch.uint8).numpy()
+    return content
