@@ -16,13 +16,14 @@ from typing import Any
 import msgspec
 
 from tokenlake import config_values as kinds
-from tokenlake.config_values import Address, Kind, Peer, Tenant, format_size, parse_address, parse_size
+from tokenlake.config_values import Address, Kind, Peer, Secret, Tenant, format_size, parse_address, parse_size
 from tokenlake.errors import ConfigurationError
 
 __all__ = [
     "ENGINE_PREFIX",
     "Address",
     "Peer",
+    "Secret",
     "ServerConfig",
     "Settings",
     "Tenant",
@@ -51,7 +52,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     # By `load_config`: {XDG_RUNTIME_DIR or /tmp}/tokenlake-{node}.sock. The user's own directory where there
     # is one, and a name that two nodes do not share.
     socket: str = "/tmp/tokenlake-local.sock"
-    # Peers' connections are neither encrypted nor authenticated yet, hence loopback; port 0 takes a free one.
+    # Peers' connections are authenticated but not encrypted yet, hence loopback; port 0 takes a free one.
     listen: str = "127.0.0.1:7440"
     # Nobody else: a pool of one node. Never holds this node itself, whose weight is `memory` where the peers
     # have sizes, and that of each of them where they have none.
@@ -92,6 +93,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     allow_uids: tuple[int, ...] = ()
     # Empty: one tenant "default" of all allowed users, its secret the same on every node.
     tenants: tuple[Tenant, ...] = ()
+    # Empty: a constant that everybody knows, as where one tenant's nodes are alone on a machine. Never a flag,
+    # which other users could read in the list of processes.
+    cluster_secret: Secret = Secret()
     # The event log grows without bound; it is for finding faults.
     record: str = ""
 
@@ -125,6 +129,7 @@ _KINDS: dict[str, Kind] = {
     "arena_directory": kinds.path("an absolute path, or nothing for memfd", absolute=True, optional=True),
     "allow_uids": kinds.uids(),
     "tenants": kinds.tenants(),
+    "cluster_secret": kinds.secret(),
     "record": kinds.path("a path, or nothing", optional=True),
 }
 
@@ -163,7 +168,15 @@ def load_config(*, toml_text: str | None, environ: Mapping[str, str], flags: Map
     _fill_computed_defaults(values, environ)
     config = ServerConfig(**values)
     _check_together(config, origin)
-    return Settings(_without_self(config, origin), origin)
+    config = _without_self(config, origin)
+    if config.peers and config.tenants and not config.cluster_secret:
+        expected = (
+            "16 to 64 bytes in hexadecimal, the same on all nodes, because there are 'peers' and 'tenants': without it "
+            "any process of this machine could pose as a node and obtain a tenant's cache; set it in the "
+            f"configuration file or as {PREFIX}CLUSTER_SECRET"
+        )
+        raise ConfigurationError("cluster_secret", "", expected)
+    return Settings(config, origin)
 
 
 def _given(

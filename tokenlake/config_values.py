@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-__all__ = ["Address", "Kind", "Peer", "Tenant", "format_size", "parse_address", "parse_size"]
+__all__ = ["Address", "Kind", "Peer", "Secret", "Tenant", "format_size", "parse_address", "parse_size"]
 
 PAGE = 4096
 HUGE_PAGE = 2 << 20
@@ -48,6 +48,15 @@ class Peer(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         size = "" if self.memory is None else f"/{format_size(self.memory)}"
         return f"{self.name}={Address(self.host, self.port)}{size}"
+
+
+class Secret(bytes):
+    """Bytes that appear in no representation."""
+
+    def __repr__(self) -> str:
+        return MASK if self else "none"
+
+    __str__ = __repr__
 
 
 class Tenant(msgspec.Struct, frozen=True):
@@ -237,6 +246,15 @@ def tenants() -> Kind:
     return Kind(parse, lambda value: ", ".join(map(repr, value)))
 
 
+def secret() -> Kind:
+    """16 to 64 bytes in hexadecimal, shown masked; the empty text for none."""
+
+    def parse(value: object) -> Secret:
+        return Secret() if value == "" else Secret(_secret(value, "16 to 64 bytes in hexadecimal"))
+
+    return Kind(parse, lambda value: MASK if value else "")
+
+
 def _peer(item: object) -> Peer:
     expected = f"name=HOST:PORT[/SIZE] for each peer, not {item!r}"
     match = re.fullmatch(r"([^=]+)=([^/]+)(?:/(.+))?", item) if isinstance(item, str) else None
@@ -263,13 +281,14 @@ def _tenant(item: object) -> Tenant:
     tokens = item.get("tokens", [])
     if not isinstance(tokens, list) or not all(isinstance(token, str) and token for token in tokens):
         raise ValueError(f"a list of non-empty texts as tokens of tenant {tenant!r}")
-    return Tenant(tenant, _secret(item["secret"], tenant), _uids(item.get("uids", [])), tuple(tokens))
+    secret = _secret(item["secret"], f"16 to 64 bytes in hexadecimal as the secret of tenant {tenant!r}")
+    return Tenant(tenant, secret, _uids(item.get("uids", [])), tuple(tokens))
 
 
-def _secret(value: object, tenant: str) -> bytes:
+def _secret(value: object, expected: str) -> bytes:
     # 64 bytes is the longest key of blake2b; below 16 a secret can be searched for.
     if not isinstance(value, str) or not re.fullmatch(r"(?:[0-9A-Fa-f]{2}){16,64}", value):
-        raise ValueError(f"16 to 64 bytes in hexadecimal as the secret of tenant {tenant!r}")
+        raise ValueError(expected)
     return bytes.fromhex(value)
 
 

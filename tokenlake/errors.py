@@ -7,7 +7,7 @@
     |   +-- DeadlinePassed      it is there, but did not answer in time
     +-- Refused                 the other side answered no
     |   +-- LayoutRefused       the layout is unknown, unsupported or another one
-    |   +-- CredentialRefused   neither uid nor token belongs to a tenant
+    |   +-- CredentialRefused   no tenant has this uid or token, or a peer knows another secret
     |   +-- ProtocolRefused     other protocol version, failed probe hash, malformed or oversized frame
     |   +-- LimitReached        a bound of the daemon or of the session; the message names it
     |   +-- RingRefused         two members disagree on who is in the cluster
@@ -53,7 +53,7 @@ class LayoutRefused(Refused):
 
 
 class CredentialRefused(Refused):
-    """The caller's uid or token maps to no tenant."""
+    """The caller's uid or token maps to no tenant, or a daemon did not prove that it knows the cluster secret."""
 
 
 class ProtocolRefused(Refused):

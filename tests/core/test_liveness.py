@@ -252,3 +252,41 @@ def test_too_many_sessions_and_wrong_ones_are_refused_by_name() -> None:
     refused = [i.message.reason for i in said(cluster, 0, instructions.Answer) if isinstance(i.message, engine.Failed)]
     assert "max_sessions" in refused[0]
     assert "session 4711 does not exist" in refused[1]
+
+
+def test_nothing_is_fetched_from_a_node_that_is_known_to_be_silent() -> None:
+    """Leases made before the freeze cost one deadline together, not one each."""
+    cluster = calm()
+    writer, readers = cluster.join(0), [cluster.join(2), cluster.join(2)]
+    keys = placed(cluster, 0, 1, 2)
+    store(cluster, writer, keys)
+    writer.die()
+    leases = [match(cluster, reader, keys[:1] if at else keys[1:]).lease for at, reader in enumerate(readers)]
+    sources = {
+        session.leases[LeaseId(lease)].remotes[0]
+        for session, lease in zip(cluster.core(2)._sessions, leases, strict=False)
+    }
+    for source in sources:
+        cluster.node(int(str(source).removeprefix("n"))).freeze()
+    cluster.run_for(1.0)
+    began = cluster.clock.now
+    for reader, lease in zip(readers, leases, strict=True):
+        assert list(fetch(cluster, reader, lease, 1).codes) == [Code.LOST]
+    assert cluster.clock.now - began < 0.010
+    assert cluster.core(2).counters[ABORTED] == 0
+
+
+def test_leases_at_other_nodes_live_as_long_as_the_engine() -> None:
+    cluster = calm(peer_lease_s=1.0)
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 2)
+    store(cluster, writer, keys)
+    lease = match(cluster, reader, keys).lease
+    for _ in range(6):
+        cluster.run_for(0.5)
+        answer(cluster, reader.processes[0], engine.Heartbeat)
+    assert sum(cluster.core(node).census()["leases to peers"] for node in (0, 1)) > 0
+    assert list(fetch(cluster, reader, lease, 2).codes) == [Code.LOCAL] * 2
+    reader.die()
+    cluster.run_for(1.5)
+    assert sum(cluster.core(node).census()["leases to peers"] for node in (0, 1)) == 0

@@ -7,6 +7,7 @@ import itertools
 from tests.core.scenes import answer, ask, calm, copies, kinds, match, placed, prepare, said, store, tell
 from tests.sim.arena import SHARDS, content
 from tests.sim.engine import Storing
+from tests.sim.prompts import prompt
 from tokenlake.core.instructions import ReplaceRegion
 from tokenlake.core.pushes import DUPLICATES
 from tokenlake.store import Kind
@@ -183,3 +184,52 @@ def test_a_newcomer_gets_the_region_of_a_tenant_that_left() -> None:
     store(cluster, blue, keys)
     assert match(cluster, blue, keys).hits == 1
     assert not ask(red.processes[0], engine.Heartbeat)
+
+
+def test_a_key_that_comes_twice_in_one_prepare_leaks_nothing() -> None:
+    """The first is here, the next takes its slot, the last finds it gone: nothing stays reserved by nobody."""
+    cluster = calm(1, regions=1, dirty_share=1.0, session_reserve_share=1.0)
+    writer = cluster.join(0)
+    cluster.run_for(0.01)
+    keys = prompt("twice", 40)
+    codes = prepare(cluster, writer, keys).codes
+    room = codes.count(Code.RESERVED)
+    writer.die()
+    cluster.run_for(0.01)
+    writer = cluster.join(0)
+    store(cluster, writer, keys[:room])
+    reply = prepare(cluster, writer, [keys[0], *keys[room : 2 * room], keys[0]])
+    assert reply.codes[0] == Code.EXISTS
+    assert Code.RESERVED in reply.codes
+    tell(cluster, writer.processes[0], engine.Abort(reply.write))
+    cluster.check()
+    assert cluster.core(0).idle()
+
+
+def test_parents_are_evicted_last_wherever_the_copies_are() -> None:
+    """At the holder that pulled them and at the writer that keeps staged copies; of one store."""
+    cluster = calm(regions=4, dirty_share=1.0, session_reserve_share=1.0)
+    writer = cluster.join(0)
+    keys = placed(cluster, 1, 2, 3)
+    store(cluster, writer, keys)
+    for node in (0, 1, 2):
+        for kind in (Kind.STAGED, Kind.HOME):
+            for pool in cluster.core(node).store.pools():
+                order = list(pool.order[kind]._order)  # type: ignore[attr-defined]
+                depths = [segment.depth for segment in order if segment.key in keys]
+                assert depths == sorted(depths, reverse=True), f"{kind.name} copies of node {node}"
+
+
+def test_who_lost_a_race_knows_who_won_it() -> None:
+    """When the winner dies, the copy of the loser is found."""
+    cluster = calm()
+    writers = [cluster.join(0), cluster.join(1)]
+    key = placed(cluster, 2, 0)[0]
+    cluster.run_for(0.01)
+    for writer in writers:
+        writer.store([key], 0, Storing(fill_s=0.01))
+    cluster.run_for(0.5)
+    held = copies(cluster, key)
+    sources = {node: segment.source for node, segment in held.items() if segment.kind is Kind.STAGED}
+    assert sources
+    assert None not in sources.values()

@@ -42,7 +42,7 @@ class CoreConfig(msgspec.Struct, frozen=True):
     gossip_s: float = 0.250
     """Between two pings to a peer."""
     peer_lease_s: float = 30.0
-    """A lease to another node ends then; the sends it started hold their own pins."""
+    """A lease to another node ends then, unless renewed; the sends it started hold their own pins."""
     sync_grace_s: float = 5.0
     """A home that started answers UNKNOWN until every peer advertised, at most this long."""
     directory_limit: int = 1 << 20

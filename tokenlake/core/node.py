@@ -101,6 +101,7 @@ class NodeCore:
         """Once, before the first event: timers begin at `now`."""
         self._context.now = self._context.started = now
         self._peers.start()
+        self._context.after(self._context.config.peer_lease_s / 3, self._renew)
         self._context.after(self._context.config.gossip_s, self._report)
 
     def next_wake(self) -> float | None:
@@ -214,6 +215,8 @@ class NodeCore:
             case peer.ReleaseLease():
                 for lease in message.leases:
                     self._serving.release(LeaseId(lease), node)
+            case peer.RenewLease():
+                self._serving.renew(node, message.leases)
             case peer.Ready():
                 codes, firsts = self._home.ready(node, TenantId(message.tenant), split_keys(message.keys))
                 self._peers.tell(node, peer.ReadyReply(message.call, codes, tuple(firsts)))
@@ -263,6 +266,12 @@ class NodeCore:
                         self._context.directory.gone(tenant, key, home)
                 else:
                     self._peers.tell(home, peer.Evicted(tenant, join_keys(keys), self._context.node))
+
+    def _renew(self) -> None:
+        """What engines leased at other nodes lives as long as their sessions do here."""
+        for node, leases in self._sessions.remote_leases().items():
+            self._peers.tell(node, peer.RenewLease(tuple(leases)))
+        self._context.after(self._context.config.peer_lease_s / 3, self._renew)
 
     def _report(self) -> None:
         self._touches.report()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from tokenlake.core.context import Context
 from tokenlake.core.home import Home
@@ -88,9 +88,19 @@ class Serving:
         lease = LeaseId(self._context.next_id())
         self._context.store.pin(*segments)
         self._leased += len(segments)
-        timer = self._context.after(self._context.config.peer_lease_s, lambda: self.release(lease))
-        self._leases[lease] = _PeerLease(node, segments, timer)
+        self._leases[lease] = _PeerLease(node, segments, self._expire_later(lease))
         return lease
+
+    def _expire_later(self, lease: LeaseId) -> Timer:
+        return self._context.after(self._context.config.peer_lease_s, lambda: self.release(lease))
+
+    def renew(self, node: NodeId, leases: Iterable[int]) -> None:
+        """`node` still needs these; those that have ended stay ended."""
+        for number in leases:
+            lease = self._leases.get(LeaseId(number))
+            if lease is not None and lease.node == node:
+                lease.timer.cancel()
+                lease.timer = self._expire_later(LeaseId(number))
 
     def release(self, lease_id: LeaseId, node: NodeId | None = None) -> None:
         """End a lease to a node; nothing happens when it has ended, or is another `node`'s."""

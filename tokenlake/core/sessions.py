@@ -260,6 +260,15 @@ class Sessions:
         taken, self._peer_releases = self._peer_releases, []
         return taken
 
+    def remote_leases(self) -> dict[NodeId, list[int]]:
+        """Leases at other nodes that living engines stand behind, by node."""
+        by_node: dict[NodeId, list[int]] = {}
+        for session in self._sessions.values():
+            for lease in session.leases.values() if not session.expired else ():
+                for node, number in lease.remote_leases:
+                    by_node.setdefault(node, []).append(number)
+        return by_node
+
     # -- writes
 
     def add_write(self, session: Session, write: Write) -> None:

@@ -1,4 +1,4 @@
-"""Numbers in messages, with bounds: a decoder refuses what no sender of this protocol can mean."""
+"""Fields of messages, with bounds: a decoder refuses what no sender of this protocol can mean."""
 
 from __future__ import annotations
 
@@ -8,10 +8,19 @@ from msgspec import Meta
 
 from tokenlake.layout import MAX_SEGMENT_BYTES, MAX_SHARDS
 
-__all__ = ["Index", "Seconds", "Shards", "Share", "SlotBytes"]
+__all__ = ["Index", "Name", "Nonce", "Proof", "Seconds", "Shards", "Share", "SlotBytes"]
 
 Index = Annotated[int, Meta(ge=0, lt=1 << 32)]
 """Of a segment in its prompt, of a key in a batch, of a region; a bit mask of shards."""
+
+Name = Annotated[str, Meta(max_length=64)]
+"""Of a node, from somebody who has proven nothing."""
+
+Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
+"""Drawn at random for one handshake."""
+
+Proof = Annotated[bytes, Meta(min_length=32, max_length=32)]
+"""Keyed hash of a handshake."""
 
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 """A duration; not a number and infinity are refused, so that every deadline made of it comes."""

@@ -1,7 +1,8 @@
 """Messages between daemons.
 
 The control connection carries everything but segments' bytes. A bulk connection carries `Pull` frames one way
-and, for each, a `Pulled` frame followed by raw bytes the other way. Both begin with `PeerHello`.
+and, for each, a `Pulled` frame followed by raw bytes the other way. Both begin with the handshake: `PeerHello`,
+`PeerChallenge`, `PeerProof`, `PeerWelcome`; `PeerRefused` may take the place of any but the first.
 A request carries a `call` that its reply repeats.
 """
 
@@ -9,19 +10,22 @@ from __future__ import annotations
 
 import msgspec
 
-from tokenlake.wire.fields import Index, Seconds, Shards, Share, SlotBytes
+from tokenlake.wire.fields import Index, Name, Nonce, Proof, Seconds, Shards, Share, SlotBytes
 
 __all__ = [
     "Advertised",
     "Announce",
     "Evicted",
+    "Handshake",
     "Held",
     "Lookup",
     "LookupReply",
     "Offer",
     "OfferReply",
+    "PeerChallenge",
     "PeerHello",
     "PeerMessage",
+    "PeerProof",
     "PeerRefused",
     "PeerWelcome",
     "Ping",
@@ -32,6 +36,7 @@ __all__ = [
     "ReadyReply",
     "Redundant",
     "ReleaseLease",
+    "RenewLease",
     "Touched",
     "Withdraw",
     "bulk_request_decoder",
@@ -46,27 +51,40 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PeerHello(_Message, frozen=True, tag=1):
-    """First frame of a connection between daemons."""
+    """First frame of a connection between daemons: who dials. Nothing of it is proven."""
 
     oldest_version: int
     newest_version: int
-    node: str
+    node: Name
     incarnation: int
+    bulk: bool
+    nonce: Nonce
+
+
+class PeerChallenge(_Message, frozen=True, tag=22):
+    """Answers `PeerHello`: who was dialled, proven."""
+
+    version: int
+    node: Name
+    incarnation: int
+    nonce: Nonce
+    proof: Proof
+
+
+class PeerProof(_Message, frozen=True, tag=23):
+    """Answers `PeerChallenge`: the dialler's ring, told only to who proved itself, and the dialler's proof."""
+
     epoch: int
     members: tuple[str, ...]
-    bulk: bool
+    proof: Proof
 
 
 class PeerWelcome(_Message, frozen=True, tag=2):
-    """Answers `PeerHello`."""
-
-    version: int
-    node: str
-    incarnation: int
+    """Answers `PeerProof`: the dialler is believed, and the sender's epoch is the same."""
 
 
 class PeerRefused(_Message, frozen=True, tag=3):
-    """Answers a `PeerHello` that cannot be served; the connection closes after it."""
+    """Ends a handshake, from either side; the connection closes after it."""
 
     kind: str
     reason: str
@@ -94,6 +112,12 @@ class LookupReply(_Message, frozen=True, tag=5):
 
 class ReleaseLease(_Message, frozen=True, tag=6):
     """The caller's leases that it no longer needs."""
+
+    leases: tuple[int, ...]
+
+
+class RenewLease(_Message, frozen=True, tag=22):
+    """The caller's engines still hold what these leases stand for."""
 
     leases: tuple[int, ...]
 
@@ -219,6 +243,7 @@ PeerMessage = (
     Lookup
     | LookupReply
     | ReleaseLease
+    | RenewLease
     | Announce
     | Withdraw
     | Ready
@@ -235,8 +260,7 @@ PeerMessage = (
 )
 
 peer_decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)
-handshake_decoder: msgspec.msgpack.Decoder[PeerHello | PeerWelcome | PeerRefused] = msgspec.msgpack.Decoder(
-    PeerHello | PeerWelcome | PeerRefused
-)
+Handshake = PeerHello | PeerChallenge | PeerProof | PeerWelcome | PeerRefused
+handshake_decoder: msgspec.msgpack.Decoder[Handshake] = msgspec.msgpack.Decoder(Handshake)
 bulk_request_decoder: msgspec.msgpack.Decoder[Pull] = msgspec.msgpack.Decoder(Pull)
 pulled_decoder: msgspec.msgpack.Decoder[Pulled] = msgspec.msgpack.Decoder(Pulled)
