@@ -22,13 +22,14 @@ SECRET = b"secret of the test's tenant"
 
 class MemoryPool:
     """Holds every committed segment. `broken` names calls that raise; `lose_after` makes each fetch return
-    at most so many segments."""
+    at most so many segments; `refuse` is the answer to every store but of the first segment."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.segments: dict[SegmentKey, NDArray[np.uint8]] = {}
         self.broken: set[str] = set()
         self.lose_after: int | None = None
+        self.refuse: Code | None = None
         self.lock = threading.Lock()
 
     def fail(self, call: str) -> None:
@@ -56,7 +57,8 @@ class MemoryPool:
     ) -> bytes:
         self.fail("store")
         filled = {}
-        for index, key in enumerate(keys):
+        given = len(keys) if self.refuse is None else 1
+        for index, key in enumerate(keys[:given]):
             if key not in self.segments:
                 # Filled with ones, so that a place nobody wrote shows as a number that is none.
                 filled[key] = np.full(self.layout.segment_bytes, 0xFF, np.uint8)
@@ -64,7 +66,8 @@ class MemoryPool:
         self.fail("commit")
         with self.lock:
             self.segments.update(filled)
-        return bytes(Code.COMMITTED if key in filled else Code.EXISTS for key in keys)
+        codes = [Code.COMMITTED if key in filled else Code.EXISTS for key in keys[:given]]
+        return bytes(codes + [self.refuse or Code.EXISTS] * (len(keys) - given))
 
     def close(self) -> None:
         self.fail("close")

@@ -12,6 +12,7 @@ import torch
 from tests.engines.memory_pool import MemoryPool, as_pool
 from tests.engines.models import FAMILIES, PAD, VOCABULARY, family, prompt
 from tokenlake.errors import Unreachable
+from tokenlake.wire import Code
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
 
 SEGMENT = 16
@@ -139,6 +140,23 @@ def test_a_failing_pool_changes_no_token(
         assert engine.counts.failures > 0
         assert sum(f"{call} is broken" in record.message for record in caplog.records) == 1
         pool.broken = set()
+
+
+def test_each_code_of_a_refusal_is_logged_once_and_the_rest_counted(
+    model: Any, pool: MemoryPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine_of(model, pool) as engine, caplog.at_level(logging.WARNING, "tokenlake"):
+        for seed, code in enumerate((Code.WRITE_BUDGET, Code.NO_SLOT, Code.WRITE_BUDGET)):
+            pool.refuse = code
+            greedy(engine.generate, torch.tensor([prompt(4 * SEGMENT + 1, seed)]), max_new_tokens=1)
+            engine.flush()
+        assert engine.counts.tokens_stored == 3 * SEGMENT
+        assert engine.counts.tokens_refused == engine.counts.tokens_not_stored == 9 * SEGMENT
+        assert engine.counts.failures == 0
+    said = [record.message for record in caplog.records]
+    assert len(said) == 2
+    assert "WRITE_BUDGET" in said[0]
+    assert "NO_SLOT" in said[1]
 
 
 def test_a_failed_pool_is_left_alone_for_a_while(model: Any, pool: MemoryPool) -> None:

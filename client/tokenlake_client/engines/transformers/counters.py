@@ -22,6 +22,8 @@ class Counts:
     tokens_stored: int = 0
     tokens_not_stored: int = 0
     """New tokens whose segment was refused, was there already, or found the writer's queue full."""
+    tokens_refused: int = 0
+    """Those among `tokens_not_stored` that the pool refused; the log names each code once."""
     failures: int = 0
     """Errors of the pool's path, none of which reached the caller."""
     pool_seconds: float = 0.0

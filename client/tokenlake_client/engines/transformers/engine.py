@@ -103,6 +103,7 @@ class TokenLakeEngine:
         self._writer = Writer(
             self._counters,
             self._pool_failed,
+            self._say,
             tasks=self.options.write_queue,
             patience=self.options.write_patience,
         )

@@ -55,14 +55,19 @@ class Writer:
         self,
         counters: Counters,
         report: Callable[[str, BaseException], None],
+        say: Callable[[str], None],
         *,
         tasks: int,
         patience: float,
     ) -> None:
-        """`tasks`: most that wait; each keeps a cache alive. `patience`: seconds to wait for the pool's write
+        """`report` is told of failures, `say` of each code's first refusal: it gets a line for the log.
+
+        `tasks`: most that wait; each keeps a cache alive. `patience`: seconds to wait for the pool's write
         budget without progress."""
         self._counters = counters
         self._report = report
+        self._say = say
+        self._refused: set[Code] = set()
         self._limit = tasks
         self._patience = patience
         self._changed = threading.Condition()
@@ -127,9 +132,17 @@ class Writer:
         def fill(index: int, slot: NDArray[np.uint8]) -> None:
             write_segment(slot, task.layout, task.layers, (task.first + index) * size)
 
-        done = 0
+        codes = b""
         try:
             codes = task.pool.store_all(task.keys, fill, task.first, self._patience)
-            done = codes.count(Code.COMMITTED)
         finally:
-            self._counters.add(tokens_stored=done * size, tokens_not_stored=(len(task.keys) - done) * size)
+            done, refused = codes.count(Code.COMMITTED), [Code(code) for code in codes if Code(code).refused]
+            self._counters.add(
+                tokens_stored=done * size,
+                tokens_not_stored=(len(task.keys) - done) * size,
+                tokens_refused=len(refused) * size,
+            )
+        for code in refused:
+            if code not in self._refused:
+                self._refused.add(code)
+                self._say(f"the pool refused to store segments: {code.name}; further ones are only counted")
