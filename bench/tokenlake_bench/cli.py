@@ -63,6 +63,26 @@ def engine(**arguments: object) -> None:
         raise click.ClickException(str(error)) from error
 
 
+@bench.command("transfer")
+@click.option("--against", default="", help="Peers to run in turn with the pool: mooncake,redis,lmcache.")
+@click.option("--rounds", default=30, show_default=True, help="Turns of each row, per peer.")
+@click.option("--peer-python", type=_FILE, help="Interpreter that has the peers' packages. [default: this one]")
+@_json
+@click.option("--plot", "plot_file", type=_FILE, help="Draw the result as this .png file.")
+def transfer(**arguments: object) -> None:
+    """What a call costs: keys, matches, copies, stores and fetches beside the machine's own rates.
+
+    Two sizes of segments, real daemons, every byte compared. Peers are started on loopback and ended again;
+    nothing is installed: docs/results/transfer.md says what each of them needs.
+    """
+    from tokenlake_bench.transfer.command import TransferArguments, run_transfer
+
+    try:
+        run_transfer(TransferArguments(**arguments))  # type: ignore[arg-type]
+    except TokenLakeError as error:
+        raise click.ClickException(str(error)) from error
+
+
 @click.command()
 @_trace
 @click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Directory of a model.")

@@ -1,0 +1,100 @@
+"""What is measured, and who is measured at it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+__all__ = ["FAST", "HASH_MANY", "HASH_NEW", "MATCH", "MATCH_KEYS", "SIZES", "WINDOWS", "RowKind", "Size", "System"]
+
+MATCH_KEYS: Final = 128
+WINDOWS: Final = 9
+"""Sets of segments that the rows go through in turn: 9 x 128 MiB, so that no cache holds what comes next."""
+FAST: Final = 20
+"""Samples per turn of a row that takes well under a millisecond."""
+
+HASH_MANY: Final = "hash_32k_tokens"
+HASH_NEW: Final = "hash_256_tokens"
+MATCH: Final = f"match_{MATCH_KEYS}"
+
+COPY_CEILING: Final = "copy_1_thread"
+COPY_CEILING_2: Final = "copy_2_threads"
+WIRE_CEILING: Final = "tcp_loop"
+
+
+@dataclass(frozen=True, slots=True)
+class RowKind:
+    """A row of the result. `nbytes`: moved per call, 0 where a rate says nothing; `ceiling`: the row of `Ceilings`
+    that bounds its rate."""
+
+    name: str
+    nbytes: int = 0
+    ceiling: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Segments of one size. `count`: of them in a call that moves many."""
+
+    label: str
+    segment_bytes: int
+    count: int
+
+    @property
+    def many(self) -> str:
+        """As in the names of rows."""
+        return f"{self.count}x{self.label}"
+
+    @property
+    def one(self) -> str:
+        """As in the names of rows."""
+        return f"1x{self.label}"
+
+    @property
+    def window_bytes(self) -> int:
+        """Of one set of segments."""
+        return self.count * self.segment_bytes
+
+    def transfer_rows(self) -> list[RowKind]:
+        """Rows that move segments of this size, in the order in which they run."""
+        many, one, whole, single = self.many, self.one, self.window_bytes, self.segment_bytes
+        return [
+            RowKind(f"lease_{many}"),
+            RowKind(f"copy_{many}", whole, COPY_CEILING),
+            RowKind(f"copy_{many}_2_threads", whole, COPY_CEILING_2),
+            RowKind(f"store_{many}", whole, COPY_CEILING),
+            RowKind(f"fetch_tcp_{many}", whole, WIRE_CEILING),
+            RowKind(f"copy_{one}", single, COPY_CEILING),
+            RowKind(f"store_{one}", single, COPY_CEILING),
+            RowKind(f"fetch_{one}", single, WIRE_CEILING),
+        ]
+
+    def key_rows(self) -> list[RowKind]:
+        """Rows whose cost is per key: measured at the size that has as many segments per call."""
+        if self.count != MATCH_KEYS:
+            return []
+        return [RowKind(name) for name in (HASH_MANY, HASH_NEW, MATCH, f"{MATCH}_remote", f"{MATCH}_under_load")]
+
+    def rows(self) -> list[RowKind]:
+        """All of this size."""
+        return [*self.key_rows(), *self.transfer_rows()]
+
+
+SIZES: Final = (Size("1MiB", 1 << 20, 128), Size("32MiB", 32 << 20, 4))
+"""As many bytes per call: 128 MiB."""
+
+
+class System(Protocol):
+    """The pool, a peer, or the machine itself."""
+
+    name: str
+
+    def rows(self) -> Sequence[str]:
+        """What `sample` knows."""
+
+    def sample(self, row: str, turn: int) -> list[float]:
+        """Seconds of one or several calls. Bytes that were moved have been compared. `turn` chooses the window."""
+
+    def close(self) -> None:
+        """End its processes. Idempotent."""

@@ -1,0 +1,140 @@
+"""The command `bench transfer`: systems in turn, then tables, JSON and a picture."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from tokenlake.errors import ConfigurationError, TokenLakeError
+from tokenlake_bench.progress import LiveProgress
+from tokenlake_bench.transfer.base import SIZES, RowKind, Size, System
+from tokenlake_bench.transfer.ceilings import Ceilings
+from tokenlake_bench.transfer.peers import PEERS, start_peer
+from tokenlake_bench.transfer.picture import plot_rows
+from tokenlake_bench.transfer.pool_rows import PoolRows
+from tokenlake_bench.transfer.results import Comparison, Row, compare, row_of, write_rows
+from tokenlake_bench.transfer.show import comparison_table, row_table
+from tokenlake_bench.transfer.windows import Windows
+
+__all__ = ["TransferArguments", "run_transfer"]
+
+WARM_TURNS = 1
+"""Not counted."""
+
+Taken = dict[str, dict[str, list[float]]]
+"""Seconds, by system and row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferArguments:
+    """As on the command line."""
+
+    against: str
+    rounds: int
+    peer_python: Path | None
+    json_file: Path | None
+    plot_file: Path | None
+
+    def __post_init__(self) -> None:
+        for name in self.peers():
+            if name not in PEERS:
+                raise ConfigurationError("against", name, f"of {', '.join(PEERS)}")
+        if self.rounds < 1:
+            raise ConfigurationError("rounds", self.rounds, "at least 1")
+        if self.plot_file is not None and self.plot_file.suffix != ".png":
+            raise ConfigurationError("plot", str(self.plot_file), "a file name ending in .png")
+
+    def peers(self) -> list[str]:
+        """As named."""
+        return [name for name in self.against.split(",") if name]
+
+
+@dataclass
+class TransferResult:
+    """What `run_transfer` found."""
+
+    rows: list[Row] = field(default_factory=list)
+    comparisons: list[Comparison] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    """Why a peer did not run."""
+
+
+def run_transfer(arguments: TransferArguments) -> TransferResult:
+    """Runs, prints, writes the files that were asked for. Raises TokenLakeError."""
+    console = Console()
+    result = TransferResult()
+    for size in SIZES:
+        _run_size(size, arguments, result, console)
+    console.print(row_table(result.rows))
+    if result.comparisons:
+        console.print(comparison_table(result.comparisons))
+    for name, reason in result.failures.items():
+        console.print(f"{name} did not run: {reason}", soft_wrap=True, style="bold red", markup=False)
+    if arguments.json_file is not None:
+        write_rows(result.rows, arguments.json_file)
+    if arguments.plot_file is not None:
+        plot_rows(result.rows, arguments.plot_file)
+    return result
+
+
+def _run_size(size: Size, arguments: TransferArguments, result: TransferResult, console: Console) -> None:
+    """The pool with each peer in turn, or alone."""
+    modes = [mode for name in arguments.peers() for mode in PEERS[name]]
+    ours: dict[str, list[float]] = defaultdict(list)
+    theirs: list[Row] = []
+    ceilings: dict[str, list[float]] = defaultdict(list)
+    with ExitStack() as stack:
+        windows = Windows(size)
+        machine = stack.enter_context(closing(Ceilings(size, windows)))
+        pool = stack.enter_context(closing(PoolRows(size, windows)))
+
+        def run(title: str, *others: System) -> Taken:
+            with LiveProgress(console, f"{size.label}, {title}", arguments.rounds + WARM_TURNS) as progress:
+                taken = take_turns(
+                    size.rows(), (machine, pool, *others), arguments.rounds, lambda turn: progress.update(turn, "")
+                )
+            for row, seconds in taken[machine.name].items():
+                ceilings[row] += seconds
+            for row, seconds in taken[pool.name].items():
+                ours[row] += seconds
+            return taken
+
+        for mode in modes:
+            try:
+                with closing(start_peer(mode, size, arguments.peer_python)) as peer:
+                    taken = run(f"with {mode}", peer)
+            except TokenLakeError as error:
+                result.failures[f"{mode}, {size.label}"] = str(error)
+                continue
+            for kind in size.rows():
+                result.comparisons += compare(kind, taken[pool.name], mode, taken[mode])
+                if kind.name in taken[mode]:
+                    theirs.append(row_of(kind, taken[mode][kind.name], taken[machine.name], mode))
+        if not ours:
+            run("the pool alone")
+    result.rows += [row_of(kind, ours[kind.name], ceilings) for kind in size.rows()]
+    result.rows += theirs
+
+
+def take_turns(
+    kinds: Sequence[RowKind], systems: Sequence[System], rounds: int, report: Callable[[int], None]
+) -> Taken:
+    """Each turn runs each row of each system once, rows that only the first system has first. Which system begins
+    alternates, so that none always finds what another left. The first turns warm up and are not counted."""
+    taken: Taken = {system.name: defaultdict(list) for system in systems}
+    own = [row for row in systems[0].rows() if row not in {kind.name for kind in kinds}]
+    for turn in range(rounds + WARM_TURNS):
+        order = systems if turn % 2 else systems[::-1]
+        for row in [*own, *(kind.name for kind in kinds)]:
+            for system in order:
+                if row in system.rows():
+                    seconds = system.sample(row, turn)
+                    if turn >= WARM_TURNS:
+                        taken[system.name][row] += seconds
+        report(turn + 1)
+    return taken

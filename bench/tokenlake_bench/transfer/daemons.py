@@ -1,0 +1,84 @@
+"""The daemons that the pool's rows run against: one alone, and a pair of which one holds and the other reads."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from pathlib import Path
+
+from tokenlake.errors import Unreachable
+from tokenlake.layout import Layout
+from tokenlake_bench.cluster import Node, free_port
+from tokenlake_bench.transfer.base import WINDOWS, Size
+from tokenlake_client import Pool
+
+__all__ = ["Daemons", "layout_of"]
+
+START_S = 60.0
+HEADER = 1 << 20
+"""Of a region, beside a window's segments."""
+ALONE_WINDOWS = 2 * WINDOWS + 2
+"""Those that are read, and as many that stores rotate over."""
+HOLDER_WINDOWS = ALONE_WINDOWS
+READER_WINDOWS = 5
+"""Less than the holder's: what was fetched is evicted before it is asked for again."""
+
+
+def layout_of(size: Size) -> Layout:
+    """Segments of 256 tokens, 32 layers, 8 KV heads."""
+    dimension = size.segment_bytes // (32 * 8 * 256 * 2 * 2)
+    return Layout(
+        model_id=f"bench-{size.label}",
+        weights_digest="00",
+        dtype="bfloat16",
+        layers=32,
+        kv_heads=8,
+        key_dim=dimension,
+        value_dim=dimension,
+        position="none",
+    )
+
+
+class Daemons:
+    """`alone`, `reader` and `holder`. Started one by one; all ended by `close`."""
+
+    def __init__(self, size: Size) -> None:
+        self._layout = layout_of(size)
+        self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-")
+        region = size.window_bytes + HEADER
+        ports = {name: free_port() for name in ("alone", "reader", "holder")}
+        pair = ",".join(f"{name}=127.0.0.1:{ports[name]}" for name in ("reader", "holder"))
+        windows = {"alone": ALONE_WINDOWS, "reader": READER_WINDOWS, "holder": HOLDER_WINDOWS}
+        self.nodes = {
+            name: Node(
+                name,
+                Path(self._directory.name),
+                {
+                    "memory": str(windows[name] * region),
+                    "region-size": str(region),
+                    "listen": f"127.0.0.1:{port}",
+                    "peers": f"alone=127.0.0.1:{port}" if name == "alone" else pair,
+                },
+            )
+            for name, port in ports.items()
+        }
+
+    def start(self, name: str, peers: int = 0) -> Pool:
+        """A client of the node once it serves and is connected with `peers` others."""
+        node = self.nodes[name]
+        node.start()
+        until = time.monotonic() + START_S
+        while True:
+            with contextlib.suppress(OSError, Unreachable):
+                if node.metrics()["tokenlake_peers_connected"] >= peers:
+                    return Pool.connect(node.socket, self._layout)
+            if not node.running or time.monotonic() > until:
+                raise Unreachable(f"daemon {name} does not serve: {node.log.read_text()[-2000:]}")
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """Idempotent."""
+        for node in self.nodes.values():
+            node.stop()
+        self._directory.cleanup()

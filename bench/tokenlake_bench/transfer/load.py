@@ -1,0 +1,101 @@
+"""A fetch and a push without end at one daemon, from a process of their own; run as a module it is that process."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from tokenlake.errors import TokenLakeError
+from tokenlake.wire import Code
+from tokenlake_bench.transfer.base import SIZES, WINDOWS
+from tokenlake_bench.transfer.daemons import layout_of
+from tokenlake_bench.transfer.windows import keys_of
+from tokenlake_bench.transfer.worker import Worker, serve
+from tokenlake_client import Pool
+
+__all__ = ["Load"]
+
+STORED_AT_A_TIME = 16
+"""Far below what a daemon lets wait to be pushed."""
+SETTLE_S = 0.05
+PATIENCE_S = 1.0
+
+
+class Load:
+    """As a context manager: the load runs inside."""
+
+    def __init__(self, socket: Path, label: str) -> None:
+        """`socket`: of a daemon whose peer holds the sets that the rows read."""
+        self._worker = Worker("tokenlake_bench.transfer.load", str(socket), label)
+        self._worker.call("ready")
+
+    def __enter__(self) -> None:
+        self._worker.call("go")
+
+    def __exit__(self, *error: object) -> None:
+        done = self._worker.call("stop")
+        if not min(done) and error[0] is None:
+            raise TokenLakeError(f"the load did not run: {done[0]} fetches, {done[1]} stores")
+
+    def close(self) -> None:
+        """End the process."""
+        self._worker.close()
+
+
+class _Running:
+    def __init__(self, socket: Path, label: str) -> None:
+        self._size = next(size for size in SIZES if size.label == label)
+        self._pool = Pool.connect(socket, layout_of(self._size))
+        self._on = threading.Event()
+        self._idle = threading.Semaphore(2)
+        self._numbers = itertools.count()
+        self._done = [0, 0]
+        for number, step in enumerate((self._fetch, self._store)):
+            threading.Thread(target=self._repeat, args=(number, step), daemon=True).start()
+
+    def ready(self) -> None:
+        """The connection stands."""
+
+    def go(self) -> None:
+        """Returns when both have begun."""
+        self._done = [0, 0]
+        self._on.set()
+        time.sleep(SETTLE_S)
+
+    def stop(self) -> list[int]:
+        """Returns when both have ended what they were at: how many fetches and stores went through since `go`."""
+        self._on.clear()
+        for _ in range(2):
+            self._idle.acquire()
+        for _ in range(2):
+            self._idle.release()
+        return self._done
+
+    def _repeat(self, number: int, step: Callable[[], bool]) -> None:
+        while True:
+            self._on.wait()
+            with self._idle, contextlib.suppress(TokenLakeError):
+                self._done[number] += step()
+
+    def _fetch(self) -> bool:
+        with self._pool.match(keys_of("read", next(self._numbers) % WINDOWS, self._size.count)) as lease:
+            return len(lease.fetch()) > 0
+
+    def _store(self) -> bool:
+        keys = keys_of("load", next(self._numbers), STORED_AT_A_TIME)
+        with self._pool.store(keys, patience=PATIENCE_S) as write:
+            for index, slot in write.slots:
+                slot[:] = np.uint8(index)
+        return Code.COMMITTED in write.codes
+
+
+if __name__ == "__main__":
+    running = _Running(Path(sys.argv[1]), sys.argv[2])
+    serve({"ready": running.ready, "go": running.go, "stop": running.stop})

@@ -1,0 +1,24 @@
+"""Other pools, each in a process of its own that also starts its servers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tokenlake_bench.transfer.base import Size
+from tokenlake_bench.transfer.peers.process import PeerProcess
+
+__all__ = ["PEERS", "start_peer"]
+
+PEERS = {
+    "mooncake": ("mooncake-tcp", "mooncake-shm"),
+    "redis": ("redis",),
+    "lmcache": ("lmcache",),
+}
+"""Name on the command line: its modes."""
+
+
+def start_peer(mode: str, size: Size, python: Path | None) -> PeerProcess:
+    """`python`: an interpreter that has the peer's packages beside this one; None: this one. Raises `Unreachable` with
+    what is missing."""
+    return PeerProcess(mode, size, str(python or sys.executable))

@@ -1,0 +1,38 @@
+"""A peer as a `System`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenlake_bench.transfer.base import Size
+from tokenlake_bench.transfer.worker import Worker
+
+__all__ = ["PeerProcess"]
+
+
+class PeerProcess:
+    """The client of a peer in another process, which started the peer's servers."""
+
+    def __init__(self, mode: str, size: Size, python: str) -> None:
+        """Raises `Unreachable` when it does not start here."""
+        self.name = mode
+        module = f"tokenlake_bench.transfer.peers.{mode.partition('-')[0]}"
+        self._worker = Worker(module, mode, size.label, python=python)
+        try:
+            self._rows: list[str] = self._worker.call("start")
+        except BaseException:
+            self._worker.close()
+            raise
+
+    def rows(self) -> Sequence[str]:
+        """See `System`."""
+        return self._rows
+
+    def sample(self, row: str, turn: int) -> list[float]:
+        """See `System`. Raises `Unreachable`."""
+        taken: list[float] = self._worker.call("sample", row=row, turn=turn)
+        return taken
+
+    def close(self) -> None:
+        """See `System`."""
+        self._worker.close()

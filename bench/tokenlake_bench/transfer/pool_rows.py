@@ -1,0 +1,231 @@
+"""The pool's rows. A call is timed from keys to bytes: the match is part of it, comparison and release are not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenlake.errors import TokenLakeError
+from tokenlake.identity import SegmentKey
+from tokenlake.wire import Code
+from tokenlake_bench.transfer.base import FAST, HASH_MANY, HASH_NEW, MATCH, WINDOWS, Size
+from tokenlake_bench.transfer.daemons import Daemons
+from tokenlake_bench.transfer.load import Load
+from tokenlake_bench.transfer.windows import Windows, keys_of
+from tokenlake_client import Lease, Pool
+
+__all__ = ["PoolRows"]
+
+T = TypeVar("T")
+
+PROMPT_TOKENS = 32_768
+VOCABULARY = 128_256
+PAUSE_S = 0.001
+"""Between calls of a row that takes well under a millisecond: the daemon has dealt with the release by then."""
+PATIENCE_S = 5.0
+MATCH_S = 1.0
+"""The benchmark asks how long a match takes, not whether it came in time."""
+
+
+class PoolRows:
+    """Real daemons, one client process: this one."""
+
+    name = "tokenlake"
+
+    def __init__(self, size: Size, windows: Windows) -> None:
+        """Starts the daemons and stores what the rows read."""
+        self._size = size
+        self._windows = windows
+        self._stored = 0
+        self._threads = ThreadPoolExecutor(2)
+        self._open = ExitStack()
+        self._tokens = np.random.default_rng(1).integers(0, VOCABULARY, PROMPT_TOKENS + 256).tolist()
+        self._sets = [keys_of("read", number, size.count) for number in range(WINDOWS)]
+        self._near = keys_of("near", 0, size.count)
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        self._rows = self._row_methods()
+
+    def _start(self) -> None:
+        daemons = Daemons(self._size)
+        self._open.callback(daemons.close)
+        self._alone = self._open.enter_context(daemons.start("alone"))
+        holder = self._open.enter_context(daemons.start("holder"))
+        for number, keys in enumerate(self._sets):
+            self._prepare(self._alone, keys, number)
+            # While the reader is not there, the holder keeps what it writes.
+            self._prepare(holder, keys, number)
+        self._reader = self._open.enter_context(daemons.start("reader", peers=1))
+        if self._size.key_rows():
+            # The reader is the emptier candidate, so it keeps them.
+            self._prepare(self._reader, self._near, 0)
+            self._load = Load(daemons.nodes["reader"].socket, self._size.label)
+            self._open.callback(self._load.close)
+
+    def _row_methods(self) -> dict[str, Callable[[int], list[float]]]:
+        size, many, one = self._size, self._size.many, self._size.one
+        rows: dict[str, Callable[[int], list[float]]] = {
+            f"lease_{many}": self._lease,
+            f"copy_{many}": lambda turn: self._copy(turn, size.count, 1),
+            f"copy_{many}_2_threads": lambda turn: self._copy(turn, size.count, 2),
+            f"store_{many}": lambda turn: self._store(turn, size.count),
+            f"fetch_tcp_{many}": lambda turn: self._fetch(turn, 0, size.count),
+            f"copy_{one}": lambda turn: self._copy(turn, 1, 1),
+            f"store_{one}": lambda turn: self._store(turn, 1),
+            f"fetch_{one}": self._fetch_single,
+        }
+        if size.key_rows():
+            rows |= {
+                HASH_MANY: lambda _: _repeat(lambda: self._alone.prefix(self._tokens[:PROMPT_TOKENS])),
+                HASH_NEW: self._hash_new,
+                MATCH: lambda turn: self._match(self._alone, self._sets[turn % WINDOWS]),
+                f"{MATCH}_remote": lambda turn: self._match(self._reader, self._sets[turn % WINDOWS], Code.REMOTE),
+                f"{MATCH}_under_load": self._match_under_load,
+            }
+        return rows
+
+    def rows(self) -> Sequence[str]:
+        """See `System`."""
+        return list(self._rows)
+
+    def sample(self, row: str, turn: int) -> list[float]:
+        """See `System`. Raises TokenLakeError when bytes are missing or wrong."""
+        return self._rows[row](turn)
+
+    def close(self) -> None:
+        """See `System`."""
+        self._threads.shutdown()
+        self._open.close()
+
+    # -- rows
+
+    def _hash_new(self, _: int) -> list[float]:
+        new = self._tokens[PROMPT_TOKENS:]
+        chains = [self._alone.prefix(self._tokens[:PROMPT_TOKENS]) for _ in range(4)]
+        return [took for chain in chains for took in _repeat(lambda chain=chain: chain.extend(new), 1)]  # type: ignore[misc]
+
+    def _match(
+        self, pool: Pool, keys: Sequence[SegmentKey], where: Code = Code.LOCAL, times: int = FAST
+    ) -> list[float]:
+        return [self._match_once(pool, keys, where) for _ in range(times)]
+
+    def _match_once(self, pool: Pool, keys: Sequence[SegmentKey], where: Code) -> float:
+        took, lease = _timed(lambda: pool.match(keys, deadline_s=MATCH_S))
+        with lease:
+            found = lease.codes.count(where)
+        if found < len(keys):
+            raise TokenLakeError(f"{found} of {len(keys)} segments are {where.name}: {lease.codes!r}")
+        time.sleep(PAUSE_S)
+        return took
+
+    def _match_under_load(self, _: int) -> list[float]:
+        with self._load:
+            return self._match(self._reader, self._near, times=5 * FAST)
+
+    def _lease(self, turn: int) -> list[float]:
+        return [self._lease_once(turn + number) for number in range(FAST)]
+
+    def _lease_once(self, turn: int) -> float:
+        window = turn % WINDOWS
+        took, (lease, arrays) = _timed(lambda: _views(self._alone, self._sets[window]))
+        if turn % FAST == 0:
+            _compare(arrays, self._windows.source[window])
+        del arrays
+        lease.release()
+        time.sleep(PAUSE_S)
+        return took
+
+    def _copy(self, turn: int, count: int, threads: int) -> list[float]:
+        window = turn % WINDOWS
+        keys, target = self._sets[window][:count], self._windows.target[window]
+        target[:count, 0] += 1
+
+        def copy() -> Lease:
+            lease = self._alone.match(keys, deadline_s=MATCH_S)
+            parts = [range(part * count // threads, (part + 1) * count // threads) for part in range(threads)]
+            if threads == 1:
+                _copy_out(lease, parts[0], target)
+            else:
+                list(self._threads.map(lambda part: _copy_out(lease, part, target), parts))
+            return lease
+
+        took, lease = _timed(copy)
+        lease.release()
+        _compare(list(target[:count]), self._windows.source[window])
+        return [took]
+
+    def _store(self, turn: int, count: int) -> list[float]:
+        self._stored += 1
+        window = turn % WINDOWS
+        keys = keys_of(f"store-{count}", self._stored, count)
+        took, _ = _timed(lambda: self._fill(self._alone, keys, window))
+        with self._alone.match(keys, deadline_s=MATCH_S) as lease:
+            _compare(lease.fetch(), self._windows.source[window][:count])
+        return [took]
+
+    def _fetch(self, turn: int, start: int, stop: int) -> list[float]:
+        window = turn % WINDOWS
+        keys = self._sets[window][start:stop]
+        took, (lease, arrays) = _timed(lambda: _views(self._reader, keys))
+        if lease.codes.count(Code.REMOTE) < len(keys):
+            raise TokenLakeError(f"segments to fetch are not at the other node: {lease.codes!r}")
+        _compare(arrays, self._windows.source[window][start:stop])
+        del arrays
+        lease.release()
+        return [took]
+
+    def _fetch_single(self, turn: int) -> list[float]:
+        # Half a round away from the window that was fetched whole last.
+        return self._fetch(turn + WINDOWS // 2, turn % self._size.count, turn % self._size.count + 1)
+
+    def _fill(self, pool: Pool, keys: Sequence[SegmentKey], window: int) -> None:
+        source = self._windows.source[window]
+        with pool.store(keys) as write:
+            for index, slot in write.slots:
+                np.copyto(slot, source[index])
+        _check_stored(bytes(write.codes))
+
+    def _prepare(self, pool: Pool, keys: Sequence[SegmentKey], window: int) -> None:
+        source = self._windows.source[window]
+        _check_stored(pool.store_all(keys, lambda index, slot: np.copyto(slot, source[index]), patience=PATIENCE_S))
+
+
+def _views(pool: Pool, keys: Sequence[SegmentKey]) -> tuple[Lease, list[NDArray[np.uint8]]]:
+    lease = pool.match(keys, deadline_s=MATCH_S)
+    return lease, lease.fetch()
+
+
+def _copy_out(lease: Lease, part: range, target: NDArray[np.uint8]) -> None:
+    for index in part:
+        if not lease.copy(index, target[index]):
+            raise TokenLakeError(f"segment {index} is not there to be copied")
+
+
+def _check_stored(codes: bytes) -> None:
+    if codes.count(Code.COMMITTED) < len(codes):
+        raise TokenLakeError(f"segments were not stored: {codes!r}")
+
+
+def _compare(arrays: Sequence[NDArray[np.uint8]], expected: NDArray[np.uint8]) -> None:
+    wrong = sum(not np.array_equal(array, right) for array, right in zip(arrays, expected, strict=False))
+    if wrong or not arrays:
+        raise TokenLakeError(f"{wrong} of {len(arrays)} segments have wrong bytes")
+
+
+def _timed(call: Callable[[], T]) -> tuple[float, T]:
+    began = time.perf_counter()
+    result = call()
+    return time.perf_counter() - began, result
+
+
+def _repeat(call: Callable[[], object], times: int = 4) -> list[float]:
+    return [_timed(call)[0] for _ in range(times)]

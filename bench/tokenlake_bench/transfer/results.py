@@ -1,0 +1,126 @@
+"""From samples to rows: quantiles, rates, ceilings, and ratios with what peers do at the same work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from tokenlake_bench.transfer.base import HASH_MANY, MATCH, SIZES, RowKind
+
+__all__ = ["Comparison", "Row", "Samples", "Target", "bounds", "compare", "row_of", "write_rows"]
+
+Samples = Mapping[str, Sequence[float]]
+"""Seconds of each call, by row."""
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the JSON. `name`: a peer's has the peer before a slash. `ratio`: of `gbps` to `ceiling_gbps`, which is
+    the rate of the machine itself in the same turns. All three are None where a call moves no bytes."""
+
+    name: str
+    p50_us: float
+    p99_us: float
+    gbps: float | None = None
+    ceiling_gbps: float | None = None
+    ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`row` of the pool against `peer_row` of `peer` (of whichever is faster, where it names several by a prefix).
+    `least` and `most` bound the ratio of rates and of times."""
+
+    row: str
+    peer: str
+    peer_row: str
+    least: float | None = None
+    most: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`ratio`: of the pool's rate to the peer's where `rate`, else of the pool's time to the peer's."""
+
+    row: str
+    peer: str
+    peer_row: str
+    ratio: float
+    rate: bool
+    target: Target | None
+
+    @property
+    def met(self) -> bool | None:
+        """None without a target."""
+        if self.target is None:
+            return None
+        return self.ratio >= (self.target.least or 0.0) and self.ratio <= (self.target.most or math.inf)
+
+
+def _targets() -> list[Target]:
+    """Ratios of the design's section 10."""
+    targets = [
+        Target(MATCH, "mooncake", MATCH, most=0.6),
+        Target(f"{MATCH}_remote", "mooncake", MATCH, most=1.2),
+    ]
+    for size in SIZES:
+        targets += [
+            Target(f"copy_{size.many}", "mooncake-shm", f"copy_{size.many}", least=1.1),
+            Target(f"store_{size.many}", "mooncake-shm", f"store_{size.many}", least=0.8),
+            Target(f"fetch_tcp_{size.many}", "mooncake-tcp", f"fetch_tcp_{size.many}", least=1.5),
+        ]
+    return targets
+
+
+TARGETS = _targets()
+
+
+def bounds() -> dict[str, tuple[float, float]]:
+    """Most microseconds of rows whose target is not relative: (p50, p99)."""
+    return {
+        HASH_MANY: (600.0, math.inf),
+        f"{MATCH}_under_load": (math.inf, 3000.0),
+        f"lease_{SIZES[0].many}": (150.0, math.inf),
+    }
+
+
+def row_of(kind: RowKind, seconds: Sequence[float], ceilings: Samples, system: str | None = None) -> Row:
+    """The row of one system; `ceilings`: samples of the machine in the same turns."""
+    p50, p99 = np.quantile(seconds, (0.5, 0.99)).tolist()
+    name = kind.name if system is None else f"{system}/{kind.name}"
+    if not kind.nbytes or kind.ceiling is None:
+        return Row(name=name, p50_us=p50 * 1e6, p99_us=p99 * 1e6)
+    rate = kind.nbytes / p50 / 1e9
+    ceiling = _window_bytes() / float(np.median(ceilings[kind.ceiling])) / 1e9
+    return Row(name=name, p50_us=p50 * 1e6, p99_us=p99 * 1e6, gbps=rate, ceiling_gbps=ceiling, ratio=rate / ceiling)
+
+
+def compare(kind: RowKind, ours: Samples, peer: str, theirs: Samples) -> list[Comparison]:
+    """The pool's `kind` with the peer's row of that name, and with another row that a target names. The samples
+    are of the same turns."""
+    named = [t for t in TARGETS if t.row == kind.name and peer.startswith(t.peer) and t.peer_row in theirs]
+    if not named and kind.name in theirs:
+        return [_comparison(kind, ours, peer, theirs, kind.name, None)]
+    return [_comparison(kind, ours, peer, theirs, target.peer_row, target) for target in named]
+
+
+def _comparison(
+    kind: RowKind, ours: Samples, peer: str, theirs: Samples, peer_row: str, target: Target | None
+) -> Comparison:
+    ratio = float(np.median(ours[kind.name]) / np.median(theirs[peer_row]))
+    rate = kind.nbytes > 0
+    return Comparison(kind.name, peer, peer_row, 1 / ratio if rate else ratio, rate, target)
+
+
+def _window_bytes() -> int:
+    (nbytes,) = {size.window_bytes for size in SIZES}
+    return nbytes
+
+
+def write_rows(rows: Sequence[Row], path: Path) -> None:
+    """A JSON list, indented by two."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")

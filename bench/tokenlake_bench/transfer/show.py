@@ -1,0 +1,77 @@
+"""Tables of the result for a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from tokenlake_bench.report import format_duration
+from tokenlake_bench.transfer.results import Comparison, Row, bounds
+
+__all__ = ["comparison_table", "row_table"]
+
+
+def row_table(rows: Sequence[Row]) -> Table:
+    """One line per row."""
+    table = Table(title="per call; a ceiling is the machine's own rate in the same turns", title_justify="left")
+    table.add_column("row")
+    for title in ("p50", "p99", "GB/s", "ceiling", "ratio", "target"):
+        table.add_column(title, justify="right")
+    for row in rows:
+        table.add_row(
+            row.name,
+            format_duration(row.p50_us / 1e6),
+            format_duration(row.p99_us / 1e6),
+            _number(row.gbps),
+            _number(row.ceiling_gbps),
+            _number(row.ratio),
+            _bound(row),
+        )
+    return table
+
+
+def comparison_table(comparisons: Sequence[Comparison]) -> Table:
+    """The pool beside its peers."""
+    table = Table(title="the pool / the peer, medians of the same turns", title_justify="left")
+    for title in ("row", "peer", "the peer's row"):
+        table.add_column(title)
+    for title in ("rate", "time", "target"):
+        table.add_column(title, justify="right")
+    for item in comparisons:
+        table.add_row(
+            item.row,
+            item.peer,
+            item.peer_row,
+            f"{item.ratio:.2f}" if item.rate else "",
+            "" if item.rate else f"{item.ratio:.2f}",
+            _target(item),
+        )
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _bound(row: Row) -> Text:
+    p50, p99 = bounds().get(row.name, (math.inf, math.inf))
+    words = [
+        f"{name} <= {format_duration(most / 1e6)}" for name, most in (("p50", p50), ("p99", p99)) if most < math.inf
+    ]
+    return _judged(" ".join(words), row.p50_us <= p50 and row.p99_us <= p99)
+
+
+def _target(item: Comparison) -> Text:
+    if item.target is None:
+        return Text()
+    least, most = item.target.least, item.target.most
+    return _judged(f">= {least}" if least is not None else f"<= {most}", bool(item.met))
+
+
+def _judged(text: str, good: bool) -> Text:
+    if not text:
+        return Text()
+    return Text(text if good else f"{text} missed", style="green" if good else "bold red")

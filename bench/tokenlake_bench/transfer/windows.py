@@ -1,0 +1,49 @@
+"""Warm memory with known bytes: what is stored, and what is read into."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenlake.identity import SegmentKey
+from tokenlake_bench.transfer.base import WINDOWS, Size
+
+__all__ = ["Windows", "fill_windows", "keys_of", "segment_names"]
+
+_SEED: Final = 7
+
+
+class Windows:
+    """`source` and `target`, each [WINDOWS, count, segment_bytes]. Both are touched; every segment of `source` differs
+    from every other in each of its words."""
+
+    def __init__(self, size: Size) -> None:
+        shape = (WINDOWS, size.count, size.segment_bytes)
+        self.source: NDArray[np.uint8] = np.empty(shape, np.uint8)
+        self.target: NDArray[np.uint8] = np.zeros(shape, np.uint8)
+        self.target += 1
+        fill_windows(self.source)
+
+
+def fill_windows(source: NDArray[np.uint8]) -> None:
+    """The same bytes in every process: [windows, count, segment_bytes]."""
+    page = np.random.default_rng(_SEED).integers(0, 1 << 63, source.shape[-1] // 8, dtype=np.uint64)
+    segments = source.reshape(-1, source.shape[-1]).view(np.uint64)
+    for number, segment in enumerate(segments):
+        np.bitwise_xor(page, np.uint64(number + 1), out=segment)
+
+
+def keys_of(label: str, number: int, count: int) -> list[SegmentKey]:
+    """Keys of one window, spread over the ring as hashes are."""
+    return [
+        SegmentKey(hashlib.blake2b(f"{label}/{number}/{index}".encode(), digest_size=32).digest())
+        for index in range(count)
+    ]
+
+
+def segment_names(label: str, number: int, count: int) -> list[str]:
+    """Names of one window's segments for stores that have names instead of hashes."""
+    return [f"{label}/{number}/{index}" for index in range(count)]

@@ -1,0 +1,110 @@
+"""A process of our own that does what lines of JSON tell it: the load beside a row, and the clients of peers.
+
+::
+
+    {"call": NAME, "arguments": {...}}  ->  {"result": ...} or {"error": TEXT}
+
+Whatever else the process prints goes to its log. It ends when its standard input does, and with it, by its process
+group, everything that it started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenlake.errors import Unreachable
+
+__all__ = ["Worker", "serve"]
+
+STOP_S = 10.0
+
+
+class Worker:
+    """The parent's end."""
+
+    def __init__(self, module: str, *arguments: str, python: str = sys.executable, call_s: float = 120.0) -> None:
+        """`module` is run by `python -m`; it calls `serve`. `call_s`: how long one call may take."""
+        self._module = module
+        self._call_s = call_s
+        self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-")
+        self._log = Path(self._directory.name) / "log"
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [python, "-m", module, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                # A group of its own: one signal ends it and the servers that it started.
+                start_new_session=True,
+            )
+        assert self._process.stdout is not None
+        self._output = self._process.stdout.fileno()
+
+    def call(self, name: str, **arguments: object) -> Any:
+        """The result. Raises `Unreachable` with the error, or with what the process wrote last when it ended."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"call": name, "arguments": arguments}).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise Unreachable(f"{self._module} ended: {self._last_words()}") from None
+        answer = json.loads(self._line())
+        if "error" in answer:
+            raise Unreachable(answer["error"])
+        return answer["result"]
+
+    def close(self) -> None:
+        """Idempotent: the process and its group are gone afterwards."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):
+                pipe.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._directory.cleanup()
+
+    def _line(self) -> bytes:
+        line = bytearray()
+        until = time.monotonic() + self._call_s
+        while not line.endswith(b"\n"):
+            ready, _, _ = select.select([self._output], [], [], max(0.0, until - time.monotonic()))
+            if not ready:
+                raise Unreachable(f"{self._module} took more than {self._call_s:.0f} s: {self._last_words()}")
+            data = os.read(self._output, 1 << 16)
+            if not data:
+                raise Unreachable(f"{self._module} ended: {self._last_words()}")
+            line += data
+        return bytes(line)
+
+    def _last_words(self) -> str:
+        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        return " | ".join(lines[-3:]) or "it wrote nothing"
+
+
+def serve(calls: Mapping[str, Callable[..., object]]) -> None:
+    """The process's end, until its standard input ends."""
+    # Libraries print where they like: answers have a descriptor of their own.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            answer: dict[str, object] = {"result": calls[asked["call"]](**asked["arguments"])}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()
