@@ -12,7 +12,7 @@ from tokenlake.core.instructions import ReplaceRegion
 from tokenlake.core.pushes import DUPLICATES
 from tokenlake.store import Kind
 from tokenlake.wire import Code, engine, peer
-from tokenlake.wire.slots import unpack_slots
+from tokenlake.wire.slots import SLOT_BYTES, unpack_slots
 
 
 def test_the_emptier_candidate_pulls_what_was_written() -> None:
@@ -210,8 +210,17 @@ def test_parents_are_evicted_last_wherever_the_copies_are() -> None:
     """At the holder that pulled them and at the writer that keeps staged copies; of one store."""
     cluster = calm(regions=4, dirty_share=1.0, session_reserve_share=1.0)
     writer = cluster.join(0)
+    cluster.run_for(0.01)
     keys = placed(cluster, 1, 2, 3)
-    store(cluster, writer, keys)
+    prepared = prepare(cluster, writer, keys)
+    checksums = b""
+    for index, key in enumerate(keys):
+        view = writer.processes[0].view(prepared.slots[index * SLOT_BYTES : (index + 1) * SLOT_BYTES], key)
+        for shard, data in enumerate(content("red", key)):
+            view.write(shard, data)
+            checksums += data
+    answer(cluster, writer.processes[0], engine.Commit, prepared.write, (0, 1, 2), 3, checksums)
+    cluster.run_for(0.5)
     for node in (0, 1, 2):
         for kind in (Kind.STAGED, Kind.HOME):
             for pool in cluster.core(node).store.pools():

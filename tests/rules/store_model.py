@@ -74,8 +74,9 @@ class StoreModel:
 
     def vacancy(self, now: float, region_bytes: int) -> tuple[float, float]:
         free = len(self.spare) * region_bytes + sum(len(self.free(pool)) * pool[1] for pool in self.regions)
-        next_out = [self._coldest(pool, Kind.HOME, now) for pool in self.regions]
-        age = max((now - copy.touched for copy in next_out if copy is not None), default=0.0)
+        unpinned = [[c for c in self.order.get((pool, Kind.HOME), []) if not c.pins] for pool in self.regions]
+        next_out = [copies[0] for copies in unpinned if copies]
+        age = max((now - copy.touched for copy in next_out), default=0.0)
         return free / (self.all_regions * region_bytes), age
 
     # -- changing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from tokenlake.store.segment import Segment
@@ -27,6 +27,9 @@ class EvictionPolicy(Protocol):
         """The next victim, which stays. KeyError when empty."""
 
     def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Segment]:
+        """Coldest first."""
 
 
 class LeastRecentlyUsed:
@@ -57,6 +60,9 @@ class LeastRecentlyUsed:
 
     def __len__(self) -> int:
         return len(self._order)
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self._order)
 
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LeastRecentlyUsed}

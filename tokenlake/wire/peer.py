@@ -116,7 +116,7 @@ class ReleaseLease(_Message, frozen=True, tag=6):
     leases: tuple[int, ...]
 
 
-class RenewLease(_Message, frozen=True, tag=22):
+class RenewLease(_Message, frozen=True, tag=30):
     """The caller's engines still hold what these leases stand for."""
 
     leases: tuple[int, ...]
