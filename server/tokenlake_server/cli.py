@@ -23,25 +23,36 @@ from tokenlake_server.recording import replay as replay_log
 
 __all__ = ["config", "replay", "serve"]
 
-_SETTINGS = [
-    ("node", "Name of this node, the same after every restart."),
-    ("memory", "Size of the arena, for instance 16GiB."),
-    ("socket", "Path of the local socket that engines connect to."),
-    ("listen", "HOST:PORT for other nodes; loopback only for now."),
-    ("peers", "name=host:port[/SIZE],... of the cluster's nodes."),
-    ("metrics", "HOST:PORT of the metrics and health pages; '' for none."),
-    ("record", "Write an event log to this file."),
-    ("region-size", "Memory that changes hands between tenants as one piece."),
-    ("lease-s", "Seconds without a heartbeat until an engine's session expires."),
-    ("reservation-s", "Seconds from prepare to commit."),
-    ("match-deadline-ms", "How long a match waits for other nodes."),
-    ("suspect-ms", "How long a peer may leave a ping unanswered."),
-]
+_HELP = {
+    "node": "Name of this node, the same after every restart.",
+    "memory": "Size of the arena, for instance 16GiB.",
+    "socket": "Path of the local socket that engines connect to.",
+    "listen": "HOST:PORT for other nodes; loopback only for now.",
+    "peers": "name=host:port[/SIZE],... of the cluster's nodes.",
+    "metrics": "HOST:PORT of the metrics and health pages; '' for none.",
+    "region_size": "Memory that changes hands between tenants as one piece.",
+    "lease_s": "Seconds without a heartbeat until an engine's session expires.",
+    "reservation_s": "Seconds from prepare to commit.",
+    "match_deadline_ms": "How long a match waits for other nodes.",
+    "suspect_ms": "How long a peer may leave a ping unanswered.",
+    "staged_share": "Share of the slots in which fetched copies may displace home copies.",
+    "dirty_share": "Share of the slots being written or waiting to be pushed.",
+    "session_lease_share": "Share of the slots that one session may have leased.",
+    "session_reserve_share": "Share of the slots that one session may have reserved.",
+    "max_sessions": "Engines connected at a time.",
+    "max_frame": "Size of the largest request.",
+    "run_length": "Consecutive segments kept on one node; 0 chooses by the number of nodes.",
+    "huge_pages": "true or false: back the arena with huge pages.",
+    "arena_directory": "Directory for the arena's files; '' for memfd.",
+    "allow_uids": "Users that may connect to the socket: uid,...",
+    "record": "Write an event log to this file.",
+}
+"""Every field of `ServerConfig` but the secrets: other users can read a command line."""
 
 
 def _with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
-    for name, text in reversed(_SETTINGS):
-        command = click.option(f"--{name}", default=None, help=text)(command)
+    for field, text in reversed(_HELP.items()):
+        command = click.option(f"--{field.replace('_', '-')}", default=None, help=text)(command)
     option = click.option("--config", "file", type=click.Path(dir_okay=False, path_type=Path), help="A TOML file.")
     return option(command)
 

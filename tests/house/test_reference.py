@@ -13,6 +13,7 @@ from tokenlake.wire import Code
 
 REFERENCE = (Path(__file__).parents[2] / "docs" / "reference.md").read_text()
 SETTINGS = [field for field, _, _ in load_config(toml_text=None, environ={}, flags={}).describe()]
+SECRETS = ("tenants", "cluster_secret")
 
 
 @pytest.mark.parametrize("field", SETTINGS)
@@ -38,3 +39,11 @@ def test_every_command(command: str) -> None:
 def test_every_metric_with_its_meaning() -> None:
     rows = [f"| `{metric.name}` | {metric.help} |" for metric in Metric.all()]
     assert [row for row in rows if row not in REFERENCE] == []
+
+
+def test_every_setting_but_the_secrets_has_a_flag() -> None:
+    serve = pytest.importorskip("tokenlake_server.cli").serve
+    given = {parameter.name: parameter for parameter in serve.params}
+    assert list(given) == ["file", *(field for field in SETTINGS if field not in SECRETS)]
+    assert all(parameter.help for parameter in given.values())
+    assert all(f"--{field.replace('_', '-')}" in given[field].opts for field in given if field != "file")

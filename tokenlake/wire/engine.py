@@ -172,7 +172,7 @@ class Commit(_Message, frozen=True, tag=12):
 
 
 class Committed(_Message, frozen=True, tag=13):
-    """Answers `Commit`: COMMITTED (or RESERVED while shards are missing), EXISTS, EXPIRED."""
+    """Answers `Commit`: COMMITTED, RESERVED while shards are missing, or EXPIRED."""
 
     id: int
     codes: bytes
