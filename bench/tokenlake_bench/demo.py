@@ -18,7 +18,7 @@ from tokenlake.errors import LayoutRefused
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake_bench import demo_wire as wire
-from tokenlake_bench.baselines import infinite_cache, private_round_robin, private_routed
+from tokenlake_bench.baselines import Accesses, infinite_cache, private_round_robin, private_routed
 from tokenlake_bench.cluster import Cluster
 from tokenlake_bench.copies import copies_per_segment
 from tokenlake_bench.demo_plan import ENGINES, NODES, REQUESTS, SEGMENT_TOKENS, DemoPlan, make_plan
@@ -27,7 +27,7 @@ from tokenlake_bench.engine_handle import EngineHandle
 from tokenlake_bench.load_meter import settle
 from tokenlake_bench.node_totals import NodeTotals
 from tokenlake_bench.progress import LiveProgress
-from tokenlake_bench.report import DemoDetails, DemoResult, demo_table, write_json
+from tokenlake_bench.report import DemoDetails, DemoResult, UntilKill, demo_table, write_json
 from tokenlake_bench.traces import read_mooncake
 
 __all__ = ["DemoOptions", "run_demo"]
@@ -149,6 +149,18 @@ def _result(plan: DemoPlan, outcome: _Outcome) -> DemoResult:
     )
 
 
+def _until_kill(plan: DemoPlan, outcome: _Outcome) -> UntilKill:
+    log = outcome.log
+    done = sorted(log.before_kill)
+    accesses = Accesses(plan.accesses.segment_tokens, [plan.accesses.prompts[index] for index in done])
+    return UntilKill(
+        requests=len(done),
+        token_hit_rate=sum(log.ran[index].hit_tokens for index in done) / max(1, accesses.prompt_tokens),
+        private_routed_token_hit_rate=private_routed(accesses, ENGINES, plan.size.capacity_tokens, seed=0).rate,
+        ideal_token_hit_rate=infinite_cache(accesses).rate,
+    )
+
+
 def _details(plan: DemoPlan, outcome: _Outcome, elapsed_s: float, *, random_model: bool) -> DemoDetails:
     log, reports = outcome.log, outcome.reports
     recovered_at = reports[log.killed_engine].recovered_at
@@ -165,6 +177,7 @@ def _details(plan: DemoPlan, outcome: _Outcome, elapsed_s: float, *, random_mode
         node_bytes=outcome.totals.read_bytes(
             [report.local_segments for report in reports], plan.size.layout.segment_bytes
         ),
+        until_kill=_until_kill(plan, outcome),
         killed_node=log.killed_node,
         served_again_s=recovered_at - log.killed_at if recovered_at > log.killed_at else None,
         elapsed_s=elapsed_s,

@@ -19,15 +19,16 @@ __all__ = ["ENGINES", "NODES", "REQUESTS", "SEGMENT_TOKENS", "DemoPlan", "make_p
 NODES: Final = 3
 ENGINES: Final = 2
 """Attached to the first nodes; request i goes to engine i modulo this."""
-SEGMENT_TOKENS: Final = 64
+SEGMENT_TOKENS: Final = 32
+"""Small, so that a node has hundreds of slots and the shares for staged and dirty segments are tens of them."""
 NEW_TOKENS: Final = 8
 """Generated per request and compared."""
-REQUESTS: Final = 200
+REQUESTS: Final = 240
 PROMPT_TOKENS: Final = (600, 2_000)
 """Shortest and longest prompt of the built-in workload."""
 TRACE_LONGEST: Final = 3_072
 """Longer prompts of a trace are left out: one of them takes seconds on a CPU."""
-CAPACITY_SHARE: Final = 0.4
+CAPACITY_SHARE: Final = 0.45
 """Of what all distinct segments need: conversations that go on fit, all of them do not."""
 
 

@@ -34,6 +34,8 @@ class DemoLog:
     remote_segments: int = 0
     equal: int = 0
     errors: int = 0
+    before_kill: list[int] = field(default_factory=list)
+    """Indices of the requests that were done before the kill, in the order in which they ended."""
     killed_engine: int = VICTIM
     killed_node: str = ""
     killed_at: float = 0.0
@@ -53,6 +55,8 @@ class DemoLog:
         self.remote_segments += ran.remote_segments
         self.equal += not ran.error and ran.tokens == ran.cold_tokens
         self.errors += bool(ran.error)
+        if not self.killed_node:
+            self.before_kill.append(request.index)
 
     def status(self) -> str:
         """For a line of progress."""

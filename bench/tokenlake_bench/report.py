@@ -18,6 +18,7 @@ __all__ = [
     "DemoDetails",
     "DemoResult",
     "Quantiles",
+    "UntilKill",
     "cache_hit_table",
     "demo_table",
     "format_bytes",
@@ -93,6 +94,15 @@ class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
     errors: int
 
 
+class UntilKill(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the requests that were done before the kill: the comparison's caches lose no node either."""
+
+    requests: int
+    token_hit_rate: float
+    private_routed_token_hit_rate: float
+    ideal_token_hit_rate: float
+
+
 class DemoDetails(msgspec.Struct, frozen=True, kw_only=True):
     """What the demo's table shows beside the JSON.
 
@@ -111,6 +121,7 @@ class DemoDetails(msgspec.Struct, frozen=True, kw_only=True):
     bytes_moved: int
     evictions: int
     node_bytes: dict[str, int]
+    until_kill: UntilKill
     killed_node: str
     served_again_s: float | None
     elapsed_s: float
@@ -199,7 +210,14 @@ def _demo_lines(result: DemoResult, details: DemoDetails) -> list[Text]:
     if details.served_again_s is not None:
         again = f"served again after {format_duration(details.served_again_s)}"
     killed = f"node {details.killed_node} killed at 50 %: longest call {longest}, errors {result.errors:,}, {again}"
+    before = details.until_kill
     lines = [
+        Text(
+            f"token hit rate of the {before.requests:,} requests before the kill: "
+            f"pool {format_share(before.token_hit_rate)}, "
+            f"prefix-aware routing {format_share(before.private_routed_token_hit_rate)}, "
+            f"infinite cache {format_share(before.ideal_token_hit_rate)}"
+        ),
         _verdict(f"tokens equal {details.equal:,} of {details.compared:,}", good=result.tokens_equal),
         _verdict(
             f"control with flipped bytes: {changed:,} of {details.controls:,} differ"

@@ -8,8 +8,33 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tokenlake_bench.baselines import infinite_cache, private_round_robin, private_routed
 from tokenlake_bench.cli import demo
-from tokenlake_bench.demo import DemoOptions, run_demo
+from tokenlake_bench.demo import WINDOW, DemoOptions, run_demo
+from tokenlake_bench.demo_plan import ENGINES, NODES, REQUESTS, SEGMENT_TOKENS, make_plan
+from tokenlake_bench.sizing import bench_layout
+
+
+def test_the_plan_has_enough_requests_evictions_and_reuse() -> None:
+    layout = bench_layout(SEGMENT_TOKENS)
+    plan = make_plan(None, REQUESTS, layout, vocabulary=1024, positions=32_768)
+    assert len(plan.workload) == len(plan.accesses.prompts) >= 200
+    distinct = {segment for prompt in plan.accesses.prompts for segment in prompt.chain}
+    places = NODES * plan.size.node_segments
+    assert len(distinct) > 1.5 * places, "whatever is kept where, segments are evicted"
+    assert plan.size.node_segments >= 200, "the pool's budgets are shares of a node's slots"
+    longest = max(len(prompt.chain) for prompt in plan.accesses.prompts)
+    assert plan.size.node_segments > 3 * longest, "one prompt does not fill a node"
+    capacity = plan.size.capacity_tokens
+    ideal, routed, private = (
+        infinite_cache(plan.accesses).rate,
+        private_routed(plan.accesses, ENGINES, capacity, seed=0).rate,
+        private_round_robin(plan.accesses, ENGINES, capacity).rate,
+    )
+    assert ideal >= routed > private + 0.05, "there is something to win by sharing"
+    assert routed > ideal - 0.05, "the conversations that go on fit"
+    shortest = min(prompt.tokens for prompt in plan.accesses.prompts)
+    assert shortest > WINDOW * SEGMENT_TOKENS / 2, "a hit is several segments long"
 
 
 @pytest.mark.live
@@ -25,6 +50,10 @@ def test_tokens_are_equal_though_a_node_is_killed(tmp_path: Path, capsys: pytest
     assert 0 < result.control_changed_tokens == details.controls
     assert 0 < result.token_hit_rate <= result.ideal_token_hit_rate
     assert 0 < details.remote_share < 1
+    before = details.until_kill
+    assert 0 < before.requests < details.requests
+    assert 0 < before.token_hit_rate <= before.ideal_token_hit_rate
+    assert f"of the {before.requests} requests before the kill: pool" in printed
     assert details.evictions > 0
     assert details.killed_node == "node0"
     assert details.served_again_s is not None
