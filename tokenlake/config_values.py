@@ -51,7 +51,7 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class Secret(bytes):
-    """Bytes that appear in no representation."""
+    """Bytes that appear in no representation; msgspec refuses to encode them."""
 
     def __repr__(self) -> str:
         return MASK if self else "none"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import secrets
 import socket
 import threading
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ from tokenlake.wire.frames import decode
 from tokenlake.wire.slots import unpack_slots
 from tokenlake_server.arena import Arena
 from tokenlake_server.driver import Driver
-from tokenlake_server.peers import PeerIdentity, hello
+from tokenlake_server.proof import NONCE_BYTES, Dialler, PeerIdentity
 
 __all__ = ["Receivers", "Senders"]
 
@@ -168,13 +169,23 @@ class Receivers:
         return None
 
     def _introduce(self, sock: socket.socket, node: str) -> None:
-        """First frames of a new connection; from then on it has no timeout, as the idle ones."""
+        """The handshake of a new connection; from then on it has no timeout, as the idle ones."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER)
-        sock.sendall(pack_frame(hello(self._identity, bulk=True)))
-        answer = decode(peer.handshake_decoder, _read_frame(sock, self._identity.max_frame))
-        if not isinstance(answer, peer.PeerWelcome):
-            raise ProtocolRefused(f"node {node} refused a bulk connection: {answer}")
+        dialler = Dialler(self._identity, node, secrets.token_bytes(NONCE_BYTES), bulk=True)
+        sock.sendall(pack_frame(dialler.hello))
+        challenge = decode(peer.handshake_decoder, _read_frame(sock, self._identity.max_frame))
+        if not isinstance(challenge, peer.PeerChallenge):
+            raise ProtocolRefused(f"node {node} refused a bulk connection: {challenge}")
+        try:
+            proof = dialler.answer(challenge)
+        except TokenLakeError as error:
+            sock.sendall(pack_frame(peer.PeerRefused(type(error).__name__, str(error))))
+            raise
+        sock.sendall(pack_frame(proof))
+        welcome = decode(peer.handshake_decoder, _read_frame(sock, self._identity.max_frame))
+        if not isinstance(welcome, peer.PeerWelcome):
+            raise ProtocolRefused(f"node {node} refused a bulk connection: {welcome}")
         sock.settimeout(None)
 
     def _give_back(self, node: str, sock: socket.socket) -> None:

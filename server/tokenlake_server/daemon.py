@@ -78,6 +78,7 @@ class Daemon:
             ring_members(core.ring, rules.members),
             tuple(core.ring.members),
             config.max_frame,
+            config.cluster_secret,
         )
         addresses = {peer.name: Address(peer.host, peer.port) for peer in config.peers}
         self.receivers = Receivers(identity, addresses, arena, self.driver)

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import socket
 from collections.abc import Callable, Mapping
-
-import msgspec
+from dataclasses import dataclass
 
 from tokenlake.config import Address
 from tokenlake.core import events
 from tokenlake.core.instructions import Note, Say
 from tokenlake.errors import ConfigurationError, ProtocolRefused, RingRefused, TokenLakeError
 from tokenlake.ring import Ring
-from tokenlake.wire import agree, pack_frame, peer
+from tokenlake.wire import pack_frame, peer
 from tokenlake.wire.frames import decode
-from tokenlake.wire.version import OLDEST_VERSION, PROTOCOL_VERSION
 from tokenlake_server.driver import Driver
 from tokenlake_server.frames import FrameConnection
+from tokenlake_server.proof import NONCE_BYTES, Acceptor, Dialler, PeerIdentity
 
-__all__ = ["PeerIdentity", "PeerListener", "check_hello", "hello"]
+__all__ = ["PeerIdentity", "PeerListener", "ring_members"]
 
 log = logging.getLogger(__name__)
 
@@ -29,48 +29,28 @@ REDIAL_S = 0.1
 is found soon."""
 HELLO_S = 5.0
 MAX_STRANGERS = 64
-"""Connections that have not said who they are."""
+"""Connections that have not proven who they are."""
+MAX_REASON = 2000
+"""Characters of the other side's reason in the log."""
 
 
-class PeerIdentity(msgspec.Struct, frozen=True):
-    """Who this node says it is."""
+@dataclass
+class _Stranger:
+    """A connection on which the other side has proven nothing yet."""
 
-    node: str
-    incarnation: int
-    epoch: int
-    members: tuple[str, ...]
-    """As shown to people (`ring_members`)."""
-    names: tuple[str, ...]
-    max_frame: int
+    timer: asyncio.TimerHandle
+    dialled: str | None
+    """The node that was meant; None: the other side dialled."""
+    answered: asyncio.Future[None] | None
+    """Of the one who dialled: done when the attempt is over."""
+    half: Dialler | Acceptor | None
 
-
-def hello(identity: PeerIdentity, *, bulk: bool) -> peer.PeerHello:
-    """The first frame of a connection to a peer."""
-    return peer.PeerHello(
-        OLDEST_VERSION,
-        PROTOCOL_VERSION,
-        identity.node,
-        identity.incarnation,
-        identity.epoch,
-        identity.members,
-        bulk,
-    )
-
-
-def check_hello(identity: PeerIdentity, message: peer.PeerHello) -> int:
-    """The version to speak. Raises `RingRefused` or `ProtocolRefused`, naming what differs."""
-    version = agree(message.oldest_version, message.newest_version)
-    if message.node == identity.node:
-        raise RingRefused(f"two daemons are called '{identity.node}'; every node needs a name of its own")
-    if message.epoch == identity.epoch and message.node not in identity.names:
-        raise RingRefused(f"node '{message.node}' is not one of the members {', '.join(identity.members)}")
-    if message.epoch != identity.epoch:
-        mine, theirs = ", ".join(identity.members), ", ".join(message.members)
-        raise RingRefused(
-            f"node '{message.node}' has another ring: its members are {theirs}; those of '{identity.node}' are {mine}. "
-            "Give all daemons the same 'peers' (with the same sizes) and 'run_length'"
-        )
-    return version
+    @property
+    def name(self) -> str:
+        """For the log."""
+        if isinstance(self.half, Acceptor):
+            return f"somebody who says to be {self.half.hello.node!r}"
+        return self.dialled or "an unnamed connection"
 
 
 def ring_members(ring: Ring, weights: Mapping[str, int]) -> tuple[str, ...]:
@@ -97,7 +77,7 @@ class PeerListener:
         self._loop = loop
         self._on_bulk = on_bulk
         self._connections: dict[str, tuple[FrameConnection, int]] = {}
-        self._strangers: dict[FrameConnection, asyncio.TimerHandle] = {}
+        self._strangers: dict[FrameConnection, _Stranger] = {}
         self._dialling: dict[str, asyncio.Task[None]] = {}
         self._refused: dict[str, str] = {}
         self._closing = False
@@ -159,13 +139,13 @@ class PeerListener:
             self._loop.add_reader(self._sock, self._accept)
 
     def _adopt(self, sock: socket.socket, dialled: str | None, answered: asyncio.Future[None] | None) -> None:
-        """Watch a connection until it said who it is."""
+        """Watch a connection until it proved who it is."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
         def closed(reason: str) -> None:
-            timer = self._strangers.pop(connection, None)
-            if timer is not None:
-                timer.cancel()
+            gone = self._strangers.pop(connection, None)
+            if gone is not None:
+                gone.timer.cancel()
             if answered is not None and not answered.done():
                 answered.set_result(None)
 
@@ -173,67 +153,75 @@ class PeerListener:
             self._loop,
             sock,
             self._identity.max_frame,
-            lambda body: self._introduced(connection, body, dialled, answered),
+            lambda body: self._introduced(connection, stranger, body),
             closed,
-            lambda error: self._refuse_stranger(connection, dialled, error),
+            lambda error: self._refuse_stranger(connection, stranger, error),
         )
-        self._strangers[connection] = self._loop.call_later(
-            HELLO_S, lambda: connection.close("it never said who it is")
-        )
+        timer = self._loop.call_later(HELLO_S, lambda: connection.close("it never said who it is"))
+        stranger = self._strangers[connection] = _Stranger(timer, dialled, answered, None)
         if dialled is not None:
-            connection.send(pack_frame(hello(self._identity, bulk=False)))
+            stranger.half = Dialler(self._identity, dialled, secrets.token_bytes(NONCE_BYTES), bulk=False)
+            connection.send(pack_frame(stranger.half.hello))
 
-    def _introduced(
-        self, connection: FrameConnection, body: bytes, dialled: str | None, answered: asyncio.Future[None] | None
-    ) -> None:
+    def _introduced(self, connection: FrameConnection, stranger: _Stranger, body: bytes) -> None:
+        """One frame of the handshake that `tokenlake_server.proof` draws."""
         try:
-            message = decode(peer.handshake_decoder, body)
-            if isinstance(message, peer.PeerRefused):
-                self._log_refusal(dialled or "?", message.reason)
-                connection.close("refused by the other side")
-            elif isinstance(message, peer.PeerWelcome) and dialled is not None:
-                if message.node != dialled:
-                    raise RingRefused(f"the node at the address of '{dialled}' calls itself '{message.node}'")
-                self._established(connection, message.node, message.incarnation)
-                if answered is not None:
-                    answered.set_result(None)
-            elif isinstance(message, peer.PeerHello) and dialled is None:
-                self._hello(connection, message)
-            else:
-                raise ProtocolRefused(f"a {type(message).__name__} where none belongs")
+            match decode(peer.handshake_decoder, body), stranger.half:
+                case peer.PeerRefused() as refused, _:
+                    self._log_refusal(stranger.name, refused.reason)
+                    connection.close("refused by the other side")
+                case peer.PeerHello() as hello, None:
+                    stranger.half = Acceptor(self._identity, hello, secrets.token_bytes(NONCE_BYTES))
+                    connection.send(pack_frame(stranger.half.challenge))
+                case peer.PeerChallenge() as challenge, Dialler(incarnation=None) as dialler:
+                    connection.send(pack_frame(dialler.answer(challenge)))
+                case peer.PeerProof() as proof, Acceptor() as acceptor:
+                    acceptor.check(proof)
+                    self._accepted(connection, acceptor.hello)
+                case peer.PeerWelcome(), Dialler(incarnation=int(incarnation)):
+                    assert stranger.dialled is not None
+                    self._established(connection, stranger.dialled, incarnation)
+                    if stranger.answered is not None:
+                        stranger.answered.set_result(None)
+                case message, _:
+                    raise ProtocolRefused(f"a {type(message).__name__} where none belongs")
         except TokenLakeError as error:
-            self._refuse_stranger(connection, dialled, error)
+            self._refuse_stranger(connection, stranger, error)
 
-    def _refuse_stranger(self, connection: FrameConnection, dialled: str | None, error: TokenLakeError) -> None:
-        self._log_refusal(dialled or "an unnamed connection", str(error))
+    def _refuse_stranger(self, connection: FrameConnection, stranger: _Stranger, error: TokenLakeError) -> None:
+        self._log_refusal(stranger.name, str(error))
         connection.send(pack_frame(peer.PeerRefused(type(error).__name__, str(error))))
         connection.close(str(error))
 
-    def _hello(self, connection: FrameConnection, message: peer.PeerHello) -> None:
-        version = check_hello(self._identity, message)
-        current = self._connections.get(message.node)
-        if current is not None and current[1] > message.incarnation:
+    def _accepted(self, connection: FrameConnection, hello: peer.PeerHello) -> None:
+        """It dialled, and proved that it is a member."""
+        current = self._connections.get(hello.node)
+        if current is not None and current[1] > hello.incarnation:
             raise RingRefused(
-                f"two daemons are called '{message.node}', and the one that started later is connected; every node "
+                f"two daemons are called '{hello.node}', and the one that started later is connected; every node "
                 "needs a name of its own"
             )
-        connection.send(pack_frame(peer.PeerWelcome(version, self._identity.node, self._identity.incarnation)))
-        if message.bulk:
-            self._strangers.pop(connection).cancel()
+        connection.send(pack_frame(peer.PeerWelcome()))
+        if hello.bulk:
+            self._strangers.pop(connection).timer.cancel()
             sock, rest = connection.detach()
-            self._on_bulk(sock, message, rest)
+            self._on_bulk(sock, hello, rest)
         else:
-            self._established(connection, message.node, message.incarnation)
+            self._established(connection, hello.node, hello.incarnation)
 
-    def _log_refusal(self, node: str, reason: str) -> None:
-        if self._refused.get(node) != reason:
-            self._refused[node] = reason
-            log.error("connection with %s refused: %s", node, reason)
+    def _log_refusal(self, name: str, reason: str) -> None:
+        """Once per node that is dialled, and once for all others together, until the reason changes."""
+        # Name and reason may be a stranger's: no line of its making, nor a map that grows with its names.
+        known = name if name in self._addresses else ""
+        line = "".join(each if each.isprintable() else " " for each in f"{name} refused: {reason}"[:MAX_REASON])
+        if self._refused.get(known) != line:
+            self._refused[known] = line
+            log.error("connection with %s", line)
 
     # -- established
 
     def _established(self, connection: FrameConnection, node: str, incarnation: int) -> None:
-        self._strangers.pop(connection).cancel()
+        self._strangers.pop(connection).timer.cancel()
         self._drop(node, "replaced by a newer connection")
         self._refused.pop(node, None)
         self._connections[node] = (connection, incarnation)

@@ -36,6 +36,8 @@ Connect = Callable[[int, str], Pool]
 """(node, credential)"""
 
 TENANTS = """
+cluster_secret = "cccccccccccccccccccccccccccccccc"
+
 [[tenants]]
 name = "a"
 secret = "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from tokenlake.layout import Layout
 from tokenlake.wire import Code, pack_frame, peer
 from tokenlake.wire.frames import decode
+from tokenlake_server.proof import acceptor_proof
 
 __all__ = ["FakePeer"]
 
@@ -56,7 +60,11 @@ class FakePeer:
         with contextlib.suppress(OSError, EOFError):
             hello = decode(peer.handshake_decoder, _frame(sock))
             assert isinstance(hello, peer.PeerHello)
-            sock.sendall(pack_frame(peer.PeerWelcome(hello.newest_version, self.name, 1)))
+            unproven = peer.PeerChallenge(hello.newest_version, self.name, 1, secrets.token_bytes(32), bytes(32))
+            proof = acceptor_proof(b"", hello, unproven)
+            sock.sendall(pack_frame(msgspec.structs.replace(unproven, proof=proof)))
+            assert isinstance(decode(peer.handshake_decoder, _frame(sock)), peer.PeerProof)
+            sock.sendall(pack_frame(peer.PeerWelcome()))
             while True:
                 body = _frame(sock)
                 if hello.bulk:

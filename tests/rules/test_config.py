@@ -336,6 +336,8 @@ def test_tenants_that_are_refused(toml: str, reason: str) -> None:
         (tenant().replace("tenants", "tenant"), {}),
         (f"[clients]\nsecret = '{SECRET}'", {}),
         (f"secret = '{SECRET}'", {}),
+        (f"cluster_secret = '{SECRET}0'", {}),
+        (None, {"TOKENLAKE_CLUSTER_SECRET": f"{SECRET} "}),
         (None, {"TOKENLAKE_TENANTS": SECRET}),
         (None, {"TOKENLAKE_TENANT_TOKEN": SECRET}),
     ],
@@ -346,8 +348,40 @@ def test_no_error_shows_a_secret(toml: str | None, environ: dict[str, str]) -> N
     assert SECRET not in str(caught.value) + repr(caught.value)
 
 
+@pytest.mark.parametrize("secret", [SECRET, SECRET * 4, ""])
+def test_the_cluster_secret_comes_from_file_or_environment_and_is_masked(secret: str) -> None:
+    for settings in (load(f"cluster_secret = '{secret}'"), load(None, {"TOKENLAKE_CLUSTER_SECRET": secret})):
+        assert settings.config.cluster_secret == bytes.fromhex(secret)
+        described = {field: value for field, value, _ in settings.describe()}
+        assert described["cluster_secret"] == ("***" if secret else "")
+        for text in (repr(settings), str(settings.config), f"{settings.config.cluster_secret}"):
+            assert not secret or SECRET not in text
+            assert repr(bytes.fromhex(SECRET)) not in text
+
+
+@pytest.mark.parametrize("value", ["00" * 15, "00" * 65, "0g" * 16, "0" * 33, 16, ["00" * 16]])
+def test_a_cluster_secret_that_is_refused(value: object) -> None:
+    with pytest.raises(ConfigurationError, match=r"cluster_secret.*\*\*\*.*16 to 64 bytes in hexadecimal"):
+        load(f"cluster_secret = {value!r}")
+
+
+def test_tenants_on_several_nodes_need_a_cluster_secret() -> None:
+    peers = "a=127.0.0.1:1,b=127.0.0.1:2"
+    for tenants in (tenant(), tenant() + tenant("b")):
+        with pytest.raises(ConfigurationError, match="TOKENLAKE_CLUSTER_SECRET") as caught:
+            load(tenants, node="a", listen="127.0.0.1:1", peers=peers)
+        assert caught.value.field == "cluster_secret"
+        load(tenants, {"TOKENLAKE_CLUSTER_SECRET": SECRET}, node="a", listen="127.0.0.1:1", peers=peers)
+        load(tenants, node="a", listen="127.0.0.1:1", peers="a=127.0.0.1:1")
+    load(node="a", listen="127.0.0.1:1", peers=peers)
+
+
 def test_describe_masks_secrets_and_names_origins() -> None:
-    settings = load(tenant(tokens=["hush"], uids=[7]), {"TOKENLAKE_MEMORY": "96MiB"}, peers="b=127.0.0.1:1/1GiB")
+    settings = load(
+        f"cluster_secret = '{SECRET}'\n" + tenant(tokens=["hush"], uids=[7]),
+        {"TOKENLAKE_MEMORY": "96MiB"},
+        peers="b=127.0.0.1:1/1GiB",
+    )
     described = {field: (value, origin) for field, value, origin in settings.describe()}
     assert described["memory"] == ("96MiB", "environment TOKENLAKE_MEMORY")
     assert described["peers"] == ("b=127.0.0.1:1/1GiB", "flag --peers")
@@ -405,4 +439,4 @@ def test_any_value_is_taken_or_refused_by_name(field: str, value: object) -> Non
     except ConfigurationError as error:
         assert error.field == field
     else:
-        msgspec.json.encode(config)
+        msgspec.json.encode(config, enc_hook=str)  # a secret has no encoding

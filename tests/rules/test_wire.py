@@ -24,7 +24,7 @@ DECODERS: dict[str, tuple[msgspec.msgpack.Decoder[Any], tuple[type[msgspec.Struc
     "engine requests": (engine.request_decoder, typing.get_args(engine.EngineRequest)),
     "engine replies": (engine.reply_decoder, typing.get_args(engine.EngineReply)),
     "peers": (peer.peer_decoder, typing.get_args(peer.PeerMessage)),
-    "handshakes": (peer.handshake_decoder, (peer.PeerHello, peer.PeerWelcome, peer.PeerRefused)),
+    "handshakes": (peer.handshake_decoder, typing.get_args(peer.Handshake)),
     "bulk requests": (peer.bulk_request_decoder, (peer.Pull,)),
     "bulk replies": (peer.pulled_decoder, (peer.Pulled,)),
 }
@@ -46,8 +46,8 @@ def values(of: types.Type) -> st.SearchStrategy[Any]:
             return st.floats(least, most, allow_nan=False, width=64)
         case types.StrType():
             return st.text(st.characters(codec="utf-8"), max_size=20)
-        case types.BytesType():
-            return st.binary(max_size=70)
+        case types.BytesType(min_length=shortest, max_length=longest):
+            return st.binary(min_size=shortest or 0, max_size=70 if longest is None else longest)
         case types.NoneType():
             return st.none()
         case types.UnionType(types=some):

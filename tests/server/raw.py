@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tests.robustness.live import LAYOUT
+from tokenlake.config import load_config
+from tokenlake.core import NodeCore
 from tokenlake.keys import probe
 from tokenlake.wire import HEADER_BYTES, PROTOCOL_VERSION, engine, pack_frame, peer
 from tokenlake.wire.frames import decode
+from tokenlake_bench.cluster import Node
+from tokenlake_server.daemon import core_config
+from tokenlake_server.peers import ring_members
+from tokenlake_server.proof import NONCE_BYTES, Dialler, PeerIdentity
 
 LIMIT_S = 20.0
 
@@ -64,8 +72,8 @@ class Raw:
         """The daemon's next reply to an engine."""
         return decode(engine.reply_decoder, self.body())
 
-    def answer(self) -> peer.PeerHello | peer.PeerWelcome | peer.PeerRefused:
-        """The daemon's answer to a peer's hello."""
+    def answer(self) -> peer.Handshake:
+        """The daemon's next frame of a handshake between peers."""
         return decode(peer.handshake_decoder, self.body())
 
     def closed(self) -> bool:
@@ -93,3 +101,38 @@ def refusal(path: Path, message: msgspec.Struct) -> engine.Failed:
         assert isinstance(failed, engine.Failed), failed
         assert raw.closed()
         return failed
+
+
+def peer_address(node: Node) -> tuple[str, int]:
+    """Where a daemon listens for peers."""
+    return "127.0.0.1", int(node._settings["listen"].rpartition(":")[2])
+
+
+def identity_of(node: Node) -> PeerIdentity:
+    """What a daemon with the settings of `node` that starts now says of itself, its secret included."""
+    incarnation = time.time_ns()
+    flags = {name.replace("-", "_"): value for name, value in node._settings.items()}
+    file = flags.pop("config", None)
+    text = Path(file).read_text() if file else None
+    config = load_config(toml_text=text, environ={}, flags=flags).config
+    rules = core_config(config, incarnation)
+    ring = NodeCore(rules).ring
+    return PeerIdentity(
+        config.node,
+        incarnation,
+        ring.epoch,
+        ring_members(ring, rules.members),
+        tuple(ring.members),
+        config.max_frame,
+        config.cluster_secret,
+    )
+
+
+def introduce(raw: Raw, identity: PeerIdentity, node: str, *, bulk: bool) -> peer.Handshake:
+    """Dial `node` as `identity`; what it says to the proof."""
+    dialler = Dialler(identity, node, secrets.token_bytes(NONCE_BYTES), bulk=bulk)
+    raw.send(dialler.hello)
+    challenge = raw.answer()
+    assert isinstance(challenge, peer.PeerChallenge), challenge
+    raw.send(dialler.answer(challenge))
+    return raw.answer()

@@ -29,7 +29,7 @@ from tests.robustness.live import (
     total,
     wait_until,
 )
-from tests.server.raw import Raw, hello, refusal
+from tests.server.raw import Raw, hello, identity_of, introduce, peer_address, refusal
 from tokenlake.errors import CredentialRefused, LayoutRefused, LimitReached, Refused
 from tokenlake.identity import SessionId
 from tokenlake.layout import Layout
@@ -312,9 +312,14 @@ class Growth:
         assert self._now()[2] < self.memory + (24 << 20)
 
 
-def make_noise(address: Path | tuple[str, int], writes: Iterator[list[bytes]]) -> None:
-    for parts in writes:
+def make_noise(
+    address: Path | tuple[str, int], writes: Iterator[list[bytes]], begin: Callable[[Raw], None] | None = None
+) -> None:
+    """`begin`: how a fifth of the connections begin, so that the rest of them is noise from somebody believed."""
+    for number, parts in enumerate(writes):
         with Raw(address) as raw:
+            if begin is not None and number % 5 == 4:
+                begin(raw)
             for part in parts:
                 raw.write(part)
 
@@ -340,9 +345,8 @@ def engine_frames() -> tuple[list[bytes], list[bytes]]:
     return first, [pack_frame(message) for message in messages]
 
 
-def peer_frames(node: Node, cluster: Cluster) -> tuple[list[bytes], list[bytes]]:
+def peer_frames() -> tuple[list[bytes], list[bytes]]:
     keys = bytes(range(32)) * 2
-    epoch = _hello_of(cluster, node).epoch
     messages: list[msgspec.Struct] = [
         peer.Lookup(1, "default", keys),
         peer.LookupReply(1, 1, b"\7\7", ("nobody",), (0.5, 1.0)),
@@ -358,41 +362,14 @@ def peer_frames(node: Node, cluster: Cluster) -> tuple[list[bytes], list[bytes]]
         peer.Touched("nobody", keys),
         peer.Advertised(),
     ]
-    names = tuple(other.name for other in cluster.nodes)
     first = [
-        pack_frame(peer.PeerHello(1, 1, "stranger", 1, epoch, names, False)),
-        pack_frame(peer.PeerHello(1, 1, "stranger", 1, epoch + 1, names, True)),
-        # A peer of the right name on a bulk connection is served, what it says there is not.
-        pack_frame(peer.PeerHello(1, 1, "node1", 1, epoch, names, True)),
-        pack_frame(peer.PeerWelcome(1, "node1", 1)),
+        pack_frame(peer.PeerHello(1, 1, "stranger", 1, False, bytes(32))),
+        pack_frame(peer.PeerHello(1, 1, "node1", 1, True, bytes(32))),
+        pack_frame(peer.PeerChallenge(1, "node1", 1, bytes(32), bytes(32))),
+        pack_frame(peer.PeerProof(1, ("node0", "node1"), bytes(32))),
+        pack_frame(peer.PeerWelcome()),
     ]
     return first, [pack_frame(message) for message in messages]
-
-
-def _hello_of(cluster: Cluster, node: Node) -> peer.PeerHello:
-    """What a daemon of the same ring says: ours is the listener, and it the one that dials."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        own = f"127.0.0.1:{free_port()}"
-        flags = {
-            "--node": "node0",
-            "--memory": "1MiB",
-            "--metrics": "",
-            "--listen": own,
-            "--peers": f"node0={own},node1=127.0.0.1:{listener.getsockname()[1]}",
-            "--socket": f"{node.socket}.probe",
-        }
-        words = [word for pair in flags.items() for word in pair]
-        with subprocess.Popen([*SERVE, *words], stderr=subprocess.DEVNULL) as other:
-            try:
-                listener.settimeout(LIMIT_S)
-                sock, _ = listener.accept()
-                with sock:
-                    sock.settimeout(LIMIT_S)
-                    size = int.from_bytes(sock.recv(4, socket.MSG_WAITALL), "little")
-                    body = sock.recv(size, socket.MSG_WAITALL)
-            finally:
-                other.terminate()
-        return msgspec.msgpack.decode(body, type=peer.PeerHello)
 
 
 def test_noise_on_the_local_socket(node: Node) -> None:
@@ -427,17 +404,23 @@ def test_connections_that_map_nothing_leave_nothing(node: Node) -> None:
 
 
 def test_noise_on_the_peers_port(node: Node, cluster: Cluster) -> None:
-    frames = peer_frames(node, cluster)
-    address = ("127.0.0.1", int(node._settings["listen"].rpartition(":")[2]))
-    make_noise(address, _noises(3, *frames))
+    frames = peer_frames()
+    address = peer_address(node)
+    posing = identity_of(cluster.nodes[1])
+
+    def begin(raw: Raw) -> None:
+        """A peer of the right name and secret on a bulk connection is served, what it says there is not."""
+        assert isinstance(introduce(raw, posing, "node0", bulk=True), peer.PeerWelcome)
+
+    make_noise(address, _noises(3, *frames), begin)
     growth = Growth(node)
-    make_noise(address, _noises(4, *frames))
+    make_noise(address, _noises(4, *frames), begin)
     growth.check()
     wait_until(lambda: total(node, "tokenlake_peers_connected") == 1, "the real peer is still there")
 
 
 def test_connections_that_say_nothing_are_bounded(node: Node) -> None:
-    address = ("127.0.0.1", int(node._settings["listen"].rpartition(":")[2]))
+    address = peer_address(node)
     growth = Growth(node)
     silent = [Raw(address) for _ in range(200)]
     refused = [raw for raw in silent[100:] if raw.closed()]

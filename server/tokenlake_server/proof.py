@@ -1,0 +1,138 @@
+"""Who is at the other end of a connection between daemons: each side proves that it knows the cluster secret.
+
+::
+
+    dialler                                        acceptor
+       | PeerHello: name, incarnation, nonce ------>|
+       |<------ PeerChallenge: the same, and a proof|
+       | PeerProof: ring, and a proof ------------->|
+       |<------ PeerWelcome, or PeerRefused         |
+
+A proof is blake2b, keyed with the secret, of everything said before it and of the side that proves. Both nonces
+are in it, so that a recorded handshake proves nothing; the kind of connection is in it, so that the proof of a
+control connection opens no bulk connection. The acceptor proves itself first: the dialler tells its ring to
+nobody else, and the acceptor speaks of its own only to a dialler that proved itself.
+
+Nothing here does I/O, nonces are passed in. What follows the handshake is neither encrypted nor authenticated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+import msgspec
+
+from tokenlake.config import Secret
+from tokenlake.errors import CredentialRefused, ProtocolRefused, RingRefused
+from tokenlake.wire import agree, peer
+from tokenlake.wire.version import OLDEST_VERSION, PROTOCOL_VERSION
+
+__all__ = ["NONCE_BYTES", "Acceptor", "Dialler", "PeerIdentity", "acceptor_proof", "dialler_proof"]
+
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+
+_STAND_IN = hashlib.blake2b(b"tokenlake: no cluster secret", digest_size=32).digest()
+"""Of a daemon without `cluster_secret`. Not secret: with one tenant on one machine there is nobody to hide from."""
+_CHANGE = "set the same 'cluster_secret' (configuration file, or TOKENLAKE_CLUSTER_SECRET) on all nodes"
+
+
+class PeerIdentity(msgspec.Struct, frozen=True):
+    """Who this node says it is, and how it proves it."""
+
+    node: str
+    incarnation: int
+    epoch: int
+    members: tuple[str, ...]
+    """As shown to people (`ring_members`)."""
+    names: tuple[str, ...]
+    max_frame: int
+    secret: Secret = Secret()
+    """`cluster_secret`; empty where there is none."""
+
+
+class Dialler:
+    """The dialling side of one handshake with `node`."""
+
+    def __init__(self, identity: PeerIdentity, node: str, nonce: bytes, *, bulk: bool) -> None:
+        """`nonce`: `NONCE_BYTES` that were never used before."""
+        self._identity = identity
+        self._node = node
+        self.hello = peer.PeerHello(OLDEST_VERSION, PROTOCOL_VERSION, identity.node, identity.incarnation, bulk, nonce)
+        """What to say first."""
+        self.incarnation: int | None = None
+        """Of the node that proved itself; None until then."""
+
+    def answer(self, challenge: peer.PeerChallenge) -> peer.PeerProof:
+        """What to say then. Raises `CredentialRefused`, `RingRefused` or `ProtocolRefused`; then nothing the
+        other side said is to be believed."""
+        proof = acceptor_proof(self._identity.secret, self.hello, challenge)
+        if not hmac.compare_digest(proof, challenge.proof):
+            raise _not_proven(self._node, self._identity)
+        if challenge.node != self._node:
+            raise RingRefused(f"the node at the address of '{self._node}' calls itself '{challenge.node}'")
+        if not OLDEST_VERSION <= challenge.version <= PROTOCOL_VERSION:
+            raise ProtocolRefused(f"node '{self._node}' chose version {challenge.version}, which was not offered")
+        self.incarnation = challenge.incarnation
+        ring = peer.PeerProof(self._identity.epoch, self._identity.members, bytes(PROOF_BYTES))
+        proof = dialler_proof(self._identity.secret, self.hello, challenge, ring)
+        return msgspec.structs.replace(ring, proof=proof)
+
+
+class Acceptor:
+    """The accepting side of one handshake."""
+
+    def __init__(self, identity: PeerIdentity, hello: peer.PeerHello, nonce: bytes) -> None:
+        """`nonce`: `NONCE_BYTES` that were never used before. Raises `ProtocolRefused` when no version is
+        common."""
+        self._identity = identity
+        self.hello = hello
+        """To be believed after `check`."""
+        version = agree(hello.oldest_version, hello.newest_version)
+        unproven = peer.PeerChallenge(version, identity.node, identity.incarnation, nonce, bytes(PROOF_BYTES))
+        proof = acceptor_proof(identity.secret, hello, unproven)
+        self.challenge = msgspec.structs.replace(unproven, proof=proof)
+        """What to answer to the hello."""
+
+    def check(self, message: peer.PeerProof) -> None:
+        """Raises `CredentialRefused`, which tells nothing of the ring, or else `RingRefused`, naming what differs."""
+        proof = dialler_proof(self._identity.secret, self.hello, self.challenge, message)
+        if not hmac.compare_digest(proof, message.proof):
+            raise _not_proven(self.hello.node, self._identity)
+        _check_ring(self._identity, self.hello.node, message)
+
+
+def acceptor_proof(secret: bytes, hello: peer.PeerHello, challenge: peer.PeerChallenge) -> bytes:
+    """The proof that belongs into `challenge`."""
+    return _keyed(secret, b"acceptor", hello, msgspec.structs.replace(challenge, proof=bytes(PROOF_BYTES)))
+
+
+def dialler_proof(secret: bytes, hello: peer.PeerHello, challenge: peer.PeerChallenge, ring: peer.PeerProof) -> bytes:
+    """The proof that belongs into `ring`."""
+    return _keyed(secret, b"dialler", hello, challenge, msgspec.structs.replace(ring, proof=bytes(PROOF_BYTES)))
+
+
+def _keyed(secret: bytes, side: bytes, *said: msgspec.Struct) -> bytes:
+    # An empty key would make blake2b a plain hash.
+    text = msgspec.msgpack.encode((side, *said))
+    return hashlib.blake2b(text, digest_size=PROOF_BYTES, key=secret or _STAND_IN, person=b"tokenlake peers").digest()
+
+
+def _not_proven(node: str, identity: PeerIdentity) -> CredentialRefused:
+    return CredentialRefused(
+        f"node '{node}' did not prove to '{identity.node}' that it knows the cluster secret; {_CHANGE}"
+    )
+
+
+def _check_ring(identity: PeerIdentity, node: str, ring: peer.PeerProof) -> None:
+    if node == identity.node:
+        raise RingRefused(f"two daemons are called '{identity.node}'; every node needs a name of its own")
+    mine, theirs = ", ".join(identity.members), ", ".join(ring.members)
+    if ring.epoch != identity.epoch:
+        raise RingRefused(
+            f"node '{node}' has another ring: its members are {theirs}; those of '{identity.node}' are {mine}. "
+            "Give all daemons the same 'peers' (with the same sizes) and 'run_length'"
+        )
+    if node not in identity.names:
+        raise RingRefused(f"node '{node}' is not one of the members {mine}")
