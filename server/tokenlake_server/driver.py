@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -36,8 +35,6 @@ class Driver:
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = float("inf")
         self._recorder: Recorder | None = None
-        self.longest_s = 0.0
-        """Longest time that one event took on the loop since `take_longest`."""
 
     def carry_out(self, kind: type[Instruction], sink: Callable[[Any], None]) -> None:
         """`sink` is called with each instruction of `kind`; it must not block."""
@@ -76,7 +73,6 @@ class Driver:
         self._rearm()
 
     def _step(self, event: Event) -> None:
-        began = time.perf_counter()
         now = self._loop.time()
         try:
             instructions = self.core.handle(event, now)
@@ -91,12 +87,6 @@ class Driver:
                 self._sinks[type(instruction)](instruction)
             except Exception:
                 log.exception("%s could not be carried out", type(instruction).__name__)
-        self.longest_s = max(self.longest_s, time.perf_counter() - began)
-
-    def take_longest(self) -> float:
-        """`longest_s`, starting anew."""
-        longest, self.longest_s = self.longest_s, 0.0
-        return longest
 
     def _rearm(self) -> None:
         wake = self.core.next_wake()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 from tokenlake.store.segment import Segment
 
-__all__ = ["POLICIES", "EvictionPolicy", "LeastRecentlyUsed"]
+__all__ = ["EvictionPolicy", "LeastRecentlyUsed"]
 
 
 class EvictionPolicy(Protocol):
@@ -63,6 +63,3 @@ class LeastRecentlyUsed:
 
     def __iter__(self) -> Iterator[Segment]:
         return iter(self._order)
-
-
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LeastRecentlyUsed}
