@@ -154,11 +154,8 @@ def private_routed(accesses: Accesses, nodes: int, capacity_tokens: int, seed: i
     return _count(accesses, hit_segments)
 
 
-def baselines(
-    requests: Iterable[Request], *, segment_tokens: int, nodes: int, capacity_tokens: int, seed: int
-) -> Baselines:
-    """All four; reads the requests once. Raises ConfigurationError for an argument out of range."""
-    accesses = intern_segments(requests, segment_tokens)
+def baselines(accesses: Accesses, *, nodes: int, capacity_tokens: int, seed: int) -> Baselines:
+    """All four. Raises ConfigurationError for an argument out of range."""
     return Baselines(
         ideal=infinite_cache(accesses),
         private=private_round_robin(accesses, nodes, capacity_tokens),

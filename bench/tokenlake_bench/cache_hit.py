@@ -40,6 +40,7 @@ class CacheHitArguments:
     speed: float
     route: str
     seed: int
+    shipped_deadlines: bool
     json_file: Path | None
     plot_file: Path | None
 
@@ -71,6 +72,7 @@ class CacheHitArguments:
             route=self.route,
             speed=self.speed,
             seed=self.seed,
+            shipped_deadlines=self.shipped_deadlines,
         )
 
 

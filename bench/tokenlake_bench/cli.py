@@ -29,6 +29,11 @@ def bench() -> None:
 @click.option("--speed", default=0.0, show_default=True, help="Trace seconds per second; 0: as fast as it goes.")
 @click.option("--route", default="round-robin", show_default=True, help="round-robin, random or conversation.")
 @click.option("--seed", default=0, show_default=True, help="Of token ids, bytes, routes and placements.")
+@click.option(
+    "--shipped-deadlines",
+    is_flag=True,
+    help="Daemons wait for each other as long as by default; without this longer, so that a busy machine matters less.",
+)
 @_json
 @click.option("--plot", "plot_file", type=_FILE, help="Draw the result as this .png file.")
 def cache_hit(**arguments: object) -> None:

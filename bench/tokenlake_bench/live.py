@@ -13,12 +13,8 @@ from tokenlake.wire import Code
 from tokenlake_bench import balance
 from tokenlake_bench.baselines import (
     Accesses,
-    Baselines,
-    global_lru,
-    infinite_cache,
+    baselines,
     intern_segments,
-    private_round_robin,
-    private_routed,
 )
 from tokenlake_bench.cluster import Cluster
 from tokenlake_bench.copies import copies_per_segment
@@ -27,21 +23,22 @@ from tokenlake_bench.load_meter import LoadMeter, settle
 from tokenlake_bench.replay import ReplayLog, replay
 from tokenlake_bench.report import CacheHitDetails, CacheHitResult, Quantiles
 from tokenlake_bench.routes import ROUTES
-from tokenlake_bench.sizing import PoolSize, bench_layout, pool_size
+from tokenlake_bench.sizing import bench_layout, pool_size
 from tokenlake_bench.workload import Workload
 
 __all__ = ["LiveOptions", "LiveRun", "notes", "run_live"]
 
 STAGED_SHARE = 0.10
 PATIENT = {"match_deadline_ms": "1000", "suspect_ms": "5000"}
-"""Settings of the daemons: what is found must not depend on how busy this machine is."""
+"""Settings of the daemons unless told otherwise: what is found must not depend on how busy this machine is."""
 SENT_BYTES = "tokenlake_sent_bytes_total"
 EVICTED = "tokenlake_evicted_segments_total"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiveOptions:
-    """`capacity_tokens` is that of the whole pool; `speed` 0 replays as fast as it goes."""
+    """`capacity_tokens` is that of the whole pool; `speed` 0 replays as fast as it goes. `shipped_deadlines`: the
+    daemons wait for each other as long as they do by default."""
 
     nodes: int = 3
     capacity_tokens: int
@@ -49,6 +46,7 @@ class LiveOptions:
     route: str = "round-robin"
     speed: float = 0.0
     seed: int = 0
+    shipped_deadlines: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,8 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
     accesses = intern_segments(workload, options.segment_tokens)
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
-        cluster = stack.enter_context(Cluster(options.nodes, str(size.memory), str(size.memory), **PATIENT))
+        deadlines = {} if options.shipped_deadlines else PATIENT
+        cluster = stack.enter_context(Cluster(options.nodes, str(size.memory), str(size.memory), **deadlines))
         # What is fetched has to fit among the staged copies.
         window = max(1, min(WINDOW, int(STAGED_SHARE * size.node_segments)))
         clients = [
@@ -86,7 +85,7 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
         duplication = copies_per_segment(pools, log.keys.values())
         node_bytes = dict(zip([node.name for node in cluster.nodes], balance.load_of_nodes(meter.served), strict=True))
     done = Accesses(accesses.segment_tokens, accesses.prompts[: log.requests])
-    compared = _baselines(done, size, options.seed)
+    compared = baselines(done, nodes=options.nodes, capacity_tokens=size.capacity_tokens, seed=options.seed)
     spread = balance.spread(meter.served)
     result = CacheHitResult(
         token_hit_rate=log.hit_segments * options.segment_tokens / max(1, log.prompt_tokens),
@@ -134,15 +133,6 @@ def notes(run: LiveRun) -> list[str]:
 
 def _counts(counted: Mapping[Code, int]) -> str:
     return ", ".join(f"{code.name} {counted[code]:,}" for code in sorted(counted)) or "none"
-
-
-def _baselines(accesses: Accesses, size: PoolSize, seed: int) -> Baselines:
-    return Baselines(
-        ideal=infinite_cache(accesses),
-        private=private_round_robin(accesses, size.nodes, size.capacity_tokens),
-        private_routed=private_routed(accesses, size.nodes, size.capacity_tokens, seed),
-        global_lru=global_lru(accesses, size.capacity_tokens),
-    )
 
 
 def _quantiles(seconds: Sequence[float]) -> Quantiles:

@@ -131,9 +131,9 @@ def test_the_cache_agrees_with_a_plain_model(texts: list[tuple[int, ...]], capac
     assert private_routed(found, 3, 3 * capacity, 0).hit_tokens <= infinite_cache(found).hit_tokens
 
 
-def test_all_four_from_requests() -> None:
-    requests = [request(index, "aabb") for index in range(4)]
-    found = baselines(requests, segment_tokens=2, nodes=2, capacity_tokens=8, seed=0)
+def test_all_four() -> None:
+    asked = intern_segments([request(index, "aabb") for index in range(4)], 2)
+    found = baselines(asked, nodes=2, capacity_tokens=8, seed=0)
     assert found.ideal == found.global_lru == HitCount(12, 16)
     assert found.private == HitCount(8, 16)
     assert found.private_routed == HitCount(8, 16)
