@@ -2,46 +2,77 @@
 
 Leases, writes and the garbage collector enter here at any time, from any thread; `sweep` tells the daemon when
 somebody calls anyway.
+
+The daemon knows one holder per process. Several objects of this process may hold the same lease or write: an item
+is given back when the last of them gave it up, and while the answer to an `Attach` is on its way nothing of what it
+grants anew is given back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
 
-from tokenlake.errors import TokenLakeError, Unreachable
-from tokenlake.identity import LeaseId
+from tokenlake.errors import DeadlinePassed, Refused, TokenLakeError, Unreachable
+from tokenlake.identity import LeaseId, WriteId
 from tokenlake.wire import engine
 from tokenlake_client.link import Link
 
-__all__ = ["Books", "Looked"]
+__all__ = ["Books", "Holding"]
 
 log = logging.getLogger(__name__)
 
+END = (1 << 32) - 1
+"""No lease has as many items."""
 
-class Looked(Protocol):
-    """A lease, as the books see it."""
 
-    id: LeaseId
-    link: Link
+class Holding:
+    """What one `Lease` holds. Counts are guarded by the lock of the books. Refers to nothing that keeps the pool: the
+    books may have it when all else is gone."""
+
+    __slots__ = ("id", "link", "looks", "wanted")
+
+    def __init__(self, lease: LeaseId, link: Link, items: int) -> None:
+        self.id = lease
+        self.link = link
+        """What the lease was granted over."""
+        self.looks = [0] * items
+        """Arrays over each item that may still be read."""
+        self.wanted = bytearray(b"\1" * items)
+        """1 for each item that was not released."""
+
+    def holds(self, index: int) -> bool:
+        """Not released, or still looked at."""
+        return bool(self.wanted[index] or self.looks[index])
 
     def settle(self, index: int) -> bool:
-        """One look at an item ended; True when the item can be given back."""
+        """One look ended; True when the item can be given back."""
+        self.looks[index] -= 1
+        return not self.holds(index)
 
 
 class Books:
-    """Of one pool. `link` is the current one; `lock` guards it and all counts here and in the leases."""
+    """Of one pool. `link` is the current one; `lock` guards it, `closed` and all counts here and in the holdings."""
 
     def __init__(self, link: Link) -> None:
         self.lock = threading.RLock()
         self.link = link
-        self.ended_looks: deque[tuple[Looked, int]] = deque()
+        self.closed = False
+        """Nothing is handed out any more."""
+        self.ended_looks: deque[tuple[Holding, int]] = deque()
         """Appended to by finalisers, perhaps in the middle of anything; nothing else may happen there."""
         self._looking = 0
         self._writing = 0
+        self._leases: dict[int, list[Holding]] = {}
+        self._writes: dict[int, int] = {}
+        """How many objects hold each write."""
+        self._leaving: set[int] = set()
+        """Writes to abort when nothing here holds them any more."""
+        self._attaching: dict[int, tuple[int, bool]] = {}
+        """By request over the current link, (lease or write, is it a write?): the answer may still come."""
         self._releases: list[tuple[int, int, int]] = []
         self._aborts: list[int] = []
 
@@ -51,51 +82,216 @@ class Books:
         with self.lock:
             return self._looking + self._writing
 
+    # -- the connection
+
     def use(self, link: Link) -> None:
-        """From now on talk over `link`. What a former daemon granted lies in memory that is nobody's any more."""
+        """From now on talk over `link`. What was granted in another life is nobody's any more."""
         with self.lock:
-            if link.incarnation != self.link.incarnation:
+            if self.closed:
+                self._part(link)
+                return
+            self._disown_orphans()
+            attaching = list(self._attaching.values())
+            self._attaching.clear()
+            if link.life != self.link.life:
+                self._leases.clear()
+                self._writes.clear()
+                self._leaving.clear()
                 self._releases.clear()
                 self._aborts.clear()
                 self._looking = self._writing = 0
+                attaching = []
             self.link = link
+            for grant, write in attaching:
+                self._attached(grant, write)
 
     def current(self, link: Link) -> Link:
-        """The link to use for what was granted over `link`. Raises `Unreachable` when that daemon is gone."""
+        """The link to use for what was granted over `link`. Raises `Unreachable` when that is gone, or the pool was
+        closed."""
         current = self.link
+        if self.closed:
+            raise Unreachable("the pool was closed")
         if link.incarnation != current.incarnation:
             raise Unreachable("the daemon restarted; what was leased there is gone")
+        if link.life != current.life:
+            raise Unreachable("the session ended with the connection; what was leased in it is gone")
         return current
+
+    def close(self) -> None:
+        """Hand out nothing any more, and leave. While arrays are alive the daemon is not told that this process
+        touches nothing. Idempotent."""
+        with self.lock:
+            if self.closed:
+                return
+            self.sweep()
+            self.closed = True
+            self._part(self.link)
+
+    def finish(self) -> bool:
+        """Close, unless arrays that are looked at are about to end."""
+        with self.lock:
+            self.sweep()
+            if self._looking:
+                return False
+            self.close()
+            return True
+
+    def _part(self, link: Link) -> None:
+        if not self.touching and not link.channel.broken:
+            try:
+                link.channel.tell(engine.Bye())
+            except TokenLakeError as error:
+                log.debug("no farewell: %s", error)
+            link.forget()
+        link.channel.close()
+
+    def _alive(self, link: Link) -> bool:
+        return not self.closed and link.life == self.link.life
+
+    # -- leases
+
+    def hold(self, holding: Holding) -> None:
+        """A lease was granted, or attached to."""
+        with self.lock:
+            if holding.id and self._alive(holding.link):
+                self._leases.setdefault(holding.id, []).append(holding)
 
     def count_look(self) -> None:
         """An array over a leased slot was handed out. Under `lock`, with the link just checked."""
         self._looking += 1
 
-    def count_writing(self, link: Link, change: int) -> None:
-        """A write over `link` began (1) or ended (-1)."""
-        with self.lock:
-            if link.incarnation == self.link.incarnation:
-                self._writing += change
+    def give_back(self, holding: Holding, indices: Sequence[int]) -> None:
+        """Items that this holding does not hold any more, ascending. Under `lock`."""
+        if not holding.id or not self._alive(holding.link):
+            return
+        others = self._leases.get(holding.id, [])
+        if not any(holding.wanted) and not any(holding.looks):
+            others = [other for other in others if other is not holding]
+            if others:
+                self._leases[holding.id] = others
+            else:
+                self._leases.pop(holding.id, None)
+        if self._is_attaching(holding.id):
+            return
+        if others and others != [holding]:
+            indices = [index for index in indices if not any(other.holds(index) for other in others)]
+        self._releases += [(holding.id, start, stop) for start, stop in _ranges(indices)]
 
-    def give_back(self, lease: Looked, indices: Sequence[int]) -> None:
-        """Items of a lease that nobody looks at, ascending. Under `lock`."""
-        if lease.id and lease.link.incarnation == self.link.incarnation:
-            self._releases += [(lease.id, start, stop) for start, stop in _ranges(indices)]
+    # -- writes
 
-    def abort(self, link: Link, write: int) -> None:
-        """Nobody here fills this write any more."""
+    def hold_write(self, link: Link, write: WriteId) -> None:
+        """An object that holds a write was made."""
         with self.lock:
-            if write and link.incarnation == self.link.incarnation:
-                self._aborts.append(write)
+            if write and self._alive(link):
+                self._writes[write] = self._writes.get(write, 0) + 1
+
+    def begin_filling(self, link: Link) -> None:
+        """The slots of a write are about to be handed out. Raises `Unreachable`."""
+        with self.lock:
+            self.current(link)
+            self._writing += 1
+
+    def end_filling(self, link: Link) -> None:
+        """They are not written any more."""
+        with self.lock:
+            if link.life == self.link.life:
+                self._writing -= 1
+
+    def drop_write(self, link: Link, write: WriteId, *, abort: bool) -> None:
+        """An object holds a write no longer. `abort`: the daemon is to know when the last one does."""
+        with self.lock:
+            if write and self._alive(link):
+                left = self._writes.pop(write, 1) - 1
+                if left > 0:
+                    self._writes[write] = left
+                if abort:
+                    self._leaving.add(write)
+                self._abort_left(write)
         self.sweep()
+
+    def leave_write(self, link: Link, write: WriteId) -> None:
+        """The daemon is to know when no object holds this write any more."""
+        with self.lock:
+            if write and self._alive(link):
+                self._leaving.add(write)
+                self._abort_left(write)
+        self.sweep()
+
+    def _abort_left(self, write: int) -> None:
+        if write in self._leaving and write not in self._writes and not self._is_attaching(write):
+            self._leaving.discard(write)
+            self._aborts.append(write)
+
+    # -- attaching
+
+    @contextlib.contextmanager
+    def attaching(self, grant: LeaseId | WriteId, *, write: bool) -> Iterator[tuple[Link, engine.EngineReply]]:
+        """Ask for what another process of the session holds; the caller makes the object that holds it before it
+        leaves. What it grants and no object holds is given back, also when the answer comes late."""
+        self.sweep()
+        link = self.link
+        number = 0
+
+        def make(request: int) -> engine.Attach:
+            nonlocal number
+            with self.lock:
+                if self.current(link) is not link:
+                    raise Unreachable("the connection broke")
+                self._attaching[request] = (grant, write)
+                # Told after the request, these would take back what it grants.
+                self._releases = [release for release in self._releases if release[0] != grant]
+                self._aborts = [other for other in self._aborts if other != grant]
+            number = request
+            return engine.Attach(request, grant)
+
+        pending = link.channel.begin(make)
+        try:
+            reply = link.wait(pending)
+            yield link, reply
+        except BaseException as error:
+            if not pending.done and not isinstance(error, DeadlinePassed):
+                link.channel.drop(pending)
+            raise
+        finally:
+            if pending.reply is not None or isinstance(pending.error, Refused):
+                self._answered(link, number)
+        self.sweep()
+
+    def _answered(self, link: Link, number: int) -> None:
+        with self.lock:
+            if link is self.link and number in self._attaching:
+                self._attached(*self._attaching.pop(number))
+
+    def _attached(self, grant: int, write: bool) -> None:
+        """The answer to an `Attach` came, or never will: give back what it may have granted and nothing here holds."""
+        if self._is_attaching(grant):
+            return
+        if write:
+            if grant not in self._writes:
+                self._leaving.discard(grant)
+                self._aborts.append(grant)
+            return
+        holdings = self._leases.get(grant)
+        if not holdings:
+            self._releases.append((grant, 0, END))
+            return
+        items = range(len(holdings[0].wanted))
+        free = [index for index in items if not any(holding.holds(index) for holding in holdings)]
+        self._releases += [(grant, start, stop) for start, stop in _ranges(free)]
+
+    def _is_attaching(self, grant: int) -> bool:
+        return bool(self._attaching) and any(grant == other for other, _ in self._attaching.values())
+
+    # -- telling the daemon
 
     def sweep(self) -> None:
         """Tell the daemon what is no longer looked at or filled. Never waits, never raises."""
         with self.lock:
+            if self.closed:
+                return
             self._settle_looks()
+            self._disown_orphans()
             channel = self.link.channel
-            while channel.orphans:
-                self._disown(channel.orphans.popleft())
             try:
                 while self._aborts:
                     channel.tell(engine.Abort(self._aborts[-1]))
@@ -107,22 +303,28 @@ class Books:
                 log.debug("not given back yet: %s", error)
 
     def _settle_looks(self) -> None:
-        ended: dict[int, tuple[Looked, list[int]]] = {}
+        ended: dict[int, tuple[Holding, list[int]]] = {}
         while self.ended_looks:
-            lease, index = self.ended_looks.popleft()
-            if lease.link.incarnation == self.link.incarnation:
+            holding, index = self.ended_looks.popleft()
+            if holding.link.life == self.link.life:
                 self._looking -= 1
-            if lease.settle(index):
-                ended.setdefault(id(lease), (lease, []))[1].append(index)
-        for lease, indices in ended.values():
-            self.give_back(lease, sorted(indices))
+            if holding.settle(index):
+                ended.setdefault(id(holding), (holding, []))[1].append(index)
+        for holding, indices in ended.values():
+            self.give_back(holding, sorted(indices))
 
-    def _disown(self, reply: engine.EngineReply) -> None:
-        """A reply that nobody waits for granted this."""
-        if isinstance(reply, engine.Matched) and reply.lease:
-            self._releases.append((reply.lease, 0, reply.hits))
-        elif isinstance(reply, engine.Prepared) and reply.write:
-            self._aborts.append(reply.write)
+    def _disown_orphans(self) -> None:
+        """Replies that nobody waits for may have granted something."""
+        orphans = self.link.channel.orphans
+        while orphans:
+            reply = orphans.popleft()
+            attached = self._attaching.pop(reply.id, None)
+            if attached is not None:
+                self._attached(*attached)
+            elif isinstance(reply, engine.Matched) and reply.lease:
+                self._releases.append((reply.lease, 0, reply.hits))
+            elif isinstance(reply, engine.Prepared) and reply.write:
+                self._aborts.append(reply.write)
 
 
 def _ranges(indices: Sequence[int]) -> list[tuple[int, int]]:

@@ -61,10 +61,10 @@ class Pending:
 class Channel:
     """Raises `Unreachable` from everything once the connection broke."""
 
-    def __init__(self, path: Path, ended: threading.Event) -> None:
-        """`ended` is set once the connection broke."""
+    def __init__(self, path: Path, on_end: Callable[[], None]) -> None:
+        """`on_end` is called once the connection broke, from whatever thread found out."""
         self.path = path
-        self._ended = ended
+        self._on_end = on_end
         self._ids = itertools.count(1)
         self._decoder = FrameDecoder(MAX_FRAME)
         self._waiting: dict[int, Pending] = {}
@@ -287,7 +287,7 @@ class Channel:
                 pending.error = self._broken
             self._waiting.clear()
             self._changed.notify_all()
-        self._ended.set()
+        self._on_end()
 
 
 def _as_error(failed: Failed) -> Refused:

@@ -12,7 +12,7 @@ from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake.wire.engine import Fetch, Fetched, Match, Matched
 from tokenlake.wire.slots import SLOT_BYTES, SlotRef, join_keys, unpack_slots
-from tokenlake_client.books import Books
+from tokenlake_client.books import Books, Holding
 from tokenlake_client.checksums import CHECKSUM_BYTES, shard_checksums
 from tokenlake_client.link import Link
 from tokenlake_client.regions import Mapping, address_interface
@@ -24,7 +24,7 @@ GRACE_S = 0.030
 
 
 class Reading:
-    """How a pool reads: shared by its leases."""
+    """How a pool reads: shared by its leases. While it lives, so does the connection (`tokenlake_client.heart`)."""
 
     def __init__(self, books: Books, layout: Layout, verify: bool) -> None:
         self.books = books
@@ -80,8 +80,9 @@ class Lease:
         self._here = bytearray(matched.codes[:hits])
         self._slots = bytearray(matched.slots)
         self._checksums = bytearray(matched.checksums)
-        self._looks = [0] * hits
-        self._wanted = bytearray(b"\1" * hits)
+        self._holding = Holding(self.id, link, hits)
+        self._wanted = self._holding.wanted
+        self._books.hold(self._holding)
 
     def __enter__(self) -> Lease:
         return self
@@ -140,15 +141,11 @@ class Lease:
         if stop <= start or not any(self._wanted[start:stop]):
             return
         with self._books.lock:
-            free = [index for index in range(start, stop) if self._wanted[index] and not self._looks[index]]
+            looks = self._holding.looks
+            free = [index for index in range(start, stop) if self._wanted[index] and not looks[index]]
             self._wanted[start:stop] = bytes(stop - start)
-            self._books.give_back(self, free)
+            self._books.give_back(self._holding, free)
         self._books.sweep()
-
-    def settle(self, index: int) -> bool:
-        """For the pool's books: one look ended; True when the segment can be given back. Under their lock."""
-        self._looks[index] -= 1
-        return not self._looks[index] and not self._wanted[index]
 
     def _bring(self, start: int, stop: int, deadline_s: float) -> Fetched:
         self._books.sweep()
@@ -180,13 +177,13 @@ class Lease:
             self._books.current(self.link)
             if not self._wanted[index]:
                 return None
-            self._looks[index] += 1
+            self._holding.looks[index] += 1
             self._books.count_look()
         return np.asarray(_Look(self, index, mapping, place.slot))
 
     def _looked(self, index: int) -> None:
         # Called by the garbage collector, perhaps in the middle of anything: only note it.
-        self._books.ended_looks.append((self, index))
+        self._books.ended_looks.append((self._holding, index))
 
 
 class PendingMatch:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from tokenlake.errors import ProtocolRefused, TokenLakeError
-from tokenlake.identity import SessionId, TenantId
+from tokenlake.identity import Incarnation, SessionId, TenantId
 from tokenlake.keys import probe
 from tokenlake.layout import Layout
 from tokenlake.wire import engine
@@ -31,13 +30,22 @@ class Link:
 
     def __init__(self, channel: Channel, welcome: engine.Welcome) -> None:
         self.channel = channel
-        self.incarnation = welcome.incarnation
+        self.incarnation = Incarnation(welcome.incarnation)
         self.session = SessionId(welcome.session)
         self.connection = welcome.connection
         self.node = welcome.node
         self.tenant = TenantId(welcome.tenant)
         self.secret = welcome.secret
         self.heartbeat_s = welcome.heartbeat_s
+        self.regions = Regions(self._open_region)
+
+    @property
+    def life(self) -> tuple[Incarnation, SessionId]:
+        """Which session of which daemon: what was granted in one is nothing in another."""
+        return self.incarnation, self.session
+
+    def forget(self) -> None:
+        """Unmap what no array lies in."""
         self.regions = Regions(self._open_region)
 
     def call(
@@ -52,6 +60,10 @@ class Link:
         if not isinstance(reply, expected):
             raise ProtocolRefused(f"the daemon answered with {type(reply).__name__}, not {expected.__name__}")
         return reply
+
+    def wait(self, pending: Pending) -> engine.EngineReply:
+        """The reply to a call that the daemon answers from its own memory."""
+        return self.channel.wait(pending, LOCAL_S)
 
     def wait_while_alive(self, pending: Pending) -> engine.EngineReply:
         """For a deadline that only the daemon knows: wait for as long as it answers heartbeats."""
@@ -74,14 +86,21 @@ class Link:
 
 
 def open_link(
-    socket: Path, layout: Layout, credential: str | None, session: SessionId, resume: int, wake: threading.Event
+    socket: Path,
+    layout: Layout,
+    credential: str | None,
+    on_end: Callable[[], None],
+    session: SessionId,
+    resume: int = 0,
+    incarnation: int = 0,
 ) -> Link:
-    """Connect and say hello. `session` 0 opens a new one; `resume`: the process's earlier connection, or 0; `wake` is
-    set when the connection breaks.
+    """Connect and say hello. `session` 0 opens a new one; `resume`: the process's earlier connection, or 0;
+    `incarnation`: of the daemon that named these two, 0 when it is not known; `on_end` is called when the connection
+    breaks.
 
     Raises `Unreachable`, `LayoutRefused`, `CredentialRefused`, `ProtocolRefused`, `LimitReached`.
     """
-    channel = Channel(socket, wake)
+    channel = Channel(socket, on_end)
     try:
         welcome = channel.call(
             lambda number: engine.Hello(
@@ -93,6 +112,7 @@ def open_link(
                 credential,
                 session,
                 resume,
+                incarnation,
             ),
             CONNECT_S,
         )

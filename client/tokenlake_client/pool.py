@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenlake.errors import DeadlinePassed, LimitReached, TokenLakeError
 from tokenlake.identity import LeaseId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.keys import Prefix, TokenIds, root_key
 from tokenlake.layout import Layout
 from tokenlake.wire import Code, engine
 from tokenlake.wire.slots import join_keys
 from tokenlake_client.books import Books
+from tokenlake_client.heart import Heart, Wake
 from tokenlake_client.lease import Lease, PendingMatch, Reading
 from tokenlake_client.link import Link, open_link
 from tokenlake_client.write import Reservation, Write
 
 __all__ = ["Pool"]
 
-log = logging.getLogger(__name__)
-
-RECONNECT_S = 0.2
-"""Between two attempts of the heartbeat thread to reach a daemon that is gone."""
 MATCH_S = 0.020
 RETRY_S = 0.002
 STORE_WINDOW = 32
@@ -49,16 +43,13 @@ class Pool:
         layout.check()
         self.socket = socket
         self.layout = layout
-        self.expired = 0
-        """Times the daemon had given this session up because its heartbeats stayed away."""
-        self._credential = credential
         self._process = os.getpid()
-        self._closed = threading.Event()
-        self._wake = threading.Event()
-        """Set when the heartbeat thread has something to do now: connect again, or end."""
-        self._books = Books(open_link(socket, layout, credential, session, 0, self._wake))
+        wake = Wake()
+        connect = partial(open_link, socket, layout, credential, wake)
+        self._books = Books(connect(session))
+        # Leases and writes refer to it, and nothing that it refers to refers to them.
         self._reading = Reading(self._books, layout, verify)
-        self._heart = threading.Thread(target=_beat, args=(weakref.ref(self),), name="tokenlake", daemon=True)
+        self._heart = Heart(self._books, connect, wake, self._reading)
         self._heart.start()
 
     @classmethod
@@ -119,10 +110,9 @@ class Pool:
     def attach(self, lease: LeaseId) -> Lease:
         """Hold a lease that another process of this session made. Its keys are not known here; `hits` is 0 when
         the lease has ended. Raises `Unreachable`."""
-        self._books.sweep()
-        link = self._link
-        reply = link.call(lambda number: engine.Attach(number, lease), engine.Matched)
-        return Lease(self._reading, link, [SegmentKey(b"")] * reply.hits, reply)
+        with self._books.attaching(lease, write=False) as (link, reply):
+            matched = link.expect(reply, engine.Matched)
+            return Lease(self._reading, link, [SegmentKey(b"")] * matched.hits, matched)
 
     # -- writing
 
@@ -139,7 +129,7 @@ class Pool:
             reply = link.call(lambda number: engine.Prepare(number, packed, first), engine.Prepared)
             stuck = not reply.write and Code.WRITE_BUDGET in reply.codes
             if not stuck or time.monotonic() + pause > until:
-                return Write(self._books, link, self.layout.shards, keys, reply)
+                return Write(self._reading, link, self.layout.shards, keys, reply)
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
 
@@ -173,41 +163,25 @@ class Pool:
         self._books.sweep()
         link, packed = self._link, join_keys(keys)
         reply = link.call(lambda number: engine.Prepare(number, packed, first), engine.Prepared, deadline_s)
-        return Reservation(self._books, link, reply)
+        return Reservation(self._reading, link, reply)
 
     def attach_write(self, write: WriteId) -> Write:
         """Fill a write that another process of this session began, each process its own shards. Its keys are not
         known here. Raises `Unreachable`, and `ProtocolRefused` when the write has ended."""
-        self._books.sweep()
-        link = self._link
-        reply = link.call(lambda number: engine.Attach(number, write), engine.Prepared)
-        return Write(self._books, link, self.layout.shards, [SegmentKey(b"")] * len(reply.codes), reply)
+        with self._books.attaching(write, write=True) as (link, reply):
+            prepared = link.expect(reply, engine.Prepared)
+            return Write(self._reading, link, self.layout.shards, [SegmentKey(b"")] * len(prepared.codes), prepared)
 
     # -- life
 
     def close(self) -> None:
         """Leave the session. Idempotent. Arrays still alive stay readable, and so do the slots of a write that was
-        neither committed nor aborted; what they lie in is quarantined until this process ends."""
-        if self._closed.is_set():
-            return
-        self._closed.set()
-        self._wake.set()
+        neither committed nor aborted; what they lie in is quarantined until this process ends. A pool that nobody has
+        any more is closed when the last of its leases, writes and arrays is gone."""
         if self._process != os.getpid():
             # The session is the parent's: a forked child has nothing to say in it.
             return
-        self._books.sweep()
-        channel = self._link.channel
-        if not self._books.touching and not channel.broken:
-            try:
-                channel.tell(engine.Bye())
-            except TokenLakeError as error:
-                log.debug("no farewell: %s", error)
-        channel.close()
-
-    def __del__(self) -> None:
-        # Nothing that keeps a slot in use can be alive: arrays and writes hold the pool.
-        if hasattr(self, "_reading"):
-            self.close()
+        self._books.close()
 
     @property
     def _link(self) -> Link:
@@ -253,48 +227,7 @@ class Pool:
         """Of the daemon: another one after each of its starts."""
         return self._link.incarnation
 
-    def _reconnect(self) -> None:
-        """In the heartbeat thread: the same session where it still is, else a new one."""
-        for session, resume in ((self.session, self._link.connection), (SessionId(0), 0)):
-            try:
-                link = open_link(self.socket, self.layout, self._credential, session, resume, self._wake)
-            except LimitReached:
-                continue
-            self._books.use(link)
-            if self._closed.is_set():
-                link.channel.close()
-            log.warning("connected again to the daemon of node %s at %s", self.node, self.socket)
-            return
-
-    def _heartbeat(self) -> None:
-        """In the heartbeat thread."""
-        if self._link.channel.broken:
-            self._reconnect()
-            return
-        self._books.sweep()
-        reply = self._link.call(engine.Heartbeat, engine.HeartbeatReply)
-        if not reply.alive:
-            self.expired += 1
-            log.warning("the daemon had given up session %d: its heartbeats stayed away", self.session)
-
-
-def _beat(reference: weakref.ref[Pool]) -> None:
-    """Heartbeats until the pool is closed or collected. Holds no reference to it while it waits."""
-    while True:
-        pool = reference()
-        if pool is None or pool._closed.is_set():
-            return
-        try:
-            pool._heartbeat()
-        except DeadlinePassed as error:
-            log.debug("heartbeat: %s", error)
-        except TokenLakeError as error:
-            log.debug("no connection: %s", error)
-        broken, pause = pool._link.channel.broken, pool._link.heartbeat_s
-        closed, wake = pool._closed, pool._wake
-        del pool
-        if broken:
-            closed.wait(RECONNECT_S)
-        else:
-            wake.wait(pause)
-        wake.clear()
+    @property
+    def expired(self) -> int:
+        """Times the daemon had given this session up because its heartbeats stayed away."""
+        return self._heart.expired

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenlake.errors import TokenLakeError
 from tokenlake.identity import SegmentKey, WriteId
 from tokenlake.wire import Code
 from tokenlake.wire.engine import Commit, Committed, Prepared
 from tokenlake.wire.slots import unpack_slots
-from tokenlake_client.books import Books
 from tokenlake_client.checksums import shard_checksums
+from tokenlake_client.lease import Reading
 from tokenlake_client.link import Link
 
 __all__ = ["Reservation", "Write"]
@@ -26,29 +25,36 @@ class Write:
     must not be written after commit or abort. For one thread.
     """
 
-    def __init__(self, books: Books, link: Link, shards: int, keys: Sequence[SegmentKey], prepared: Prepared) -> None:
+    def __init__(
+        self, reading: Reading, link: Link, shards: int, keys: Sequence[SegmentKey], prepared: Prepared
+    ) -> None:
         """`shards`: how many a segment has. Raises what mapping the slots raises; they are given back then."""
         self.id = WriteId(prepared.write)
         """For another process of the session: `Pool.attach_write`."""
         self.keys = keys
         self.codes = bytearray(prepared.codes)
         """What happened to each key, one `Code` each; commit changes RESERVED to COMMITTED or EXPIRED."""
-        self._books = books
+        self._reading = reading
+        self._books = books = reading.books
         self._link = link
         self._shards = shards
         self._done = not self.id
+        self.slots: list[tuple[int, NDArray[np.uint8]]] = []
+        """(index into `keys`, array)."""
+        if self._done:
+            return
+        books.begin_filling(link)
+        books.hold_write(link, self.id)
         try:
-            self.slots: list[tuple[int, NDArray[np.uint8]]] = [
+            self.slots += (
                 (index, link.regions.get(place, write=True).slot(place.slot))
                 for index, place in enumerate(unpack_slots(prepared.slots))
                 if self.codes[index] == Code.RESERVED
-            ]
-            """(index into `keys`, array)."""
+            )
         except BaseException:
-            books.abort(link, self.id)
+            self.slots.clear()
+            self.abort()
             raise
-        if not self._done:
-            books.count_writing(link, 1)
 
     @property
     def incarnation(self) -> int:
@@ -75,8 +81,14 @@ class Write:
         self._done = True
         for _, array in self.slots:
             array.flags.writeable = False
-        self._books.count_writing(self._link, -1)
-        codes = self._publish(indices, mask, checksums)
+        self._books.end_filling(self._link)
+        try:
+            codes = self._publish(indices, mask, checksums)
+        except BaseException:
+            # Whether it arrived or not: what it did not publish is given back.
+            self._books.drop_write(self._link, self.id, abort=True)
+            raise
+        self._books.drop_write(self._link, self.id, abort=False)
         for index, code in zip(indices, codes, strict=True):
             self.codes[index] = code
         return bytes(self.codes)
@@ -85,38 +97,34 @@ class Write:
         """After `commit` of some shards: this process holds nothing of the write any more, whatever becomes of the
         shards of others. Idempotent; never raises."""
         if Code.RESERVED in self.codes:
-            self._books.abort(self._link, self.id)
+            self._books.leave_write(self._link, self.id)
 
     def abort(self) -> None:
         """Give the slots back. Idempotent; never raises."""
         if not self._done:
             self._done = True
-            self._books.count_writing(self._link, -1)
-            self._books.abort(self._link, self.id)
+            self._books.end_filling(self._link)
+            self._books.drop_write(self._link, self.id, abort=True)
 
     def _publish(self, indices: tuple[int, ...], mask: int, checksums: bytes) -> bytes:
         link = self._books.link
-        if self._link.incarnation != link.incarnation:
+        if self._link.life != link.life:
             return bytes([Code.EXPIRED]) * len(indices)
-        try:
-            return link.call(lambda number: Commit(number, self.id, indices, mask, checksums), Committed).codes
-        except TokenLakeError:
-            # Whether it arrived or not: what it did not publish is given back.
-            self._books.abort(self._link, self.id)
-            raise
+        return link.call(lambda number: Commit(number, self.id, indices, mask, checksums), Committed).codes
 
 
 class Reservation:
     """Slots that other processes of the session fill: each attaches, commits its shards and leaves. They stay reserved
     until all shards are in, or until everybody who holds them, this process too, gave them back."""
 
-    def __init__(self, books: Books, link: Link, prepared: Prepared) -> None:
+    def __init__(self, reading: Reading, link: Link, prepared: Prepared) -> None:
         self.id = WriteId(prepared.write)
         """For `Pool.attach_write`; 0 when no slot was granted."""
         self.codes = prepared.codes
         """What happened to each key, one `Code` each."""
-        self._books = books
+        self._reading = reading
         self._link = link
+        reading.books.hold_write(link, self.id)
 
     @property
     def incarnation(self) -> int:
@@ -126,5 +134,5 @@ class Reservation:
     def release(self) -> None:
         """Hold it no longer. Idempotent; never raises."""
         if self.id:
-            self._books.abort(self._link, self.id)
+            self._reading.books.drop_write(self._link, self.id, abort=True)
             self.id = WriteId(0)

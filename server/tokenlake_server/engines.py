@@ -16,7 +16,7 @@ from tokenlake.core import events
 from tokenlake.core.instructions import Answer, Welcomed
 from tokenlake.errors import ConfigurationError, LayoutRefused, LimitReached, ProtocolRefused, TokenLakeError
 from tokenlake.identity import Incarnation, NodeId
-from tokenlake.keys import probe
+from tokenlake.keys import KEY_BYTES, probe
 from tokenlake.layout import Layout
 from tokenlake.store.region import RegionShape
 from tokenlake.wire import agree, engine, pack_frame
@@ -35,6 +35,10 @@ PROCESSES_PER_SESSION = 16
 """Bound on connections, over all sessions: ranks of one engine plus its scheduler, with room to restart."""
 HELLO_S = 10.0
 """A connection that has not said `Hello` by then is closed."""
+MAX_KEYS = 1 << 16
+"""Of one request."""
+MAX_IN_FLIGHT = 1024
+"""Requests of one connection that are not answered yet."""
 ACCEPT_PAUSE_S = 0.5
 """After an accept that failed for want of descriptors: the listening socket stays readable meanwhile."""
 
@@ -68,6 +72,8 @@ class _Connection:
         self.maps = False
         """The process was given a descriptor of the arena, now or over the connection that this one goes on from."""
         self.deadline: asyncio.TimerHandle | None = None
+        self.in_flight = 0
+        """Requests that the rules have not answered yet."""
 
 
 class EngineListener:
@@ -143,8 +149,15 @@ class EngineListener:
         own = self._requests.get(type(message))
         if own is not None:
             own(connection, message)
-        else:
-            self._driver.handle(events.Requested(connection.number, message))
+            return
+        number = getattr(message, "id", None)
+        if number is not None:
+            reason = _beyond(connection, message)
+            if reason:
+                self._send(connection, engine.Failed(number, LimitReached.__name__, reason))
+                return
+            connection.in_flight += 1
+        self._driver.handle(events.Requested(connection.number, message))
 
     def refuse(self, number: int, error: Exception) -> None:
         """Tell a process why, and close its connection."""
@@ -196,6 +209,9 @@ class EngineListener:
         if connection.hello is not None:
             self._refuse(connection, message.id, ProtocolRefused("Hello was said twice"))
             return
+        if message.incarnation not in (0, self._settings.incarnation):
+            # Numbers of an earlier daemon: here they may name somebody else's.
+            message = msgspec.structs.replace(message, session=0, resume=0)
         try:
             self._identify(connection, message)
         except TokenLakeError as error:
@@ -219,8 +235,11 @@ class EngineListener:
 
     def _resumed(self, connection: _Connection) -> _Connection | None:
         """The connection that the same process had before, and says it goes on from."""
-        former = self._connections.get(connection.hello.resume) if connection.hello else None
-        return former if former and former.joined and former.process.pid == connection.process.pid else None
+        hello = connection.hello
+        former = self._connections.get(hello.resume) if hello else None
+        if hello is None or former is None or not former.joined or former.process.pid != connection.process.pid:
+            return None
+        return former if former.session == hello.session else None
 
     def _identify(self, connection: _Connection, message: engine.Hello) -> None:
         connection.version = agree(message.oldest_version, message.newest_version)
@@ -312,6 +331,7 @@ class EngineListener:
         connection = self._connections.get(instruction.connection)
         if connection is None or connection.frames is None:
             return
+        connection.in_flight -= connection.joined
         connection.frames.send(pack_frame(instruction.message))
         if isinstance(instruction.message, engine.Failed) and not connection.joined:
             connection.frames.close(f"refused: {instruction.message.reason}")
@@ -330,6 +350,20 @@ class EngineListener:
             if connection.frames is not None:
                 connection.frames.close("the daemon stops")
             self._forget(connection)
+
+
+def _beyond(connection: _Connection, message: engine.EngineRequest) -> str:
+    """The bound that a request is beyond; empty when it is within all."""
+    keys = 0
+    if isinstance(message, engine.Match | engine.Prepare):
+        keys = len(message.keys) // KEY_BYTES
+    elif isinstance(message, engine.Commit):
+        keys = len(message.indices)
+    if keys > MAX_KEYS:
+        return f"{keys} segments in one request; limit 'max_keys' is {MAX_KEYS}"
+    if connection.in_flight >= MAX_IN_FLIGHT:
+        return f"limit 'max_in_flight' of {MAX_IN_FLIGHT} unanswered requests is reached"
+    return ""
 
 
 def _listen(path: Path) -> socket.socket:

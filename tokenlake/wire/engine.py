@@ -57,6 +57,8 @@ class Hello(_Message, frozen=True, tag=1):
     """0 opens a session; else joins this one."""
     resume: int = 0
     """The connection this process had before, whose leases it still holds; 0 for none."""
+    incarnation: int = 0
+    """Of the daemon that named `session` and `resume`: another daemon takes neither. 0 when it is not known."""
 
 
 class Welcome(_Message, frozen=True, tag=2):
