@@ -1,0 +1,179 @@
+"""Noise, hundreds of times, on both sockets: the daemon serves on and does not grow."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.robustness.live import LAYOUT, LIMIT_S, descriptors_of, memory_of, threads_of, total, wait_until
+from tests.server.raw import Raw, hello, identity_of, introduce, peer_address
+from tokenlake.wire import engine, pack_frame, peer
+from tokenlake_bench.cluster import Cluster, Node
+
+pytestmark = pytest.mark.live
+
+
+def _noises(seed: int, first: list[bytes], frames: list[bytes]) -> Iterator[list[bytes]]:
+    """What to write on one connection: random bytes, half frames, and valid frames in any order."""
+    draw = random.Random(seed)
+    for round_ in range(300):
+        kind = round_ % 6
+        if kind == 0:
+            yield [draw.randbytes(draw.randrange(1, 3000))]
+        elif kind == 1:
+            frame = draw.choice(first + frames)
+            yield [frame[: draw.randrange(len(frame))]]
+        elif kind == 2:
+            yield draw.choices(frames, k=draw.randrange(1, 6))
+        elif kind == 3:
+            yield [draw.choice(first), *draw.choices(frames, k=draw.randrange(1, 6))]
+        elif kind == 4:
+            body = draw.randbytes(draw.randrange(1, 200))
+            yield [draw.choice(first), len(body).to_bytes(4, "little") + body]
+        else:
+            flipped = bytearray(draw.choice(frames))
+            flipped[draw.randrange(4, len(flipped))] ^= 1 << draw.randrange(8)
+            yield [draw.choice(first), bytes(flipped), draw.choice(frames)]
+
+
+class Growth:
+    """Descriptors, threads and private memory of a daemon, before and after."""
+
+    def __init__(self, node: Node) -> None:
+        assert node.process is not None
+        self.pid = node.process.pid
+        self.descriptors, self.threads, self.memory = self._now()
+
+    def _now(self) -> tuple[int, int, int]:
+        return descriptors_of(self.pid), threads_of(self.pid), memory_of(self.pid)
+
+    def check(self) -> None:
+        """AssertionError when the daemon grew. A few threads and descriptors belong to pools that fill once."""
+        wait_until(lambda: self._now()[0] <= self.descriptors + 4, "descriptors are given back")
+        wait_until(lambda: self._now()[1] <= self.threads + 4, "threads have ended")
+        assert self._now()[2] < self.memory + (24 << 20)
+
+
+def make_noise(
+    address: Path | tuple[str, int], writes: Iterator[list[bytes]], begin: Callable[[Raw], None] | None = None
+) -> None:
+    """`begin`: how a fifth of the connections begin, so that the rest of them is noise from somebody believed."""
+    for number, parts in enumerate(writes):
+        with Raw(address) as raw:
+            if begin is not None and number % 5 == 4:
+                begin(raw)
+            for part in parts:
+                raw.write(part)
+
+
+def engine_frames() -> tuple[list[bytes], list[bytes]]:
+    keys = bytes(range(32)) * 3
+    messages: list[msgspec.Struct] = [
+        engine.Match(1, keys, 0.01),
+        engine.Attach(2, 7),
+        engine.Fetch(3, 9, 0, 4_000_000_000, 0.01),
+        engine.Release(((1, 0, 4_000_000_000), (2, 5, 1))),
+        engine.Prepare(4, keys, 4_294_967_295),
+        engine.Prepare(4, keys, 0),
+        engine.Commit(5, 1, (0, 1, 2, 0), 255, b"x"),
+        engine.Abort(1),
+        engine.Heartbeat(6),
+        engine.OpenRegion(7, 0, True),
+        engine.OpenRegion(8, 99),
+        engine.Bye(),
+        engine.Welcome(1, 1, "x", 1, 1, 1, "t", b"", b"", 1.0, 1),
+    ]
+    first = [pack_frame(hello()), pack_frame(hello(session=5)), pack_frame(hello(resume=1))]
+    return first, [pack_frame(message) for message in messages]
+
+
+def peer_frames() -> tuple[list[bytes], list[bytes]]:
+    keys = bytes(range(32)) * 2
+    messages: list[msgspec.Struct] = [
+        peer.Lookup(1, "default", keys),
+        peer.LookupReply(1, 1, b"\7\7", ("nobody",), (0.5, 1.0)),
+        peer.ReleaseLease((1, 2, 3)),
+        peer.Announce("default", keys, 1.0),
+        peer.Ready(2, "default", keys),
+        peer.Pong(3, (0.5, 1.0)),
+        peer.Ping(4, (0.5, 1.0)),
+        peer.Pull("default", keys),
+        peer.Offer(5, "default", keys, (0, 1), LAYOUT.segment_bytes, LAYOUT.shards),
+        peer.Redundant("default", keys, ("nobody",)),
+        peer.Evicted("default", keys[:31], "nobody"),
+        peer.Touched("nobody", keys),
+        peer.Advertised(),
+    ]
+    first = [
+        pack_frame(peer.PeerHello(1, 1, "stranger", 1, False, bytes(32))),
+        pack_frame(peer.PeerHello(1, 1, "node1", 1, True, bytes(32))),
+        pack_frame(peer.PeerChallenge(1, "node1", 1, bytes(32), bytes(32))),
+        pack_frame(peer.PeerProof(1, ("node0", "node1"), bytes(32))),
+        pack_frame(peer.PeerWelcome()),
+    ]
+    return first, [pack_frame(message) for message in messages]
+
+
+def test_noise_on_the_local_socket(node: Node) -> None:
+    noise_from_a_process(node.socket, seed=1)  # What grows once has grown.
+    growth = Growth(node)
+    noise_from_a_process(node.socket, seed=2)
+    growth.check()
+    assert total(node, "tokenlake_processes") == 0
+    assert total(node, "tokenlake_quarantined_slots") == 0
+
+
+def noise_from_a_process(path: Path, seed: int) -> None:
+    """From a process that ends: what was mapped to a living one is not given back."""
+    script = (
+        "from pathlib import Path; from tests.server.test_noise import _noises, engine_frames, make_noise; "
+        f"make_noise(Path({str(path)!r}), _noises({seed}, *engine_frames()))"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=LIMIT_S, cwd=Path(__file__).parents[2])
+
+
+def test_connections_that_map_nothing_leave_nothing(node: Node) -> None:
+    growth = Growth(node)
+    for _ in range(100):
+        with Raw(node.socket) as raw:
+            raw.send(hello())
+            assert isinstance(raw.reply(), engine.Welcome)
+            raw.send(engine.Prepare(2, bytes(range(32)), 0))
+            raw.reply()
+    growth.check()
+    assert total(node, "tokenlake_processes") == 0
+    assert total(node, "tokenlake_quarantined_slots") == 0
+
+
+def test_noise_on_the_peers_port(node: Node, cluster: Cluster) -> None:
+    frames = peer_frames()
+    address = peer_address(node)
+    posing = identity_of(cluster.nodes[1])
+
+    def begin(raw: Raw) -> None:
+        """A peer of the right name and secret on a bulk connection is served, what it says there is not."""
+        assert isinstance(introduce(raw, posing, "node0", bulk=True), peer.PeerWelcome)
+
+    make_noise(address, _noises(3, *frames), begin)
+    growth = Growth(node)
+    make_noise(address, _noises(4, *frames), begin)
+    growth.check()
+    wait_until(lambda: total(node, "tokenlake_peers_connected") == 1, "the real peer is still there")
+
+
+def test_connections_that_say_nothing_are_bounded(node: Node) -> None:
+    address = peer_address(node)
+    growth = Growth(node)
+    silent = [Raw(address) for _ in range(200)]
+    refused = [raw for raw in silent[100:] if raw.closed()]
+    assert len(refused) == 100
+    assert node.page("/health")
+    for raw in silent:
+        raw.sock.close()
+    growth.check()

@@ -1,0 +1,119 @@
+"""What a daemon refuses at its start: it says what is wrong and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.robustness.live import LAYOUT, LIMIT_S, Prompt, daemons, store
+from tokenlake_bench.cluster import Node
+
+pytestmark = pytest.mark.live
+
+SERVE = [sys.executable, "-m", "tokenlake_server"]
+
+
+def start(tmp_path: Path, *flags: str, environment: dict[str, str] | None = None) -> str:
+    """What a daemon that does not start says; it must end with status 1 or 2 and no traceback."""
+    given = {word for word in flags if word.startswith("--")}
+    defaults = {
+        "--node": "x",
+        "--memory": "1MiB",
+        "--socket": str(tmp_path / "x.sock"),
+        "--listen": "127.0.0.1:0",
+        "--metrics": "",
+    }
+    words = [word for name, value in defaults.items() if name not in given for word in (name, value)]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TOKENLAKE_")}
+    ended = subprocess.run(
+        [*SERVE, *words, *flags],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=clean | (environment or {}),
+        check=False,
+    )
+    assert ended.returncode in (1, 2), ended
+    assert "Traceback" not in ended.stderr, ended.stderr
+    assert not (tmp_path / "x.sock").exists()
+    return ended.stderr
+
+
+def test_settings_that_are_wrong(tmp_path: Path) -> None:
+    assert "memory" in start(tmp_path, "--memory", "lots")
+    assert "No such option" in start(tmp_path, "--memroy", "1GiB")
+    assert "lease_s" in start(tmp_path, "--lease-s", "-1")
+    assert "TOKENLAKE_MEMROY" in start(tmp_path, environment={"TOKENLAKE_MEMROY": "1GiB"})
+    file = tmp_path / "tokenlake.toml"
+    file.write_text("memroy = '1GiB'\n")
+    message = start(tmp_path, "--config", str(file))
+    assert "memroy" in message
+    assert "'memory'" in message
+    file.write_text("memory = \n")
+    assert "file" in start(tmp_path, "--config", str(file))
+    assert str(tmp_path / "none.toml") in start(tmp_path, "--config", str(tmp_path / "none.toml"))
+    assert "record" in start(tmp_path, "--record", str(tmp_path / "no" / "such" / "log"))
+    file.write_text(f"arena_directory = '{tmp_path / 'nowhere'}'\n")
+    assert "arena_directory" in start(tmp_path, "--config", str(file))
+
+
+def test_only_loopback_is_listened_on(tmp_path: Path) -> None:
+    for setting in ("--listen", "--metrics"):
+        message = start(tmp_path, setting, "0.0.0.0:0" if setting == "--listen" else "[::]:7440")
+        assert setting.strip("-") in message
+        assert "loopback" in message
+
+
+def test_addresses_in_use(tmp_path: Path, node: Node) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        for setting in ("listen", "metrics"):
+            message = start(tmp_path, f"--{setting}", taken)
+            assert f"'{setting}'" in message
+            assert taken in message
+    message = start(tmp_path, "--socket", str(node.socket))
+    assert "'socket'" in message
+    assert "other daemon" in message
+    (tmp_path / "a-file").write_text("mine")
+    assert "'socket'" in start(tmp_path, "--socket", str(tmp_path / "a-file"))
+    assert (tmp_path / "a-file").read_text() == "mine"
+    assert "'socket'" in start(tmp_path, "--socket", str(tmp_path / "no" / "such" / "directory.sock"))
+
+
+def test_more_memory_than_there_is(tmp_path: Path) -> None:
+    before = _available()
+    message = start(tmp_path, "--memory", "1TiB")
+    assert "'memory' asks for 1TiB" in message
+    assert "available" in message
+    assert _available() > before // 2, "nothing was touched"
+
+
+def _available() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+
+
+def test_a_stale_socket_is_replaced_and_the_end_is_clean() -> None:
+    with daemons() as cluster:
+        node = cluster.nodes[0]
+        node.kill()
+        assert stat.S_ISSOCK(node.socket.stat().st_mode), "a killed daemon leaves its socket"
+        node.start()
+        cluster.wait_ready()
+        assert stat.S_IMODE(node.socket.stat().st_mode) == 0o660
+        with cluster.connect(0, LAYOUT) as pool:
+            store(pool, Prompt(1, 2))
+            assert node.stop() == 0
+            assert not node.socket.exists()
+        node.start()
+        cluster.wait_ready()
+        assert node.process is not None
+        node.process.send_signal(signal.SIGINT)
+        assert node.process.wait(LIMIT_S) == 0

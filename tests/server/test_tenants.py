@@ -1,0 +1,112 @@
+"""Who may connect, as which tenant, and how many."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.robustness.live import LAYOUT, LIMIT_S, Prompt, daemons, outcomes, read, store, total, wait_until
+from tokenlake.errors import CredentialRefused, LimitReached, Refused
+from tokenlake.wire import Code
+from tokenlake_client import Pool
+
+pytestmark = pytest.mark.live
+
+
+def test_sessions_and_processes_are_limited(tmp_path: Path) -> None:
+    file = tmp_path / "tokenlake.toml"
+    file.write_text("max_sessions = 2\n")
+    with daemons(config=str(file)) as cluster:
+        node = cluster.nodes[0]
+        first, second = cluster.connect(0, LAYOUT), cluster.connect(0, LAYOUT)
+        with pytest.raises(LimitReached, match="'max_sessions' of 2"):
+            Pool.connect(node.socket, LAYOUT)
+        ranks = [Pool.connect(node.socket, LAYOUT, session=first.session) for _ in range(30)]
+        with pytest.raises(LimitReached, match="32 processes"):
+            Pool.connect(node.socket, LAYOUT, session=first.session)
+        for rank in ranks:
+            rank.close()
+        second.close()
+        wait_until(lambda: total(node, "tokenlake_processes") == 1, "they left")
+        Pool.connect(node.socket, LAYOUT).close()
+        first.close()
+
+
+TENANTS = """
+allow_uids = [{uid}]
+
+[[tenants]]
+name = "red"
+secret = "{red}"
+tokens = ["red-token-0123456789"]
+
+[[tenants]]
+name = "blue"
+secret = "{blue}"
+tokens = ["blue-token-0123456789"]
+"""
+
+
+def test_tenants_are_strangers_to_each_other(tmp_path: Path) -> None:
+    file = tmp_path / "tokenlake.toml"
+    file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32))
+    prompt = Prompt(80, 5)
+    with daemons(config=str(file)) as cluster:
+        path = cluster.nodes[0].socket
+        for token in (None, "no-token", "red-token-012345678", ""):
+            with pytest.raises(CredentialRefused) as refused:
+                Pool.connect(path, LAYOUT, token)
+            assert not token or token not in str(refused.value)
+        red, blue = (Pool.connect(path, LAYOUT, f"{name}-token-0123456789") for name in ("red", "blue"))
+        with red, blue:
+            assert (red.tenant, blue.tenant) == ("red", "blue")
+            store(red, prompt)
+            keys = red.prefix(prompt.tokens).keys
+            assert not set(keys) & set(blue.prefix(prompt.tokens).keys)
+            with blue.match(keys) as lease:
+                assert lease.hits == 0, "not even by the other's keys"
+            assert outcomes(store(blue, prompt)) == {Code.COMMITTED}
+            assert read(red, prompt) == read(blue, prompt) == 5
+            regions = {place for place, _ in red._link.regions._mapped}
+            assert regions
+            for region in regions:
+                for write in (False, True):
+                    with pytest.raises(CredentialRefused, match=f"region {region} "):
+                        blue._link._open_region(region, write)
+            with pytest.raises(Refused, match="another tenant"):
+                Pool.connect(path, LAYOUT, "blue-token-0123456789", session=red.session)
+
+
+CONNECT_AS_NOBODY = """
+import os, sys
+from tests.robustness.live import LAYOUT
+from tokenlake_client import Pool
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+try:
+    Pool.connect(sys.argv[1], LAYOUT)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_uid_that_is_not_allowed() -> None:
+    with daemons() as cluster:
+        node = cluster.nodes[0]
+        node.socket.chmod(0o666)
+        cluster.directory.chmod(0o755)
+        ended = subprocess.run(
+            [sys.executable, "-c", CONNECT_AS_NOBODY, str(node.socket)],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+            cwd=Path(__file__).parents[2],
+        )
+        assert "CredentialRefused uid 65534 may not use this daemon" in ended.stdout, ended
