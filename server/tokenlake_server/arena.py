@@ -39,7 +39,11 @@ class Region:
         self.nbytes = nbytes
         try:
             self.fd = _open_file(directory, nbytes) if directory else _open_memfd(number, nbytes, huge_pages)
-            self.map = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            try:
+                self.map = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            except BaseException:
+                os.close(self.fd)
+                raise
         except OSError as error:
             where = f"'arena_directory' {directory}" if directory else "'huge_pages'" if huge_pages else "memfd"
             raise LimitReached(f"no {nbytes >> 20} MiB for the arena from {where}: {error.strerror}") from error
@@ -68,7 +72,8 @@ class Region:
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Unmap here. Processes that mapped it keep their mapping."""
+        """Unmap here. Processes that mapped it keep their mapping. Raises `BufferError` while a view of it lives; may
+        be called again then."""
         self.view.release()
         self.map.close()
         os.close(self.fd)
@@ -96,11 +101,20 @@ class Arena:
         return self._regions[number]
 
     def replace(self, number: int, fresh: int) -> None:
-        """Memory under the number `fresh` instead of `number`: a region has one tenant for life."""
+        """Memory under the number `fresh` instead of `number`: a region has one tenant for life. The old memory goes
+        first: there is never more than at the start. May be called again after it raised; nobody sees a region half
+        made."""
+        former = self._regions.get(number)
+        if former is not None:
+            former.close()
+            del self._regions[number]
         region = self._make(fresh)
-        region.populate(lambda _: None)
+        try:
+            region.populate(lambda _: None)
+        except BaseException:
+            region.close()
+            raise
         self._regions[fresh] = region
-        self._regions.pop(number).close()
 
     def slots(self, places: Sequence[SlotRef], slot_bytes: int) -> list[memoryview]:
         """The writable bytes of each slot; no copy. The caller holds pins for as long as it uses them."""
@@ -124,15 +138,23 @@ class Arena:
 def _open_memfd(number: int, nbytes: int, huge_pages: bool) -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (MFD_HUGETLB if huge_pages else 0)
     fd = os.memfd_create(f"tokenlake-{number}", flags)
-    os.ftruncate(fd, nbytes)
-    fcntl.fcntl(fd, F_ADD_SEALS, SEALS)
-    # A memfd is born with mode 0777; another uid could reopen it through /proc.
-    os.fchmod(fd, 0o400)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, F_ADD_SEALS, SEALS)
+        # A memfd is born with mode 0777; another uid could reopen it through /proc.
+        os.fchmod(fd, 0o400)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
 
 
 def _open_file(directory: str, nbytes: int) -> int:
     fd, path = tempfile.mkstemp(prefix="tokenlake-", dir=directory)
-    os.unlink(path)
-    os.posix_fallocate(fd, 0, nbytes)
+    try:
+        os.unlink(path)
+        os.posix_fallocate(fd, 0, nbytes)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd

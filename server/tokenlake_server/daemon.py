@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import resource
 import signal
@@ -30,6 +31,9 @@ from tokenlake_server.tenants import Tenants
 __all__ = ["Daemon", "core_config", "run"]
 
 log = logging.getLogger(__name__)
+
+REPLACE_S = 0.5
+"""Between two attempts to get memory for a region that changes its tenant."""
 
 
 def core_config(config: ServerConfig, incarnation: int) -> CoreConfig:
@@ -68,6 +72,8 @@ class Daemon:
         core.start(started)
         self._loop = loop
         self._arena = arena
+        self._closing = asyncio.Event()
+        self._replacing: set[asyncio.Task[None]] = set()
         self.driver = Driver(core, loop, self._failed)
         self.driver.carry_out(Stamp, lambda stamp: arena.stamp(unpack_slots(stamp.slots)))
         self.driver.carry_out(ReplaceRegion, self._replace)
@@ -125,27 +131,37 @@ class Daemon:
             self.peers.refuse(event.node, error)
 
     def _replace(self, instruction: ReplaceRegion) -> None:
-        """In a thread: touching fresh pages takes seconds."""
+        task = self._loop.create_task(self._replace_at_last(instruction))
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
 
-        def work() -> None:
+    async def _replace_at_last(self, instruction: ReplaceRegion) -> None:
+        """Again and again, until there is memory: newcomers wait for it, and the rules for the event."""
+        complained = False
+        while not self._closing.is_set():
             try:
-                self._arena.replace(instruction.region, instruction.fresh)
-            except Exception:
-                # The region is lost until the next start; nobody ever sees it half made.
-                log.exception("region %d could not be replaced", instruction.region)
-                return
-            self.driver.post(events.RegionReady(instruction.fresh))
-
-        self._loop.run_in_executor(None, work)
+                # In a thread: touching fresh pages takes seconds.
+                await asyncio.to_thread(self._arena.replace, instruction.region, instruction.fresh)
+            except Exception as error:
+                if not complained:
+                    log.error("region %d could not be replaced, trying on: %s", instruction.region, error)
+                complained = True
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._closing.wait(), REPLACE_S)
+                continue
+            self.driver.handle(events.RegionReady(instruction.fresh))
+            return
 
     async def close(self) -> None:
-        """Stop taking requests, end the threads, unmap."""
+        """Stop taking requests, end the threads."""
+        self._closing.set()
         self.engines.close()
         await self.peers.close()
         if self.metrics is not None:
             await asyncio.to_thread(self.metrics.close)
         await asyncio.to_thread(self.receivers.close)
         await asyncio.to_thread(self.senders.close)
+        await asyncio.gather(*self._replacing)
         self.driver.stop()
 
 
