@@ -49,9 +49,7 @@ class Driver:
         """No more timers; the event log is complete."""
         if self._alarm is not None:
             self._alarm.cancel()
-        if self._recorder is not None:
-            self._recorder.close()
-            self._recorder = None
+        self._end_record(None)
 
     def post(self, event: Event) -> None:
         """From any thread."""
@@ -81,12 +79,26 @@ class Driver:
             instructions = []
             self._on_failure(event, error)
         if self._recorder is not None:
-            self._recorder.add(now, event, instructions)
+            try:
+                self._recorder.add(now, event, instructions)
+            except OSError as error:
+                self._end_record(error)
         for instruction in instructions:
             try:
                 self._sinks[type(instruction)](instruction)
             except Exception:
                 log.exception("%s could not be carried out", type(instruction).__name__)
+
+    def _end_record(self, error: OSError | None) -> None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return
+        try:
+            recorder.close()
+        except OSError as failure:
+            error = error or failure
+        if error is not None:
+            log.error("the event log ends before this daemon does: %s", error.strerror)
 
     def _rearm(self) -> None:
         wake = self.core.next_wake()
