@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 SNAPSHOT_S = 2.0
 """A loop that does not answer within this is reported as unhealthy."""
+MAX_THREADS = 32
+"""Requests served at a time."""
 
 
 class Snapshot:
@@ -43,6 +45,8 @@ class Snapshot:
             ("tokenlake_peers_connected", "Other nodes with a connection", {}, len(peers)),
             ("tokenlake_spare_regions", "Regions that belong to no tenant yet", {}, core.store.spare_regions),
         ]
+        for name, entries in core.census().items():
+            self._gauge("tokenlake_map_entries", "Entries of each map of the rules", {"map": name}, entries)
         for pool in core.store.pools():
             labels = {"tenant": pool.tenant, "slot_bytes": str(pool.slot_bytes)}
             self._gauge("tokenlake_slots", "Slots", labels, pool.slots)
@@ -126,7 +130,29 @@ class MetricsServer:
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    """Beyond `MAX_THREADS` requests at a time, connections are closed unanswered."""
+
     daemon_threads = True
+
+    def __init__(self, *args: Any) -> None:
+        self._room = threading.BoundedSemaphore(MAX_THREADS)
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._room.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._room.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
 
 
 class _Quiet(WSGIRequestHandler):
