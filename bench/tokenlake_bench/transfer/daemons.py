@@ -20,9 +20,9 @@ HEADER = 1 << 20
 """Of a region, beside a window's segments."""
 ALONE_WINDOWS = 2 * WINDOWS + 2
 """Those that are read, and as many that stores rotate over."""
-HOLDER_WINDOWS = ALONE_WINDOWS
-READER_WINDOWS = 5
-"""Less than the holder's: what was fetched is evicted before it is asked for again."""
+KEEPER_WINDOWS = ALONE_WINDOWS
+ASKER_WINDOWS = 5
+"""Less than the keeper's: what was fetched is evicted before it is asked for again."""
 
 
 def layout_of(size: Size) -> Layout:
@@ -41,15 +41,18 @@ def layout_of(size: Size) -> Layout:
 
 
 class Daemons:
-    """`alone`, `reader` and `holder`. Started one by one; all ended by `close`."""
+    """`alone`, `asker` and `keeper`. Started one by one; all ended by `close`.
+
+    The asker's name sorts before the keeper's, so it is the one that dials: nobody dials a node that is not there yet.
+    """
 
     def __init__(self, size: Size) -> None:
         self._layout = layout_of(size)
         self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-")
         region = size.window_bytes + HEADER
-        ports = {name: free_port() for name in ("alone", "reader", "holder")}
-        pair = ",".join(f"{name}=127.0.0.1:{ports[name]}" for name in ("reader", "holder"))
-        windows = {"alone": ALONE_WINDOWS, "reader": READER_WINDOWS, "holder": HOLDER_WINDOWS}
+        ports = {name: free_port() for name in ("alone", "asker", "keeper")}
+        pair = ",".join(f"{name}=127.0.0.1:{ports[name]}" for name in ("asker", "keeper"))
+        windows = {"alone": ALONE_WINDOWS, "asker": ASKER_WINDOWS, "keeper": KEEPER_WINDOWS}
         self.nodes = {
             name: Node(
                 name,
@@ -74,7 +77,8 @@ class Daemons:
                 if node.metrics()["tokenlake_peers_connected"] >= peers:
                     return Pool.connect(node.socket, self._layout)
             if not node.running or time.monotonic() > until:
-                raise Unreachable(f"daemon {name} does not serve: {node.log.read_text()[-2000:]}")
+                logs = " | ".join(node.log.read_text()[-1000:] for node in self.nodes.values() if node.log.exists())
+                raise Unreachable(f"daemon {name} does not serve: {logs}")
             time.sleep(0.02)
 
     def close(self) -> None:

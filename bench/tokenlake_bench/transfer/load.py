@@ -24,6 +24,7 @@ __all__ = ["Load"]
 
 STORED_AT_A_TIME = 16
 """Far below what a daemon lets wait to be pushed."""
+BETWEEN_STORES_S = 0.01
 SETTLE_S = 0.05
 PATIENCE_S = 1.0
 
@@ -86,13 +87,14 @@ class _Running:
 
     def _fetch(self) -> bool:
         with self._pool.match(keys_of("read", next(self._numbers) % WINDOWS, self._size.count)) as lease:
-            return len(lease.fetch()) > 0
+            return lease.local_hits < lease.hits and len(lease.fetch()) > 0
 
     def _store(self) -> bool:
         keys = keys_of("load", next(self._numbers), STORED_AT_A_TIME)
         with self._pool.store(keys, patience=PATIENCE_S) as write:
             for index, slot in write.slots:
                 slot[:] = np.uint8(index)
+        time.sleep(BETWEEN_STORES_S)
         return Code.COMMITTED in write.codes
 
 

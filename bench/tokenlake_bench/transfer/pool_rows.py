@@ -59,16 +59,16 @@ class PoolRows:
         daemons = Daemons(self._size)
         self._open.callback(daemons.close)
         self._alone = self._open.enter_context(daemons.start("alone"))
-        holder = self._open.enter_context(daemons.start("holder"))
+        keeper = self._open.enter_context(daemons.start("keeper"))
         for number, keys in enumerate(self._sets):
             self._prepare(self._alone, keys, number)
-            # While the reader is not there, the holder keeps what it writes.
-            self._prepare(holder, keys, number)
-        self._reader = self._open.enter_context(daemons.start("reader", peers=1))
+            # While the asker is not there, the keeper keeps what it writes.
+            self._prepare(keeper, keys, number)
+        self._asker = self._open.enter_context(daemons.start("asker", peers=1))
         if self._size.key_rows():
-            # The reader is the emptier candidate, so it keeps them.
-            self._prepare(self._reader, self._near, 0)
-            self._load = Load(daemons.nodes["reader"].socket, self._size.label)
+            # The asker is the emptier candidate, so it keeps them.
+            self._prepare(self._asker, self._near, 0)
+            self._load = Load(daemons.nodes["asker"].socket, self._size.label)
             self._open.callback(self._load.close)
 
     def _row_methods(self) -> dict[str, Callable[[int], list[float]]]:
@@ -88,7 +88,9 @@ class PoolRows:
                 HASH_MANY: lambda _: _repeat(lambda: self._alone.prefix(self._tokens[:PROMPT_TOKENS])),
                 HASH_NEW: self._hash_new,
                 MATCH: lambda turn: self._match(self._alone, self._sets[turn % WINDOWS]),
-                f"{MATCH}_remote": lambda turn: self._match(self._reader, self._sets[turn % WINDOWS], Code.REMOTE),
+                f"{MATCH}_remote": lambda turn: self._match(
+                    self._asker, self._sets[self._remote_window(turn)], Code.REMOTE
+                ),
                 f"{MATCH}_under_load": self._match_under_load,
             }
         return rows
@@ -129,7 +131,7 @@ class PoolRows:
 
     def _match_under_load(self, _: int) -> list[float]:
         with self._load:
-            return self._match(self._reader, self._near, times=5 * FAST)
+            return self._match(self._asker, self._near, times=5 * FAST)
 
     def _lease(self, turn: int) -> list[float]:
         return [self._lease_once(turn + number) for number in range(FAST)]
@@ -173,9 +175,9 @@ class PoolRows:
         return [took]
 
     def _fetch(self, turn: int, start: int, stop: int) -> list[float]:
-        window = turn % WINDOWS
+        window = self._remote_window(turn)
         keys = self._sets[window][start:stop]
-        took, (lease, arrays) = _timed(lambda: _views(self._reader, keys))
+        took, (lease, arrays) = _timed(lambda: _views(self._asker, keys))
         if lease.codes.count(Code.REMOTE) < len(keys):
             raise TokenLakeError(f"segments to fetch are not at the other node: {lease.codes!r}")
         _compare(arrays, self._windows.source[window][start:stop])
@@ -184,8 +186,16 @@ class PoolRows:
         return [took]
 
     def _fetch_single(self, turn: int) -> list[float]:
-        # Half a round away from the window that was fetched whole last.
-        return self._fetch(turn + WINDOWS // 2, turn % self._size.count, turn % self._size.count + 1)
+        return self._fetch(turn, turn % self._size.count, turn % self._size.count + 1)
+
+    def _remote_window(self, turn: int) -> int:
+        """A window of which the asker has staged nothing. It has room for less than half of them."""
+        for number in range(turn, turn + WINDOWS):
+            with self._asker.match(self._sets[number % WINDOWS], deadline_s=MATCH_S) as lease:
+                if lease.codes.count(Code.REMOTE) == self._size.count:
+                    time.sleep(PAUSE_S)
+                    return number % WINDOWS
+        raise TokenLakeError("no window is at the other node alone")
 
     def _fill(self, pool: Pool, keys: Sequence[SegmentKey], window: int) -> None:
         source = self._windows.source[window]

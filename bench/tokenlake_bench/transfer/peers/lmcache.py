@@ -1,0 +1,1 @@
+"""LMCache's server. Run as a module: a client of it."""
