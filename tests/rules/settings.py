@@ -1,0 +1,22 @@
+"""Short ways to load settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenlake.config import ServerConfig, Settings, load_config
+
+FIELDS = ServerConfig.__struct_fields__
+SECRET = "00112233445566778899aabbccddeeff"
+
+
+def load(toml: str | None = None, environ: Mapping[str, str] | None = None, /, **flags: Any) -> Settings:
+    return load_config(toml_text=toml, environ=environ or {}, flags=flags)
+
+
+def tenant(name: str = "a", **fields: object) -> str:
+    """A table of `tenants` in TOML; a field given as None is left out."""
+    values = {"name": name, "secret": SECRET, **fields}
+    lines = [f"{key} = {value!r}" for key, value in values.items() if value is not None]
+    return "\n".join(["[[tenants]]", *lines, ""])

@@ -1,0 +1,104 @@
+"""Tenants and secrets: where they come from, what is refused, and that nothing shows them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.rules.settings import SECRET, load, tenant
+from tokenlake.config import Tenant
+from tokenlake.errors import ConfigurationError
+
+
+def test_tenants_come_from_the_file() -> None:
+    toml = tenant("a", uids=[1, 2]) + tenant("b", tokens=["t"])
+    secret = bytes.fromhex(SECRET)
+    assert load(toml).config.tenants == (Tenant("a", secret, uids=(1, 2)), Tenant("b", secret, tokens=("t",)))
+
+
+@pytest.mark.parametrize(
+    ("toml", "reason"),
+    [
+        (tenant(secret=None), "with a name and a secret"),
+        (tenant(secret="00" * 15), "16 to 64 bytes in hexadecimal as the secret of tenant 'a'"),
+        (tenant(secret="00" * 65), "16 to 64 bytes"),
+        (tenant(secret="0g" * 16), "16 to 64 bytes"),
+        (tenant("a b"), "a tenant's name of"),
+        (tenant(uids=["x"]), "a list of user ids"),
+        (tenant(tokens="t"), "a list of non-empty texts"),
+        (tenant(tokens=[""]), "a list of non-empty texts"),
+        (tenant(user="x"), "not 'user'"),
+        (tenant() + tenant(), "twice there is a"),
+        (tenant(uids=[1]) + tenant("b", uids=[1]), "twice there is 1"),
+        (tenant(tokens=["hush"]) + tenant("b", tokens=["hush"]), "each token once"),
+        ("tenants = 1", "an array of tables"),
+    ],
+)
+def test_tenants_that_are_refused(toml: str, reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"tenants.*{reason}") as caught:
+        load(toml)
+    assert "hush" not in str(caught.value)
+    assert "0g0g" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("toml", "environ"),
+    [
+        (tenant(uids=["x"]), {}),
+        (tenant().replace("tenants", "tenant"), {}),
+        (f"[clients]\nsecret = '{SECRET}'", {}),
+        (f"secret = '{SECRET}'", {}),
+        (f"cluster_secret = '{SECRET}0'", {}),
+        (None, {"TOKENLAKE_CLUSTER_SECRET": f"{SECRET} "}),
+        (None, {"TOKENLAKE_TENANTS": SECRET}),
+        (None, {"TOKENLAKE_TENANT_TOKEN": SECRET}),
+    ],
+)
+def test_no_error_shows_a_secret(toml: str | None, environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load(toml, environ)
+    assert SECRET not in str(caught.value) + repr(caught.value)
+
+
+@pytest.mark.parametrize("secret", [SECRET, SECRET * 4, ""])
+def test_the_cluster_secret_comes_from_file_or_environment_and_is_masked(secret: str) -> None:
+    for settings in (load(f"cluster_secret = '{secret}'"), load(None, {"TOKENLAKE_CLUSTER_SECRET": secret})):
+        assert settings.config.cluster_secret == bytes.fromhex(secret)
+        described = {field: value for field, value, _ in settings.describe()}
+        assert described["cluster_secret"] == ("***" if secret else "")
+        for text in (repr(settings), str(settings.config), f"{settings.config.cluster_secret}"):
+            assert not secret or SECRET not in text
+            assert repr(bytes.fromhex(SECRET)) not in text
+
+
+@pytest.mark.parametrize("value", ["00" * 15, "00" * 65, "0g" * 16, "0" * 33, 16, ["00" * 16]])
+def test_a_cluster_secret_that_is_refused(value: object) -> None:
+    with pytest.raises(ConfigurationError, match=r"cluster_secret.*\*\*\*.*16 to 64 bytes in hexadecimal"):
+        load(f"cluster_secret = {value!r}")
+
+
+def test_tenants_on_several_nodes_need_a_cluster_secret() -> None:
+    peers = "a=127.0.0.1:1,b=127.0.0.1:2"
+    for tenants in (tenant(), tenant() + tenant("b")):
+        with pytest.raises(ConfigurationError, match="TOKENLAKE_CLUSTER_SECRET") as caught:
+            load(tenants, node="a", listen="127.0.0.1:1", peers=peers)
+        assert caught.value.field == "cluster_secret"
+        load(tenants, {"TOKENLAKE_CLUSTER_SECRET": SECRET}, node="a", listen="127.0.0.1:1", peers=peers)
+        load(tenants, node="a", listen="127.0.0.1:1", peers="a=127.0.0.1:1")
+    load(node="a", listen="127.0.0.1:1", peers=peers)
+
+
+def test_describe_masks_secrets_and_names_origins() -> None:
+    settings = load(
+        f"cluster_secret = '{SECRET}'\n" + tenant(tokens=["hush"], uids=[7]),
+        {"TOKENLAKE_MEMORY": "96MiB"},
+        peers="b=127.0.0.1:1/1GiB",
+    )
+    described = {field: (value, origin) for field, value, origin in settings.describe()}
+    assert described["memory"] == ("96MiB", "environment TOKENLAKE_MEMORY")
+    assert described["peers"] == ("b=127.0.0.1:1/1GiB", "flag --peers")
+    assert described["lease_s"] == ("10.0", "default")
+    assert described["tenants"] == ("Tenant(name='a', secret=***, uids=(7), tokens=1)", "file")
+    for text in (str(described), repr(settings), str(settings.config)):
+        assert SECRET not in text
+        assert "hush" not in text
+        assert repr(bytes.fromhex(SECRET)) not in text

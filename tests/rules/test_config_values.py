@@ -1,0 +1,167 @@
+"""The values of single settings: what is taken, what is refused and how, how they are shown."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.rules.settings import FIELDS, load
+from tokenlake.config import Address, Peer, format_size, parse_address, parse_size
+from tokenlake.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("node", ""),
+        ("node", "a b"),
+        ("node", "a" * 65),
+        ("node", "a\n"),
+        ("node", 3),
+        ("memory", "64MB"),
+        ("memory", "-1"),
+        ("memory", 0),
+        ("memory", True),
+        ("memory", 1.5),
+        ("memory", "1.5GiB"),
+        ("memory", (1 << 20) + 1),
+        ("memory", 1 << 60),
+        ("socket", ""),
+        ("socket", "/" + "a" * 107),
+        ("socket", "/" + "\N{GREEK SMALL LETTER ALPHA}" * 60),
+        ("listen", "127.0.0.1"),
+        ("listen", "127.0.0.1:65536"),
+        ("listen", "0.0.0.0:7440"),
+        ("listen", "10.0.0.1:7440"),
+        ("listen", "[::]:7440"),
+        ("listen", "example.com:7440"),
+        ("listen", ""),
+        ("listen", 7440),
+        ("metrics", "0.0.0.0:9090"),
+        ("metrics", "127.0.0.1:7440"),
+        ("region_size", "1KiB"),
+        ("region_size", "2GiB"),
+        ("lease_s", "nan"),
+        ("lease_s", "inf"),
+        ("lease_s", True),
+        ("lease_s", 10**400),
+        ("reservation_s", 3601),
+        ("match_deadline_ms", 0.5),
+        ("suspect_ms", 0),
+        ("staged_share", 0),
+        ("staged_share", 0.85),
+        ("dirty_share", 1.01),
+        ("session_lease_share", -0.1),
+        ("session_reserve_share", "half"),
+        ("max_sessions", 0),
+        ("max_sessions", 2.0),
+        ("max_sessions", False),
+        ("max_frame", "1KiB"),
+        ("run_length", -1),
+        ("huge_pages", "yes"),
+        ("huge_pages", 1),
+        ("arena_directory", "arena"),
+        ("allow_uids", "root"),
+        ("allow_uids", [-1]),
+        ("allow_uids", [1, 1]),
+        ("allow_uids", 1000),
+        ("allow_uids", [2**32 - 1]),
+        ("tenants", "a"),
+        ("tenants", ["a"]),
+        ("record", "a\0b"),
+        ("peers", "b"),
+        ("peers", "b=127.0.0.1"),
+        ("peers", "b=127.0.0.1:0"),
+        ("peers", "b=127.0.0.1:1/0"),
+        ("peers", "b=127.0.0.1:1/many"),
+        ("peers", "b c=127.0.0.1:1"),
+        ("peers", "b=10.0.0.2:1"),
+        ("peers", "b=127.0.0.1:1,b=127.0.0.1:2"),
+        ("peers", "b=127.0.0.1:1,c=127.0.0.1:1"),
+        ("peers", "b=127.0.0.1:1/1GiB,c=127.0.0.1:2"),
+        ("peers", "b=127.0.0.1:1,,c=127.0.0.1:2"),
+        ("peers", [1]),
+        ("peers", 1),
+    ],
+)
+def test_values_that_are_refused(field: str, value: object) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load(**{field: value})
+    assert caught.value.field == field
+    assert caught.value.expected.endswith(f"(set by flag --{field.replace('_', '-')})")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "parsed"),
+    [
+        ("node", "gpu-7.rack_2", "gpu-7.rack_2"),
+        ("memory", 1 << 20, 1 << 20),
+        ("memory", "1048576", 1 << 20),
+        ("listen", "localhost:0", "localhost:0"),
+        ("listen", "127.1.2.3:65535", "127.1.2.3:65535"),
+        ("listen", "[::1]:7440", "[::1]:7440"),
+        ("metrics", "", ""),
+        ("lease_s", 5, 5.0),
+        ("lease_s", "2.5", 2.5),
+        ("max_sessions", "7", 7),
+        ("run_length", 1024, 1024),
+        ("huge_pages", "1", True),
+        ("huge_pages", "False", False),
+        ("allow_uids", "0, 1000", (0, 1000)),
+        ("allow_uids", [], ()),
+        ("arena_directory", "/mnt/huge", "/mnt/huge"),
+        ("peers", "", ()),
+        (
+            "peers",
+            "b=127.0.0.1:1/1GiB, c=[::1]:2/2GiB",
+            (Peer("b", "127.0.0.1", 1, 1 << 30), Peer("c", "::1", 2, 2 << 30)),
+        ),
+        ("peers", ["b=localhost:1"], (Peer("b", "localhost", 1),)),
+        ("record", "events.log", "events.log"),
+    ],
+)
+def test_values_that_are_taken(field: str, value: object, parsed: object) -> None:
+    taken = getattr(load(**{field: value}).config, field)
+    assert taken == parsed
+    assert type(taken) is type(parsed)
+
+
+@given(st.integers(0, 1 << 60))
+def test_a_formatted_size_reads_back(size: int) -> None:
+    assert parse_size(format_size(size)) == size
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0"), (1023, "1023"), (1024, "1KiB"), (64 << 20, "64MiB"), (3 << 39, "1536GiB")]
+)
+def test_a_size_is_shown_in_its_largest_whole_unit(size: int, text: str) -> None:
+    assert format_size(size) == text
+
+
+@given(st.sampled_from(["127.0.0.1", "node-1.rack", "::1", "fe80::1"]), st.integers(0, 65535))
+def test_a_shown_address_reads_back(host: str, port: int) -> None:
+    assert parse_address(str(Address(host, port))) == Address(host, port)
+
+
+@given(st.sampled_from(FIELDS), st.text())
+def test_any_text_is_taken_or_refused_by_name(field: str, text: str) -> None:
+    try:
+        load(None, {f"TOKENLAKE_{field.upper()}": text})
+    except ConfigurationError as error:
+        assert error.field == field
+
+
+_SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
+_ANY = st.recursive(_SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
+
+
+@given(st.sampled_from(FIELDS), _ANY)
+def test_any_value_is_taken_or_refused_by_name(field: str, value: object) -> None:
+    try:
+        config = load(**{field: value}).config
+    except ConfigurationError as error:
+        assert error.field == field
+    else:
+        msgspec.json.encode(config, enc_hook=str)  # a secret has no encoding
