@@ -100,7 +100,7 @@ class FakePeer:
             while True:
                 sock.sendall(POISON)
                 # Slow enough that a segment takes longer than the fetch waits.
-                time.sleep(0.005)
+                time.sleep(0.02)
         except OSError:
             self.cut += 1
             raise
