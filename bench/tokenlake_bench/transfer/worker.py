@@ -33,9 +33,18 @@ STOP_S = 10.0
 class Worker:
     """The parent's end."""
 
-    def __init__(self, module: str, *arguments: str, python: str = sys.executable, call_s: float = 120.0) -> None:
-        """`module` is run by `python -m`; it calls `serve`. `call_s`: how long one call may take."""
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        python: str = sys.executable,
+        call_s: float = 120.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`module` is run by `python -m`; it calls `serve`. `call_s`: how long one call may take. `environment`: beside
+        this process's."""
         self._module = module
+        self._ended = False
         self._call_s = call_s
         self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-")
         self._log = Path(self._directory.name) / "log"
@@ -45,6 +54,7 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
+                env={**os.environ, **(environment or {})},
                 # A group of its own: one signal ends it and the servers that it started.
                 start_new_session=True,
             )
@@ -70,12 +80,21 @@ class Worker:
             assert pipe is not None
             with contextlib.suppress(OSError):
                 pipe.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._directory.cleanup()
+        if not self._ended:
+            self._ended = True
+            # The group is ended before the process is waited for: afterwards its number may be another's.
+            self._wait_for_exit()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._directory.cleanup()
+
+    def _wait_for_exit(self) -> None:
+        until = time.monotonic() + STOP_S
+        while time.monotonic() < until:
+            if os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None:
+                return
+            time.sleep(0.01)
 
     def _line(self) -> bytes:
         line = bytearray()

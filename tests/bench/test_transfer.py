@@ -1,0 +1,182 @@
+"""The transfer benchmark: rows, ratios, turns, and that processes end."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tokenlake.errors import ConfigurationError, Unreachable
+from tokenlake_bench.transfer.base import MATCH, SIZES, WINDOWS, RowKind, Size
+from tokenlake_bench.transfer.command import TransferArguments, take_turns
+from tokenlake_bench.transfer.daemons import layout_of
+from tokenlake_bench.transfer.peers import start_peer
+from tokenlake_bench.transfer.picture import plot_rows
+from tokenlake_bench.transfer.results import compare, row_of, write_rows
+from tokenlake_bench.transfer.windows import fill_windows
+from tokenlake_bench.transfer.worker import Worker
+
+KEYS = ["name", "p50_us", "p99_us", "gbps", "ceiling_gbps", "ratio"]
+STORE = next(kind for kind in SIZES[0].rows() if kind.name == "store_128x1MiB")
+
+
+def arguments(**changed: object) -> TransferArguments:
+    """As from an empty command line."""
+    plain = {"against": "", "rounds": 1, "peer_python": None, "json_file": None, "plot_file": None}
+    return TransferArguments(**{**plain, **changed})  # type: ignore[arg-type]
+
+
+def test_rows_have_the_names_that_scripts_read() -> None:
+    names = [kind.name for size in SIZES for kind in size.rows()]
+    assert len(set(names)) == len(names)
+    assert {
+        "hash_32k_tokens",
+        "match_128",
+        "match_128_remote",
+        "match_128_under_load",
+        "lease_128x1MiB",
+        "copy_128x1MiB",
+        "copy_128x1MiB_2_threads",
+        "store_128x1MiB",
+        "fetch_tcp_128x1MiB",
+        "fetch_1x1MiB",
+        "store_1x1MiB",
+        "fetch_tcp_4x32MiB",
+        "fetch_1x32MiB",
+        "store_1x32MiB",
+    } <= set(names)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: size.label)
+def test_layouts_have_the_size_they_are_named_for(size: Size) -> None:
+    layout = layout_of(size)
+    layout.check()
+    assert layout.segment_bytes == size.segment_bytes
+    assert size.window_bytes * WINDOWS > 1 << 30
+
+
+def test_a_row_is_quantiles_and_rates_beside_the_ceiling(tmp_path: Path) -> None:
+    ceiling = STORE.ceiling
+    assert ceiling is not None
+    row = row_of(STORE, [0.02] * 98 + [0.1] * 2, {ceiling: [0.01]})
+    assert row.p50_us == pytest.approx(20_000)
+    assert row.p99_us == pytest.approx(100_000)
+    assert row.gbps == pytest.approx(128 * 2**20 / 0.02 / 1e9)
+    assert row.ratio == pytest.approx(0.5)
+    timed = row_of(RowKind(MATCH), [1e-4], {}, "redis")
+    assert (timed.name, timed.gbps, timed.ceiling_gbps, timed.ratio) == ("redis/match_128", None, None, None)
+    write_rows([row, timed], tmp_path / "rows.json")
+    assert [list(item) for item in json.loads((tmp_path / "rows.json").read_text())] == [KEYS, KEYS]
+    plot_rows([row, timed], tmp_path / "rows.png")
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_ratio_of_rates_grows_with_speed_and_one_of_times_falls() -> None:
+    (rate,) = compare(STORE, {STORE.name: [0.01]}, "mooncake-shm", {STORE.name: [0.02]})
+    assert (rate.ratio, rate.rate, rate.met) == (2.0, True, True)
+    (slow,) = compare(STORE, {STORE.name: [0.04]}, "mooncake-shm", {STORE.name: [0.02]})
+    assert (slow.ratio, slow.met) == (0.5, False)
+    remote = RowKind(f"{MATCH}_remote")
+    (timed,) = compare(remote, {remote.name: [0.002]}, "mooncake-tcp", {MATCH: [0.001]})
+    assert (timed.peer_row, timed.ratio, timed.rate, timed.met) == (MATCH, 2.0, False, False)
+    (other,) = compare(STORE, {STORE.name: [0.01]}, "redis", {STORE.name: [0.02]})
+    assert other.met is None
+    assert compare(STORE, {STORE.name: [0.01]}, "redis", {}) == []
+
+
+class _Recorded:
+    """A system that writes down when it was asked."""
+
+    def __init__(self, name: str, rows: Sequence[str], calls: list[tuple[str, str, int]]) -> None:
+        self.name = name
+        self._rows = rows
+        self._calls = calls
+
+    def rows(self) -> Sequence[str]:
+        return self._rows
+
+    def sample(self, row: str, turn: int) -> list[float]:
+        self._calls.append((self.name, row, turn))
+        return [float(turn)]
+
+    def close(self) -> None: ...
+
+
+def test_systems_take_turns_and_the_first_turn_does_not_count() -> None:
+    calls: list[tuple[str, str, int]] = []
+    machine = _Recorded("machine", ["bare"], calls)
+    systems = (machine, _Recorded("a", ["x", "y"], calls), _Recorded("b", ["x"], calls))
+    taken = take_turns([RowKind("x"), RowKind("y")], systems, 2, lambda _: None)
+    assert taken == {"machine": {"bare": [1.0, 2.0]}, "a": {"x": [1.0, 2.0], "y": [1.0, 2.0]}, "b": {"x": [1.0, 2.0]}}
+    assert [name for name, row, _ in calls if row == "x"] == ["b", "a", "a", "b", "b", "a"]
+
+
+def test_segments_of_the_windows_differ() -> None:
+    source = np.empty((3, 2, 4096), np.uint8)
+    fill_windows(source)
+    words = source.reshape(6, -1).view(np.uint64)
+    assert all((words[left] != words[right]).all() for left in range(6) for right in range(left))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("against", "mooncake,other"), ("rounds", 0), ("plot_file", Path("rows.jpg"))]
+)
+def test_invalid_arguments_are_named(field: str, value: object) -> None:
+    with pytest.raises(ConfigurationError, match=str(value) if field == "rounds" else "other|jpg"):
+        arguments(**{field: value})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lmcache") is not None, reason="lmcache is installed")
+def test_a_peer_that_is_not_installed_says_what_is_missing() -> None:
+    with pytest.raises(Unreachable, match="No module named"):
+        start_peer("lmcache", SIZES[0], None)
+
+
+def test_a_worker_ends_with_all_that_it_started(tmp_path: Path) -> None:
+    module = tmp_path / "starts_another.py"
+    module.write_text(
+        "import subprocess\n"
+        "from tokenlake_bench.transfer.worker import serve\n"
+        "def start():\n"
+        "    print('noise')\n"
+        "    return subprocess.Popen(['sleep', '600']).pid\n"
+        "def fail():\n"
+        "    raise ValueError('on purpose')\n"
+        "serve({'start': start, 'fail': fail})\n"
+    )
+    worker = Worker("starts_another", environment={"PYTHONPATH": str(tmp_path)})
+    try:
+        child = worker.call("start")
+        assert Path(f"/proc/{child}").exists()
+        with pytest.raises(Unreachable, match="ValueError: on purpose"):
+            worker.call("fail")
+    finally:
+        worker.close()
+    until = time.monotonic() + 10
+    while _alive(child) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not _alive(child)
+    worker.close()
+
+
+def _alive(pid: int) -> bool:
+    """A zombie that its new parent has not waited for has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_worker_that_cannot_start_says_why() -> None:
+    worker = Worker("tokenlake_bench.no_such_module", environment=dict(os.environ))
+    try:
+        with pytest.raises(Unreachable, match="no_such_module"):
+            worker.call("start")
+    finally:
+        worker.close()
