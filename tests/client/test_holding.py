@@ -12,7 +12,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.robustness.live import LAYOUT, LIMIT_S, Prompt, daemons, match, outcomes, read, store, total, wait_until
+from tests.robustness.live import (
+    LAYOUT,
+    LIMIT_S,
+    PATIENT_S,
+    Prompt,
+    daemons,
+    match,
+    outcomes,
+    read,
+    store,
+    total,
+    wait_until,
+)
 from tokenlake.errors import DeadlinePassed, Unreachable
 from tokenlake.layout import Layout
 from tokenlake.wire import Code, engine
@@ -44,7 +56,7 @@ def processes(cluster: Cluster) -> float:
 
 def answers(pool: Pool) -> bool:
     try:
-        pool.match([])
+        pool.match([], deadline_s=PATIENT_S)
     except Unreachable:
         return False
     return True
@@ -157,7 +169,7 @@ def test_a_late_attach_to_what_this_process_leased(cluster: Cluster) -> None:
         arrays = lease.fetch(0, 6)
         assert len(arrays) == 6
         assert prompt.wrong(arrays) == 0
-        with pool.match(pool.prefix(prompt.tokens).keys[6:]) as gone:
+        with pool.match(pool.prefix(prompt.tokens).keys[6:], deadline_s=PATIENT_S) as gone:
             assert gone.hits == 0, "what was released meanwhile is not leased"
         del arrays
         lease.release()

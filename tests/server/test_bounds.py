@@ -10,7 +10,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.robustness.live import LAYOUT, LIMIT_S, Prompt, daemons, outcomes, read, store, total, wait_until
+from tests.robustness.live import (
+    LAYOUT,
+    LIMIT_S,
+    PATIENT_S,
+    Prompt,
+    daemons,
+    match,
+    outcomes,
+    read,
+    store,
+    total,
+    wait_until,
+)
 from tests.server.raw import Raw, hello
 from tokenlake.errors import LimitReached
 from tokenlake.layout import Layout
@@ -60,7 +72,7 @@ def test_a_region_that_cannot_be_replaced_yet(tmp_path: Path) -> None:
             assert outcomes(newcomer.store_all(keys, lambda at, array: array.fill(at + 1), patience=LIMIT_S)) == {
                 Code.COMMITTED
             }
-            with newcomer.match(keys) as lease:
+            with newcomer.match(keys, deadline_s=PATIENT_S) as lease:
                 assert [bytes(array) for array in lease.fetch()] == [bytes([at]) * WIDE.segment_bytes for at in (1, 2)]
         assert node.log.read_text().count("could not be replaced") == 1
 
@@ -72,7 +84,7 @@ def test_a_disk_that_is_full_ends_the_event_log_and_nothing_else() -> None:
         keys = [draw.randbytes(32) for _ in range(512)]
 
         def logged() -> bool:
-            pool.match(keys).release()  # type: ignore[arg-type]
+            pool.match(keys, deadline_s=PATIENT_S).release()  # type: ignore[arg-type]
             return "the event log ends" in node.log.read_text()
 
         wait_until(logged, "more than its buffer was recorded")
@@ -115,7 +127,7 @@ def test_keys_per_request_are_bounded(cluster: Cluster) -> None:
         for ask in (pool.match, pool.store):
             with pytest.raises(LimitReached, match="'max_keys' is 65536"):
                 ask(keys)
-        assert pool.match(keys[:10]).hits == 0
+        assert pool.match(keys[:10], deadline_s=PATIENT_S).hits == 0
 
 
 def test_the_metrics_page_takes_so_many_at_a_time(cluster: Cluster) -> None:
@@ -141,7 +153,7 @@ def test_entries_of_each_map_are_gauges(cluster: Cluster) -> None:
     node = cluster.nodes[0]
     with cluster.connect(0, LAYOUT) as pool:
         store(pool, Prompt(5, 2))
-        lease = pool.match(pool.prefix(Prompt(5, 2).tokens).keys)
+        lease = match(pool, Prompt(5, 2))
         seen = node.metrics()
         assert seen['tokenlake_map_entries{map="sessions"}'] == 1
         assert seen['tokenlake_map_entries{map="leases"}'] == 1
