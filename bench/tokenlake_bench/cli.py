@@ -70,6 +70,7 @@ def engine(**arguments: object) -> None:
 
 @bench.command("transfer")
 @click.option("--against", default="", help="Peers to run in turn with the pool: mooncake,redis,lmcache.")
+@click.option("--sizes", default="1MiB,32MiB", show_default=True, help="Of the segments.")
 @click.option("--rounds", default=30, show_default=True, help="Turns of each row, per peer.")
 @click.option("--peer-python", type=_FILE, help="Interpreter that has the peers' packages. [default: this one]")
 @_json

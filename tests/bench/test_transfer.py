@@ -28,7 +28,7 @@ STORE = next(kind for kind in SIZES[0].rows() if kind.name == "store_128x1MiB")
 
 def arguments(**changed: object) -> TransferArguments:
     """As from an empty command line."""
-    plain = {"against": "", "rounds": 1, "peer_python": None, "json_file": None, "plot_file": None}
+    plain = {"against": "", "sizes": "1MiB", "rounds": 1, "peer_python": None, "json_file": None, "plot_file": None}
     return TransferArguments(**{**plain, **changed})  # type: ignore[arg-type]
 
 
@@ -111,9 +111,10 @@ class _Recorded:
 def test_systems_take_turns_and_the_first_turn_does_not_count() -> None:
     calls: list[tuple[str, str, int]] = []
     machine = _Recorded("machine", ["bare"], calls)
-    systems = (machine, _Recorded("a", ["x", "y"], calls), _Recorded("b", ["x"], calls))
-    taken = take_turns([RowKind("x"), RowKind("y")], systems, 2, lambda _: None)
+    systems = (_Recorded("a", ["x", "y"], calls), _Recorded("b", ["x"], calls))
+    taken = take_turns([RowKind("x", 1, "bare"), RowKind("y")], machine, systems, 2, lambda _: None)
     assert taken == {"machine": {"bare": [1.0, 2.0]}, "a": {"x": [1.0, 2.0], "y": [1.0, 2.0]}, "b": {"x": [1.0, 2.0]}}
+    assert [row for _, row, turn in calls if turn == 1] == ["bare", "x", "x", "y"]
     assert [name for name, row, _ in calls if row == "x"] == ["b", "a", "a", "b", "b", "a"]
 
 
@@ -125,10 +126,11 @@ def test_segments_of_the_windows_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("against", "mooncake,other"), ("rounds", 0), ("plot_file", Path("rows.jpg"))]
+    ("field", "value"),
+    [("against", "mooncake,other"), ("sizes", "2MiB"), ("rounds", 0), ("plot_file", Path("rows.jpg"))],
 )
 def test_invalid_arguments_are_named(field: str, value: object) -> None:
-    with pytest.raises(ConfigurationError, match=str(value) if field == "rounds" else "other|jpg"):
+    with pytest.raises(ConfigurationError, match=rf"'{field.removesuffix('_file')}'"):
         arguments(**{field: value})
 
 

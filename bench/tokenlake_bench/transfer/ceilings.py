@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenlake_bench.transfer.base import COPY_CEILING, COPY_CEILING_2, WINDOWS, WIRE_CEILING, Size
+from tokenlake_bench.transfer.base import COPY_CEILING, COPY_CEILING_2, WINDOWS, WIRE_CEILING
 from tokenlake_bench.transfer.windows import Windows
 
 __all__ = ["Ceilings"]
@@ -27,10 +27,10 @@ class Ceilings:
 
     name = "ceiling"
 
-    def __init__(self, size: Size, windows: Windows) -> None:
+    def __init__(self, windows: Windows) -> None:
         self._windows = windows
+        self._wire = _Wire(windows)
         self._threads = ThreadPoolExecutor(2)
-        self._wire = _Wire(size)
 
     def rows(self) -> Sequence[str]:
         """See `System`."""
@@ -66,10 +66,11 @@ def _copy(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
 class _Wire:
     """Another process sends a window per byte that it is sent."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, windows: Windows) -> None:
+        """Forks, so that the sender has the source's pages without a copy: no threads may run yet."""
         with socket.create_server(("127.0.0.1", 0)) as server:
-            self._process = multiprocessing.get_context("spawn").Process(
-                target=_send_windows, args=(server.getsockname()[1], size), daemon=True
+            self._process = multiprocessing.get_context("fork").Process(
+                target=_send_windows, args=(server.getsockname()[1], windows.source), daemon=True
             )
             self._process.start()
             server.settimeout(60)
@@ -103,9 +104,8 @@ def _receive(sock: socket.socket, into: memoryview) -> None:
         at += received
 
 
-def _send_windows(port: int, size: Size) -> None:
-    """The other process, until the connection ends. One warm byte says that it is ready."""
-    data = np.ones((WINDOWS, size.count, size.segment_bytes), np.uint8)
+def _send_windows(port: int, data: NDArray[np.uint8]) -> None:
+    """The other process, until the connection ends. Its first byte says that it is ready."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
         sock.sendall(b"\0")

@@ -35,6 +35,7 @@ class TransferArguments:
     """As on the command line."""
 
     against: str
+    sizes: str
     rounds: int
     peer_python: Path | None
     json_file: Path | None
@@ -44,6 +45,9 @@ class TransferArguments:
         for name in self.peers():
             if name not in PEERS:
                 raise ConfigurationError("against", name, f"of {', '.join(PEERS)}")
+        for label in self.sizes.split(","):
+            if label not in {size.label for size in SIZES}:
+                raise ConfigurationError("sizes", label, f"of {', '.join(size.label for size in SIZES)}")
         if self.rounds < 1:
             raise ConfigurationError("rounds", self.rounds, "at least 1")
         if self.plot_file is not None and self.plot_file.suffix != ".png":
@@ -52,6 +56,10 @@ class TransferArguments:
     def peers(self) -> list[str]:
         """As named."""
         return [name for name in self.against.split(",") if name]
+
+    def measured(self) -> list[Size]:
+        """The sizes named."""
+        return [size for size in SIZES if size.label in self.sizes.split(",")]
 
 
 @dataclass
@@ -68,7 +76,7 @@ def run_transfer(arguments: TransferArguments) -> TransferResult:
     """Runs, prints, writes the files that were asked for. Raises TokenLakeError."""
     console = Console()
     result = TransferResult()
-    for size in SIZES:
+    for size in arguments.measured():
         _run_size(size, arguments, result, console)
     console.print(row_table(result.rows))
     if result.comparisons:
@@ -90,13 +98,13 @@ def _run_size(size: Size, arguments: TransferArguments, result: TransferResult, 
     ceilings: dict[str, list[float]] = defaultdict(list)
     with ExitStack() as stack:
         windows = Windows(size)
-        machine = stack.enter_context(closing(Ceilings(size, windows)))
+        machine = stack.enter_context(closing(Ceilings(windows)))
         pool = stack.enter_context(closing(PoolRows(size, windows)))
 
         def run(title: str, *others: System) -> Taken:
             with LiveProgress(console, f"{size.label}, {title}", arguments.rounds + WARM_TURNS) as progress:
                 taken = take_turns(
-                    size.rows(), (machine, pool, *others), arguments.rounds, lambda turn: progress.update(turn, "")
+                    size.rows(), machine, (pool, *others), arguments.rounds, lambda turn: progress.update(turn, "")
                 )
             for row, seconds in taken[machine.name].items():
                 ceilings[row] += seconds
@@ -122,19 +130,19 @@ def _run_size(size: Size, arguments: TransferArguments, result: TransferResult, 
 
 
 def take_turns(
-    kinds: Sequence[RowKind], systems: Sequence[System], rounds: int, report: Callable[[int], None]
+    kinds: Sequence[RowKind], machine: System, systems: Sequence[System], rounds: int, report: Callable[[int], None]
 ) -> Taken:
-    """Each turn runs each row of each system once, rows that only the first system has first. Which system begins
-    alternates, so that none always finds what another left. The first turns warm up and are not counted."""
-    taken: Taken = {system.name: defaultdict(list) for system in systems}
-    own = [row for row in systems[0].rows() if row not in {kind.name for kind in kinds}]
+    """Each turn runs each row of each system once, and before a row that has a ceiling the machine at it. Which system
+    begins alternates, so that none always finds what another left. The first turns warm up and are not counted."""
+    taken: Taken = {system.name: defaultdict(list) for system in (machine, *systems)}
     for turn in range(rounds + WARM_TURNS):
         order = systems if turn % 2 else systems[::-1]
-        for row in [*own, *(kind.name for kind in kinds)]:
-            for system in order:
-                if row in system.rows():
-                    seconds = system.sample(row, turn)
-                    if turn >= WARM_TURNS:
-                        taken[system.name][row] += seconds
+        for kind in kinds:
+            asked: list[tuple[System, str]] = [(machine, kind.ceiling)] if kind.ceiling is not None else []
+            asked += [(system, kind.name) for system in order if kind.name in system.rows()]
+            for system, row in asked:
+                seconds = system.sample(row, turn)
+                if turn >= WARM_TURNS:
+                    taken[system.name][row] += seconds
         report(turn + 1)
     return taken

@@ -13,7 +13,7 @@ from tokenlake_bench.cluster import Node, free_port
 from tokenlake_bench.transfer.base import WINDOWS, Size
 from tokenlake_client import Pool
 
-__all__ = ["Daemons", "layout_of"]
+__all__ = ["ALONE_WINDOWS", "Daemons", "layout_of"]
 
 START_S = 60.0
 HEADER = 1 << 20

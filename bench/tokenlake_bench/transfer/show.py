@@ -16,8 +16,8 @@ __all__ = ["comparison_table", "row_table"]
 
 def row_table(rows: Sequence[Row]) -> Table:
     """One line per row."""
-    table = Table(title="per call; a ceiling is the machine's own rate in the same turns", title_justify="left")
-    table.add_column("row")
+    table = Table(title="per call; ceiling: the machine's own rate in the same turns", title_justify="left")
+    table.add_column("row", min_width=max(len(row.name) for row in rows))
     for title in ("p50", "p99", "GB/s", "ceiling", "ratio", "target"):
         table.add_column(title, justify="right")
     for row in rows:
@@ -36,15 +36,14 @@ def row_table(rows: Sequence[Row]) -> Table:
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
     """The pool beside its peers."""
     table = Table(title="the pool / the peer, medians of the same turns", title_justify="left")
-    for title in ("row", "peer", "the peer's row"):
-        table.add_column(title)
+    table.add_column("row", min_width=max(len(item.row) for item in comparisons))
+    table.add_column("peer", min_width=max(len(item.peer) for item in comparisons))
     for title in ("rate", "time", "target"):
         table.add_column(title, justify="right")
     for item in comparisons:
         table.add_row(
             item.row,
             item.peer,
-            item.peer_row,
             f"{item.ratio:.2f}" if item.rate else "",
             "" if item.rate else f"{item.ratio:.2f}",
             _target(item),

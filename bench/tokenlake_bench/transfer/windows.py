@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 from typing import Final
 
 import numpy as np
@@ -23,8 +24,12 @@ class Windows:
     def __init__(self, size: Size) -> None:
         shape = (WINDOWS, size.count, size.segment_bytes)
         self.source: NDArray[np.uint8] = np.empty(shape, np.uint8)
-        self.target: NDArray[np.uint8] = np.zeros(shape, np.uint8)
-        self.target += 1
+        memory = mmap.mmap(-1, self.source.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # A forked sender would make the next write to each page a copy of it.
+        memory.madvise(mmap.MADV_DONTFORK)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        self.target: NDArray[np.uint8] = np.frombuffer(memory, np.uint8).reshape(shape)
+        self.target[:] = 1
         fill_windows(self.source)
 
 

@@ -20,10 +20,12 @@ from tokenlake_bench.transfer.base import FAST, MATCH, SIZES, WINDOWS, Size
 from tokenlake_bench.transfer.windows import fill_windows, segment_names
 from tokenlake_bench.transfer.worker import serve
 
-__all__ = ["Store", "free_port", "run_peer", "server", "wait_for_port"]
+__all__ = ["FILLERS", "Store", "free_port", "run_peer", "server", "wait_for_port"]
 
 KEPT_STORES = WINDOWS
 """What was stored is removed this many stores later, so that stores rotate over as much memory as the pool's."""
+FILLERS = WINDOWS + 2
+"""Windows that fill a peer's memory beside those that are read."""
 START_S = 30.0
 PAUSE_S = 0.001
 """As between the pool's matches."""
@@ -60,10 +62,14 @@ class _Rows:
         self._kept: deque[list[str]] = deque()
         fill_windows(store.source)
         store.target[:] = 1
-        # Stores fill the memory once before anything is timed.
         for window in range(WINDOWS):
             store.put(segment_names("read", window, size.count), window)
-            self._store_names(size.count, window)
+        # Stores fill the memory once before anything is timed.
+        fillers = [segment_names("old", number, size.count) for number in range(FILLERS)]
+        for number, names in enumerate(fillers):
+            store.put(names, number % WINDOWS)
+        for names in fillers:
+            store.remove(names)
         self.rows: dict[str, Callable[[int], list[float]]] = {
             f"{store.fetch_many}_{size.many}": lambda turn: self._get(turn, 0, size.count),
             f"store_{size.many}": lambda turn: [self._store_names(size.count, turn % WINDOWS)],

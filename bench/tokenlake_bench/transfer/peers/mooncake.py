@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from tokenlake_bench.transfer.base import WINDOWS, Size
-from tokenlake_bench.transfer.peers.client import free_port, run_peer, server, wait_for_port
+from tokenlake_bench.transfer.peers.client import FILLERS, free_port, run_peer, server, wait_for_port
 
 __all__ = ["MooncakeStore"]
 
-SEGMENT_WINDOWS = 2 * WINDOWS + 4
+SEGMENT_WINDOWS = WINDOWS + FILLERS + 2
+
 LOCAL_BUFFER = 16 << 20
 TCP = {"MC_TCP_ENABLE_CONNECTION_POOL": "1", "MC_TCP_BIND_ADDRESS": "127.0.0.1"}
 
@@ -83,6 +84,8 @@ def _start_servers(package: Path, segment_bytes: int) -> tuple[int, int]:
         f"-metrics_port={free_port()}",
         "-rpc_thread_num=2",
         "-default_kv_lease_ttl=600000",
+        # What is read was stored first, and would be the first to go.
+        "-eviction_high_watermark_ratio=1.0",
     )
     wait_for_port(master, process)
     process = server(
