@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tokenlake.errors import ConfigurationError, TokenLakeError
+from tokenlake.errors import ConfigurationError, Unreachable
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.transfer.base import SIZES, RowKind, Size, System
 from tokenlake_bench.transfer.ceilings import Ceilings
@@ -116,7 +116,7 @@ def _run_size(size: Size, arguments: TransferArguments, result: TransferResult, 
             try:
                 with closing(start_peer(mode, size, arguments.peer_python)) as peer:
                     taken = run(f"with {mode}", peer)
-            except TokenLakeError as error:
+            except Unreachable as error:
                 result.failures[f"{mode}, {size.label}"] = str(error)
                 continue
             for kind in size.rows():

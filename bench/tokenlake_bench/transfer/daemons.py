@@ -23,6 +23,7 @@ ALONE_WINDOWS = 2 * WINDOWS + 2
 KEEPER_WINDOWS = ALONE_WINDOWS
 ASKER_WINDOWS = 5
 """Less than the keeper's: what was fetched is evicted before it is asked for again."""
+ASKER_STAGED = "0.6"
 
 
 def layout_of(size: Size) -> Layout:
@@ -61,6 +62,8 @@ class Daemons:
                     "memory": str(windows[name] * region),
                     "region-size": str(region),
                     "listen": f"127.0.0.1:{port}",
+                    # The asker would refuse to stage once home copies fill it; here it must stage in every turn.
+                    "staged-share": ASKER_STAGED if name == "asker" else "0.1",
                     "peers": f"alone=127.0.0.1:{port}" if name == "alone" else pair,
                 },
             )

@@ -27,6 +27,7 @@ STORED_AT_A_TIME = 16
 BETWEEN_STORES_S = 0.01
 SETTLE_S = 0.05
 PATIENCE_S = 1.0
+CALL_S = 2.0
 
 
 class Load:
@@ -86,8 +87,9 @@ class _Running:
                 self._done[number] += step()
 
     def _fetch(self) -> bool:
-        with self._pool.match(keys_of("read", next(self._numbers) % WINDOWS, self._size.count)) as lease:
-            return lease.local_hits < lease.hits and len(lease.fetch()) > 0
+        keys = keys_of("read", next(self._numbers) % WINDOWS, self._size.count)
+        with self._pool.match(keys, deadline_s=CALL_S) as lease:
+            return lease.local_hits < lease.hits and len(lease.fetch(deadline_s=CALL_S)) > 0
 
     def _store(self) -> bool:
         keys = keys_of("load", next(self._numbers), STORED_AT_A_TIME)
