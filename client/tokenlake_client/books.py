@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from tokenlake.errors import DeadlinePassed, Refused, TokenLakeError, Unreachable
 from tokenlake.identity import LeaseId, WriteId
 from tokenlake.wire import engine
-from tokenlake_client.link import Link
+from tokenlake_client.link import STORE_S, Link
 
 __all__ = ["Books", "Holding"]
 
@@ -246,7 +246,7 @@ class Books:
 
         pending = link.channel.begin(make)
         try:
-            reply = link.wait(pending)
+            reply = link.wait(pending, STORE_S if write else None)
             yield link, reply
         except BaseException as error:
             if not pending.done and not isinstance(error, DeadlinePassed):

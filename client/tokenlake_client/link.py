@@ -15,13 +15,16 @@ from tokenlake.wire.version import OLDEST_VERSION, PROTOCOL_VERSION
 from tokenlake_client.channel import Channel, Pending
 from tokenlake_client.regions import Mapping, Regions
 
-__all__ = ["Link", "open_link"]
+__all__ = ["STORE_S", "Link", "open_link"]
 
 R = TypeVar("R")
 
 CONNECT_S = 5.0
 LOCAL_S = 0.250
 """For calls that the daemon answers from its own memory."""
+STORE_S = 2.0
+"""For those that store: an engine stores behind its own back, and on a busy machine a daemon may get no turn for
+longer than an engine could wait."""
 
 
 class Link:
@@ -61,9 +64,9 @@ class Link:
             raise ProtocolRefused(f"the daemon answered with {type(reply).__name__}, not {expected.__name__}")
         return reply
 
-    def wait(self, pending: Pending) -> engine.EngineReply:
-        """The reply to a call that the daemon answers from its own memory."""
-        return self.channel.wait(pending, LOCAL_S)
+    def wait(self, pending: Pending, deadline_s: float | None = None) -> engine.EngineReply:
+        """The reply; None: to a call that the daemon answers from its own memory."""
+        return self.channel.wait(pending, LOCAL_S if deadline_s is None else deadline_s)
 
     def wait_while_alive(self, pending: Pending) -> engine.EngineReply:
         """For a deadline that only the daemon knows: wait for as long as it answers heartbeats."""
@@ -79,7 +82,7 @@ class Link:
 
     def _open_region(self, region: int, write: bool) -> Mapping:
         pending = self.channel.begin(lambda number: engine.OpenRegion(number, region, write))
-        reply = self.expect(self.channel.wait(pending, LOCAL_S), engine.Region)
+        reply = self.expect(self.channel.wait(pending, STORE_S if write else LOCAL_S), engine.Region)
         if pending.descriptor is None:
             raise ProtocolRefused(f"the daemon sent no descriptor of region {region}")
         return Mapping(pending.descriptor, reply.region_bytes, reply.slot_bytes, write=write)

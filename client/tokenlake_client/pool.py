@@ -19,7 +19,7 @@ from tokenlake.wire.slots import join_keys
 from tokenlake_client.books import Books
 from tokenlake_client.heart import Heart, Wake
 from tokenlake_client.lease import Lease, PendingMatch, Reading
-from tokenlake_client.link import Link, open_link
+from tokenlake_client.link import STORE_S, Link, open_link
 from tokenlake_client.write import Reservation, Write
 
 __all__ = ["Pool"]
@@ -126,7 +126,7 @@ class Pool:
         packed = join_keys(keys)
         while True:
             link = self._link
-            reply = link.call(lambda number: engine.Prepare(number, packed, first), engine.Prepared)
+            reply = link.call(lambda number: engine.Prepare(number, packed, first), engine.Prepared, STORE_S)
             stuck = not reply.write and Code.WRITE_BUDGET in reply.codes
             if not stuck or time.monotonic() + pause > until:
                 return Write(self._reading, link, self.layout.shards, keys, reply)

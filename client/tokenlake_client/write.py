@@ -13,7 +13,7 @@ from tokenlake.wire.engine import Commit, Committed, Prepared
 from tokenlake.wire.slots import unpack_slots
 from tokenlake_client.checksums import shard_checksums
 from tokenlake_client.lease import Reading
-from tokenlake_client.link import Link
+from tokenlake_client.link import STORE_S, Link
 
 __all__ = ["Reservation", "Write"]
 
@@ -110,7 +110,7 @@ class Write:
         link = self._books.link
         if self._link.life != link.life:
             return bytes([Code.EXPIRED]) * len(indices)
-        return link.call(lambda number: Commit(number, self.id, indices, mask, checksums), Committed).codes
+        return link.call(lambda number: Commit(number, self.id, indices, mask, checksums), Committed, STORE_S).codes
 
 
 class Reservation:
