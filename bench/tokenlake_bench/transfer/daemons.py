@@ -23,7 +23,7 @@ ALONE_WINDOWS = 2 * WINDOWS + 2
 KEEPER_WINDOWS = ALONE_WINDOWS
 ASKER_WINDOWS = 5
 """Less than the keeper's: what was fetched is evicted before it is asked for again."""
-ASKER_STAGED = "0.6"
+ASKER_STAGED = "0.45"
 
 
 def layout_of(size: Size) -> Layout:

@@ -73,6 +73,8 @@ class PoolRows:
         if self._size.key_rows():
             # The asker is the emptier candidate, so it keeps them.
             self._prepare(self._asker, self._near, 0)
+            # Leased for as long as the rows run: what the load brings and stores does not displace them.
+            self._open.enter_context(self._asker.match(self._near, deadline_s=MATCH_S))
             self._load = Load(daemons.nodes["asker"].socket, self._size.label)
             self._open.callback(self._load.close)
         # Its memory is mapped here before the clock runs.
@@ -195,10 +197,15 @@ class PoolRows:
         return [took]
 
     def _fetch_single(self, turn: int) -> list[float]:
-        return self._fetch(turn, turn % self._size.count, turn % self._size.count + 1)
+        window = self._remote_window(turn)
+        taken = self._fetch(window, 0, 1)
+        # The rest too, so that windows are staged and evicted whole.
+        with self._asker.match(self._sets[window], deadline_s=MATCH_S) as lease:
+            lease.fetch(deadline_s=FETCH_S)
+        return taken
 
     def _remote_window(self, turn: int) -> int:
-        """A window of which the asker has staged nothing. It has room for less than half of them."""
+        """A window of which the asker has staged nothing.."""
         for number in range(turn, turn + WINDOWS):
             with self._asker.match(self._sets[number % WINDOWS], deadline_s=MATCH_S) as lease:
                 if lease.codes.count(Code.REMOTE) == self._size.count:

@@ -71,7 +71,7 @@ class Worker:
             raise Unreachable(f"{self._module} ended: {self._last_words()}") from None
         answer = json.loads(self._line())
         if "error" in answer:
-            raise Unreachable(answer["error"])
+            raise Unreachable(f"{answer['error']}; its log: {self._last_words()}")
         return answer["result"]
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class Worker:
 
     def _last_words(self) -> str:
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        return " | ".join(lines[-3:]) or "it wrote nothing"
+        return " | ".join(lines[-3:]) or "empty"
 
 
 def serve(calls: Mapping[str, Callable[..., object]]) -> None:

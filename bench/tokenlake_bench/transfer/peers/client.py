@@ -70,6 +70,9 @@ class _Rows:
             store.put(names, number % WINDOWS)
         for names in fillers:
             store.remove(names)
+        # The other process maps what it reads and writes when it first does.
+        for window in range(WINDOWS):
+            store.get(segment_names("read", window, size.count), window)
         self.rows: dict[str, Callable[[int], list[float]]] = {
             f"{store.fetch_many}_{size.many}": lambda turn: self._get(turn, 0, size.count),
             f"store_{size.many}": lambda turn: [self._store_names(size.count, turn % WINDOWS)],
