@@ -62,6 +62,8 @@ class Daemons:
                     "memory": str(windows[name] * region),
                     "region-size": str(region),
                     "listen": f"127.0.0.1:{port}",
+                    # A machine that stands still for a moment is no frozen peer.
+                    "suspect-ms": "5000",
                     # The asker would refuse to stage once home copies fill it; here it must stage in every turn.
                     "staged-share": ASKER_STAGED if name == "asker" else "0.1",
                     "peers": f"alone=127.0.0.1:{port}" if name == "alone" else pair,
