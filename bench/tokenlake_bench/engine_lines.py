@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -114,6 +114,10 @@ class _Loaded(Protocol):
 
     def layout(self) -> str: ...
 
+    def clocks(self) -> dict[str, list[float]]: ...
+
+    def save(self, on: bool) -> None: ...
+
     def hook_ms(self, tokens: int) -> float | None: ...
 
 
@@ -140,6 +144,7 @@ class _Vllm:
                 kv_connector_extra_config=pool,
             )
         self._pool = pool
+        self._clocks: dict[str, list[float]] = {}
         self._llm = LLM(model=model, **settings)
 
     def generate(self, prompts: list[list[int]], tokens: int, salt: str | None) -> list[list[int]]:
@@ -167,6 +172,40 @@ class _Vllm:
 
     def layout(self) -> str:
         return str(self._side().layout.encode().hex())
+
+    def clocks(self) -> dict[str, list[float]]:
+        """Seconds of each step that computed tokens, and of each call of the rank's hooks of saving, since the last
+        call of this, which begins to measure; under names that end in ` cpu`, of the calling thread's own."""
+        if not self._clocks:
+            core = self._llm.llm_engine.engine_core.engine_core
+            self._clock(core, "step_fn", lambda result: bool(result[1]))
+            if self._pool is not None:
+                self._clock(self._rank(), "save_kv_layer")
+                self._clock(self._rank(), "wait_for_save")
+        taken = {name: list(times) for name, times in self._clocks.items()}
+        for times in self._clocks.values():
+            times.clear()
+        return taken
+
+    def save(self, on: bool) -> None:
+        import msgspec
+
+        scheduler = self._side()._scheduler
+        scheduler._settings = msgspec.structs.replace(scheduler._settings, save=on)
+
+    def _clock(self, owner: Any, name: str, counts: Callable[[Any], bool] = lambda result: True) -> None:
+        function = getattr(owner, name)
+        times, own = (self._clocks.setdefault(key, []) for key in (name, f"{name} cpu"))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            started, own_started = time.perf_counter(), time.thread_time()
+            result = function(*args, **kwargs)
+            if counts(result):
+                times.append(time.perf_counter() - started)
+                own.append(time.thread_time() - own_started)
+            return result
+
+        setattr(owner, name, call)
 
     def hook_ms(self, tokens: int) -> float | None:
         """What a new prompt costs the scheduler: hashing it, asking for it, looking for the answer; the least of 20."""
@@ -231,6 +270,12 @@ class _Transformers:
         counts = asdict(self._engine.counts)
         return counts | {"hook_seconds": counts["pool_seconds"]}
 
+    def clocks(self) -> dict[str, list[float]]:
+        return {}
+
+    def save(self, on: bool) -> None:
+        raise NotImplementedError
+
     def layout(self) -> str:
         assert self._engine is not None
         assert self._engine.layout is not None
@@ -267,6 +312,10 @@ def _answer(engine: _Loaded, request: dict[str, Any]) -> Any:
             return engine.counts()
         case "layout":
             return engine.layout()
+        case "clocks":
+            return engine.clocks()
+        case "save":
+            return engine.save(request["on"])
         case "hook":
             return engine.hook_ms(request["tokens"])
     raise ValueError(request)

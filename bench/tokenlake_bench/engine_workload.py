@@ -8,7 +8,7 @@ from dataclasses import dataclass
 __all__ = ["Conversations", "prompt"]
 
 
-def prompt(tokens: int, seed: int, vocabulary: int = 1000) -> list[int]:
+def prompt(tokens: int, seed: int | str, vocabulary: int = 1000) -> list[int]:
     """Seeded token ids; two seeds share no prefix."""
     source = random.Random(seed)
     return [source.randrange(vocabulary) for _ in range(tokens)]

@@ -1,0 +1,147 @@
+"""What saving costs vLLM's steps: `python -m tokenlake_bench.engine_saving`.
+
+Three arrangements compute prompts of the same lengths in turn: an engine without the connector, one whose connector
+stores nothing, and the same process storing every segment (two processes of the same engine differ by several percent).
+Prompts are computed in steps of `STEP_TOKENS`, so that a step runs while what the one before it computed is copied out.
+What the last step left is stored before the next turn.
+
+The same step of all rounds is one sample. Its quartile, rather than its mean, is what the step takes when other
+programs let it run. `cpu` is time of the thread that computes, which no other program adds to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, mode, quantiles
+from typing import Any
+
+from tokenlake_bench.cluster import Cluster
+from tokenlake_bench.engine_lines import Engine
+from tokenlake_bench.engine_workload import prompt
+from tokenlake_bench.tiny_model import save_tiny_model
+
+NAMES = ("no connector", "storing nothing", "storing all")
+SEGMENT_TOKENS = 256
+STEP_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one turn asks of an engine, at once."""
+
+    name: str
+    prompts: int
+    prompt_tokens: int
+    new_tokens: int
+
+
+LOADS = (Load("prefill", 1, 4096, 1), Load("prefill and decode", 4, 1024, 64))
+
+
+def main() -> int:
+    """0 when all tokens were equal and the third engine stored every segment."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", default=".venv-vllm/bin/python", help="interpreter that has vLLM")
+    parser.add_argument("--rounds", type=int, default=20, help="turns of each engine and load")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="tokenlake-bench-") as directory, ExitStack() as stack:
+        engines = _engines(Path(directory), str(Path(arguments.python).absolute()), stack)
+        for load in LOADS:
+            row = _measure(engines, load, arguments.rounds)
+            print(json.dumps(row, indent=2), flush=True)
+            rows.append(row)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
+    return 0 if all(row["tokens_equal"] and row["stored_share"] == 1 for row in rows) else 1
+
+
+def _engines(directory: Path, python: str, stack: ExitStack) -> dict[str, Engine]:
+    cluster = stack.enter_context(Cluster(1, "1GiB", "64MiB"))
+    pool = {"socket": str(cluster.nodes[0].socket), "write_patience_s": 10.0}
+    model = save_tiny_model(directory / "model")
+    engines = []
+    for name, settings in (("plain", None), ("pooled", pool)):
+        engine = Engine(
+            model,
+            directory / f"{name}.log",
+            settings,
+            python=python,
+            kv_cache_memory_bytes=256 << 20,
+            max_model_len=8192,
+            max_num_batched_tokens=STEP_TOKENS,
+        )
+        stack.callback(engine.close)
+        engine.generate([prompt(2 * STEP_TOKENS, 1)], 2)
+        engine.call("flush")
+        engines.append(engine)
+    return dict(zip(NAMES, (engines[0], engines[1], engines[1]), strict=True))
+
+
+def _measure(engines: Mapping[str, Engine], load: Load, rounds: int) -> dict[str, Any]:
+    """One row; times are of a turn, in milliseconds."""
+    turns: dict[str, list[float]] = {name: [] for name in NAMES}
+    clocks: dict[str, list[dict[str, list[float]]]] = {name: [] for name in NAMES}
+    storing = engines["storing all"]
+    answers: dict[str, list[Any]] = {name: [] for name in NAMES}
+    before = storing.call("counts")
+    for engine in engines.values():
+        engine.call("clocks")
+    for number in range(rounds):
+        for name in (*NAMES[number % 3 :], *NAMES[: number % 3]):
+            engine, seed = engines[name], "stored" if name != "storing nothing" else "not stored"
+            prompts = [prompt(load.prompt_tokens, f"{load.name} {number} {at} {seed}") for at in range(load.prompts)]
+            if engine is storing:
+                engine.call("save", on=name == "storing all")
+            run = engine.timed(prompts, load.new_tokens)
+            engine.call("flush")
+            clocks[name].append(engine.call("clocks"))
+            turns[name].append(1e3 * run.seconds)
+            answers[name].append(run.tokens)
+    after = storing.call("counts")
+    # Requests that wait for the pool's answer may be batched otherwise; most rounds are alike.
+    count = mode(len(clock["step_fn"]) for name in NAMES for clock in clocks[name])
+    steps, own = (
+        {name: _undisturbed([clock[key] for clock in clocks[name]], count) for name in NAMES}
+        for key in ("step_fn", "step_fn cpu")
+    )
+    # The last token's own keys and values are never computed.
+    segments = (load.prompt_tokens + load.new_tokens - 1) // SEGMENT_TOKENS * load.prompts * rounds
+    return {
+        "load": load.name,
+        "prompts": load.prompts,
+        "prompt_tokens": load.prompt_tokens,
+        "new_tokens": load.new_tokens,
+        "steps": count,
+        "turn_median_ms": {name: median(times) for name, times in turns.items()},
+        "steps_ms": steps,
+        "steps_cpu_ms": own,
+        "delay": steps["storing all"] / steps["storing nothing"] - 1,
+        "delay_to_no_connector": steps["storing all"] / steps["no connector"] - 1,
+        "delay_cpu": own["storing all"] / own["storing nothing"] - 1,
+        "hooks_ms": {
+            hook: 1e3 * median(sum(clock[hook]) for clock in clocks["storing all"])
+            for hook in ("save_kv_layer", "wait_for_save")
+        },
+        "writer_ms": 1e3 * (after["save_seconds"] - before["save_seconds"]) / rounds,
+        "stored_share": (after["tokens_stored"] - before["tokens_stored"]) / (SEGMENT_TOKENS * segments),
+        "tokens_equal": answers["storing all"] == answers["no connector"],
+    }
+
+
+def _undisturbed(rounds: Sequence[Sequence[float]], steps: int) -> float:
+    """Sum over the steps of a turn of each one's lower quartile over the rounds of so many steps, in milliseconds."""
+    alike = [times for times in rounds if len(times) == steps]
+    return 1e3 * sum(float(quantiles(times, n=4)[0]) for times in zip(*alike, strict=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
