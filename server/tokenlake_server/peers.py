@@ -97,25 +97,36 @@ class PeerListener:
 
     async def _dial(self, name: str) -> None:
         """Until it answers. The peer's `PeerWelcome` completes the connection."""
+        try:
+            while name not in self._connections and not self._closing:
+                try:
+                    await self._attempt(name)
+                except OSError:
+                    pass
+                except Exception:
+                    # Whatever went wrong with one attempt, the next may succeed; without it the peer is lost for good.
+                    log.exception("dialling %s failed", name)
+                if name not in self._connections:
+                    await asyncio.sleep(REDIAL_S)
+        finally:
+            self._dialling.pop(name, None)
+
+    async def _attempt(self, name: str) -> None:
+        """One connection, until it is established or closed. Raises OSError when there is none."""
         address = self._addresses[name]
-        while name not in self._connections and not self._closing:
-            sock = socket.socket(_family(address), socket.SOCK_STREAM)
-            sock.setblocking(False)
-            try:
-                await asyncio.wait_for(self._loop.sock_connect(sock, tuple(address)), HELLO_S)
-            except OSError:
-                sock.close()
-                await asyncio.sleep(REDIAL_S)
-                continue
-            except asyncio.CancelledError:
-                sock.close()
-                raise
+        sock = socket.socket(_family(address), socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            await asyncio.wait_for(self._loop.sock_connect(sock, tuple(address)), HELLO_S)
+            if sock.getsockname() == sock.getpeername():
+                # An absent peer's port may be the one the kernel gave us: TCP then connects the socket to itself.
+                raise ConnectionRefusedError
             answered: asyncio.Future[None] = self._loop.create_future()
             self._adopt(sock, name, answered)
-            await answered
-            if name not in self._connections:
-                await asyncio.sleep(REDIAL_S)
-        self._dialling.pop(name, None)
+        except BaseException:
+            sock.close()
+            raise
+        await answered
 
     # -- accepting
 
