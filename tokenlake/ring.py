@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenlake.identity import Epoch, NodeId, SegmentKey
+from tokenlake.identity import Epoch, NodeId
 from tokenlake.keys import KEY_BYTES
 
 __all__ = ["VIRTUAL_NODES", "Ring"]
@@ -56,10 +56,6 @@ class Ring:
         homes, others = self._locate(keys)
         names = self.members
         return [(names[home], names[other]) for home, other in zip(homes.tolist(), others.tolist(), strict=True)]
-
-    def home(self, key: SegmentKey) -> NodeId:
-        """The node that keeps the directory entry of `key`."""
-        return self.candidates(key)[0][0]
 
     def _locate(self, keys: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         hashes = np.frombuffer(keys, dtype=">u8").reshape(-1, KEY_BYTES // 8).astype(np.uint64)
