@@ -12,6 +12,7 @@ import msgspec
 from tokenlake.wire.fields import Index, Seconds, SlotBytes
 
 __all__ = [
+    "HERE",
     "Abort",
     "Attach",
     "Bye",
@@ -27,12 +28,16 @@ __all__ = [
     "Hello",
     "Match",
     "Matched",
+    "OpenQuery",
     "OpenRegion",
+    "Placed",
     "Prepare",
     "Prepared",
+    "QueryOpened",
     "Region",
     "Release",
     "Welcome",
+    "Where",
     "reply_decoder",
     "request_decoder",
 ]
@@ -221,8 +226,55 @@ class Bye(_Message, frozen=True, tag=19):
     """This process holds nothing any more and has unmapped. Not answered."""
 
 
-EngineRequest = Hello | Match | Attach | Fetch | Release | Prepare | Commit | Abort | Heartbeat | OpenRegion | Bye
-EngineReply = Welcome | Failed | Matched | Fetched | Prepared | Committed | HeartbeatReply | Region
+class Where(_Message, frozen=True, tag=20):
+    """On which nodes do the segments of a lease lie?"""
+
+    id: int
+    lease: int
+
+
+class Placed(_Message, frozen=True, tag=21):
+    """Answers `Where`: one byte per segment, an index into `nodes`, or `HERE` for this node's arena. A lease that has
+    ended has none."""
+
+    id: int
+    nodes: tuple[str, ...]
+    owners: bytes
+
+
+class OpenQuery(_Message, frozen=True, tag=22):
+    """Ask for a connection to this node's query engine (`tokenlake.wire.query`)."""
+
+    id: int
+
+
+class QueryOpened(_Message, frozen=True, tag=23):
+    """Answers `OpenQuery`; the descriptor travels beside the frame. `Failed` with `Unreachable` where none runs."""
+
+    id: int
+
+
+EngineRequest = (
+    Hello
+    | Match
+    | Attach
+    | Fetch
+    | Release
+    | Prepare
+    | Commit
+    | Abort
+    | Heartbeat
+    | OpenRegion
+    | Where
+    | OpenQuery
+    | Bye
+)
+EngineReply = (
+    Welcome | Failed | Matched | Fetched | Prepared | Committed | HeartbeatReply | Region | Placed | QueryOpened
+)
+
+HERE = 255
+"""Owner of a segment in this node's arena."""
 
 PROBE_SECRET = b"tokenlake probe"
 

@@ -1,0 +1,173 @@
+"""Messages of attention in place: engine to its query engine, and query engine to query engine.
+
+A connection has one asker and one answerer: an engine asks the query engine of its node, and that asks the query
+engines of other nodes over connections that it dialled. Frames as everywhere (`tokenlake.wire.frames`); between nodes
+the raw bytes that a frame announces follow it. An engine's queries and results lie in memory that it shares with the
+query engine of its node, so that only offsets travel there.
+
+A view is a run of whole segments that every query of it attends to, all tokens of them: causal masks are the engine's,
+which computes attention over its own new tokens. A part is the queries of one view in one step.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tokenlake.wire.fields import Index, Seconds
+
+__all__ = [
+    "Answered",
+    "Ask",
+    "AskReply",
+    "AskRequest",
+    "CloseView",
+    "OpenBuffer",
+    "OpenView",
+    "Query",
+    "QueryReply",
+    "QueryRequest",
+    "Refused",
+    "Result",
+    "Step",
+    "Viewed",
+    "ask_decoder",
+    "ask_reply_decoder",
+    "query_decoder",
+    "query_reply_decoder",
+]
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Heads = Annotated[int, Meta(ge=1, le=1 << 16)]
+Scale = Annotated[float, Meta(gt=0, le=1e6)]
+Offset = Annotated[int, Meta(ge=0, lt=1 << 48)]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    pass
+
+
+class OpenBuffer(_Message, frozen=True, tag=1):
+    """From an engine: memory for queries and results, its descriptor beside the frame (a memfd sealed against
+    shrinking). `nbytes` 0: forget the buffer. Not answered."""
+
+    buffer: int
+    nbytes: Offset
+
+
+class OpenView(_Message, frozen=True, tag=2):
+    """These segments, for queries of `heads` heads: the asker chooses the number `view`. Answered with `Viewed`.
+
+    `nodes` and `owners` say where each segment is leased, as `engine.Placed` does; between nodes both are empty,
+    for only what lies at the answerer is meant. `tenant` and `layout` are empty from an engine, whose connection has
+    both."""
+
+    view: int
+    tenant: str
+    layout: bytes
+    keys: bytes
+    nodes: tuple[str, ...]
+    owners: bytes
+    heads: Heads
+    scale: Scale
+
+
+class Viewed(_Message, frozen=True, tag=3):
+    """Answers `OpenView`: LOCAL, REMOTE (open at another query engine) or MISSING per key. Of an engine's view, the
+    first `hits` keys are what its queries will attend to; between nodes, those that are LOCAL."""
+
+    view: int
+    hits: Index
+    codes: bytes
+
+
+class CloseView(_Message, frozen=True, tag=4):
+    """The asker will not ask about these again. Not answered."""
+
+    views: tuple[int, ...]
+
+
+class Step(_Message, frozen=True, tag=5):
+    """From an engine: from now on `Query` with this buffer means these parts. Not answered.
+
+    At `queries` in the buffer: [tokens of all parts, heads, key dim] of `dtype`, written by the engine before each
+    `Query`. At `outputs`: float32 [tokens, heads, value dim], at `sums` float32 [tokens, heads] (natural logarithm
+    of the sum of exponentials), written before each `Answered`. Offsets are multiples of 64."""
+
+    buffer: int
+    step: int
+    dtype: Dtype
+    parts: tuple[tuple[int, Index], ...]
+    """(view, number of query tokens) each."""
+    queries: Offset
+    outputs: Offset
+    sums: Offset
+
+
+class Query(_Message, frozen=True, tag=6):
+    """From an engine: attend over `layer` now. Answered with `Answered` within `deadline_s`. A higher `attempt` for the
+    same step and layer makes answers to the lower ones void."""
+
+    buffer: int
+    step: int
+    layer: Index
+    attempt: Index
+    deadline_s: Seconds
+
+
+class Answered(_Message, frozen=True, tag=7):
+    """Answers `Query`: one code per part, LOCAL (whole result in the buffer) or LOST."""
+
+    buffer: int
+    step: int
+    layer: Index
+    attempt: Index
+    codes: bytes
+    sent_bytes: int
+    """Queries that this took over the network."""
+    received_bytes: int
+    """Outputs and sums."""
+
+
+class Ask(_Message, frozen=True, tag=8):
+    """Between nodes, one per step, layer and peer: the queries of all `parts` follow, [tokens, heads, key dim] of
+    `dtype` each. `number` names the step and attempt; the answer repeats it."""
+
+    number: int
+    layer: Index
+    dtype: Dtype
+    parts: tuple[tuple[int, Index], ...]
+    nbytes: Offset
+
+
+class Result(_Message, frozen=True, tag=9):
+    """Answers `Ask`: LOCAL or LOST per part; of the LOCAL ones, in order, follow the outputs [tokens, heads, value dim]
+    of the asker's `dtype` each, then the sums, float32 [tokens, heads] each."""
+
+    number: int
+    layer: Index
+    codes: bytes
+    nbytes: Offset
+
+
+class Refused(_Message, frozen=True, tag=10):
+    """Answers a request that broke a rule, or that this side cannot serve; `kind` is a class name of
+    `tokenlake.errors`. `view` is 0 unless an `OpenView` is refused. The connection goes on after a refused view or
+    step, and closes after a frame that cannot be read."""
+
+    view: int
+    kind: str
+    reason: str
+
+
+QueryRequest = OpenBuffer | OpenView | CloseView | Step | Query
+QueryReply = Viewed | Answered | Refused
+AskRequest = OpenView | CloseView | Ask
+AskReply = Viewed | Result | Refused
+
+query_decoder: msgspec.msgpack.Decoder[QueryRequest] = msgspec.msgpack.Decoder(QueryRequest)
+query_reply_decoder: msgspec.msgpack.Decoder[QueryReply] = msgspec.msgpack.Decoder(QueryReply)
+ask_decoder: msgspec.msgpack.Decoder[AskRequest] = msgspec.msgpack.Decoder(AskRequest)
+ask_reply_decoder: msgspec.msgpack.Decoder[AskReply] = msgspec.msgpack.Decoder(AskReply)

@@ -1,0 +1,74 @@
+"""Messages between a daemon and the query engine that it started, over the socket pair the child inherits.
+
+The daemon makes every connection that the query engine serves or uses: it knows who is at the other end, the query
+engine is handed the socket. The channel's end is the other side's death.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = [
+    "Connected",
+    "Dial",
+    "EngineCame",
+    "PeerCame",
+    "ToDaemon",
+    "ToQueryEngine",
+    "Unreached",
+    "daemon_decoder",
+    "query_engine_decoder",
+]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    pass
+
+
+class Start(_Message, frozen=True, tag=6):
+    """First frame: the daemon's local socket, its node, and a credential that is the query engine's alone. For a
+    `tokenlake_client.Pool` of tenant T it is `{credential}:{T}`."""
+
+    socket: str
+    node: str
+    credential: str
+
+
+class EngineCame(_Message, frozen=True, tag=1):
+    """An engine's connection, its descriptor beside the frame: of this tenant, with segments of this layout
+    (`Layout.encode()`)."""
+
+    tenant: str
+    layout: bytes
+
+
+class PeerCame(_Message, frozen=True, tag=2):
+    """A connection that the query engine of `node`, a proven member, dialled; its descriptor beside the frame."""
+
+    node: str
+
+
+class Connected(_Message, frozen=True, tag=3):
+    """Answers `Dial`: a connection to the query engine of `node`, its descriptor beside the frame."""
+
+    node: str
+
+
+class Unreached(_Message, frozen=True, tag=4):
+    """Answers `Dial`: there is none now."""
+
+    node: str
+    reason: str
+
+
+class Dial(_Message, frozen=True, tag=5):
+    """From the query engine: connect me with that of `node`."""
+
+    node: str
+
+
+ToQueryEngine = Start | EngineCame | PeerCame | Connected | Unreached
+ToDaemon = Dial
+
+query_engine_decoder: msgspec.msgpack.Decoder[ToQueryEngine] = msgspec.msgpack.Decoder(ToQueryEngine)
+daemon_decoder: msgspec.msgpack.Decoder[ToDaemon] = msgspec.msgpack.Decoder(ToDaemon)
