@@ -1,0 +1,197 @@
+"""Partial attention: any split in any order is full attention, for every element type and arrangement of heads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tokenlake.attention import Partial, as_float32, attend, empty_partial, from_float32, merge
+
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs in `dtype`'s precision, as float32."""
+
+    query: NDArray[np.float32]
+    keys: NDArray[np.float32]
+    values: NDArray[np.float32]
+    scale: float
+
+    def part(self, tokens: slice | list[int]) -> Partial:
+        return attend(self.query, self.keys[:, tokens], self.values[:, tokens], self.scale)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Multi-head, grouped-query, multi-query; values of other dimensions than keys, or the keys' first columns."""
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    q_len, tokens = draw(st.integers(1, 3)), draw(st.integers(1, 12))
+    key_dim, value_dim = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    dtype = draw(st.sampled_from(DTYPES))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    # With both ends of the range logits differ by up to 1e36.
+    spread = draw(st.sampled_from([1.0, 1e-3, 30.0] + ([1e18] if dtype != "float16" else [100.0])))
+
+    def numbers(*shape: int, factor: float = 1.0) -> NDArray[np.float32]:
+        values = (rng.standard_normal(shape) * factor).astype(np.float32)
+        return as_float32(from_float32(values, dtype), dtype)
+
+    keys = numbers(kv_heads, tokens, key_dim, factor=spread)
+    latent = draw(st.booleans()) and value_dim <= key_dim
+    values = keys[..., :value_dim] if latent else numbers(kv_heads, tokens, value_dim)
+    query = numbers(kv_heads * group, q_len, key_dim, factor=spread)
+    return Case(query, keys, values, key_dim**-0.5)
+
+
+@st.composite
+def parted(draw: st.DrawFn) -> tuple[Case, list[list[int]]]:
+    """Tokens dealt to parts at random: any split, in any order, some parts without a token."""
+    case = draw(cases())
+    parts = draw(st.integers(1, 5))
+    owners = draw(st.lists(st.integers(0, parts - 1), min_size=case.keys.shape[1], max_size=case.keys.shape[1]))
+    return case, [[token for token, owner in enumerate(owners) if owner == part] for part in range(parts)]
+
+
+def plain(case: Case) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """By the definition, a query at a time, in Python's floats."""
+    group = len(case.query) // len(case.keys)
+    out = np.empty((*case.query.shape[:2], case.values.shape[-1]))
+    lse = np.empty(case.query.shape[:2])
+    for head, queries in enumerate(case.query):
+        keys, values = case.keys[head // group].astype(float), case.values[head // group].astype(float)
+        for row, query in enumerate(queries.astype(float)):
+            logits = [case.scale * math.fsum(query * key) for key in keys]
+            weights = [math.exp(logit - max(logits)) for logit in logits]
+            lse[head, row] = max(logits) + math.log(math.fsum(weights))
+            for column in range(out.shape[-1]):
+                out[head, row, column] = math.fsum(np.array(weights) * values[:, column]) / math.fsum(weights)
+    return out, lse
+
+
+@settings(deadline=None)
+@given(cases())
+def test_the_reference_is_the_definition(case: Case) -> None:
+    part = case.part(slice(None))
+    out, lse = plain(case)
+    assert part.out.dtype == part.lse.dtype == np.float32
+    # Two logits of 1e36 that differ by less than float64 resolves may swap: compared where they cannot.
+    if np.abs(lse).max() < 1e6:
+        np.testing.assert_allclose(part.out, out, rtol=1e-5, atol=1e-5 * np.abs(case.values).max())
+    np.testing.assert_allclose(part.lse, lse, rtol=1e-6, atol=1e-6)
+
+
+@settings(deadline=None, max_examples=300)
+@given(parted())
+def test_any_split_in_any_order_is_the_whole(parted: tuple[Case, list[list[int]]]) -> None:
+    case, parts = parted
+    whole = case.part(slice(None))
+    merged = merge([case.part(part) for part in parts])
+    assert merged.out.dtype == merged.lse.dtype == np.float32
+    assert np.isfinite(merged.out).all()
+    assert np.isfinite(merged.lse).all()
+    np.testing.assert_allclose(merged.lse, whole.lse, rtol=1e-6, atol=1e-6)
+    # A log-sum-exp of 1e4 is rounded to 1e-3, and the weights of the parts with it; far beyond, one token has all
+    # weight, and which of two nearly equal ones is a matter of rounding.
+    rounding = 4 * float(np.abs(whole.lse).max()) * 2.0**-24
+    if rounding < 0.1:
+        worst = float(np.abs(case.values).max()) * (1e-5 + 2 * rounding)
+        np.testing.assert_allclose(merged.out, whole.out, rtol=0, atol=worst)
+
+
+@settings(deadline=None)
+@given(parted(), st.randoms(use_true_random=False))
+def test_the_order_of_merging_does_not_matter(parted: tuple[Case, list[list[int]]], random: st.DataObject) -> None:
+    """Two at a time, in an order drawn anew at each step, as replies of peers come in."""
+    case, parts = parted
+    left = [case.part(part) for part in parts]
+    together = merge(left)
+    while len(left) > 1:
+        random.shuffle(left)  # type: ignore[attr-defined]
+        left = [merge(left[:2]), *left[2:]]
+    rounding = 4 * len(parts) * float(np.abs(together.lse).max()) * 2.0**-24
+    np.testing.assert_allclose(left[0].lse, together.lse, rtol=1e-6, atol=1e-6)
+    if rounding < 0.1:
+        worst = float(np.abs(case.values).max()) * (1e-5 + 2 * rounding)
+        np.testing.assert_allclose(left[0].out, together.out, rtol=0, atol=worst)
+
+
+@given(cases())
+def test_an_empty_part_changes_nothing(case: Case) -> None:
+    whole, nothing = case.part(slice(None)), case.part([])
+    for parts in ([whole, nothing], [nothing, whole], [nothing, whole, nothing]):
+        merged = merge(parts)
+        np.testing.assert_array_equal(merged.out, whole.out)
+        np.testing.assert_array_equal(merged.lse, whole.lse)
+
+
+def test_only_empty_parts_give_an_empty_part() -> None:
+    nothing = empty_partial(4, 2, 3)
+    merged = merge([nothing, nothing])
+    np.testing.assert_array_equal(merged.out, np.zeros((4, 2, 3), np.float32))
+    np.testing.assert_array_equal(merged.lse, np.full((4, 2), -np.inf, np.float32))
+
+
+def test_a_query_may_be_empty_in_all_parts_beside_one_that_is_not() -> None:
+    first, second = empty_partial(1, 2, 3), empty_partial(1, 2, 3)
+    first.lse[0, 1], first.out[0, 1] = 5.0, 7.0
+    merged = merge([first, second])
+    assert merged.lse.tolist() == [[-np.inf, 5.0]]
+    assert merged.out.tolist() == [[[0.0] * 3, [7.0] * 3]]
+
+
+def test_no_parts_at_all_have_no_shape() -> None:
+    with pytest.raises(ValueError, match="at least one part"):
+        merge([])
+
+
+def test_parts_are_left_as_they_are() -> None:
+    rng = np.random.default_rng(1)
+    parts = [Partial(rng.random((2, 3, 4), np.float32), rng.random((2, 3), np.float32)) for _ in range(3)]
+    before = [(part.out.copy(), part.lse.copy()) for part in parts]
+    merged = merge(parts)
+    merged.out[:], merged.lse[:] = 0, 0
+    for part, (out, lse) in zip(parts, before, strict=True):
+        np.testing.assert_array_equal(part.out, out)
+        np.testing.assert_array_equal(part.lse, lse)
+
+
+@pytest.mark.parametrize("lses", [(3e38, -3e38), (-3e38, -3e38), (3e38, 3e38), (1e4, 1e4 + 1), (-200.0, -1e5)])
+def test_extreme_log_sum_exps(lses: tuple[float, float]) -> None:
+    parts = [Partial(np.full((1, 1), value, np.float32), np.array([lse], np.float32)) for value, lse in enumerate(lses)]
+    exact = [np.longdouble(part.lse[0]) for part in parts]
+    weights = [np.exp(lse - max(exact)) for lse in exact]
+    merged = merge(parts)
+    assert merged.out[0, 0] == pytest.approx(float(weights[1] / sum(weights)), rel=1e-6)
+    assert merged.lse[0] == pytest.approx(float(max(exact) + np.log(sum(weights))), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(number=st.floats(width=32))
+def test_element_types_round_as_ieee_says(dtype: str, number: float) -> None:
+    stored = from_float32(np.array([number], np.float32), dtype)
+    back = as_float32(stored, dtype)[0]
+    if math.isnan(number):
+        assert np.isnan(back)
+        return
+    bits, least, greatest = {
+        "float32": (24, -126, 3.5e38),
+        "bfloat16": (8, -126, 3.395e38),
+        "float16": (11, -14, 65519),
+    }[dtype]
+    if abs(number) > greatest:
+        assert abs(back) == math.inf
+    elif number:
+        exponent = max(math.floor(math.log2(abs(number))), least)
+        step = 2.0 ** (exponent - bits + 1)
+        # Python's round() takes ties to even too.
+        assert back == round(number / step) * step
+    # What has the precision already is not changed.
+    np.testing.assert_array_equal(as_float32(from_float32(np.array([back], np.float32), dtype), dtype), [back])

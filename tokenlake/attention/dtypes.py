@@ -1,0 +1,53 @@
+"""Element types of caches and queries as numpy sees them. It has no bfloat16: those are uint16, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenlake.errors import LayoutRefused
+
+__all__ = ["Stored", "as_float32", "from_float32", "stored_dtype"]
+
+Stored = NDArray[Any]
+"""float32, float16, or uint16 that holds the bits of bfloat16."""
+
+_STORED: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(np.uint16),
+    "float16": np.dtype(np.float16),
+}
+
+
+def stored_dtype(dtype: str) -> np.dtype[Any]:
+    """What arrays of the layout's `dtype` have here. Raises LayoutRefused for an unknown name."""
+    try:
+        return _STORED[dtype]
+    except KeyError:
+        raise LayoutRefused(f"dtype is {dtype!r}; supported: {', '.join(_STORED)}") from None
+
+
+def as_float32(array: Stored, dtype: str) -> NDArray[np.float32]:
+    """The values of `array`, exactly. A new array, but for float32: that is `array` itself. Raises LayoutRefused when
+    the array's type is not the one of `dtype`."""
+    expected = stored_dtype(dtype)
+    if array.dtype != expected:
+        raise LayoutRefused(f"an array of {dtype} has numpy's {array.dtype}; expected {expected}")
+    if dtype == "bfloat16":
+        # The upper half of a float32.
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32, copy=False)
+
+
+def from_float32(values: NDArray[np.float32], dtype: str) -> Stored:
+    """`values` in `dtype`, rounded to nearest, ties to even; infinite beyond its range. A new array, but for float32:
+    that is `values` itself."""
+    if dtype != "bfloat16":
+        with np.errstate(over="ignore"):
+            return values.astype(stored_dtype(dtype), copy=False)
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    # A NaN whose set bits are all in the lower half would round to infinity, or over into the sign.
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)

@@ -1,0 +1,122 @@
+"""Where keys and values of a layer lie in a segment's slot, and views of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenlake.attention.dtypes import Stored, stored_dtype
+from tokenlake.errors import LayoutRefused
+from tokenlake.layout import DTYPE_BYTES, Layout
+
+__all__ = ["Place", "SlotMap"]
+
+
+class Place(NamedTuple):
+    """An array within a slot, in elements: `[head group][head in group][token][dim]`. KV head = head group x heads in a
+    group + head in group. The last stride is 1."""
+
+    offset: int
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, int, int, int]
+
+    @property
+    def end(self) -> int:
+        """One past its last element."""
+        if 0 in self.shape:
+            return self.offset
+        return self.offset + 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotMap:
+    """Geometry of a slot, `[head group][layer][K, V][head in group][token][dim]`; with `latent`, `[K]` alone.
+
+    Four dimensions, since head groups lie a whole group apart: where a group has several heads, no three strides
+    reach all KV heads without a copy.
+    """
+
+    dtype: str
+    layers: int
+    groups: int
+    heads: int
+    """KV heads in one group."""
+    tokens: int
+    key_dim: int
+    value_dim: int
+    latent: bool = False
+    """The value is the first `value_dim` columns of the key row and is stored nowhere else."""
+
+    @classmethod
+    def of(cls, layout: Layout) -> SlotMap:
+        """Of segments of `layout`."""
+        return cls(
+            dtype=layout.dtype,
+            layers=layout.layers,
+            groups=layout.shards,
+            heads=layout.heads_per_shard,
+            tokens=layout.segment_tokens,
+            key_dim=layout.key_dim,
+            value_dim=layout.value_dim,
+        )
+
+    @property
+    def row(self) -> int:
+        """Elements per token, layer and KV head."""
+        return self.key_dim if self.latent else self.key_dim + self.value_dim
+
+    @property
+    def nbytes(self) -> int:
+        """Of a slot."""
+        return self.groups * self.layers * self.heads * self.tokens * self.row * DTYPE_BYTES[self.dtype]
+
+    def places(self, layer: int, tokens: int | None = None) -> tuple[Place, Place]:
+        """Keys and values of `layer`, of the first `tokens` tokens of the segment (all, unless given).
+
+        Raises LayoutRefused for a layer or a number of tokens that a segment does not have.
+        """
+        tokens = self.tokens if tokens is None else tokens
+        if not 0 <= layer < self.layers:
+            raise LayoutRefused(f"layer is {layer}; expected 0 to {self.layers - 1}")
+        if not 0 <= tokens <= self.tokens:
+            raise LayoutRefused(f"tokens of a segment are {tokens}; expected 0 to {self.tokens}")
+        of_layer = self.heads * self.tokens * self.row
+        of_group = self.layers * of_layer
+        start = layer * of_layer
+        keys = Place(
+            start,
+            (self.groups, self.heads, tokens, self.key_dim),
+            (of_group, self.tokens * self.key_dim, self.key_dim, 1),
+        )
+        if self.latent:
+            return keys, Place(start, (*keys.shape[:3], self.value_dim), keys.strides)
+        values = Place(
+            start + self.heads * self.tokens * self.key_dim,
+            (self.groups, self.heads, tokens, self.value_dim),
+            (of_group, self.tokens * self.value_dim, self.value_dim, 1),
+        )
+        return keys, values
+
+    def views(self, slot: NDArray[np.uint8], layer: int, tokens: int | None = None) -> tuple[Stored, Stored]:
+        """Keys `[groups, heads, tokens, key dim]` and values `[groups, heads, tokens, value dim]` of `layer`.
+
+        `slot`: the segment's bytes, one-dimensional, contiguous, at least `nbytes` long. Both arrays are views: they
+        copy nothing, keep `slot` alive, are writable where it is, and hold the segment's bytes for only as long as the
+        lease under which `slot` was given. With `latent` the values are columns of the keys.
+        Raises LayoutRefused as `places`, and for a slot of another size.
+        """
+        if slot.dtype != np.uint8 or slot.ndim != 1 or not slot.flags.c_contiguous or slot.nbytes < self.nbytes:
+            raise LayoutRefused(
+                f"a slot is an array of {slot.dtype} of shape {slot.shape}; expected {self.nbytes} contiguous uint8"
+            )
+        dtype = stored_dtype(self.dtype)
+
+        def view(place: Place) -> Stored:
+            strides = tuple(stride * dtype.itemsize for stride in place.strides)
+            return np.ndarray(place.shape, dtype, slot.data, place.offset * dtype.itemsize, strides)
+
+        keys, values = self.places(layer, tokens)
+        return view(keys), view(values)
