@@ -135,7 +135,7 @@ class StoreModel:
             self.quarantine.remove(copy)
 
     def reclaim(self, pool: Pool) -> int | None:
-        for region in self.regions[pool]:
+        for region in list(self.regions[pool]):
             inside = [copy for copy in self.copies() if copy.place[0] == region]
             if not any(copy.pins or copy.kind is Kind.DIRTY for copy in inside):
                 for copy in inside:
@@ -145,6 +145,8 @@ class StoreModel:
                     del self.regions[pool]
                 self.away.append(region)
                 return region
+            # The next search begins with the others.
+            self.regions[pool].append(self.regions[pool].pop(0))
         return None
 
     def add_spare(self, region: int) -> None:

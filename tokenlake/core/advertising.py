@@ -5,49 +5,55 @@ from __future__ import annotations
 from tokenlake.core.context import Context
 from tokenlake.core.peers import Peers
 from tokenlake.identity import NodeId, SegmentKey, TenantId
-from tokenlake.store import Kind, Segment, State
+from tokenlake.store import Cursor, Kind, State
 from tokenlake.wire import peer as wire
 from tokenlake.wire.slots import join_keys
 
 __all__ = ["Advertising"]
 
-BATCH = 1024
-"""Segments looked at per turn: less than a millisecond of the loop."""
-PAUSE_S = 0.005
+SLOTS = 512
+"""Looked at per slice."""
 
 
 class Advertising:
-    """One sweep over the home copies per peer; a new sweep replaces an unfinished one."""
+    """One walk over the home copies per peer; a new one replaces an unfinished one."""
 
     def __init__(self, context: Context, peers: Peers) -> None:
         self._context = context
         self._peers = peers
-        self._sweeps: dict[NodeId, int] = {}
+        self._walks: dict[NodeId, int] = {}
 
     def begin(self, node: NodeId) -> None:
-        """Tell `node` all home copies here whose home it is, then `Advertised`."""
-        sweep = self._context.next_id()
-        self._sweeps[node] = sweep
-        segments = [s for s in self._context.store.segments() if s.state is State.READY and s.kind is Kind.HOME]
-        self._turn(node, sweep, segments, 0)
+        """Tell `node` all home copies here whose home it is, then `Advertised`. It can be reached, so it is told of
+        those that come meanwhile like any home."""
+        number = self._context.next_id()
+        self._walks[node] = number
+        cursor: Cursor | None = Cursor()
 
-    def _turn(self, node: NodeId, sweep: int, segments: list[Segment], start: int) -> None:
-        if self._sweeps.get(node) != sweep or not self._peers.reachable(node):
-            return
-        batch = [s for s in segments[start : start + BATCH] if s.state is State.READY and s.kind is Kind.HOME]
+        def work() -> bool:
+            nonlocal cursor
+            if self._walks.get(node) != number or not self._peers.reachable(node) or cursor is None:
+                return False
+            cursor = self._tell(node, cursor)
+            if cursor is None:
+                del self._walks[node]
+                self._peers.tell(node, wire.Advertised())
+            return cursor is not None
+
+        self._context.in_slices(work)
+
+    def _tell(self, node: NodeId, start: Cursor) -> Cursor | None:
+        segments, following = self._context.store.walk(start, SLOTS)
         by_tenant: dict[TenantId, list[SegmentKey]] = {}
-        for segment in batch:
-            by_tenant.setdefault(segment.tenant, []).append(segment.key)
+        for segment in segments:
+            if segment.state is State.READY and segment.kind is Kind.HOME:
+                by_tenant.setdefault(segment.tenant, []).append(segment.key)
         for tenant, keys in by_tenant.items():
             homed = self._context.by_home(keys).get(node)
             if homed:
                 self._peers.tell(node, wire.Held(tenant, join_keys(homed)))
-        if start + BATCH < len(segments):
-            self._context.after(PAUSE_S, lambda: self._turn(node, sweep, segments, start + BATCH))
-        else:
-            del self._sweeps[node]
-            self._peers.tell(node, wire.Advertised())
+        return following
 
     def census(self) -> dict[str, int]:
         """Entries of each map."""
-        return {"sweeps": len(self._sweeps)}
+        return {"advertisings": len(self._walks)}

@@ -18,6 +18,9 @@ from tokenlake.store import Budgets, Segment, SegmentStore, State
 
 __all__ = ["Context", "CoreConfig"]
 
+PAUSE_S = 0.005
+"""Between two slices of long work: ten times what a slice takes."""
+
 
 class CoreConfig(msgspec.Struct, frozen=True):
     """What a node's rules must know; first line of an event log. Times in seconds."""
@@ -88,6 +91,12 @@ class Context:
     def after(self, delay_s: float, callback: Callable[[], None]) -> Timer:
         """Call `callback` in `delay_s` from now."""
         return self.timers.at(self.now + delay_s, callback)
+
+    def in_slices(self, work: Callable[[], bool]) -> None:
+        """Call `work` now, and again after a pause for as long as it returns True: there is more to do. What is
+        done for every segment of the node is done so, a few hundred at a time."""
+        if work():
+            self.after(PAUSE_S, lambda: self.in_slices(work))
 
     def by_home(self, keys: Iterable[SegmentKey]) -> Mapping[NodeId, list[SegmentKey]]:
         """Keys grouped by their home, in order."""

@@ -30,7 +30,7 @@ from tokenlake.core.sessions import Session
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.placement import choose_holder, runs
-from tokenlake.store import Kind, Segment, State
+from tokenlake.store import Cursor, Kind, Segment, State
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
 from tokenlake.wire.slots import join_keys, split_keys
@@ -45,6 +45,9 @@ OFFERED_BYTES = 64 << 20
 """At most this much is on offer to one holder at a time (at least one parcel); the rest waits in its queue."""
 OFFER_GRACE_S = 1.0
 """Added to the give-up time of a push: the holder may have other pushes to pull first."""
+
+ADOPT_SLOTS = 256
+"""Slots looked at at a time when a peer is lost."""
 
 
 class _Parcel:
@@ -145,7 +148,8 @@ class Pushes:
             queue.popleft()
             self._offered[holder] = offered + parcel.nbytes
             wait = OFFER_GRACE_S
-            if self._peers.usable(holder):
+            usable = self._peers.usable(holder)
+            if usable:
                 wait += deadline_s(self._peers.predict_s(holder, self._offered[holder]))
             self._peers.call(
                 holder,
@@ -161,6 +165,9 @@ class Pushes:
                 partial(self._answered, holder, parcel),
                 proves_life=False,
             )
+            if not usable:
+                # Answered at once, and the next parcel's turn is armed: one at a time, since a queue may be long.
+                return
 
     def _answered(self, holder: NodeId, parcel: _Parcel, reply: Reply | None) -> None:
         self._offered[holder] -= parcel.nbytes
@@ -216,21 +223,30 @@ class Pushes:
         """`peer` is gone or silent. Unless it comes back as it was, the copies here of what it keeps become home
         copies, so that they are found. Not before the homes must have noticed as well: they would refuse."""
         life = peer.incarnation
+        cursor: Cursor | None = Cursor()
 
-        def adopt() -> None:
-            if peer.reachable and peer.incarnation == life:
-                return
-            by_tenant: dict[TenantId, list[SegmentKey]] = {}
-            # Children were indexed after their parents: in reverse, parents end up as the last to be evicted.
-            for segment in reversed(list(self._context.store.segments())):
-                if segment.state is State.READY and segment.kind is Kind.STAGED and segment.source == peer.node:
-                    segment.source = None
-                    self._context.store.become(segment, Kind.HOME, self._context.now)
-                    by_tenant.setdefault(segment.tenant, []).append(segment.key)
-            for tenant, keys in by_tenant.items():
-                self.tell_held(tenant, keys)
+        def work() -> bool:
+            nonlocal cursor
+            if cursor is None or (peer.reachable and peer.incarnation == life):
+                return False
+            segments, cursor = self._context.store.walk(cursor, ADOPT_SLOTS)
+            self._adopt([segment for segment in segments if segment.source == peer.node])
+            return cursor is not None
 
-        self._context.after(self._context.config.suspect_s + self._context.config.gossip_s, adopt)
+        wait_s = self._context.config.suspect_s + self._context.config.gossip_s
+        self._context.after(wait_s, lambda: self._context.in_slices(work))
+
+    def _adopt(self, segments: list[Segment]) -> None:
+        """Of these, staged copies become home copies."""
+        by_tenant: dict[TenantId, list[SegmentKey]] = {}
+        # Deepest first, so that parents are evicted last.
+        for segment in sorted(segments, key=lambda segment: -segment.depth):
+            if segment.state is State.READY and segment.kind is Kind.STAGED:
+                segment.source = None
+                self._context.store.become(segment, Kind.HOME, self._context.now)
+                by_tenant.setdefault(segment.tenant, []).append(segment.key)
+        for tenant, keys in by_tenant.items():
+            self.tell_held(tenant, keys)
 
     def redundant(self, message: wire.Redundant) -> None:
         """Another node keeps these: the copies here may go."""

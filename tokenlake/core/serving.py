@@ -25,6 +25,9 @@ PEER_LEASE_SHARE = 0.5
 """Of the slots that a pool can grow to, what other nodes together may have leased: the rest stays for writers
 here."""
 
+SLICE = 1024
+"""Segments given back at a time, or one lease."""
+
 
 class _PeerLease:
     def __init__(self, node: NodeId, segments: list[Segment], timer: Timer) -> None:
@@ -114,8 +117,18 @@ class Serving:
 
     def release_all(self, node: NodeId) -> None:
         """`node` is gone: its leases end. Sends to it hold pins of their own."""
-        for lease_id in [at for at, lease in self._leases.items() if lease.node == node]:
-            self.release(lease_id)
+        ending = [at for at, lease in self._leases.items() if lease.node == node]
+
+        def work() -> bool:
+            room = SLICE
+            while ending and room > 0:
+                lease_id = ending.pop()
+                lease = self._leases.get(lease_id)
+                room -= len(lease.segments) if lease is not None else 0
+                self.release(lease_id)
+            return bool(ending)
+
+        self._context.in_slices(work)
 
     # -- sends
 

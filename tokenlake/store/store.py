@@ -8,6 +8,7 @@ from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters, Metric
 from tokenlake.placement import Vacancy
 from tokenlake.store.eviction import EvictionPolicy, LeastRecentlyUsed
+from tokenlake.store.places import Cursor, Places
 from tokenlake.store.pool import Budgets, SlotPool
 from tokenlake.store.region import RegionShape
 from tokenlake.store.segment import Kind, Segment, State
@@ -21,6 +22,11 @@ QUARANTINED = Metric(
     "tokenlake_quarantined_segments_total",
     "Segments that left the index while somebody could still touch the slot",
 )
+
+RECLAIM_SLOTS = 1024
+"""Segments that one call of `reclaim` looks at, or one region's if that is more."""
+RECLAIM_EVICTIONS = 256
+"""Segments that one call of `reclaim` evicts."""
 
 _NO_SEGMENTS: dict[SegmentKey, Segment] = {}
 
@@ -53,6 +59,7 @@ class SegmentStore:
         self._index: dict[TenantId, dict[SegmentKey, Segment]] = {}
         self._pools: dict[tuple[TenantId, int], SlotPool] = {}
         self._quarantine: dict[SlotRef, Segment] = {}
+        self._places = Places()
 
     # -- looking up
 
@@ -68,6 +75,11 @@ class SegmentStore:
         """Every indexed segment, in order of tenants and insertion."""
         for index in self._index.values():
             yield from index.values()
+
+    def walk(self, start: Cursor, slots: int) -> tuple[list[Segment], Cursor | None]:
+        """The segments in the next `slots` slots, those in quarantine too, and where to go on: None at the end.
+        Whatever comes and goes between two calls, a segment that stays is passed exactly once."""
+        return self._places.walk(start, slots)
 
     def pool(self, tenant: TenantId, slot_bytes: int) -> SlotPool | None:
         """The pool of that slot size, given a spare region if it has none. None when there is none to give."""
@@ -129,6 +141,7 @@ class SegmentStore:
         segment.pins = 1
         pool.counts[kind] += 1
         self._index.setdefault(tenant, {})[key] = segment
+        self._places.of[segment.place.region][segment.place.slot] = segment
         self.reissued.append(segment.place)
         return segment
 
@@ -152,7 +165,7 @@ class SegmentStore:
             pool.quarantined += 1
             self._counters.add(QUARANTINED)
         else:
-            pool.free.append((segment.place.region, segment.place.slot))
+            self._free(segment)
 
     def become(self, segment: Segment, kind: Kind, now: float) -> None:
         """Change the kind of an indexed segment."""
@@ -195,15 +208,24 @@ class SegmentStore:
 
     def reclaim(self, pool: SlotPool) -> int | None:
         """Empty one region of `pool` for somebody else and take it away; its id, or None while something in
-        each of them is pinned or dirty. The caller replaces the memory, then calls `add_spare`."""
-        for region in pool.regions:
-            inside = [s for s in self.segments() if s.place.region == region]
-            held = any(s.pins or s.kind is Kind.DIRTY for s in inside)
-            if held or any(place.region == region for place in self._quarantine):
+        each of them is pinned or dirty. None as well when there is more to look at, or to evict, than is done at
+        once: ask again. The caller replaces the memory, then calls `add_spare`."""
+        looked = 0
+        for region in tuple(pool.regions):
+            inside = [segment for segment in self._places.of[region] if segment is not None]
+            if any(segment.pins or segment.kind is Kind.DIRTY for segment in inside):
+                # The next call begins with the others.
+                pool.regions.append(pool.regions.pop(0))
+                looked += len(inside)
+                if looked >= RECLAIM_SLOTS:
+                    return None
                 continue
-            for segment in inside:
+            for segment in inside[:RECLAIM_EVICTIONS]:
                 self._evict(segment)
+            if len(inside) > RECLAIM_EVICTIONS:
+                return None
             pool.drop_region(region)
+            self._places.drop_region(region)
             if not pool.regions:
                 del self._pools[pool.tenant, pool.slot_bytes]
             return region
@@ -224,13 +246,20 @@ class SegmentStore:
     def _leave_quarantine(self, segment: Segment) -> None:
         del self._quarantine[segment.place]
         segment.pool.quarantined -= 1
-        segment.pool.free.append((segment.place.region, segment.place.slot))
+        self._free(segment)
+
+    def _free(self, segment: Segment) -> None:
+        region, slot, _ = segment.place
+        self._places.of[region][slot] = None
+        segment.pool.free.append((region, slot))
 
     def _grow(self, pool: SlotPool) -> None:
         if self._spare:
             region = self._spare.pop(0)
             former = max(self._generations.get(region, [0]))
-            self._generations[region] = [former] * RegionShape(self.region_bytes, pool.slot_bytes).slots
+            slots = RegionShape(self.region_bytes, pool.slot_bytes).slots
+            self._generations[region] = [former] * slots
+            self._places.add_region(region, slots)
             pool.add_region(region, self.region_bytes)
 
     def _make_room(self, pool: SlotPool, kind: Kind, now: float) -> bool:
@@ -264,4 +293,7 @@ class SegmentStore:
                 assert (segment.tenant, segment.key) == (tenant, key)
                 assert segment.state is not State.GONE
                 assert segment.place.generation == self._generations[segment.place.region][segment.place.slot]
+        placed = [s for slots in self._places.of.values() for s in slots if s is not None]
+        assert {id(s) for s in placed} == {id(s) for s in [*self.segments(), *self._quarantine.values()]}
+        assert all(self._places.of[s.place.region][s.place.slot] is s for s in placed)
         assert sum(len(p.regions) for p in self._pools.values()) + len(self._spare) <= self._regions
