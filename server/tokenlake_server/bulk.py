@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import secrets
 import socket
 import threading
 from collections.abc import Mapping
@@ -22,12 +21,13 @@ from tokenlake.core import events
 from tokenlake.core.instructions import AbortFetch, SendBulk, StartFetch
 from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.keys import KEY_BYTES
-from tokenlake.wire import HEADER_BYTES, Code, pack_frame, peer
+from tokenlake.wire import Code, pack_frame, peer
 from tokenlake.wire.frames import decode
 from tokenlake.wire.slots import unpack_slots
 from tokenlake_server.arena import Arena
+from tokenlake_server.blocking import introduce, read_frame, receive_exactly
 from tokenlake_server.driver import Driver
-from tokenlake_server.proof import NONCE_BYTES, Dialler, PeerIdentity
+from tokenlake_server.proof import PeerIdentity
 
 __all__ = ["Receivers", "Senders"]
 
@@ -127,7 +127,7 @@ class Receivers:
                 sock.close()
 
     def _receive(self, sock: socket.socket, instruction: StartFetch, codes: bytearray, checksums: bytearray) -> None:
-        reply = decode(peer.pulled_decoder, _read_frame(sock, self._identity.max_frame))
+        reply = decode(peer.pulled_decoder, read_frame(sock, self._identity.max_frame))
         per_segment = CHECKSUM_BYTES * instruction.shards
         sent = [index for index, code in enumerate(reply.codes) if code == Code.LOCAL]
         if len(reply.codes) != len(codes) or len(reply.checksums) != per_segment * len(sent):
@@ -136,7 +136,7 @@ class Receivers:
             raise ProtocolRefused(f"node {instruction.node} has segments of {reply.slot_bytes} bytes")
         views = self._arena.slots(unpack_slots(instruction.slots), instruction.slot_bytes)
         for position, index in enumerate(sent):
-            _receive_exactly(sock, views[index])
+            receive_exactly(sock, views[index])
             expected = reply.checksums[position * per_segment : (position + 1) * per_segment]
             if shard_checksums(views[index], instruction.shards) != expected:
                 codes[index] = Code.BAD_CHECKSUM
@@ -170,22 +170,8 @@ class Receivers:
 
     def _introduce(self, sock: socket.socket, node: str) -> None:
         """The handshake of a new connection; from then on it has no timeout, as the idle ones."""
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER)
-        dialler = Dialler(self._identity, node, secrets.token_bytes(NONCE_BYTES), bulk=True)
-        sock.sendall(pack_frame(dialler.hello))
-        challenge = decode(peer.handshake_decoder, _read_frame(sock, self._identity.max_frame))
-        if not isinstance(challenge, peer.PeerChallenge):
-            raise ProtocolRefused(f"node {node} refused a bulk connection: {challenge}")
-        try:
-            proof = dialler.answer(challenge)
-        except TokenLakeError as error:
-            sock.sendall(pack_frame(peer.PeerRefused(type(error).__name__, str(error))))
-            raise
-        sock.sendall(pack_frame(proof))
-        welcome = decode(peer.handshake_decoder, _read_frame(sock, self._identity.max_frame))
-        if not isinstance(welcome, peer.PeerWelcome):
-            raise ProtocolRefused(f"node {node} refused a bulk connection: {welcome}")
+        introduce(sock, self._identity, node, "bulk")
         sock.settimeout(None)
 
     def _give_back(self, node: str, sock: socket.socket) -> None:
@@ -244,7 +230,7 @@ class Senders:
         try:
             while True:
                 sock.settimeout(None)
-                body = _read_frame(sock, self._identity.max_frame)
+                body = read_frame(sock, self._identity.max_frame)
                 request = decode(peer.bulk_request_decoder, body)
                 if len(request.keys) % KEY_BYTES:
                     raise ProtocolRefused("keys of a Pull do not add up")
@@ -291,26 +277,6 @@ def shard_checksums(segment: memoryview, shards: int) -> bytes:
     size = len(segment) // shards
     digests = [xxhash.xxh3_64_intdigest(segment[at * size : (at + 1) * size]) for at in range(shards)]
     return b"".join(digest.to_bytes(CHECKSUM_BYTES, "little") for digest in digests)
-
-
-def _read_frame(sock: socket.socket, max_frame: int) -> bytes:
-    header = bytearray(HEADER_BYTES)
-    _receive_exactly(sock, memoryview(header))
-    size = int.from_bytes(header, "little")
-    if size > max_frame:
-        raise ProtocolRefused(f"a frame of {size} bytes; at most {max_frame} are accepted")
-    body = bytearray(size)
-    _receive_exactly(sock, memoryview(body))
-    return bytes(body)
-
-
-def _receive_exactly(sock: socket.socket, into: memoryview) -> None:
-    at = 0
-    while at < len(into):
-        received = sock.recv_into(into[at:], 0, socket.MSG_WAITALL)
-        if not received:
-            raise ConnectionError("the connection ended in the middle of a message")
-        at += received
 
 
 def _dropped(sock: socket.socket) -> bool:

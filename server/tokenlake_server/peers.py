@@ -34,6 +34,10 @@ MAX_REASON = 2000
 """Characters of the other side's reason in the log."""
 
 
+Adopt = Callable[[socket.socket, peer.PeerHello, bytes], None]
+"""(socket, what its dialler said, bytes already read): the socket is the callee's."""
+
+
 @dataclass
 class _Stranger:
     """A connection on which the other side has proven nothing yet."""
@@ -59,7 +63,7 @@ def ring_members(ring: Ring, weights: Mapping[str, int]) -> tuple[str, ...]:
 
 
 class PeerListener:
-    """Owns the listening socket and the control connections. Bulk connections are handed to `on_bulk`."""
+    """Owns the listening socket and the control connections. All others are handed to `adopt`."""
 
     def __init__(
         self,
@@ -68,14 +72,14 @@ class PeerListener:
         peers: Mapping[str, Address],
         driver: Driver,
         loop: asyncio.AbstractEventLoop,
-        on_bulk: Callable[[socket.socket, peer.PeerHello, bytes], None],
+        adopt: Mapping[peer.Purpose, Adopt],
     ) -> None:
-        """`on_bulk(socket, hello, bytes already read)` takes the socket over."""
+        """`adopt`: who takes over a connection that is not for control."""
         self._identity = identity
         self._addresses = dict(peers)
         self._driver = driver
         self._loop = loop
-        self._on_bulk = on_bulk
+        self._handed_over = adopt
         self._connections: dict[str, tuple[FrameConnection, int]] = {}
         self._strangers: dict[FrameConnection, _Stranger] = {}
         self._dialling: dict[str, asyncio.Task[None]] = {}
@@ -171,7 +175,7 @@ class PeerListener:
         timer = self._loop.call_later(HELLO_S, lambda: connection.close("it never said who it is"))
         stranger = self._strangers[connection] = _Stranger(timer, dialled, answered, None)
         if dialled is not None:
-            stranger.half = Dialler(self._identity, dialled, secrets.token_bytes(NONCE_BYTES), bulk=False)
+            stranger.half = Dialler(self._identity, dialled, secrets.token_bytes(NONCE_BYTES), purpose="control")
             connection.send(pack_frame(stranger.half.hello))
 
     def _introduced(self, connection: FrameConnection, stranger: _Stranger, body: bytes) -> None:
@@ -213,12 +217,12 @@ class PeerListener:
                 "needs a name of its own"
             )
         connection.send(pack_frame(peer.PeerWelcome()))
-        if hello.bulk:
+        if hello.purpose == "control":
+            self._established(connection, hello.node, hello.incarnation)
+        else:
             self._strangers.pop(connection).timer.cancel()
             sock, rest = connection.detach()
-            self._on_bulk(sock, hello, rest)
-        else:
-            self._established(connection, hello.node, hello.incarnation)
+            self._handed_over[hello.purpose](sock, hello, rest)
 
     def _log_refusal(self, name: str, reason: str) -> None:
         """Once per node that is dialled, and once for all others together, until the reason changes."""

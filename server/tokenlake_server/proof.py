@@ -55,11 +55,12 @@ class PeerIdentity(msgspec.Struct, frozen=True):
 class Dialler:
     """The dialling side of one handshake with `node`."""
 
-    def __init__(self, identity: PeerIdentity, node: str, nonce: bytes, *, bulk: bool) -> None:
+    def __init__(self, identity: PeerIdentity, node: str, nonce: bytes, purpose: peer.Purpose) -> None:
         """`nonce`: `NONCE_BYTES` that were never used before."""
         self._identity = identity
         self._node = node
-        self.hello = peer.PeerHello(OLDEST_VERSION, PROTOCOL_VERSION, identity.node, identity.incarnation, bulk, nonce)
+        own = (identity.node, identity.incarnation)
+        self.hello = peer.PeerHello(OLDEST_VERSION, PROTOCOL_VERSION, *own, purpose, nonce)
         """What to say first."""
         self.incarnation: int | None = None
         """Of the node that proved itself; None until then."""

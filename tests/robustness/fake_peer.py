@@ -67,7 +67,7 @@ class FakePeer:
             sock.sendall(pack_frame(peer.PeerWelcome()))
             while True:
                 body = _frame(sock)
-                if hello.bulk:
+                if hello.purpose == "bulk":
                     self._trickle(sock, decode(peer.bulk_request_decoder, body))
                 else:
                     self._answer(sock, decode(peer.peer_decoder, body))

@@ -128,9 +128,9 @@ def identity_of(node: Node) -> PeerIdentity:
     )
 
 
-def introduce(raw: Raw, identity: PeerIdentity, node: str, *, bulk: bool) -> peer.Handshake:
+def introduce(raw: Raw, identity: PeerIdentity, node: str, purpose: peer.Purpose) -> peer.Handshake:
     """Dial `node` as `identity`; what it says to the proof."""
-    dialler = Dialler(identity, node, secrets.token_bytes(NONCE_BYTES), bulk=bulk)
+    dialler = Dialler(identity, node, secrets.token_bytes(NONCE_BYTES), purpose=purpose)
     raw.send(dialler.hello)
     challenge = raw.answer()
     assert isinstance(challenge, peer.PeerChallenge), challenge

@@ -111,8 +111,8 @@ def peer_frames() -> tuple[list[bytes], list[bytes]]:
         peer.Advertised(),
     ]
     first = [
-        pack_frame(peer.PeerHello(1, 1, "stranger", 1, False, bytes(32))),
-        pack_frame(peer.PeerHello(1, 1, "node1", 1, True, bytes(32))),
+        pack_frame(peer.PeerHello(1, 1, "stranger", 1, "control", bytes(32))),
+        pack_frame(peer.PeerHello(1, 1, "node1", 1, "bulk", bytes(32))),
         pack_frame(peer.PeerChallenge(1, "node1", 1, bytes(32), bytes(32))),
         pack_frame(peer.PeerProof(1, ("node0", "node1"), bytes(32))),
         pack_frame(peer.PeerWelcome()),
@@ -158,7 +158,7 @@ def test_noise_on_the_peers_port(node: Node, cluster: Cluster) -> None:
 
     def begin(raw: Raw) -> None:
         """A peer of the right name and secret on a bulk connection is served, what it says there is not."""
-        assert isinstance(introduce(raw, posing, "node0", bulk=True), peer.PeerWelcome)
+        assert isinstance(introduce(raw, posing, "node0", purpose="bulk"), peer.PeerWelcome)
 
     make_noise(address, _noises(3, *frames), begin)
     growth = Growth(node)

@@ -7,6 +7,7 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from msgspec.structs import replace
@@ -77,7 +78,7 @@ def test_the_right_secret_opens_control_and_bulk_connections(cluster: Cluster) -
         assert read(pool, PROMPT) == PROMPT.segments
     assert sum(total(node, "tokenlake_received_segments_total") for node in cluster.nodes) > 0
     with Raw(peer_address(cluster.nodes[0])) as raw:
-        assert isinstance(introduce(raw, identity_of(cluster.nodes[1]), "node0", bulk=True), peer.PeerWelcome)
+        assert isinstance(introduce(raw, identity_of(cluster.nodes[1]), "node0", purpose="bulk"), peer.PeerWelcome)
         raw.send(peer.Pull("red", keys_of(cluster)))
         assert outcomes(decode(peer.pulled_decoder, raw.body()).codes) & {Code.LOCAL}, "so Pull is what a thief says"
 
@@ -140,11 +141,11 @@ def challenged(raw: Raw, hello: peer.PeerHello) -> peer.PeerChallenge:
     return challenge
 
 
-@pytest.mark.parametrize("bulk", [False, True])
-def test_strangers_obtain_nothing_in_the_name_of_a_member_that_is_down(cluster: Cluster, bulk: bool) -> None:
+@pytest.mark.parametrize("purpose", get_args(peer.Purpose))
+def test_strangers_obtain_nothing_in_the_name_of_a_member_that_is_down(cluster: Cluster, purpose: peer.Purpose) -> None:
     node, member = cluster.nodes
     keys, address, posing = keys_of(cluster), peer_address(node), identity_of(member)
-    hello, proof = record(address, posing, bulk)
+    hello, proof = record(address, posing, purpose)
     member.kill()
     wait_until(lambda: total(node, "tokenlake_peers_connected") == 0, "the member is gone, the recording too")
     watched = believed(cluster)
@@ -189,9 +190,11 @@ def test_strangers_obtain_nothing_in_the_name_of_a_member_that_is_down(cluster: 
         assert read(pool, PROMPT) == PROMPT.segments
 
 
-def record(address: tuple[str, int], posing: PeerIdentity, bulk: bool) -> tuple[peer.PeerHello, peer.PeerProof]:
+def record(
+    address: tuple[str, int], posing: PeerIdentity, purpose: peer.Purpose
+) -> tuple[peer.PeerHello, peer.PeerProof]:
     """What a real member said when it was believed. Over a control connection it replaces the member's own."""
-    dialler = Dialler(posing, "node0", secrets.token_bytes(NONCE_BYTES), bulk=bulk)
+    dialler = Dialler(posing, "node0", secrets.token_bytes(NONCE_BYTES), purpose)
     with Raw(address) as raw:
         proof = dialler.answer(challenged(raw, dialler.hello))
         raw.send(proof)
@@ -203,7 +206,7 @@ def test_a_stranger_at_the_address_of_a_member_is_told_nothing(cluster: Cluster)
     """node0 dials node1, whose port a stranger took."""
     node, member = cluster.nodes
     with Raw(peer_address(member)) as raw:
-        recorded = challenged(raw, Dialler(identity_of(node), "node1", bytes(NONCE_BYTES), bulk=False).hello)
+        recorded = challenged(raw, Dialler(identity_of(node), "node1", bytes(NONCE_BYTES), purpose="control").hello)
     member.kill()
     with socket.create_server(peer_address(member)) as listener:
         listener.settimeout(LIMIT_S)

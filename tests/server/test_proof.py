@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from msgspec.structs import replace
@@ -19,16 +19,16 @@ B = replace(A, node="b", incarnation=6)
 NONCE_A, NONCE_B = b"a" * NONCE_BYTES, b"b" * NONCE_BYTES
 
 
-def half_way(a: PeerIdentity = A, b: PeerIdentity = B, *, bulk: bool = False) -> tuple[Dialler, Acceptor]:
+def half_way(a: PeerIdentity = A, b: PeerIdentity = B, purpose: peer.Purpose = "control") -> tuple[Dialler, Acceptor]:
     """a dials b; b has not answered yet."""
-    dialler = Dialler(a, "b", NONCE_A, bulk=bulk)
+    dialler = Dialler(a, "b", NONCE_A, purpose=purpose)
     return dialler, Acceptor(b, dialler.hello, NONCE_B)
 
 
 @pytest.mark.parametrize("secret", [SECRET, Secret(b"x" * 64), Secret()])
-@pytest.mark.parametrize("bulk", [False, True])
-def test_both_believe_who_knows_the_secret(secret: Secret, bulk: bool) -> None:
-    dialler, acceptor = half_way(replace(A, secret=secret), replace(B, secret=secret), bulk=bulk)
+@pytest.mark.parametrize("purpose", get_args(peer.Purpose))
+def test_both_believe_who_knows_the_secret(secret: Secret, purpose: peer.Purpose) -> None:
+    dialler, acceptor = half_way(replace(A, secret=secret), replace(B, secret=secret), purpose=purpose)
     assert dialler.incarnation is None
     acceptor.check(dialler.answer(acceptor.challenge))
     assert dialler.incarnation == B.incarnation
@@ -51,7 +51,7 @@ def test_another_secret_is_refused_on_both_sides_and_nothing_of_the_ring_is_told
 
 @pytest.mark.parametrize(
     "change",
-    [{"node": "c"}, {"incarnation": 9}, {"bulk": True}, {"nonce": b"c" * 32}, {"oldest_version": 0}],
+    [{"node": "c"}, {"incarnation": 9}, {"purpose": "bulk"}, {"nonce": b"c" * 32}, {"oldest_version": 0}],
     ids=str,
 )
 def test_a_hello_that_was_changed_proves_nothing(change: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ def test_a_recorded_handshake_proves_nothing() -> None:
     with pytest.raises(CredentialRefused):
         again.check(recorded)
     with pytest.raises(CredentialRefused):
-        Dialler(A, "b", b"e" * NONCE_BYTES, bulk=False).answer(acceptor.challenge)
+        Dialler(A, "b", b"e" * NONCE_BYTES, purpose="control").answer(acceptor.challenge)
 
 
 def test_one_sides_proof_is_not_the_others() -> None:
@@ -113,9 +113,9 @@ def test_rings_are_compared_after_the_proof() -> None:
 
 
 def test_another_node_at_the_address_and_versions() -> None:
-    acceptor = Acceptor(B, Dialler(A, "c", NONCE_A, bulk=False).hello, NONCE_B)
+    acceptor = Acceptor(B, Dialler(A, "c", NONCE_A, purpose="control").hello, NONCE_B)
     with pytest.raises(RingRefused, match="address of 'c' calls itself 'b'"):
-        Dialler(A, "c", NONCE_A, bulk=False).answer(acceptor.challenge)
+        Dialler(A, "c", NONCE_A, purpose="control").answer(acceptor.challenge)
     dialler, acceptor = half_way()
     strange = replace(acceptor.challenge, version=9)
     strange = replace(strange, proof=acceptor_proof(SECRET, dialler.hello, strange))

@@ -8,6 +8,8 @@ A request carries a `call` that its reply repeats.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from tokenlake.wire.fields import Index, Name, Nonce, Proof, Seconds, Shards, Share, SlotBytes
@@ -32,6 +34,7 @@ __all__ = [
     "Pong",
     "Pull",
     "Pulled",
+    "Purpose",
     "Ready",
     "ReadyReply",
     "Redundant",
@@ -46,6 +49,11 @@ __all__ = [
 ]
 
 
+Purpose = Literal["control", "bulk", "query"]
+"""What a connection carries after the handshake: messages, segments' bytes, or frames between query engines
+(`tokenlake.wire.query`)."""
+
+
 class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
     pass
 
@@ -57,7 +65,7 @@ class PeerHello(_Message, frozen=True, tag=1):
     newest_version: int
     node: Name
     incarnation: int
-    bulk: bool
+    purpose: Purpose
     nonce: Nonce
 
 
