@@ -26,7 +26,7 @@ from pathlib import Path
 from tokenlake import errors
 from tokenlake.errors import DeadlinePassed, LimitReached, ProtocolRefused, Refused, TokenLakeError, Unreachable
 from tokenlake.wire import HEADER_BYTES, FrameDecoder, pack_frame
-from tokenlake.wire.engine import EngineReply, EngineRequest, Failed, Region, reply_decoder
+from tokenlake.wire.engine import EngineReply, EngineRequest, Failed, QueryOpened, Region, reply_decoder
 from tokenlake.wire.frames import decode
 
 __all__ = ["Channel", "Pending"]
@@ -50,7 +50,7 @@ class Pending:
         self.reply: EngineReply | None = None
         self.error: TokenLakeError | None = None
         self.descriptor: int | None = None
-        """Came beside a `Region`; whoever waits for the reply owns it."""
+        """Came beside a `Region` or `QueryOpened`; whoever waits for the reply owns it."""
 
     @property
     def done(self) -> bool:
@@ -240,7 +240,8 @@ class Channel:
             self._changed.notify_all()
 
     def _deliver(self, reply: EngineReply) -> None:
-        descriptor = self._descriptors.popleft() if isinstance(reply, Region) and self._descriptors else None
+        carries = isinstance(reply, Region | QueryOpened)
+        descriptor = self._descriptors.popleft() if carries and self._descriptors else None
         pending = self._waiting.pop(reply.id, None)
         if isinstance(reply, Failed) and not reply.id:
             # About the connection itself; the daemon closes it after this.

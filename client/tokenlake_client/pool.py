@@ -20,6 +20,7 @@ from tokenlake_client.books import Books
 from tokenlake_client.heart import Heart, Wake
 from tokenlake_client.lease import Lease, PendingMatch, Reading
 from tokenlake_client.link import STORE_S, Link, open_link
+from tokenlake_client.queries import QUERY_S, VIEW_S, Queries, QueryBuffer, Ticket, View
 from tokenlake_client.write import Reservation, Write
 
 __all__ = ["Pool"]
@@ -51,6 +52,7 @@ class Pool:
         self._reading = Reading(self._books, layout, verify)
         self._heart = Heart(self._books, connect, wake, self._reading)
         self._heart.start()
+        self._queries = Queries(self._books, layout)
 
     @classmethod
     def connect(
@@ -172,6 +174,28 @@ class Pool:
             prepared = link.expect(reply, engine.Prepared)
             return Write(self._reading, link, self.layout.shards, [SegmentKey(b"")] * len(prepared.codes), prepared)
 
+    # -- attention where the cache lies (`tokenlake_client.queries`)
+
+    def open_view(self, lease: Lease, heads: int, scale: float, *, deadline_s: float = VIEW_S) -> View:
+        """Segments of `lease` for queries of `heads` heads. Takes the lease over, unless it raises: `Unreachable`, or
+        what the query engine refuses with."""
+        return self._queries.open_view(lease, heads, scale, deadline_s)
+
+    def init_query(self, parts: Sequence[tuple[View, int]], dtype: str | None = None) -> QueryBuffer:
+        """Memory for the queries of these (view, tokens), to be written before each `query`. Raises `LayoutRefused`
+        for parts that do not fit together."""
+        return self._queries.init_query(parts, dtype)
+
+    def query(self, buffer: QueryBuffer, layer: int, *, deadline_s: float = QUERY_S) -> Ticket:
+        """Start attention of the buffer's queries over `layer` of their views. Never raises, never waits; what does
+        not come within `deadline_s` is LOST."""
+        return self._queries.query(buffer, layer, deadline_s)
+
+    @property
+    def query_connections(self) -> int:
+        """To query engines, so far: one, and one more each time one ended."""
+        return self._queries.connections
+
     # -- life
 
     def close(self) -> None:
@@ -181,6 +205,7 @@ class Pool:
         if self._process != os.getpid():
             # The session is the parent's: a forked child has nothing to say in it.
             return
+        self._queries.close()
         self._books.close()
 
     @property

@@ -1,0 +1,329 @@
+"""Attention over segments where they lie, asked of the query engine of this node.
+
+::
+
+    lease = pool.match(keys)
+    with pool.open_view(lease, heads, scale) as view, pool.init_query([(view, tokens)]) as buffer:
+        buffer.queries[...] = ...             # for each step and layer
+        ticket = pool.query(buffer, layer)    # the engine computes attention over its own new tokens meanwhile
+        answer = ticket.wait()                # valid until the next query on this buffer
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenlake import errors
+from tokenlake.attention.dtypes import stored_dtype
+from tokenlake.errors import DeadlinePassed, LayoutRefused, ProtocolRefused, TokenLakeError, Unreachable
+from tokenlake.layout import Layout
+from tokenlake.wire import Code, engine
+from tokenlake.wire import query as wire
+from tokenlake.wire.slots import join_keys
+from tokenlake_client.books import Books
+from tokenlake_client.lease import Lease
+from tokenlake_client.query_link import Expected, QueryLink
+from tokenlake_client.query_memory import QueryMemory
+
+__all__ = ["QUERY_S", "VIEW_S", "Answer", "Queries", "QueryBuffer", "Ticket", "View"]
+
+log = logging.getLogger(__name__)
+
+VIEW_S = 0.5
+"""For a view: the query engines of several nodes match and lease."""
+QUERY_S = 2.0
+GRACE_S = 0.030
+"""The query engine keeps the deadlines; this much later we stop waiting for it to say so."""
+ALIGNMENT = 64
+LEAST_BYTES = 64 << 10
+FREE_BUFFERS = 8
+"""Kept for the next batch; beyond that memory is given back."""
+
+
+class Answer(NamedTuple):
+    """Of one query. Both arrays lie in the buffer and are valid until the next query on it, or until it is closed."""
+
+    output: NDArray[np.float32]
+    """[tokens, heads, value dim], normalised over the segments of each token's view."""
+    sums: NDArray[np.float32]
+    """[tokens, heads]: natural logarithm of the sum of exponentials."""
+    codes: bytes
+    """LOCAL or LOST per part. What LOST parts have in the arrays is worth nothing."""
+    sent_bytes: int
+    """Queries that went to other nodes."""
+    received_bytes: int
+    """Outputs and sums from there."""
+
+    @property
+    def lost(self) -> list[int]:
+        """The parts that are LOST."""
+        return [part for part, code in enumerate(self.codes) if code != Code.LOCAL]
+
+
+class View:
+    """A run of segments that every query of it attends to, all tokens of them. Holds its lease, and gives it back when
+    it is closed. Usable from several threads."""
+
+    def __init__(self, link: QueryLink, lease: Lease, number: int, heads: int, viewed: wire.Viewed) -> None:
+        """Use `Pool.open_view`."""
+        self.lease = lease
+        self.heads = heads
+        self.hits = viewed.hits
+        """Segments of the lease, from the first on, that queries attend to."""
+        self.codes = viewed.codes
+        """LOCAL, REMOTE or MISSING, one `Code` per segment of the lease."""
+        self.number = number
+        self.link = link
+        self._open = True
+
+    @property
+    def alive(self) -> bool:
+        """False once the query engine that has it is gone: all queries of it are LOST."""
+        return self._open and self.link.alive
+
+    def close(self) -> None:
+        """Give it back, and the lease. Idempotent; never raises."""
+        if self._open:
+            self._open = False
+            _tell(self.link, wire.CloseView((self.number,)))
+            self.lease.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class QueryBuffer:
+    """Queries and results of one batch, for all its layers and for as many steps as its parts stay the same. One
+    ticket at a time. For one thread.
+
+    The engine owns `queries` until `Pool.query` and again from `Ticket.wait` on; between them nobody here touches the
+    buffer. Once a query of it missed its deadline the query engine may still write there: then all further queries
+    of it are LOST, and its memory is not used again.
+    """
+
+    def __init__(self, owner: Queries, memory: QueryMemory | None, parts: Sequence[tuple[View, int]], dtype: str):
+        """Use `Pool.init_query`. `memory` None: what it is about is lost already."""
+        self._owner = owner
+        self._memory = memory
+        self.parts = tuple((view.number, tokens) for view, tokens in parts)
+        self.link = parts[0][0].link
+        self.step = next(owner.numbers)
+        self.attempt = 0
+        self.spent = memory is None
+        """No query of it can succeed any more."""
+        tokens, heads = sum(tokens for _, tokens in parts), parts[0][0].heads
+        self.offsets, self.nbytes = owner.geometry(tokens, heads, dtype)
+        layout, of_queries = owner.layout, stored_dtype(dtype)
+        self.queries: NDArray[np.generic]
+        """[tokens of all parts in order, heads, key dim]: float32, float16, or uint16 that holds the bits of
+        bfloat16. Written by the engine before each query; rotated, not scaled."""
+        shapes = ((tokens, heads, layout.key_dim), (tokens, heads, layout.value_dim), (tokens, heads))
+        dtypes = (of_queries, np.dtype(np.float32), np.dtype(np.float32))
+        if memory is None:
+            arrays = [np.zeros(shape, kind) for shape, kind in zip(shapes, dtypes, strict=True)]
+        else:
+            places = zip(self.offsets, shapes, dtypes, strict=True)
+            arrays = [memory.array(offset, shape, kind) for offset, shape, kind in places]
+        self.queries, self.output, self.sums = arrays
+
+    @property
+    def number(self) -> int:
+        """Of its memory on the link; 0 where it has none."""
+        return 0 if self._memory is None else self._memory.number
+
+    def close(self) -> None:
+        """Give the memory back for other batches: no array over it may be used any more. Idempotent."""
+        if self._memory is not None:
+            memory, self._memory = self._memory, None
+            self._owner.give_back(self.link, memory, reusable=not self.spent)
+        self.spent = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class Ticket:
+    """A query that is out. For one thread."""
+
+    def __init__(self, buffer: QueryBuffer, expected: Expected | None, deadline_s: float) -> None:
+        self._buffer = buffer
+        self._expected = expected
+        self._until = time.monotonic() + deadline_s + GRACE_S
+
+    def wait(self) -> Answer:
+        """The result, at the latest when the deadline has passed. Never raises: what did not come is LOST."""
+        buffer, expected = self._buffer, self._expected
+        reply = None
+        if expected is not None:
+            # An answer that came while the engine computed is read in any case.
+            reply = buffer.link.wait(expected, max(self._until - time.monotonic(), GRACE_S))
+        if isinstance(reply, wire.Answered) and len(reply.codes) == len(buffer.parts):
+            return Answer(buffer.output, buffer.sums, reply.codes, reply.sent_bytes, reply.received_bytes)
+        if isinstance(reply, wire.Refused):
+            log.warning("the query engine refused a query: %s: %s", reply.kind, reply.reason)
+        buffer.spent = True
+        return Answer(buffer.output, buffer.sums, bytes([Code.LOST]) * len(buffer.parts), 0, 0)
+
+
+class Queries:
+    """Views, buffers and the connection of one pool. Usable from several threads."""
+
+    def __init__(self, books: Books, layout: Layout) -> None:
+        self.layout = layout
+        self.numbers = itertools.count(1)
+        """For views, buffers and steps."""
+        self.connections = 0
+        """To query engines, so far: one, and one more each time one ended."""
+        self._books = books
+        self._link: QueryLink | None = None
+        self._lock = threading.Lock()
+        self._free: list[QueryMemory] = []
+
+    def open_view(self, lease: Lease, heads: int, scale: float, deadline_s: float = VIEW_S) -> View:
+        """A view of the segments of `lease`, for queries of `heads` heads; logits are `scale` x query . key.
+
+        The view takes the lease over. Raises `Unreachable` (no query engine, or the lease has ended), also
+        `DeadlinePassed`, and what the query engine refuses with; the lease stays the caller's then.
+        """
+        link = self._connected()
+        link.check()
+        placed = self._books.current(lease.link).call(lambda number: engine.Where(number, lease.id), engine.Placed)
+        if len(placed.owners) != lease.hits:
+            raise Unreachable(f"the lease of {lease.hits} segments has ended; match again")
+        number = next(self.numbers)
+        expected = link.expect(("view", number))
+        keys = join_keys(lease.keys)
+        link.send(wire.OpenView(number, "", b"", keys, placed.nodes, placed.owners, heads, scale))
+        reply = link.wait(expected, deadline_s + GRACE_S)
+        if isinstance(reply, wire.Refused):
+            raise _as_error(reply)
+        if not isinstance(reply, wire.Viewed):
+            _tell(link, wire.CloseView((number,)))
+            link.check()
+            raise DeadlinePassed(f"the query engine opened no view within {deadline_s * 1e3:.0f} ms")
+        return View(link, lease, number, heads, reply)
+
+    def init_query(self, parts: Sequence[tuple[View, int]], dtype: str | None = None) -> QueryBuffer:
+        """A buffer for the queries of these (view, tokens), views of one number of heads; `dtype`: of the queries,
+        "float32", "bfloat16" or "float16" (default: the layout's).
+
+        Raises `LayoutRefused` for parts that do not fit together. Where a view is not `alive` all queries of the
+        buffer are LOST; nothing is raised.
+        """
+        dtype = self.layout.dtype if dtype is None else dtype
+        if not parts or any(tokens < 1 for _, tokens in parts):
+            raise LayoutRefused("a query has no part, or a part without tokens; expected at least one token of each")
+        if len(heads := {view.heads for view, _ in parts}) > 1:
+            raise LayoutRefused(f"views of {sorted(heads)} heads in one query; expected the same of all")
+        link = parts[0][0].link
+        if any(view.link is not link or not view.alive for view, _ in parts):
+            return QueryBuffer(self, None, parts, dtype)
+        _, nbytes = self.geometry(sum(tokens for _, tokens in parts), heads.pop(), dtype)
+        try:
+            buffer = QueryBuffer(self, self._memory(link, nbytes), parts, dtype)
+            link.send(wire.Step(buffer.number, buffer.step, dtype, buffer.parts, *buffer.offsets))  # type: ignore[arg-type]
+        except Unreachable:
+            return QueryBuffer(self, None, parts, dtype)
+        return buffer
+
+    def query(self, buffer: QueryBuffer, layer: int, deadline_s: float = QUERY_S) -> Ticket:
+        """Attend to what is in `buffer.queries` now, over `layer`; what did not come after `deadline_s` is LOST.
+        Never raises and never waits."""
+        link = buffer.link
+        if buffer.spent:
+            return Ticket(buffer, None, 0.0)
+        buffer.attempt += 1
+        try:
+            link.check()
+            expected = link.expect((buffer.number, buffer.step, layer, buffer.attempt))
+            link.send(wire.Query(buffer.number, buffer.step, layer, buffer.attempt, deadline_s))
+        except Unreachable:
+            return Ticket(buffer, None, 0.0)
+        return Ticket(buffer, expected, deadline_s)
+
+    def close(self) -> None:
+        """End the connection: views are LOST. Idempotent."""
+        with self._lock:
+            self._free.clear()
+            if self._link is not None:
+                self._link.close()
+
+    def geometry(self, tokens: int, heads: int, dtype: str) -> tuple[tuple[int, int, int], int]:
+        """Offsets of queries, outputs and sums in a buffer, and its size."""
+        size = stored_dtype(dtype).itemsize
+        outputs = _aligned(tokens * heads * self.layout.key_dim * size)
+        sums = outputs + _aligned(tokens * heads * self.layout.value_dim * 4)
+        return (0, outputs, sums), sums + _aligned(tokens * heads * 4)
+
+    def give_back(self, link: QueryLink, memory: QueryMemory, *, reusable: bool) -> None:
+        """A buffer does not use `memory` any more."""
+        with self._lock:
+            if reusable and link is self._link and link.alive and len(self._free) < FREE_BUFFERS:
+                self._free.append(memory)
+                return
+        _tell(link, wire.OpenBuffer(memory.number, 0))
+
+    def _memory(self, link: QueryLink, nbytes: int) -> QueryMemory:
+        """The smallest free one that is large enough, or a new one. Raises `Unreachable`."""
+        with self._lock:
+            fitting = [memory for memory in self._free if memory.nbytes >= nbytes] if link is self._link else []
+            if fitting:
+                memory = min(fitting, key=lambda memory: memory.nbytes)
+                self._free.remove(memory)
+                return memory
+        memory = QueryMemory(next(self.numbers), max(LEAST_BYTES, 1 << (nbytes - 1).bit_length()))
+        try:
+            link.send(wire.OpenBuffer(memory.number, memory.nbytes), memory.descriptor)
+        finally:
+            memory.close_descriptor()
+        return memory
+
+    def _connected(self) -> QueryLink:
+        """The connection, opened where there is none or it ended. Raises `Unreachable`."""
+        with self._lock:
+            if self._link is not None and self._link.alive:
+                return self._link
+            channel_link = self._books.link
+            if self._books.closed:
+                raise Unreachable("the pool was closed")
+            pending = channel_link.channel.begin(engine.OpenQuery)
+            channel_link.expect(channel_link.wait(pending), engine.QueryOpened)
+            if pending.descriptor is None:
+                raise ProtocolRefused("the daemon sent no descriptor of a connection to its query engine")
+            self._link = QueryLink(socket.socket(fileno=pending.descriptor))
+            self._free.clear()
+            self.connections += 1
+            return self._link
+
+
+def _tell(link: QueryLink, message: wire.CloseView | wire.OpenBuffer) -> None:
+    try:
+        link.send(message)
+    except TokenLakeError as error:
+        log.debug("nobody to tell: %s", error)
+
+
+def _as_error(refused: wire.Refused) -> errors.Refused:
+    kind = getattr(errors, refused.kind, None)
+    if isinstance(kind, type) and issubclass(kind, errors.Refused):
+        return kind(refused.reason)
+    return ProtocolRefused(refused.reason)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
