@@ -1,6 +1,7 @@
 """A home's directory: who has, or is writing, the segments that hash to this node.
 
-An entry is a hint: its holder decides. A lost entry costs a miss, a stale one a question.
+An entry is a hint: its holder decides. A lost entry costs a miss, a stale one a question. When a node begins
+another life, what it said before counts for nothing at once; the memory of it comes back entry by entry.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Entry(NamedTuple):
     standing: Standing
     node: NodeId
     incarnation: Incarnation
-    """Of the node when it said so: an entry of an earlier life is worth nothing."""
+    """Of the node when it said so."""
     deadline: float
     """Of PENDING: when it stops to count."""
 
@@ -42,13 +43,25 @@ class Directory:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._entries: OrderedDict[tuple[TenantId, SegmentKey], Entry] = OrderedDict()
+        self._lives: dict[NodeId, Incarnation] = {}
+        """Of the nodes that were forgotten: an entry of another life is none."""
+        self._unswept = 0
+        """Entries from the oldest on that may be of such a life."""
 
     def __len__(self) -> int:
+        """Entries in memory, those not swept yet included."""
         return len(self._entries)
+
+    def _find(self, tenant: TenantId, key: SegmentKey) -> Entry | None:
+        entry = self._entries.get((tenant, key))
+        return entry if entry is not None and self._counts(entry) else None
+
+    def _counts(self, entry: Entry) -> bool:
+        return self._lives.get(entry.node, entry.incarnation) == entry.incarnation
 
     def get(self, tenant: TenantId, key: SegmentKey, now: float) -> Entry | None:
         """The entry; a PENDING one past its deadline is dropped."""
-        entry = self._entries.get((tenant, key))
+        entry = self._find(tenant, key)
         if entry is not None and entry.standing is Standing.PENDING and entry.deadline <= now:
             del self._entries[tenant, key]
             return None
@@ -69,13 +82,13 @@ class Directory:
 
     def withdraw(self, tenant: TenantId, key: SegmentKey, node: NodeId) -> None:
         """`node` gave up writing it."""
-        entry = self._entries.get((tenant, key))
+        entry = self._find(tenant, key)
         if entry is not None and entry.standing is Standing.PENDING and entry.node == node:
             del self._entries[tenant, key]
 
     def ready(self, tenant: TenantId, key: SegmentKey, node: NodeId, incarnation: Incarnation) -> NodeId | None:
         """`node` committed it. The node whose commit came first, None when that is `node` itself."""
-        entry = self._entries.get((tenant, key))
+        entry = self._find(tenant, key)
         if entry is not None and entry.standing is not Standing.PENDING and entry.node != node:
             return entry.node
         if entry is None or entry.standing is not Standing.HELD:
@@ -84,7 +97,7 @@ class Directory:
 
     def held(self, tenant: TenantId, key: SegmentKey, node: NodeId, incarnation: Incarnation) -> NodeId | None:
         """`node` keeps the home copy. Another node that said so before stays the holder and is returned."""
-        entry = self._entries.get((tenant, key))
+        entry = self._find(tenant, key)
         if entry is not None and entry.standing is Standing.HELD and entry.node != node:
             return entry.node
         self._put(tenant, key, Entry(Standing.HELD, node, incarnation, 0.0))
@@ -92,15 +105,27 @@ class Directory:
 
     def gone(self, tenant: TenantId, key: SegmentKey, node: NodeId) -> None:
         """`node` no longer has it."""
-        entry = self._entries.get((tenant, key))
+        entry = self._find(tenant, key)
         if entry is not None and entry.node == node:
             del self._entries[tenant, key]
 
     def forget(self, node: NodeId, incarnation: Incarnation) -> None:
-        """Drop what `node` said before its life `incarnation`."""
-        stale = [at for at, e in self._entries.items() if e.node == node and e.incarnation < incarnation]
-        for at in stale:
-            del self._entries[at]
+        """From now on only what `node` says in its life `incarnation` counts. Call `sweep` until it returns False."""
+        self._lives[node] = incarnation
+        self._unswept = len(self._entries)
+
+    def sweep(self, most: int) -> bool:
+        """Drop what was forgotten among the next `most` entries; is there more to look at?
+
+        The others go to the other end. After a whole turn they are in their order again, but for what was said
+        during the sweep, which counts as older than what the sweep passed later.
+        """
+        for _ in range(min(most, self._unswept, len(self._entries))):
+            at, entry = self._entries.popitem(last=False)
+            if self._counts(entry):
+                self._entries[at] = entry
+        self._unswept = max(0, self._unswept - most)
+        return bool(self._unswept)
 
     def _put(self, tenant: TenantId, key: SegmentKey, entry: Entry) -> None:
         self._entries[tenant, key] = entry

@@ -30,7 +30,7 @@ class Step(NamedTuple):
 
 steps = st.builds(
     Step,
-    act=st.sampled_from(["get", "pending", "withdraw", "ready", "held", "gone", "forget"]),
+    act=st.sampled_from(["get", "pending", "withdraw", "ready", "held", "gone", "forget", "sweep"]),
     tenant=st.sampled_from([TENANT, TenantId("u")]),
     key=st.sampled_from([SegmentKey(bytes([number]) * 32) for number in range(3)]),
     node=st.sampled_from([A, B]),
@@ -41,11 +41,16 @@ steps = st.builds(
 
 
 class Model:
-    """A dict in order of the last change. An expired PENDING entry is there until somebody asks for it."""
+    """A dict in order of the last change. An expired PENDING entry is there until somebody asks for it, what a node
+    said in another life than its present one until it is swept."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.entries: dict[tuple[TenantId, SegmentKey], Entry] = {}
+        self.lives: dict[NodeId, Incarnation] = {}
+
+    def counts(self, entry: Entry) -> bool:
+        return self.lives.get(entry.node, entry.incarnation) == entry.incarnation
 
     def put(self, at: tuple[TenantId, SegmentKey], entry: Entry) -> None:
         self.entries.pop(at, None)
@@ -56,6 +61,8 @@ class Model:
     def step(self, step: Step) -> object:
         at = (step.tenant, step.key)
         entry = self.entries.get(at)
+        if entry is not None and not self.counts(entry):
+            entry = None
         mine = entry is not None and entry.node == step.node
         match step.act, entry:
             case ("get" | "pending", Entry(Standing.PENDING, deadline=deadline)) if deadline <= step.now:
@@ -74,8 +81,10 @@ class Model:
             case "held", _:
                 self.put(at, Entry(Standing.HELD, step.node, step.incarnation, 0.0))
             case "forget", _:
+                self.lives[step.node] = step.incarnation
+            case "sweep", _:
                 for other, said in list(self.entries.items()):
-                    if said.node == step.node and said.incarnation < step.incarnation:
+                    if not self.counts(said):
                         del self.entries[other]
         if step.act == "pending" and entry is None:
             self.put(at, Entry(Standing.PENDING, step.node, step.incarnation, step.deadline))
@@ -99,20 +108,34 @@ def take(directory: Directory, step: Step) -> object:
             directory.gone(tenant, key, node)
         case "forget":
             directory.forget(node, incarnation)
+        case "sweep":
+            while directory.sweep(1):
+                pass
     return None
 
 
+def swept(story: list[Step]) -> list[Step]:
+    """The same, and each sweep follows what made it necessary, so that it leaves the order."""
+    return [
+        after for step in story for after in ([step, step._replace(act="sweep")] if step.act == "forget" else [step])
+    ]
+
+
+@pytest.mark.parametrize("limit", [LIMIT, 100], ids=["bounded", "swept at any time"])
 @given(st.lists(steps, max_size=40))
 @settings(max_examples=300)
-def test_it_does_what_a_dict_does(story: list[Step]) -> None:
-    directory, model = Directory(LIMIT), Model(LIMIT)
-    for step in story:
+def test_it_does_what_a_dict_does(limit: int, story: list[Step]) -> None:
+    directory, model = Directory(limit), Model(limit)
+    for step in swept(story) if limit == LIMIT else story:
+        if step.act != "forget":
+            # A node speaks in its present life only.
+            step = step._replace(incarnation=model.lives.get(step.node, step.incarnation))
         assert take(directory, step) == model.step(step), step
         directory.check_integrity()
         assert len(directory) == len(model.entries), step
-    for tenant, key in list(model.entries):
+    for (tenant, key), entry in list(model.entries.items()):
         # Before every deadline, so that asking drops nothing.
-        assert directory.get(tenant, key, -1.0) == model.entries[tenant, key]
+        assert directory.get(tenant, key, -1.0) == (entry if model.counts(entry) else None)
 
 
 @pytest.mark.parametrize(("now", "there"), [(4.999, True), (5.0, False), (6.0, False)])
@@ -160,8 +183,39 @@ def test_forget_drops_what_an_earlier_life_said_and_nothing_else() -> None:
     directory.ready(TENANT, other, B, FIRST)
     directory.forget(A, SECOND)
     assert [directory.get(TENANT, key, 0.0) is not None for key in (early, late, other)] == [False, True, True]
-    directory.forget(A, FIRST)
-    assert directory.get(TENANT, late, 0.0) is not None
+    assert len(directory) == 3
+    assert directory.sweep(2)
+    assert not directory.sweep(2)
+    assert len(directory) == 2
+    assert [directory.get(TENANT, key, 0.0) is not None for key in (early, late, other)] == [False, True, True]
+
+
+def test_a_sweep_leaves_the_order() -> None:
+    directory = Directory(LIMIT)
+    keys = [SegmentKey(bytes([number]) * 32) for number in range(LIMIT + 1)]
+    directory.ready(TENANT, keys[0], A, FIRST)
+    for key in keys[1:LIMIT]:
+        directory.ready(TENANT, key, B, FIRST)
+    directory.forget(A, SECOND)
+    while directory.sweep(1):
+        pass
+    for key in (keys[0], keys[LIMIT]):
+        directory.ready(TENANT, key, A, SECOND)
+    assert [directory.get(TENANT, key, 0.0) is not None for key in keys] == [True, False, True, True, True]
+
+
+def test_what_is_said_during_a_sweep_survives_it() -> None:
+    directory = Directory(LIMIT)
+    early, late, again = (SegmentKey(bytes([number]) * 32) for number in range(3))
+    for key in (early, again):
+        directory.ready(TENANT, key, A, FIRST)
+    directory.forget(A, SECOND)
+    assert directory.sweep(1)
+    directory.held(TENANT, again, A, SECOND)
+    directory.held(TENANT, late, B, FIRST)
+    while directory.sweep(1):
+        pass
+    assert [directory.get(TENANT, key, 0.0) is not None for key in (early, late, again)] == [False, True, True]
 
 
 def test_tenants_do_not_see_each_other() -> None:

@@ -37,6 +37,8 @@ DEFAULT_RATE = 500e6
 first deadline is not missed on a slower network."""
 MEASURED_BYTES = 1 << 20
 """A smaller fetch tells the delay of the network, not its rate."""
+SWEPT = 1024
+"""Entries of the directory looked at at a time when a peer came back as another."""
 RATE_WEIGHT = 0.2
 """Of the newest fetch in the running mean."""
 
@@ -117,6 +119,7 @@ class Peers:
         if peer.incarnation != incarnation:
             peer.incarnation = incarnation
             self._context.directory.forget(node, incarnation)
+            self._context.in_slices(lambda: self._context.directory.sweep(SWEPT))
         self._on_restored(peer)
 
     def went_down(self, node: NodeId, incarnation: Incarnation) -> None:

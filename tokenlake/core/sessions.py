@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from tokenlake.core.context import Context
 from tokenlake.core.timers import Timer
+from tokenlake.core.touches import Touches
 from tokenlake.identity import ConnectionId, LeaseId, NodeId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.metrics import Metric
 from tokenlake.store import Segment, State
@@ -23,6 +24,9 @@ SKIPPED = Metric(
     "tokenlake_skipped_by_cost_tokens_total",
     "Tokens found at another node and released without being fetched",
 )
+
+SLICE = 1024
+"""Segments of a process that is gone that are given back at a time, or one lease or write."""
 
 
 class Lease:
@@ -109,11 +113,12 @@ class Session:
 class Sessions:
     """All sessions of the node; at most `max_sessions`."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, touches: Touches) -> None:
         self._context = context
+        self._touches = touches
         self._sessions: dict[SessionId, Session] = {}
         self._processes: dict[ConnectionId, Process] = {}
-        self._peer_releases: list[tuple[NodeId, int]] = []
+        self._peer_releases: dict[NodeId, list[int]] = {}
         self._given_up: list[tuple[TenantId, SegmentKey]] = []
 
     def process(self, connection: ConnectionId) -> Process | None:
@@ -177,13 +182,26 @@ class Sessions:
         if process is None:
             return
         session = process.session
-        del session.processes[connection]
-        for lease in list(session.leases.values()):
-            self.release(session, lease, connection, 0, len(lease.keys))
-        for write in list(session.writes.values()):
-            self.give_back(session, write, connection)
-        if not session.processes:
-            del self._sessions[session.id]
+        leases, writes = list(session.leases.values()), list(session.writes.values())
+
+        def work() -> bool:
+            room = SLICE
+            while leases and room > 0:
+                lease = leases.pop()
+                room -= len(lease.keys)
+                self.release(session, lease, connection, 0, len(lease.keys))
+            while writes and room > 0:
+                write = writes.pop()
+                room -= len(write.open)
+                self.give_back(session, write, connection)
+            if leases or writes:
+                return True
+            del session.processes[connection]
+            if not session.processes:
+                del self._sessions[session.id]
+            return False
+
+        self._context.in_slices(work)
 
     def renew(self, session: Session) -> bool:
         """A sign of life; False when its deadline had passed since the last one."""
@@ -230,34 +248,41 @@ class Sessions:
         flags = lease.held.get(connection)
         if flags is None:
             return
-        start, stop = max(0, start), min(stop, len(flags))
-        given = [index for index in range(start, stop) if flags[index]]
-        flags[start:stop] = bytes(max(0, stop - start))
-        if len(lease.held) > 1:
-            given = [index for index in given if not lease.holders(index)]
-        self._drop(session, lease, given)
+        start, stop = max(0, start), max(0, min(stop, len(flags)))
+        given = flags[start:stop]
+        flags[start:stop] = bytes(stop - start)
+        if len(lease.held) == 1:
+            # What it does not hold here has left the lease already.
+            self._drop(session, lease, start, stop, given.count(1))
+        else:
+            for index in range(stop - 1, start - 1, -1):
+                if given[index - start] and not lease.holders(index):
+                    self._drop(session, lease, index, index + 1, 1)
         if not any(flags):
             del lease.held[connection]
         if not lease.held:
             del session.leases[lease.id]
-            self._peer_releases += lease.remote_leases
+            for node, number in lease.remote_leases:
+                self._peer_releases.setdefault(node, []).append(number)
+            if stop - start < len(lease.keys):
+                # It was given back in parts, perhaps parents first: once more as one prompt.
+                found = self._context.ready(session.tenant, lease.keys)
+                self._touches.read([segment for segment in found if segment is not None])
 
-    def _drop(self, session: Session, lease: Lease, indices: list[int]) -> None:
-        """Items that nobody holds any more."""
-        session.leased -= len(indices)
-        dropped: list[Segment] = []
-        for index in indices:
-            segment, lease.segments[index] = lease.segments[index], None
-            if segment is not None:
-                dropped.append(segment)
-            elif lease.remotes[index] is not None:
-                lease.remotes[index] = None
-                self._context.counters.add(SKIPPED, session.segment_tokens)
+    def _drop(self, session: Session, lease: Lease, start: int, stop: int, count: int) -> None:
+        """A range of which nobody holds any more the `count` items that are left in it."""
+        session.leased -= count
+        dropped = [segment for segment in lease.segments[start:stop] if segment is not None]
+        unfetched = stop - start - lease.remotes[start:stop].count(None)
+        lease.segments[start:stop] = lease.remotes[start:stop] = [None] * (stop - start)
+        self._context.counters.add(SKIPPED, unfetched * session.segment_tokens)
+        # Until now it was in use, and nothing could displace it: its turn is counted from here.
+        self._touches.read(dropped)
         self._context.store.unpin(*dropped)
 
-    def take_peer_releases(self) -> list[tuple[NodeId, int]]:
+    def take_peer_releases(self) -> dict[NodeId, list[int]]:
         """Leases at other nodes that nobody needs any more; the caller gives them back."""
-        taken, self._peer_releases = self._peer_releases, []
+        taken, self._peer_releases = self._peer_releases, {}
         return taken
 
     def remote_leases(self) -> dict[NodeId, list[int]]:
