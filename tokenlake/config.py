@@ -98,6 +98,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     cluster_secret: Secret = Secret()
     # The event log grows without bound; it is for finding faults.
     record: str = ""
+    # A daemon that serves users must not end by itself.
+    failpoint: str = ""
 
 
 _SECRETIVE = ("tenant", "secret", "token", "credential")
@@ -131,6 +133,7 @@ _KINDS: dict[str, Kind] = {
     "tenants": kinds.tenants(),
     "cluster_secret": kinds.secret(),
     "record": kinds.path("a path, or nothing", optional=True),
+    "failpoint": kinds.failpoint(),
 }
 
 

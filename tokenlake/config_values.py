@@ -196,6 +196,17 @@ def path(expected: str, *, longest: int = 4095, absolute: bool = False, optional
     return Kind(parse)
 
 
+def failpoint() -> Kind:
+    """Where a daemon ends itself; it knows the edges' names."""
+
+    def parse(value: object) -> str:
+        if isinstance(value, str) and re.fullmatch(r"([a-z]+\.[a-z]+(:[1-9][0-9]{0,8})?)?", value):
+            return value
+        raise ValueError("EDGE or EDGE:N, for tests only, or nothing")
+
+    return Kind(parse)
+
+
 def loopback(*, optional: bool = False) -> Kind:
     """`HOST:PORT` of this machine only: the sockets are not encrypted yet. Empty only if `optional`."""
 

@@ -41,9 +41,9 @@ class Node:
         }
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
-        """Start the process; `Cluster.wait_ready` tells when it serves."""
-        flags = [word for name, value in self._settings.items() for word in (f"--{name}", value)]
+    def start(self, **settings: str) -> None:
+        """Start the process; `Cluster.wait_ready` tells when it serves. `settings`: flags of this life only."""
+        flags = [word for name, value in {**self._settings, **settings}.items() for word in (f"--{name}", value)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TOKENLAKE_")}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(

@@ -46,6 +46,7 @@ _HELP = {
     "arena_directory": "Directory for the arena's files; '' for memfd.",
     "allow_uids": "Users that may connect to the socket: uid,...",
     "record": "Write an event log to this file.",
+    "failpoint": "For tests: EDGE[:N], where this daemon ends itself.",
 }
 """Every field of `ServerConfig` but the secrets: other users can read a command line."""
 

@@ -18,6 +18,7 @@ from tokenlake.core.instructions import ReplaceRegion, Stamp
 from tokenlake.errors import ConfigurationError, ProtocolRefused
 from tokenlake.identity import Incarnation, NodeId
 from tokenlake.wire.slots import unpack_slots
+from tokenlake_server import failpoints
 from tokenlake_server.arena import Arena
 from tokenlake_server.bulk import Receivers, Senders
 from tokenlake_server.driver import Driver
@@ -184,6 +185,7 @@ async def run(config: ServerConfig, report: Callable[[int, int], None], ready: C
     `report(bytes touched, bytes in all)` while memory is made ready, from a thread; `ready(daemon)` when it
     serves. Raises `ConfigurationError` or `LimitReached` when it cannot start.
     """
+    failpoint = failpoints.parse(config.failpoint)
     require_memory(config.memory)
     _raise_descriptor_limit()
     loop = asyncio.get_running_loop()
@@ -202,6 +204,8 @@ async def run(config: ServerConfig, report: Callable[[int, int], None], ready: C
     try:
         await asyncio.to_thread(arena.populate, progress)
         daemon = Daemon(config, arena)
+        if failpoint is not None:
+            failpoints.arm(daemon.driver, failpoint)
         ready(daemon)
         await stop.wait()
         log.info("stopping")

@@ -14,9 +14,12 @@ from tokenlake.core.events import Event, Tick
 from tokenlake.core.instructions import Instruction
 from tokenlake_server.recording import Recorder
 
-__all__ = ["Driver"]
+__all__ = ["Driver", "Handle", "Sink"]
 
 log = logging.getLogger(__name__)
+
+Handle = Callable[[Event, float], list[Instruction]]
+Sink = Callable[[Any], None]
 
 
 class Driver:
@@ -29,16 +32,22 @@ class Driver:
         self.core = core
         self._on_failure = on_failure
         self._loop = loop
-        self._sinks: dict[type[Instruction], Callable[[Any], None]] = {}
+        self._handle: Handle = core.handle
+        self._sinks: dict[type[Instruction], Sink] = {}
         self._queue: deque[Event] = deque()
         self._running = False
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = float("inf")
         self._recorder: Recorder | None = None
 
-    def carry_out(self, kind: type[Instruction], sink: Callable[[Any], None]) -> None:
+    def carry_out(self, kind: type[Instruction], sink: Sink) -> None:
         """`sink` is called with each instruction of `kind`; it must not block."""
         self._sinks[kind] = sink
+
+    def wrap(self, rules: Callable[[Handle], Handle], sink: Callable[[Sink], Sink]) -> None:
+        """Put something around the rules and around every sink there is, before the first event: for failpoints."""
+        self._handle = rules(self._handle)
+        self._sinks = {kind: sink(inner) for kind, inner in self._sinks.items()}
 
     def start(self, recorder: Recorder | None) -> None:
         """Begin; `core.start` was called."""
@@ -73,7 +82,7 @@ class Driver:
     def _step(self, event: Event) -> None:
         now = self._loop.time()
         try:
-            instructions = self.core.handle(event, now)
+            instructions = self._handle(event, now)
         except Exception as error:
             # One sender's broken message, or one of our mistakes, ends nobody else's work.
             instructions = []

@@ -47,3 +47,8 @@ def test_every_setting_but_the_secrets_has_a_flag() -> None:
     assert list(given) == ["file", *(field for field in SETTINGS if field not in SECRETS)]
     assert all(parameter.help for parameter in given.values())
     assert all(f"--{field.replace('_', '-')}" in given[field].opts for field in given if field != "file")
+
+
+def test_every_failpoint_with_its_meaning() -> None:
+    edges = pytest.importorskip("tokenlake_server.failpoints").EDGES
+    assert [edge.name for edge in edges if f"\n| `{edge.name}` | {edge.meaning} |" not in REFERENCE] == []

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,43 @@ def all_free(node: Node) -> bool:
 def census(node: Node) -> float:
     """Processes that may touch the node's arena."""
     return total(node, "tokenlake_processes")
+
+
+IDLE = ("leases", "writes", "matches", "flights", "leases to peers", "sends", "asked about", "queued parcels")
+"""Maps of the rules that are empty when nobody asks anything."""
+
+
+def accounted(node: Node) -> bool:
+    """Every slot of the node is free or holds a segment, and nothing is leased, reserved, dirty or on its way."""
+    metrics = node.metrics()
+
+    def sum_of(name: str, label: str = "") -> float:
+        return sum(value for key, value in metrics.items() if key.split("{")[0] == name and label in key)
+
+    held = sum_of("tokenlake_free_slots") + sum_of("tokenlake_segments")
+    under_way = [sum_of("tokenlake_map_entries", f'map="{name}"') for name in IDLE]
+    under_way += [sum_of("tokenlake_quarantined_slots"), sum_of("tokenlake_segments", 'kind="dirty"')]
+    return held == sum_of("tokenlake_slots") and not any(under_way)
+
+
+def local_keys(pool: Pool, prompts: Sequence[Prompt]) -> set[bytes]:
+    """The segments of the prompts that the pool's own node holds, whatever its copy is for."""
+    return _keys(pool, prompts, lambda lease: lease.codes[0] == Code.LOCAL)
+
+
+def found_keys(pool: Pool, prompts: Sequence[Prompt]) -> set[bytes]:
+    """The segments of the prompts that a pool finds anywhere."""
+    return _keys(pool, prompts, lambda lease: lease.hits > 0)
+
+
+def _keys(pool: Pool, prompts: Sequence[Prompt], wanted: Callable[[Lease], bool]) -> set[bytes]:
+    found = set()
+    for prompt in prompts:
+        for key in pool.prefix(prompt.tokens).keys:
+            with pool.match([key], deadline_s=PATIENT_S) as lease:
+                if wanted(lease):
+                    found.add(bytes(key))
+    return found
 
 
 def wait_pushed(cluster: Cluster) -> None:

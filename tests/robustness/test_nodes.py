@@ -13,6 +13,8 @@ from tests.robustness.live import (
     LIMIT_S,
     Prompt,
     daemons,
+    found_keys,
+    local_keys,
     match,
     outcomes,
     read,
@@ -85,28 +87,6 @@ class Replay:
             thread.join()
 
 
-def local_keys(pool: Pool) -> set[bytes]:
-    """The segments of the workload that the pool's own node holds, whatever its copy is for."""
-    found = set()
-    for prompt in PROMPTS:
-        for key in pool.prefix(prompt.tokens).keys:
-            with pool.match([key], deadline_s=2.0) as lease:
-                if lease.codes[0] == Code.LOCAL:
-                    found.add(bytes(key))
-    return found
-
-
-def found_keys(pool: Pool) -> set[bytes]:
-    """The segments of the workload that a pool finds anywhere."""
-    found = set()
-    for prompt in PROMPTS:
-        for key in pool.prefix(prompt.tokens).keys:
-            with pool.match([key], deadline_s=2.0) as lease:
-                if lease.hits:
-                    found.add(bytes(key))
-    return found
-
-
 def homes(cluster: Cluster) -> float:
     """Home copies on all running nodes."""
     return sum(
@@ -161,15 +141,15 @@ def test_only_what_the_dead_node_held_is_lost(cluster: Cluster, pools: list[Pool
     for number, prompt in enumerate(PROMPTS):
         store(pools[number % 3], prompt)
     settle(cluster)
-    held = [local_keys(pool) for pool in pools]
-    assert set.union(*held) == found_keys(pools[0])
+    held = [local_keys(pool, PROMPTS) for pool in pools]
+    assert set.union(*held) == found_keys(pools[0], PROMPTS)
     only_there = held[2] - held[0] - held[1]
     assert only_there
     cluster.nodes[2].kill()
     for pool in pools[:2]:
         # Copies of what the dead node kept are found once their nodes and homes have seen its death.
-        wait_until(lambda pool=pool: held[0] | held[1] <= found_keys(pool), "what others hold is found")  # type: ignore[misc]
-        assert set.union(*held) - found_keys(pool) == only_there
+        wait_until(lambda pool=pool: held[0] | held[1] <= found_keys(pool, PROMPTS), "what others hold is found")  # type: ignore[misc]
+        assert set.union(*held) - found_keys(pool, PROMPTS) == only_there
 
 
 def test_a_frozen_node_stops_the_calls_in_flight_once() -> None:

@@ -71,6 +71,9 @@ from tokenlake.errors import ConfigurationError
         ("tenants", "a"),
         ("tenants", ["a"]),
         ("record", "a\0b"),
+        ("failpoint", "commit"),
+        ("failpoint", "commit.asked:0"),
+        ("failpoint", 1),
         ("peers", "b"),
         ("peers", "b=127.0.0.1"),
         ("peers", "b=127.0.0.1:0"),
@@ -120,6 +123,7 @@ def test_values_that_are_refused(field: str, value: object) -> None:
         ),
         ("peers", ["b=localhost:1"], (Peer("b", "localhost", 1),)),
         ("record", "events.log", "events.log"),
+        ("failpoint", "commit.asked:3", "commit.asked:3"),
     ],
 )
 def test_values_that_are_taken(field: str, value: object, parsed: object) -> None:

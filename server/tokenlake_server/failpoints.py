@@ -1,0 +1,144 @@
+"""Named edges at which a daemon ends itself, as kill -9 would: for tests of what a crash leaves behind.
+
+The steps are those of `docs/architecture.md`: prepare, commit, publish (the home is told), push, evict. The rules do
+no I/O, so a step has four kinds of edges::
+
+    event -> | ASKED | rules | DECIDED | -> instruction -> | DOING | socket, thread, page | DONE |
+
+Armed by the setting `failpoint`; a daemon without it has nothing of this in its way.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import logging
+import os
+import signal
+from typing import Any, NamedTuple
+
+from tokenlake.core import events, instructions
+from tokenlake.core.events import Event
+from tokenlake.core.instructions import Instruction
+from tokenlake.errors import ConfigurationError
+from tokenlake.wire import engine, peer
+from tokenlake_server.driver import Driver, Handle, Sink
+
+__all__ = ["EDGES", "Edge", "Failpoint", "Moment", "arm", "parse"]
+
+log = logging.getLogger(__name__)
+
+
+class Moment(enum.Enum):
+    """Where an edge lies around the rules and the carrying out of what they say."""
+
+    ASKED = "an event is here, the rules have not seen it"
+    DECIDED = "the rules have taken it, nothing of what they say was done"
+    DOING = "an instruction is about to be carried out, those before it were"
+    DONE = "it was carried out: a frame is with the kernel"
+
+
+class Edge(NamedTuple):
+    """`kind`: of the event or instruction, or of the message in it."""
+
+    name: str
+    moment: Moment
+    kind: type
+    meaning: str
+
+
+EDGES = (
+    Edge("prepare.asked", Moment.ASKED, engine.Prepare, "an engine's prepare is here"),
+    Edge("prepare.reserved", Moment.DECIDED, engine.Prepare, "slots are reserved, nobody knows"),
+    Edge("prepare.announced", Moment.DONE, peer.Announce, "a home knows that this node writes"),
+    Edge("prepare.answered", Moment.DONE, engine.Prepared, "the engine knows its slots"),
+    Edge("prepare.aborted", Moment.DECIDED, engine.Abort, "the engine gave its slots back, no home knows"),
+    Edge("prepare.withdrawn", Moment.DONE, peer.Withdraw, "a home knows that this node writes no more"),
+    Edge("commit.asked", Moment.ASKED, engine.Commit, "an engine's commit is here"),
+    Edge("commit.decided", Moment.DECIDED, engine.Commit, "the segments are READY here, nobody knows"),
+    Edge("commit.answered", Moment.DONE, engine.Committed, "the engine knows that they are READY"),
+    Edge("publish.telling", Moment.DOING, peer.Ready, "a home is about to be told"),
+    Edge("publish.told", Moment.DONE, peer.Ready, "a home was told"),
+    Edge("publish.asked", Moment.ASKED, peer.Ready, "the home: a writer says that it has segments"),
+    Edge("publish.entered", Moment.DECIDED, peer.Ready, "the home: its directory names the writer, which waits"),
+    Edge("publish.answered", Moment.DONE, peer.ReadyReply, "the home: the writer was answered"),
+    Edge("publish.taken", Moment.ASKED, peer.ReadyReply, "the writer has the home's answer"),
+    Edge("push.offering", Moment.DOING, peer.Offer, "a holder is chosen and not asked yet"),
+    Edge("push.offered", Moment.DONE, peer.Offer, "the holder was asked"),
+    Edge("push.asked", Moment.ASKED, peer.Offer, "the holder: an offer is here"),
+    Edge("push.reserved", Moment.DOING, instructions.StartFetch, "the holder has reserved slots and pulls nothing yet"),
+    Edge("push.pulling", Moment.ASKED, events.PullAsked, "the source: the holder asks for the bytes"),
+    Edge("push.pinned", Moment.DOING, instructions.SendBulk, "the source: slots are pinned, nothing is sent"),
+    Edge("push.sent", Moment.ASKED, events.SendDone, "the source: the bytes are sent, the slots still pinned"),
+    Edge("push.pulled", Moment.ASKED, events.FetchDone, "the holder has the bytes, not in its index"),
+    Edge("push.kept", Moment.DECIDED, events.FetchDone, "the holder: they are READY, nobody knows"),
+    Edge("push.held", Moment.DONE, peer.Held, "a home was told who holds them"),
+    Edge("push.answered", Moment.DONE, peer.OfferReply, "the holder: the writer was answered"),
+    Edge("push.taken", Moment.ASKED, peer.OfferReply, "the writer has the holder's answer"),
+    Edge("push.staged", Moment.DECIDED, peer.OfferReply, "the writer's copy is staged"),
+    Edge("push.known", Moment.DECIDED, peer.Held, "the home: the directory names the holder"),
+    Edge("evict.decided", Moment.DOING, instructions.Stamp, "slots have new owners, the shared page names the former"),
+    Edge("evict.stamped", Moment.DONE, instructions.Stamp, "the shared page names the new owners, no more is done"),
+    Edge("evict.telling", Moment.DOING, peer.Evicted, "a home is about to be told of what is gone"),
+    Edge("evict.told", Moment.DONE, peer.Evicted, "a home was told"),
+    Edge("evict.asked", Moment.ASKED, peer.Evicted, "the home: a holder says what is gone"),
+    Edge("evict.known", Moment.DECIDED, peer.Evicted, "the home: the directory names it no more"),
+)
+"""All of them, in the order in which a segment meets them."""
+
+_BY_NAME = {edge.name: edge for edge in EDGES}
+
+
+class Failpoint(NamedTuple):
+    """The daemon ends when it is at `edge` for the `time`-th time."""
+
+    edge: Edge
+    time: int
+
+
+def parse(text: str) -> Failpoint | None:
+    """`EDGE` or `EDGE:N`; None for nothing. Raises `ConfigurationError` with the edges there are."""
+    if not text:
+        return None
+    name, _, time = text.partition(":")
+    edge = _BY_NAME.get(name)
+    if edge is None:
+        near = difflib.get_close_matches(name, _BY_NAME, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ConfigurationError("failpoint", text, f"one of {', '.join(_BY_NAME)}{hint}")
+    return Failpoint(edge, int(time or 1))
+
+
+def arm(driver: Driver, failpoint: Failpoint) -> None:
+    """From now on the daemon ends there; nothing of it is closed, flushed or told to anybody."""
+    edge = failpoint.edge
+    left = failpoint.time
+
+    def reach(moment: Moment, what: Event | Instruction) -> None:
+        nonlocal left
+        if moment is not edge.moment or type(getattr(what, "message", what)) is not edge.kind:
+            return
+        left -= 1
+        if not left:
+            log.critical("failpoint %s: this daemon ends", edge.name)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def rules(handle: Handle) -> Handle:
+        def watched(event: Event, now: float) -> list[Instruction]:
+            reach(Moment.ASKED, event)
+            decided = handle(event, now)
+            reach(Moment.DECIDED, event)
+            return decided
+
+        return watched
+
+    def sink(carry_out: Sink) -> Sink:
+        def watched(instruction: Any) -> None:
+            reach(Moment.DOING, instruction)
+            carry_out(instruction)
+            reach(Moment.DONE, instruction)
+
+        return watched
+
+    driver.wrap(rules, sink)
+    log.warning("failpoint %s is armed: this daemon will end by itself", edge.name)

@@ -1,0 +1,158 @@
+"""A daemon ends at each named edge, starts again, and everything adds up."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.robustness.live import (
+    LAYOUT,
+    LIMIT_S,
+    PATIENT_S,
+    Prompt,
+    accounted,
+    daemons,
+    found_keys,
+    local_keys,
+    outcomes,
+    read,
+    store,
+    wait_pushed,
+    wait_until,
+)
+from tokenlake.errors import Unreachable
+from tokenlake.wire import Code
+from tokenlake_bench.cluster import Cluster, Node
+from tokenlake_client import Pool
+from tokenlake_server.failpoints import EDGES, Edge
+
+pytestmark = pytest.mark.live
+
+SEGMENTS = 4
+MEMORY = "1MiB"
+"""63 slots per node: a few dozen prompts, and something must go."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with daemons(2, MEMORY, MEMORY) as cluster:
+        yield cluster
+
+
+class Work:
+    """Every kind of request, from the engines of both nodes, until one of the daemons ends."""
+
+    def __init__(self, ending: Pool, other: Pool, seed: int) -> None:
+        self.ending = ending
+        self.other = other
+        self.seed = seed
+        self.prompts: list[Prompt] = []
+        self.failures: list[str] = []
+
+    def round(self) -> None:
+        """Each node's engine stores, gives up a reservation, and reads what the other's engine stored."""
+        for pool in (self.other, self.ending):
+            prompt = Prompt(self.seed + len(self.prompts), SEGMENTS)
+            self.prompts.append(prompt)
+            with self._allowed(pool):
+                store(pool, prompt)
+            with self._allowed(pool):
+                pool.store(pool.prefix(Prompt(-self.seed - len(self.prompts), SEGMENTS).tokens).keys).abort()
+        for pool, prompt in ((self.other, self.prompts[-1]), (self.ending, self.prompts[-2])):
+            with self._allowed(pool):
+                self.read(pool, prompt)
+
+    def read(self, pool: Pool, prompt: Prompt) -> None:
+        """Whatever is found must be right."""
+        with pool.match(pool.prefix(prompt.tokens).keys, deadline_s=PATIENT_S) as lease:
+            wrong = prompt.wrong(lease.fetch())
+        if wrong:
+            self.failures.append(f"{wrong} segments with wrong bytes")
+
+    @contextlib.contextmanager
+    def _allowed(self, pool: Pool) -> Iterator[None]:
+        """The engine of the daemon that ends is told so; the other's calls succeed or miss."""
+        try:
+            yield
+        except Unreachable as error:
+            if pool is self.other:
+                self.failures.append(repr(error))
+
+    def run(self, node: Node) -> None:
+        """In a thread: a call that hangs is a failure as well."""
+
+        def go() -> None:
+            while node.running and not self.failures:
+                self.round()
+
+        thread = threading.Thread(target=go, daemon=True)
+        thread.start()
+        thread.join(LIMIT_S)
+        assert not thread.is_alive(), f"a call hangs, or the edge was not reached in {len(self.prompts)} prompts"
+        assert self.failures == []
+
+
+@pytest.mark.parametrize("edge", EDGES, ids=lambda edge: edge.name)
+def test_a_daemon_ends_at_an_edge(cluster: Cluster, edge: Edge) -> None:
+    seed = 1000 * (1 + EDGES.index(edge))
+    print(f"seed {seed}")
+    ending = cluster.nodes[0]
+    with cluster.connect(0, LAYOUT) as attached, cluster.connect(1, LAYOUT) as steady:
+        session = steady.session
+        ending.kill()
+        # Once, twice or three times: a first crossing finds the daemon almost empty.
+        ending.start(failpoint=f"{edge.name}:{1 + EDGES.index(edge) % 3}")
+        process, lives = ending.process, {attached.incarnation}
+        assert process is not None
+        wait_until(lambda: not ending.running or is_back(attached, lives), "it serves, or ended at its start")
+        lives.add(attached.incarnation)
+        work = Work(attached, steady, seed)
+        work.run(ending)
+        assert process.wait(LIMIT_S) == -signal.SIGKILL
+        assert f"failpoint {edge.name}: this daemon ends" in ending.log.read_text()
+
+        ending.start()
+        cluster.wait_ready()
+        wait_until(lambda: is_back(attached, lives), "its engine is back")
+        wait_pushed(cluster)
+        held = local_keys(steady, work.prompts)
+        wait_until(lambda: held <= found_keys(attached, work.prompts), "what the other node holds is found again")
+        for pool in (attached, steady):
+            for prompt in work.prompts:
+                work.read(pool, prompt)
+            fresh = Prompt(seed + 500 + (pool is steady), SEGMENTS)
+            assert outcomes(store(pool, fresh)) == {Code.COMMITTED}, "it serves"
+            assert read(pool, fresh) == SEGMENTS
+        assert work.failures == []
+        assert (steady.session, steady.expired, steady.timeouts) == (session, 0, 0), (
+            "the other's engine noticed nothing"
+        )
+    for node in cluster.nodes:
+        wait_until(lambda node=node: accounted(node), f"the slots of {node.name} add up")  # type: ignore[misc]
+
+
+def is_back(pool: Pool, lives: set[int]) -> bool:
+    """Is it connected to another life of its daemon than these?"""
+    with contextlib.suppress(Unreachable):
+        # Who asks nothing learns of a daemon's end with the next heartbeat.
+        pool.match([])
+    return pool.connected and pool.incarnation not in lives
+
+
+def test_an_unknown_edge_is_refused_with_those_there_are() -> None:
+    refused = subprocess.run(
+        [sys.executable, "-m", "tokenlake_server", "--failpoint", "commit.decidde"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert refused.returncode == 1
+    assert "did you mean 'commit.decided'?" in refused.stderr
+    assert [edge.name for edge in EDGES if edge.name not in refused.stderr] == []
