@@ -96,6 +96,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     # Empty: a constant that everybody knows, as where one tenant's nodes are alone on a machine. Never a flag,
     # which other users could read in the list of processes.
     cluster_secret: Secret = Secret()
+    # It needs torch, and memory bandwidth that the engines of this node may want for themselves.
+    query_engine: bool = False
     # The event log grows without bound; it is for finding faults.
     record: str = ""
     # A daemon that serves users must not end by itself.
@@ -132,6 +134,7 @@ _KINDS: dict[str, Kind] = {
     "allow_uids": kinds.uids(),
     "tenants": kinds.tenants(),
     "cluster_secret": kinds.secret(),
+    "query_engine": kinds.truth(),
     "record": kinds.path("a path, or nothing", optional=True),
     "failpoint": kinds.failpoint(),
 }

@@ -45,6 +45,7 @@ _HELP = {
     "huge_pages": "true or false: back the arena with huge pages.",
     "arena_directory": "Directory for the arena's files; '' for memfd.",
     "allow_uids": "Users that may connect to the socket: uid,...",
+    "query_engine": "true or false: compute attention over this node's segments for engines anywhere.",
     "record": "Write an event log to this file.",
     "failpoint": "For tests: EDGE[:N], where this daemon ends itself.",
 }

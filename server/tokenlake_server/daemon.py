@@ -7,6 +7,7 @@ import contextlib
 import logging
 import resource
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,10 @@ from tokenlake.config import Address, ServerConfig, parse_address
 from tokenlake.core import CoreConfig, NodeCore, events
 from tokenlake.core.events import Event
 from tokenlake.core.instructions import ReplaceRegion, Stamp
-from tokenlake.errors import ConfigurationError, ProtocolRefused
+from tokenlake.errors import ConfigurationError, ProtocolRefused, Unreachable
 from tokenlake.identity import Incarnation, NodeId
+from tokenlake.wire import supervision
+from tokenlake.wire.peer import PeerHello
 from tokenlake.wire.slots import unpack_slots
 from tokenlake_server import failpoints
 from tokenlake_server.arena import Arena
@@ -26,6 +29,7 @@ from tokenlake_server.engines import EngineListener, EngineSettings
 from tokenlake_server.memory import require_memory
 from tokenlake_server.metrics import MetricsServer, Snapshot
 from tokenlake_server.peers import PeerIdentity, PeerListener, ring_members
+from tokenlake_server.query_engine import QueryEngine
 from tokenlake_server.recording import Recorder
 from tokenlake_server.tenants import Tenants
 
@@ -90,13 +94,15 @@ class Daemon:
         addresses = {peer.name: Address(peer.host, peer.port) for peer in config.peers}
         self.receivers = Receivers(identity, addresses, arena, self.driver)
         self.senders = Senders(identity, len(addresses), arena, self.driver)
-        self.peers = PeerListener(
-            identity, parse_address(config.listen), addresses, self.driver, loop, self.senders.adopt
-        )
+        adopt = {"bulk": self.senders.adopt, "query": self._query_asked}
+        self.peers = PeerListener(identity, parse_address(config.listen), addresses, self.driver, loop, adopt)
         self.metrics = (
             MetricsServer(parse_address(config.metrics), loop, self.snapshot, config.node) if config.metrics else None
         )
         recorder = _recorder(config.record, rules, started)
+        tenants = Tenants(config)
+        start = supervision.Start(config.socket, config.node, tenants.query_credential)
+        self.query_engine = QueryEngine(start, identity, addresses, loop) if config.query_engine else None
         # Last, so that a daemon that cannot start leaves no socket behind.
         self.engines = EngineListener(
             EngineSettings(
@@ -108,16 +114,29 @@ class Daemon:
                 config.region_size,
                 config.lease_s,
             ),
-            Tenants(config),
+            tenants,
             arena,
             self.driver,
             loop,
+            self._connect_query,
         )
         self.driver.start(recorder)
 
     def snapshot(self) -> Snapshot:
         """On the loop."""
-        return Snapshot(self.driver.core, self.engines.count, self.peers.connected)
+        starts = 0 if self.query_engine is None else self.query_engine.starts
+        return Snapshot(self.driver.core, self.engines.count, self.peers.connected, starts)
+
+    def _connect_query(self, tenant: str, layout: bytes) -> socket.socket:
+        if self.query_engine is None:
+            raise Unreachable("this node runs no query engine; its setting 'query_engine' is false")
+        return self.query_engine.connect_engine(tenant, layout)
+
+    def _query_asked(self, sock: socket.socket, who: PeerHello, rest: bytes) -> None:
+        if self.query_engine is None:
+            sock.close()
+        else:
+            self.query_engine.adopt(sock, who, rest)
 
     def _failed(self, event: Event, error: Exception) -> None:
         """The rules did not take an event: its sender is cut off, everybody else goes on."""
@@ -157,6 +176,8 @@ class Daemon:
         """Stop taking requests, end the threads."""
         self._closing.set()
         self.engines.close()
+        if self.query_engine is not None:
+            await self.query_engine.close()
         await self.peers.close()
         if self.metrics is not None:
             await asyncio.to_thread(self.metrics.close)

@@ -43,6 +43,9 @@ ACCEPT_PAUSE_S = 0.5
 """After an accept that failed for want of descriptors: the listening socket stays readable meanwhile."""
 
 
+ConnectQuery = Callable[[str, bytes], socket.socket]
+
+
 class EngineSettings(msgspec.Struct, frozen=True):
     """What a listener must know of its node."""
 
@@ -86,7 +89,11 @@ class EngineListener:
         arena: Arena,
         driver: Driver,
         loop: asyncio.AbstractEventLoop,
+        connect_query: ConnectQuery,
     ) -> None:
+        """`connect_query(tenant, layout)`: a connection to the query engine, which is then the caller's; raises
+        `TokenLakeError`."""
+        self._connect_query = connect_query
         self._settings = settings
         self._tenants = tenants
         self._arena = arena
@@ -97,6 +104,7 @@ class EngineListener:
         self._requests: dict[type, Callable[[_Connection, engine.EngineRequest], None]] = {
             engine.Hello: self._hello,
             engine.OpenRegion: self._open_region,
+            engine.OpenQuery: self._open_query,
             engine.Bye: self._bye,
         }
         self._sock = _listen(settings.path)
@@ -319,6 +327,18 @@ class EngineListener:
                 connection.frames.send(pack_frame(reply), [descriptor])
         finally:
             os.close(descriptor)
+
+    def _open_query(self, connection: _Connection, message: engine.EngineRequest) -> None:
+        assert isinstance(message, engine.OpenQuery)
+        assert connection.layout is not None
+        try:
+            sock = self._connect_query(connection.tenant, connection.layout.encode())
+        except TokenLakeError as error:
+            self._send(connection, engine.Failed(message.id, type(error).__name__, str(error)))
+            return
+        with sock:
+            if connection.frames is not None:
+                connection.frames.send(pack_frame(engine.QueryOpened(message.id)), [sock.fileno()])
 
     def _bye(self, connection: _Connection, message: engine.EngineRequest) -> None:
         if connection.frames is not None:

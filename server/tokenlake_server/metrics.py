@@ -38,11 +38,12 @@ MAX_THREADS = 32
 class Snapshot:
     """Values of one moment, taken on the control loop."""
 
-    def __init__(self, core: NodeCore, processes: int, peers: list[str]) -> None:
+    def __init__(self, core: NodeCore, processes: int, peers: list[str], query_engine_starts: int) -> None:
         self.counters = {metric: core.counters[metric] for metric in Metric.all()}
         self.gauges: list[tuple[str, str, dict[str, str], float]] = [
             ("tokenlake_processes", "Engines' processes that may look at the arena", {}, processes),
             ("tokenlake_peers_connected", "Other nodes with a connection", {}, len(peers)),
+            ("tokenlake_query_engine_starts", "Times the query engine was started", {}, query_engine_starts),
             ("tokenlake_spare_regions", "Regions that belong to no tenant yet", {}, core.store.spare_regions),
         ]
         for name, entries in core.census().items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import secrets
 
 from tokenlake.config import ServerConfig, Tenant
 from tokenlake.errors import CredentialRefused
@@ -19,9 +20,13 @@ pool must derive the same keys without being told."""
 class Tenants:
     """Read-only once made."""
 
+    query_credential: str
+    """Known to this daemon's query engine alone, which with it may be any tenant (`supervision.Start`)."""
+
     def __init__(self, config: ServerConfig) -> None:
         allowed = config.allow_uids or (os.getuid(),)
         self._tenants = config.tenants or (Tenant(name="default", secret=DEFAULT_SECRET, uids=allowed),)
+        self.query_credential = secrets.token_hex(32)
         self._allowed = (*allowed, *(uid for tenant in self._tenants for uid in tenant.uids))
 
     def identify(self, uid: int, token: str | None) -> Tenant:
@@ -34,6 +39,11 @@ class Tenants:
             for tenant in self._tenants:
                 if any(hmac.compare_digest(token.encode(), known.encode()) for known in tenant.tokens):
                     return tenant
+            credential, _, name = token.partition(":")
+            if hmac.compare_digest(credential.encode(), self.query_credential.encode()):
+                for tenant in self._tenants:
+                    if tenant.name == name:
+                        return tenant
             raise CredentialRefused("the token belongs to no tenant of this daemon")
         for tenant in self._tenants:
             if uid in tenant.uids:

@@ -1,0 +1,187 @@
+"""The query engine as its daemon sees it: a child process that is started, given its connections, and started again.
+
+The process itself is `tokenlake_query`. It authenticates nobody: whoever it serves or asks comes through here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from tokenlake.config import Address
+from tokenlake.errors import ConfigurationError, TokenLakeError, Unreachable
+from tokenlake.wire import pack_frame, peer, supervision
+from tokenlake.wire.frames import decode
+from tokenlake_server.blocking import introduce
+from tokenlake_server.frames import FrameConnection
+from tokenlake_server.proof import PeerIdentity
+
+__all__ = ["QueryEngine"]
+
+log = logging.getLogger(__name__)
+
+DIAL_THREADS = 8
+"""A frozen peer holds one until its deadline."""
+DIAL_S = 1.0
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 10.0
+"""Between an end and the next start: doubles while the process ends again within this time."""
+STOP_S = 5.0
+"""For a process to end once its channel is closed."""
+
+
+class QueryEngine:
+    """Lives on the control loop. Owns the process."""
+
+    def __init__(
+        self,
+        start: supervision.Start,
+        identity: PeerIdentity,
+        addresses: Mapping[str, Address],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        """Raises `ConfigurationError` when the package or torch is not installed."""
+        for module in ("tokenlake_query", "torch"):
+            if importlib.util.find_spec(module) is None:
+                expected = f"false, or the module {module!r} installed: pip install 'tokenlake[query]'"
+                raise ConfigurationError("query_engine", True, expected)
+        self._start = start
+        self._identity = identity
+        self._addresses = dict(addresses)
+        self._loop = loop
+        self._threads = ThreadPoolExecutor(DIAL_THREADS, thread_name_prefix="dial-query")
+        self._channel: FrameConnection | None = None
+        self._closing = False
+        self.starts = 0
+        """Of the process, so far."""
+        self._task = loop.create_task(self._keep_running())
+
+    @property
+    def running(self) -> bool:
+        """Is there a process, as far as its channel tells?"""
+        return self._channel is not None
+
+    def connect_engine(self, tenant: str, layout: bytes) -> socket.socket:
+        """The engine's end of a connection to the query engine; the caller closes it. Raises `Unreachable`."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            self._hand_over(supervision.EngineCame(tenant, layout), theirs)
+        if self._channel is None:
+            ours.close()
+            raise Unreachable(f"node '{self._start.node}' runs no query engine now")
+        return ours
+
+    def adopt(self, sock: socket.socket, who: peer.PeerHello, rest: bytes) -> None:
+        """A connection that another node's query engine dialled. Takes `sock` over."""
+        with sock:
+            # Who behaves waits for the welcome before it asks.
+            if not rest:
+                sock.setblocking(True)
+                self._hand_over(supervision.PeerCame(who.node), sock)
+
+    def _hand_over(self, message: supervision.ToQueryEngine, sock: socket.socket) -> None:
+        if self._channel is not None:
+            self._channel.send(pack_frame(message), [sock.fileno()])
+
+    # -- the process
+
+    async def _keep_running(self) -> None:
+        pause = FIRST_PAUSE_S
+        while not self._closing:
+            began = self._loop.time()
+            try:
+                await self._run()
+            except OSError as error:
+                log.error("the query engine could not be started: %s", error)
+            lasted = self._loop.time() - began
+            pause = FIRST_PAUSE_S if lasted > LONGEST_PAUSE_S else min(2 * pause, LONGEST_PAUSE_S)
+            if not self._closing:
+                await asyncio.sleep(pause)
+
+    async def _run(self) -> None:
+        """One life of the process."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        command = [sys.executable, "-m", "tokenlake_query", "--channel", str(theirs.fileno())]
+        try:
+            with theirs:
+                # In a thread: a fork takes milliseconds.
+                process = await asyncio.to_thread(subprocess.Popen, command, pass_fds=[theirs.fileno()])
+        except BaseException:
+            ours.close()
+            raise
+        self.starts += 1
+        ended: asyncio.Future[None] = self._loop.create_future()
+
+        def closed(reason: str) -> None:
+            self._channel = None
+            if not ended.done():
+                ended.set_result(None)
+
+        self._channel = FrameConnection(self._loop, ours, self._identity.max_frame, self._asked, closed)
+        self._channel.send(pack_frame(self._start))
+        try:
+            await ended
+        finally:
+            if self._channel is not None:
+                self._channel.close("the daemon stops")
+            status = await asyncio.to_thread(_end, process)
+        if not self._closing:
+            log.error("the query engine ended with status %d; starting another", status)
+
+    def _asked(self, body: bytes) -> None:
+        node = decode(supervision.daemon_decoder, body).node
+        self._threads.submit(self._dial, node)
+
+    def _dial(self, node: str) -> None:
+        """In a thread."""
+        sock: socket.socket | None = None
+        try:
+            address = self._addresses.get(node)
+            if address is None:
+                raise Unreachable(f"node '{node}' is not in the ring")
+            sock = socket.create_connection(address, timeout=DIAL_S)
+            introduce(sock, self._identity, node, "query")
+            sock.settimeout(None)
+        except (OSError, TokenLakeError) as error:
+            if sock is not None:
+                sock.close()
+            self._answer(supervision.Unreached(node, str(error)), None)
+        else:
+            self._answer(supervision.Connected(node), sock)
+
+    def _answer(self, message: supervision.ToQueryEngine, sock: socket.socket | None) -> None:
+        """From a thread."""
+
+        def send() -> None:
+            with sock or contextlib.nullcontext():
+                if self._channel is not None:
+                    self._channel.send(pack_frame(message), [sock.fileno()] if sock else [])
+
+        # A loop that is closed needs no answers any more.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(send)
+
+    async def close(self) -> None:
+        """End the process and wait for it."""
+        self._closing = True
+        if self._channel is not None:
+            self._channel.close("the daemon stops")
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """Wait for a process whose channel is closed; kill it if it does not take the hint."""
+    try:
+        return process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()

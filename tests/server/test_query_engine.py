@@ -1,0 +1,54 @@
+"""The daemon's side of its query engine: started, started again, and how one gets a connection to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.robustness.live import LAYOUT, wait_until
+from tokenlake.errors import Unreachable
+from tokenlake.wire import engine
+from tokenlake_bench.cluster import Cluster, Node
+
+pytestmark = pytest.mark.live
+
+
+def children(node: Node) -> list[int]:
+    """Process ids of a daemon's query engines."""
+    assert node.process is not None
+    threads = Path(f"/proc/{node.process.pid}/task").glob("*/children")
+    return sorted(int(child) for thread in threads for child in thread.read_text().split())
+
+
+def alive(pid: int) -> bool:
+    """A zombie is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_without_one_an_engine_is_told_why() -> None:
+    with Cluster(1, "8MiB", "1MiB") as cluster, cluster.connect(0, LAYOUT) as pool:
+        with pytest.raises(Unreachable, match="query_engine"):
+            pool._link.call(engine.OpenQuery, engine.QueryOpened)
+        assert pool.connected
+
+
+def test_one_that_dies_is_started_again_and_one_ends_with_its_daemon() -> None:
+    pytest.importorskip("torch")
+    with Cluster(1, "8MiB", "1MiB", query_engine="true") as cluster, cluster.connect(0, LAYOUT) as pool:
+        node = cluster.nodes[0]
+        wait_until(lambda: len(children(node)) == 1, "it is started")
+        first = children(node)[0]
+        pool._link.call(engine.OpenQuery, engine.QueryOpened)
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: children(node) not in ([], [first]), "another is started")
+        assert node.metrics()["tokenlake_query_engine_starts"] >= 2
+        second = children(node)[0]
+        pool._link.call(engine.OpenQuery, engine.QueryOpened)
+        node.kill()
+        wait_until(lambda: not alive(second), "it ended with its daemon")
