@@ -291,8 +291,8 @@ class Channel:
         self._on_end()
 
 
-def _as_error(failed: Failed) -> Refused:
+def _as_error(failed: Failed) -> Refused | Unreachable:
     kind = getattr(errors, failed.kind, None)
-    if isinstance(kind, type) and issubclass(kind, Refused):
+    if isinstance(kind, type) and issubclass(kind, Refused | Unreachable):
         return kind(failed.reason)
     return ProtocolRefused(failed.reason)
