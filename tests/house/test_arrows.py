@@ -1,4 +1,4 @@
-"""Who may import whom: bench -> client, server -> tokenlake; the rules do no I/O; the client stays thin."""
+"""Who may import whom: bench -> client, query -> client, all -> tokenlake. The rules do no I/O; the client is thin."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ PACKAGES = {
     "tokenlake": ROOT / "tokenlake",
     "tokenlake_server": ROOT / "server" / "tokenlake_server",
     "tokenlake_client": ROOT / "client" / "tokenlake_client",
+    "tokenlake_query": ROOT / "query" / "tokenlake_query",
     "tokenlake_bench": ROOT / "bench" / "tokenlake_bench",
 }
 # Clock, randomness, network, memory and processes are passed in to the rules.
 EDGE = {"asyncio", "mmap", "multiprocessing", "random", "selectors", "socket", "subprocess", "threading"}
 FORBIDDEN = {
-    "tokenlake": {"tokenlake_server", "tokenlake_client", "tokenlake_bench", "time", *EDGE},
-    "tokenlake_server": {"tokenlake_client", "tokenlake_bench"},
-    "tokenlake_client": {"tokenlake_server", "tokenlake_bench"},
-    "tokenlake_bench": set(),
+    "tokenlake": {"tokenlake_server", "tokenlake_client", "tokenlake_query", "tokenlake_bench", "time", *EDGE},
+    "tokenlake_server": {"tokenlake_client", "tokenlake_query", "tokenlake_bench"},
+    "tokenlake_client": {"tokenlake_server", "tokenlake_query", "tokenlake_bench"},
+    "tokenlake_query": {"tokenlake_server", "tokenlake_bench"},
+    "tokenlake_bench": {"tokenlake_query"},
 }
 # What importing the rules or the client may not load.
-HEAVY = ("torch", "grpc", "scipy", "click", "rich", "tokenlake_server", "tokenlake_bench")
+HEAVY = ("torch", "grpc", "scipy", "click", "rich", "tokenlake_server", "tokenlake_query", "tokenlake_bench")
 
 
 def imports(source: str) -> Iterator[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("tokenlake", "tokenlake_bench", "tokenlake_client", "tokenlake_server")
+PACKAGES = ("tokenlake", "tokenlake_bench", "tokenlake_client", "tokenlake_query", "tokenlake_server")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
