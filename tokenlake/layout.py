@@ -22,8 +22,9 @@ MAX_SEGMENT_BYTES = 1 << 31
 """Bound on one slot; a layout beyond it is refused before any memory is reserved."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-ATTENTION_KINDS = ("full",)
-"""Causal attention over the whole prefix, multi-head or grouped-query."""
+ATTENTION_KINDS = ("full", "latent")
+"""Causal attention over the whole prefix: multi-head or grouped-query; or over latent rows (MLA), one KV head whose
+value is the first `value_dim` columns of its key."""
 STORAGE_ORDER = "group-layer-kv-head-token-dim"
 
 
@@ -34,7 +35,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
         [head group][layer][K, V][head in group][token][head dim]
 
-    One head group is one shard; shards are contiguous and equal in size.
+    One head group is one shard; shards are contiguous and equal in size. Where attention is latent there is no V.
     """
 
     model_id: str
@@ -68,6 +69,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             value = getattr(self, field)
             if not 1 <= value <= 1 << 20:
                 raise LayoutRefused(f"layout field '{field}' is {value}; expected 1 to {1 << 20}")
+        if self.latent and (self.kv_heads != 1 or self.value_dim > self.key_dim):
+            raise LayoutRefused(
+                f"layout field 'attention' is 'latent' with {self.kv_heads} KV heads, 'key_dim' {self.key_dim} and "
+                f"'value_dim' {self.value_dim}; expected one head, whose value is a part of its key"
+            )
         for field in ("model_id", "weights_digest", "position"):
             value = getattr(self, field)
             if not 1 <= len(value) <= 4096:
@@ -94,9 +100,15 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.segment_bytes // self.shards
 
     @property
+    def latent(self) -> bool:
+        """Are values stored as columns of the keys?"""
+        return self.attention == "latent"
+
+    @property
     def segment_bytes(self) -> int:
-        """Bytes of one segment: layers x heads x tokens x (key dim + value dim) x element size."""
-        elements = self.layers * self.kv_heads * self.segment_tokens * (self.key_dim + self.value_dim)
+        """Bytes of one segment: layers x heads x tokens x (key dim + value dim, if stored) x element size."""
+        row = self.key_dim if self.latent else self.key_dim + self.value_dim
+        elements = self.layers * self.kv_heads * self.segment_tokens * row
         return elements * DTYPE_BYTES[self.dtype]
 
     def fingerprint(self) -> Fingerprint:

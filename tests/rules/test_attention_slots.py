@@ -152,3 +152,11 @@ def test_bytes_of_a_query() -> None:
     assert llama.query_bytes(2, 4) == 24_704
     deepseek = AttentionShape(q_heads=128, kv_heads=1, key_dim=576, value_dim=512, scale=1.0, latent=True)
     assert deepseek.query_bytes(2, 4) == 128 * (1152 + 2048 + 4)
+
+
+def test_a_latent_layout_has_latent_slots_and_shape() -> None:
+    layout = msgspec.structs.replace(LAYOUT, attention="latent", kv_heads=1, key_dim=6, value_dim=5)
+    slots = SlotMap.of(layout)
+    assert slots.latent
+    assert slots.nbytes == layout.segment_bytes
+    assert AttentionShape.of(layout, 8).latent

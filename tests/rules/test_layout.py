@@ -172,3 +172,16 @@ def test_kv_heads_are_cut_in_equal_shards(kv_heads: int, shards: int, heads: int
     layout = changed(kv_heads=kv_heads)
     assert (layout.shards, layout.heads_per_shard) == (shards, heads)
     assert layout.shard_bytes * shards == layout.segment_bytes == 2 * kv_heads * 256 * 128 * 2
+
+
+def test_latent_rows_hold_the_value_within_the_key() -> None:
+    latent = changed(attention="latent", kv_heads=1, key_dim=576, value_dim=512, dtype="bfloat16", layers=2)
+    latent.check()
+    assert latent.shards == 1
+    assert latent.segment_bytes == 2 * latent.segment_tokens * 576 * 2
+
+
+@pytest.mark.parametrize("fields", [{"kv_heads": 2}, {"value_dim": 577}])
+def test_latent_rows_that_cannot_be_are_refused(fields: dict[str, int]) -> None:
+    with pytest.raises(LayoutRefused, match="latent"):
+        changed(**{"attention": "latent", "kv_heads": 1, "key_dim": 576, "value_dim": 512, **fields}).check()

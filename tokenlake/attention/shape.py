@@ -56,6 +56,7 @@ class AttentionShape:
             key_dim=layout.key_dim,
             value_dim=layout.value_dim,
             scale=layout.key_dim**-0.5 if scale is None else scale,
+            latent=layout.latent,
         )
 
     @property

@@ -61,6 +61,7 @@ class SlotMap:
             tokens=layout.segment_tokens,
             key_dim=layout.key_dim,
             value_dim=layout.value_dim,
+            latent=layout.latent,
         )
 
     @property
