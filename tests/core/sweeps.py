@@ -28,7 +28,8 @@ class Longest:
 
     def __init__(self, count: int, regions: int = 1) -> None:
         per_region = -(-count // regions)
-        config = CoreConfig(A, 1, {A: 1, B: 1, "c": 1}, regions, (per_region + 64) * (SLOT_BYTES + 8) + 65536)
+        members = {A: 1, B: 1, "c": 1}
+        config = CoreConfig(A, 1, members, regions + 1, (per_region + 64) * (SLOT_BYTES + 8) + 65536)
         self.core = NodeCore(config)
         self.core.start(0.0)
         self.now = 0.0
@@ -73,6 +74,7 @@ def fill(node: Longest, count: int, kind: Kind, tenant: TenantId = RED) -> list[
         store.unpin(segment)
         segment.source = B if kind is Kind.STAGED else None
     store.reissued.clear()
+    store.evicted.clear()
     return keys
 
 

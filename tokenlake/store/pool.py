@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -38,9 +39,8 @@ class SlotPool:
         """(region, slot), taken from the end."""
         # By kind, in lists: hashing an enum member for a dict runs Python code, and this is the hot path.
         self.order: list[EvictionPolicy] = [LeastRecentlyUsed(), LeastRecentlyUsed(), home()]
-        """READY segments; those of DIRTY are in order as well, but nobody asks for a victim among them."""
-        self.unpinned = [0] * len(Kind)
-        """READY segments with no pin: a search for a victim ends at once when there is none."""
+        """READY segments but those set aside; those of DIRTY are in order as well, but nobody asks for a victim among
+        them."""
         self.counts = [0] * len(Kind)
         """Segments RESERVED or READY."""
         self.quarantined = 0
@@ -50,7 +50,7 @@ class SlotPool:
         count = RegionShape(region_bytes, self.slot_bytes).slots
         self.regions.append(region)
         self.slots += count
-        self.free.extend((region, slot) for slot in range(count - 1, -1, -1))
+        self.free.extend(zip(itertools.repeat(region), range(count - 1, -1, -1), strict=False))
 
     def drop_region(self, region: int) -> None:
         """Forget a region all of whose slots are free."""
@@ -70,26 +70,32 @@ class SlotPool:
         return SlotRef(region, slot, generations[region][slot])
 
     def victim(self, kind: Kind, now: float) -> Segment | None:
-        """The coldest unpinned segment of `kind`. Pinned ones on the way are in use, so they count as touched:
-        each is passed over once per turn of the order."""
-        if not self.unpinned[kind]:
-            return None
+        """The coldest unpinned segment of `kind`. Pinned ones on the way are in use, so they count as touched, and are
+        set aside: a pin costs nothing but its count, and no search passes over the same pin twice."""
         order = self.order[kind]
-        while True:
+        while len(order):
             segment = order.coldest()
             if not segment.pins:
                 return segment
-            order.touch(segment, now)
+            order.remove(segment)
+            segment.aside, segment.touched = True, now
+        return None
 
     def enter(self, segment: Segment, now: float) -> None:
         """A READY segment takes its place in the order of its kind."""
         self.order[segment.kind].insert(segment, now)
-        self.unpinned[segment.kind] += not segment.pins
 
     def leave(self, segment: Segment) -> None:
-        """Inverse of `enter`."""
-        self.order[segment.kind].remove(segment)
-        self.unpinned[segment.kind] -= not segment.pins
+        """Inverse of `enter`, also of one that was set aside."""
+        if segment.aside:
+            segment.aside = False
+        else:
+            self.order[segment.kind].remove(segment)
+
+    def come_back(self, segment: Segment) -> None:
+        """The last pin of a segment that was set aside went."""
+        segment.aside = False
+        self.enter(segment, segment.touched)
 
     def check_integrity(self, segments: list[Segment], quarantined: list[Segment]) -> None:
         """Conservation of slots: free + indexed + quarantined = all, each place once."""
@@ -100,7 +106,7 @@ class SlotPool:
             of_kind = [s for s in segments if s.kind is kind]
             assert self.counts[kind] == len(of_kind), f"{kind.name}: counted {self.counts[kind]}, are {len(of_kind)}"
             ready = [s for s in of_kind if s.state is State.READY]
-            assert len(self.order[kind]) == len(ready)
-            assert self.unpinned[kind] == sum(not s.pins for s in ready)
+            assert set(self.order[kind]) == {s for s in ready if not s.aside}
+            assert all(s.pins for s in ready if s.aside)
         assert all(s.pins > 0 for s in quarantined)
         assert all(s.pins >= 0 for s in segments)

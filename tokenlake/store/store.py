@@ -25,10 +25,12 @@ QUARANTINED = Metric(
 
 RECLAIM_SLOTS = 1024
 """Segments that one call of `reclaim` looks at, or one region's if that is more."""
-RECLAIM_EVICTIONS = 256
+RECLAIM_EVICTIONS = 128
 """Segments that one call of `reclaim` evicts."""
 
 _NO_SEGMENTS: dict[SegmentKey, Segment] = {}
+_GONE = State.GONE
+"""Looked up once: each access to a member of an enum costs Python 3.11 some 100 ns."""
 
 
 class SegmentStore:
@@ -111,8 +113,7 @@ class SegmentStore:
         age = 0.0
         for pool in self._pools.values():
             free += len(pool.free) * pool.slot_bytes
-            # Only a look: what is pinned on the way stays where it is in the order.
-            coldest = next((segment for segment in pool.order[Kind.HOME] if not segment.pins), None)
+            coldest = pool.victim(Kind.HOME, now)
             if coldest is not None:
                 age = max(age, now - coldest.touched)
         return Vacancy(free / total if total else 0.0, age)
@@ -183,8 +184,6 @@ class SegmentStore:
     def pin(self, *segments: Segment) -> None:
         """Their slots stay what they are until the matching `unpin`, one for each `pin`."""
         for segment in segments:
-            if not segment.pins and segment.state is State.READY:
-                segment.pool.unpinned[segment.kind] -= 1
             segment.pins += 1
 
     def unpin(self, *segments: Segment) -> None:
@@ -193,16 +192,17 @@ class SegmentStore:
             segment.pins -= 1
             if segment.pins:
                 continue
-            if segment.state is State.READY:
-                segment.pool.unpinned[segment.kind] += 1
-            elif segment.state is State.GONE:
+            if segment.aside:
+                segment.pool.come_back(segment)
+            elif segment.state is _GONE:
                 self._leave_quarantine(segment)
 
     def touch(self, segments: Sequence[Segment], now: float) -> None:
         """The READY segments of one prompt were read; given in prompt order, touched deepest first, so that a
         parent outlives its children."""
         for segment in reversed(segments):
-            segment.pool.order[segment.kind].touch(segment, now)
+            if not segment.aside:
+                segment.pool.order[segment.kind].touch(segment, now)
 
     # -- regions
 
