@@ -41,8 +41,10 @@ class Ring:
         points.sort()
         self._points = np.array([point for point, _ in points], dtype=np.uint64)
         owners = [owner for _, owner in points]
-        self._owner = np.array(owners, dtype=np.int64)
-        self._next_other = np.array(_next_distinct(owners), dtype=np.int64)
+        following = _next_distinct(owners)
+        # Beyond the last point the circle begins again.
+        self._owner = np.array([*owners, owners[0]], dtype=np.int64)
+        self._next_other = np.array([*following, following[0]], dtype=np.int64)
         self.epoch = Epoch(self._digest(members))
 
     def _digest(self, members: Mapping[NodeId, int]) -> int:
@@ -54,17 +56,14 @@ class Ring:
         """(home, other) for each of the concatenated 32-byte `keys`. Both are the same node only when the
         ring has one member."""
         homes, others = self._locate(keys)
-        names = self.members
-        return [(names[home], names[other]) for home, other in zip(homes.tolist(), others.tolist(), strict=True)]
+        name = self.members.__getitem__
+        return list(zip(map(name, homes.tolist()), map(name, others.tolist()), strict=True))
 
     def _locate(self, keys: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        hashes = np.frombuffer(keys, dtype=">u8").reshape(-1, KEY_BYTES // 8).astype(np.uint64)
-        last = len(self._points)
-        home_points = np.searchsorted(self._points, hashes[:, 0]) % last
-        other_points = np.searchsorted(self._points, hashes[:, 1]) % last
-        homes = self._owner[home_points]
-        others = self._owner[other_points]
-        return homes, np.where(others == homes, self._next_other[other_points], others)
+        hashes = np.frombuffer(keys, dtype=">u8").reshape(-1, KEY_BYTES // 8)[:, :2].astype(np.uint64)
+        points = np.searchsorted(self._points, hashes)
+        homes, others = self._owner[points].T
+        return homes, np.where(others == homes, self._next_other[points[:, 1]], others)
 
 
 def _next_distinct(owners: list[int]) -> list[int]:

@@ -34,6 +34,8 @@ class Copy:
     touched: float
     ready: bool = False
     """Published once; stays True in quarantine."""
+    aside: bool = False
+    """Found pinned by a search for a victim: in no order until its last pin goes."""
     pins: list[str] = field(default_factory=list)
 
 
@@ -125,7 +127,7 @@ class StoreModel:
 
     def touch(self, prompt: list[Copy], now: float) -> None:
         for copy in reversed(prompt):
-            if copy.kind is not Kind.DIRTY:
+            if copy.kind is not Kind.DIRTY and not copy.aside:
                 self._leave(copy)
                 self._enter(copy, now)
 
@@ -133,6 +135,9 @@ class StoreModel:
         copy.pins.remove(holder)
         if not copy.pins and copy in self.quarantine:
             self.quarantine.remove(copy)
+        if not copy.pins and copy.aside:
+            copy.aside = False
+            self._enter(copy, copy.touched)
 
     def reclaim(self, pool: Pool) -> int | None:
         for region in list(self.regions[pool]):
@@ -162,15 +167,12 @@ class StoreModel:
         return True
 
     def _coldest(self, pool: Pool, kind: Kind, now: float) -> Copy | None:
-        """The coldest without a pin; what is colder is in use: touched, and at the end."""
+        """The coldest without a pin; what is colder is in use: touched, and set aside."""
         order = self.order.get((pool, kind), [])
-        for index, copy in enumerate(order):
-            if not copy.pins:
-                for passed in order[:index]:
-                    passed.touched = now
-                order[:] = order[index:] + order[:index]
-                return copy
-        return None
+        while order and order[0].pins:
+            passed = order.pop(0)
+            passed.touched, passed.aside = now, True
+        return order[0] if order else None
 
     def _evict(self, copy: Copy) -> None:
         self.evictions += 1
@@ -184,6 +186,7 @@ class StoreModel:
             self.order.setdefault((copy.pool, copy.kind), []).append(copy)
 
     def _leave(self, copy: Copy) -> None:
+        copy.aside = False
         order = self.order.get((copy.pool, copy.kind), [])
         if copy in order:
             order.remove(copy)

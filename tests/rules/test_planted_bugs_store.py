@@ -72,7 +72,6 @@ class LeaseIgnored(SegmentStore):
             return True
         for segment in self.segments():
             if segment.state is State.READY and segment.kind is not Kind.DIRTY and segment.pool is pool:
-                pool.unpinned[segment.kind] += 1
                 with unseen_pins(segment):
                     self._evict(segment)
                 return True
@@ -90,8 +89,6 @@ class QuarantineFreedAtOnce(SegmentStore):
     """A discarded segment's slot is free although somebody may still touch it."""
 
     def discard(self, segment: Segment) -> None:
-        if segment.pins and segment.state is State.READY and segment.kind is not Kind.DIRTY:
-            segment.pool.unpinned[segment.kind] += 1
         with unseen_pins(segment):
             super().discard(segment)
 

@@ -109,6 +109,6 @@ class Context:
 
     def ready(self, tenant: TenantId, keys: Iterable[SegmentKey]) -> list[Segment | None]:
         """This node's READY segments, None where it has none."""
-        index = self.store.index(tenant)
-        found = [index.get(key) for key in keys]
-        return [s if s is not None and s.state is State.READY else None for s in found]
+        ready = State.READY
+        found = map(self.store.index(tenant).get, keys)
+        return [segment if segment is not None and segment.state is ready else None for segment in found]

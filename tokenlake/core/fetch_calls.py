@@ -13,7 +13,6 @@ from tokenlake.core.packing import pack
 from tokenlake.core.peers import Peers
 from tokenlake.core.sessions import Lease, Process, Sessions
 from tokenlake.core.timers import Timer
-from tokenlake.core.touches import Touches
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind, Segment
@@ -36,7 +35,6 @@ class FetchParts(NamedTuple):
     sessions: Sessions
     peers: Peers
     fetches: Fetches
-    touches: Touches
 
 
 class FetchCall:
@@ -122,9 +120,8 @@ class FetchCall:
         for offset, segment in enumerate(segments):
             if segment is None and self.codes[offset] in (Code.LOCAL, Code.REMOTE):
                 self.codes[offset] = Code.LOST
-        self.parts.touches.read([segment for segment in segments if segment is not None])
         if self.parts.sessions.process(self.process.connection) is self.process:
-            packed = pack(segments, self.process.session.shards)
+            packed = pack(segments, self.process.session.shards, checksums=request.checksums)
             self.parts.context.emit(
                 Answer(self.process.connection, wire.Fetched(request.id, bytes(self.codes), *packed))
             )

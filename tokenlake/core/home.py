@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tokenlake.core.context import Context
 from tokenlake.core.peers import Peers
-from tokenlake.directory import Standing
+from tokenlake.directory import Entry, Standing
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
@@ -44,12 +44,15 @@ class Home:
             )
         return self._complete
 
-    def ask(self, tenant: TenantId, key: SegmentKey) -> tuple[Code, NodeId | None]:
-        """What the directory says: ELSEWHERE with the node (never this one, never one that is gone), PENDING,
+    def ask(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> list[tuple[Code, NodeId | None]]:
+        """What the directory says of each: ELSEWHERE with the node (never this one, never one that is gone), PENDING,
         MISSING or UNKNOWN."""
-        entry = self._context.directory.get(tenant, key, self._context.now)
-        if entry is None:
-            return (Code.MISSING if self.complete else Code.UNKNOWN), None
+        get, now = self._context.directory.get, self._context.now
+        nothing = (Code.MISSING if self.complete else Code.UNKNOWN), None
+        entries = [get(tenant, key, now) for key in keys]
+        return [nothing if entry is None else self._tell(entry) for entry in entries]
+
+    def _tell(self, entry: Entry) -> tuple[Code, NodeId | None]:
         mine = entry.node == self._context.node
         if not mine and not self._peers.usable(entry.node):
             return Code.UNKNOWN, None

@@ -40,14 +40,14 @@ class NodeCore:
 
     def __init__(self, config: CoreConfig) -> None:
         context = self._context = Context(config)
-        self._sessions = Sessions(context)
         self._peers = Peers(context, self._lost, self._suspected, self._restored)
+        self._touches = Touches(context, self._peers)
+        self._sessions = Sessions(context, self._touches)
         self._home = Home(context, self._peers)
         self._serving = Serving(context, self._peers, self._home)
         self._fetches = Fetches(context, self._peers)
         self._pushes = Pushes(context, self._peers, self._home, self._fetches)
-        self._touches = Touches(context, self._peers)
-        self._reads = Reads(context, self._sessions, self._peers, self._home, self._fetches, self._touches)
+        self._reads = Reads(context, self._sessions, self._peers, self._home, self._fetches)
         self._writes = Writes(context, self._sessions, self._peers, self._home, self._pushes, self._touches)
         self._advertising = Advertising(context, self._peers)
         self._replacing: int | None = None
@@ -70,6 +70,7 @@ class NodeCore:
             engine.Attach: self._attach,
             engine.Fetch: self._reads.fetch,
             engine.Release: self._reads.release,
+            engine.Where: self._reads.where,
             engine.Prepare: self._writes.prepare,
             engine.Commit: self._writes.commit,
             engine.Abort: self._writes.abort,
@@ -120,8 +121,8 @@ class NodeCore:
         self._handlers[type(event)](event)
         self._tell_evicted()
         self._writes.withdraw_given_up()
-        for node, lease in self._sessions.take_peer_releases():
-            self._peers.tell(node, peer.ReleaseLease((lease,)))
+        for node, leases in self._sessions.take_peer_releases().items():
+            self._peers.tell(node, peer.ReleaseLease(tuple(leases)))
         out, context.out = context.out, []
         if context.store.reissued:
             out.insert(0, Stamp(b"".join(place.pack() for place in context.store.reissued)))

@@ -12,9 +12,10 @@ __all__ = ["CHECKSUM_BYTES", "pack"]
 CHECKSUM_BYTES = 8
 
 
-def pack(segments: Sequence[Segment | None], shards: int) -> tuple[bytes, bytes]:
-    """(slots, checksums); zeros where there is no segment."""
-    no_checksum = bytes(CHECKSUM_BYTES * shards)
+def pack(segments: Sequence[Segment | None], shards: int, *, checksums: bool) -> tuple[bytes, bytes]:
+    """(slots, checksums); zeros where there is no segment. No checksums unless they are wanted."""
     slots = b"".join([NO_SLOT_BYTES if segment is None else segment.packed for segment in segments])
-    checksums = b"".join([no_checksum if segment is None else segment.checksums for segment in segments])
-    return slots, checksums
+    if not checksums:
+        return slots, b""
+    none = bytes(CHECKSUM_BYTES * shards)
+    return slots, b"".join([none if segment is None else segment.checksums for segment in segments])

@@ -30,10 +30,9 @@ from tokenlake.core.instructions import Answer
 from tokenlake.core.packing import pack
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.core.sessions import Lease, Process, Sessions
-from tokenlake.core.touches import Touches
 from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
-from tokenlake.store import Segment, State
+from tokenlake.store import Segment
 from tokenlake.wire import Code
 from tokenlake.wire import engine as wire
 from tokenlake.wire import peer as peer_wire
@@ -50,30 +49,48 @@ MAX_RANGE = 1 << 16
 """Bound on the answer to a fetch of a lease that does not exist."""
 _HOME_ANSWERS = (Code.PENDING, Code.MISSING, Code.UNKNOWN)
 """What a lookup says of a key that is neither leased nor elsewhere."""
-_LOCAL = bytes([Code.LOCAL])
+# Looked up once: each access to a member of an enum costs Python 3.11 some 100 ns, and there is one per key.
+_LOCAL, _REMOTE, _MISSING, _UNKNOWN, _ELSEWHERE = Code.LOCAL, Code.REMOTE, Code.MISSING, Code.UNKNOWN, Code.ELSEWHERE
 
 
 class _Match:
     """One match under way."""
 
-    def __init__(self, process: Process, request: wire.Match, keys: list[SegmentKey]) -> None:
+    def __init__(
+        self, process: Process, request: wire.Match, keys: list[SegmentKey], segments: list[Segment | None]
+    ) -> None:
         self.process = process
         self.request = request
         self.keys = keys
-        self.segments: list[Segment | None] = []
+        self.segments = segments
         self.remotes: list[NodeId | None] = [None] * len(keys)
-        self.codes = bytearray(bytes([Code.UNKNOWN]) * len(keys))
+        self.codes = bytearray([_UNKNOWN]) * len(keys)
         self.leases: dict[NodeId, list[int]] = {}
         self.waiting = 0
         self.deadline = 0.0
-        self.candidates: list[tuple[NodeId, NodeId]] = []
-        """Of every key; looked up when something is missing here."""
+        self.candidates: dict[int, tuple[NodeId, NodeId]] = {}
+        """By index of the keys that are not here."""
         self.asked: set[tuple[int, NodeId]] = set()
-        """(key index, who was asked); only ever tested for membership."""
+        """(key index, who was asked beside the candidates); only ever tested for membership."""
         self.denied: set[tuple[int, NodeId]] = set()
         """(key index, who does not have it though it may be elsewhere); only ever tested for membership."""
         self.hints: dict[int, tuple[NodeId, NodeId]] = {}
         """Per key index, (home that named a node, the node named)."""
+
+    def note(self, index: int, code: int) -> None:
+        """Keep the most telling of the answers: LOCAL, REMOTE, PENDING, MISSING, UNKNOWN, ..."""
+        if code < self.codes[index]:
+            self.codes[index] = code
+
+    def missing(self) -> list[int]:
+        """Indices of the keys that are not here, ascending."""
+        return [index for index, segment in enumerate(self.segments) if segment is None]
+
+    def found(self, limit: int) -> int:
+        """How many of the first `limit` keys are here or elsewhere, from the first on without a gap."""
+        places = zip(self.segments[:limit], self.remotes, strict=False)
+        gaps = (index for index, (segment, remote) in enumerate(places) if segment is None and remote is None)
+        return next(gaps, limit)
 
 
 class Reads:
@@ -86,14 +103,12 @@ class Reads:
         peers: Peers,
         home: Home,
         fetches: Fetches,
-        touches: Touches,
     ) -> None:
         self._context = context
         self._sessions = sessions
         self._peers = peers
         self._home = home
-        self._touches = touches
-        self._parts = FetchParts(context, sessions, peers, fetches, touches)
+        self._parts = FetchParts(context, sessions, peers, fetches)
         self._under_way: dict[_Match, None] = {}
 
     # -- match
@@ -104,19 +119,15 @@ class Reads:
         session = process.session
         self._context.counters.add(MATCHES)
         self._context.counters.add(ASKED, len(keys) * session.segment_tokens)
-        match = _Match(process, request, keys)
-        match.segments = self._context.ready(session.tenant, keys)
-        here = [segment for segment in match.segments if segment is not None]
-        self._context.store.pin(*here)
+        match = _Match(process, request, keys, self._context.ready(session.tenant, keys))
         self._under_way[match] = None
-        if len(here) == len(keys):
-            match.codes = bytearray(_LOCAL * len(keys))
+        if None in match.segments:
+            self._context.store.pin(*(segment for segment in match.segments if segment is not None))
+            self._ask(match)
+        else:
+            self._context.store.pin(*match.segments)  # type: ignore[arg-type]
+            match.codes = bytearray([_LOCAL]) * len(keys)
             self._finish(match)
-            return
-        for index, segment in enumerate(match.segments):
-            if segment is not None:
-                match.codes[index] = Code.LOCAL
-        self._ask(match)
 
     def _ask(self, match: _Match) -> None:
         """First round: both candidates of every key that is not here."""
@@ -124,37 +135,49 @@ class Reads:
         if 0 < match.request.deadline_s < limit:
             limit = match.request.deadline_s
         match.deadline = self._context.now + limit
+        missing = match.missing()
+        match.codes = bytearray([_LOCAL]) * len(match.keys)
+        candidates = self._context.ring.candidates(join_keys([match.keys[index] for index in missing]))
+        match.candidates = dict(zip(missing, candidates, strict=True))
         wanted: dict[NodeId, list[int]] = {}
-        match.candidates = self._context.ring.candidates(match.request.keys)
-        for index, segment in enumerate(match.segments):
-            if segment is None:
-                for node in match.candidates[index]:
-                    self._aim(match, index, node, wanted)
+        for index, (home, other) in match.candidates.items():
+            match.codes[index] = _UNKNOWN
+            wanted.setdefault(home, []).append(index)
+            if other != home:
+                wanted.setdefault(other, []).append(index)
+        self._ask_here(match, wanted.pop(self._context.node, []), wanted)
         self._send(match, wanted)
 
+    def _ask_here(self, match: _Match, indices: list[int], wanted: dict[NodeId, list[int]]) -> None:
+        """This node's own directory answers on the spot; whom it names is added to those to be asked."""
+        node = self._context.node
+        answers = self._home.ask(match.process.session.tenant, [match.keys[index] for index in indices])
+        for index, (code, elsewhere) in zip(indices, answers, strict=True):
+            home, other = match.candidates[index]
+            if home == node:
+                match.note(index, code)
+            elif elsewhere is None or other != node:
+                match.denied.add((index, node))
+                continue
+            if elsewhere is not None:
+                match.hints[index] = (node, elsewhere)
+                self._aim(match, index, elsewhere, wanted)
+
     def _aim(self, match: _Match, index: int, node: NodeId, wanted: dict[NodeId, list[int]]) -> None:
-        """Ask `node` about a key; this node's own directory answers on the spot."""
-        if (index, node) in match.asked:
+        """Ask the `node` that a home named, unless it was asked."""
+        if node in match.candidates[index] or (index, node) in match.asked:
             return
         match.asked.add((index, node))
-        if node != self._context.node:
+        if node == self._context.node:
+            self._ask_here(match, [index], wanted)
+        else:
             wanted.setdefault(node, []).append(index)
-            return
-        code, elsewhere = self._home.ask(match.process.session.tenant, match.keys[index])
-        if match.candidates[index][0] == node:
-            self._note(match, index, code)
-        elif elsewhere is None or match.candidates[index][1] != node:
-            match.denied.add((index, node))
-            return
-        if elsewhere is not None:
-            match.hints[index] = (node, elsewhere)
-            self._aim(match, index, elsewhere, wanted)
 
     def _send(self, match: _Match, wanted: dict[NodeId, list[int]]) -> None:
         tenant = match.process.session.tenant
         match.waiting += len(wanted)
         for node, indices in wanted.items():
-            packed = join_keys(match.keys[index] for index in indices)
+            packed = join_keys([match.keys[index] for index in indices])
             self._peers.call(
                 node,
                 partial(_lookup, tenant=tenant, keys=packed),
@@ -171,89 +194,83 @@ class Reads:
         if isinstance(reply, peer_wire.LookupReply) and len(reply.codes) == len(indices):
             if reply.lease:
                 match.leases.setdefault(node, []).append(reply.lease)
-            named = iter(reply.nodes)
-            for index, code in zip(indices, reply.codes, strict=True):
-                if code == Code.LOCAL:
-                    if match.remotes[index] is None:
-                        match.remotes[index] = node
-                    self._note(match, index, Code.REMOTE)
-                elif code == Code.ELSEWHERE:
-                    elsewhere = NodeId(next(named, ""))
-                    match.hints[index] = (node, elsewhere)
-                    if match.remotes[index] is None and elsewhere:
-                        self._aim(match, index, elsewhere, second)
-                elif code == Code.MISSING and match.candidates[index][0] != node:
-                    match.denied.add((index, node))
-                elif code in _HOME_ANSWERS:
-                    self._note(match, index, Code(code))
+            self._take(match, node, indices, reply, second)
         if second and self._context.now < match.deadline:
             self._send(match, second)
         elif not match.waiting:
             self._finish(match)
 
-    @staticmethod
-    def _note(match: _Match, index: int, code: Code) -> None:
-        """Keep the most telling of the answers: LOCAL, REMOTE, PENDING, MISSING, UNKNOWN, ..."""
-        match.codes[index] = min(match.codes[index], code)
+    def _take(
+        self,
+        match: _Match,
+        node: NodeId,
+        indices: list[int],
+        reply: peer_wire.LookupReply,
+        second: dict[NodeId, list[int]],
+    ) -> None:
+        named = iter(reply.nodes)
+        for index, code in zip(indices, reply.codes, strict=True):
+            if code == _LOCAL:
+                if match.remotes[index] is None:
+                    match.remotes[index] = node
+                match.note(index, _REMOTE)
+            elif code == _ELSEWHERE:
+                elsewhere = NodeId(next(named, ""))
+                match.hints[index] = (node, elsewhere)
+                if match.remotes[index] is None and elsewhere:
+                    self._aim(match, index, elsewhere, second)
+            elif code == _MISSING and match.candidates[index][0] != node:
+                match.denied.add((index, node))
+            elif code in _HOME_ANSWERS:
+                match.note(index, code)
 
     def _finish(self, match: _Match) -> None:
         """Lease the longest prefix that was found, give the rest back, answer."""
         del self._under_way[match]
         process, session = match.process, match.process.session
         here = self._sessions.process(process.connection) is process
-        if None in match.segments:
+        if match.candidates:
             self._recheck(match)
             self._report_stale(match)
         room = max(0, self._sessions.lease_room(session)) if here else 0
-        hits = 0
         limit = min(len(match.keys), room)
-        if None not in match.segments:
-            hits = limit
-        while hits < limit and (match.segments[hits] is not None or match.remotes[hits] is not None):
-            hits += 1
+        hits = match.found(limit) if match.candidates else limit
         if hits == limit < len(match.keys) and match.codes[limit] <= Code.REMOTE:
             match.codes[limit] = Code.SESSION_LIMIT
-        beyond = [segment for segment in match.segments[hits:] if segment is not None]
-        self._context.store.unpin(*beyond)
+        self._context.store.unpin(*(segment for segment in match.segments[hits:] if segment is not None))
         lease = self._make_lease(match, hits)
         self._count(match, hits)
         if here:
-            local = lease.segments if lease is not None else []
             reply = wire.Matched(
                 match.request.id,
                 lease.id if lease else 0,
                 hits,
                 bytes(match.codes),
-                *pack(local, session.shards),
+                *pack(match.segments[:hits], session.shards, checksums=match.request.checksums),
             )
             self._context.emit(Answer(process.connection, reply))
 
     def _recheck(self, match: _Match) -> None:
         """What arrived here while others were asked is found here."""
-        for index, key in enumerate(match.keys):
-            if match.segments[index] is None:
-                segment = self._context.store.get(match.process.session.tenant, key)
-                if segment is not None and segment.state is State.READY:
-                    self._context.store.pin(segment)
-                    match.segments[index] = segment
-                    match.codes[index] = Code.LOCAL
+        missing = match.missing()
+        arrived = self._context.ready(match.process.session.tenant, [match.keys[index] for index in missing])
+        for index, segment in zip(missing, arrived, strict=True):
+            if segment is not None:
+                self._context.store.pin(segment)
+                match.segments[index] = segment
+                match.codes[index] = _LOCAL
 
     def _make_lease(self, match: _Match, hits: int) -> Lease | None:
-        used: dict[NodeId, None] = {}
         lease: Lease | None = None
         if hits:
             lease = Lease(LeaseId(self._context.next_id()), match.keys[:hits], match.process.connection)
             lease.segments = match.segments[:hits]
-            here = [segment for segment in lease.segments if segment is not None]
-            for index in range(hits if len(here) < hits else 0):
-                node = match.remotes[index]
-                if lease.segments[index] is None and node is not None:
-                    lease.remotes[index] = node
-                    used[node] = None
+            if match.candidates:
+                places = zip(lease.segments, match.remotes, strict=False)
+                lease.remotes = [remote if segment is None else None for segment, remote in places]
             self._sessions.add_lease(match.process.session, lease)
-            self._touches.read(here)
         for node, leases in match.leases.items():
-            if lease is not None and node in used:
+            if lease is not None and node in lease.remotes:
                 lease.remote_leases += [(node, remote) for remote in leases]
             else:
                 self._peers.tell(node, peer_wire.ReleaseLease(tuple(leases)))
@@ -264,7 +281,7 @@ class Reads:
         stale: dict[tuple[NodeId, NodeId], list[SegmentKey]] = {}
         for index, (home, named) in match.hints.items():
             if match.codes[index] > Code.REMOTE and (index, named) in match.denied:
-                self._note(match, index, Code.MISSING)
+                match.note(index, Code.MISSING)
                 stale.setdefault((home, named), []).append(match.keys[index])
         tenant = match.process.session.tenant
         for (home, named), keys in stale.items():
@@ -277,7 +294,7 @@ class Reads:
     def _count(self, match: _Match, hits: int) -> None:
         """Every token asked for is counted once: now, or when its fetch ends or is skipped."""
         size = match.process.session.segment_tokens
-        local = hits - match.segments[:hits].count(None)
+        local = hits - match.segments[:hits].count(None) if match.candidates else hits
         pending = int(hits < len(match.keys) and match.codes[hits] == Code.PENDING)
         self._context.counters.add(LOCAL, local * size)
         self._context.counters.add(PENDING, pending * size)
@@ -295,8 +312,23 @@ class Reads:
             held = bytes(lease.holders(index) > 0 for index in range(len(lease.keys)))
             lease.held[process.connection] = bytearray(held)
             codes = bytes(lease.code(index) for index in range(len(lease.keys)))
-            reply = wire.Matched(request.id, lease.id, len(codes), codes, *pack(lease.segments, session.shards))
+            packed = pack(lease.segments, session.shards, checksums=request.checksums)
+            reply = wire.Matched(request.id, lease.id, len(codes), codes, *packed)
         self._context.emit(Answer(process.connection, reply))
+
+    def where(self, process: Process, request: wire.Where) -> None:
+        """Where the segments of a lease lie, from the first on up to one that is lost."""
+        lease = process.session.leases.get(LeaseId(request.lease))
+        nodes: dict[NodeId, int] = {}
+        owners = bytearray()
+        for segment, remote in zip(lease.segments, lease.remotes, strict=True) if lease is not None else ():
+            if segment is not None:
+                owners.append(wire.HERE)
+            elif remote is not None and (remote in nodes or len(nodes) < wire.HERE):
+                owners.append(nodes.setdefault(remote, len(nodes)))
+            else:
+                break
+        self._context.emit(Answer(process.connection, wire.Placed(request.id, tuple(nodes), bytes(owners))))
 
     def release(self, process: Process, request: wire.Release) -> None:
         """This process no longer looks at these."""
@@ -315,8 +347,10 @@ class Reads:
         if lease is None or request.start < 0 or request.stop > len(lease.keys):
             count = min(count, MAX_RANGE)
             gone: list[Segment | None] = [None] * count
-            reply = wire.Fetched(request.id, bytes([Code.LOST]) * count, *pack(gone, session.shards))
-            self._context.emit(Answer(process.connection, reply))
+            packed = pack(gone, session.shards, checksums=request.checksums)
+            self._context.emit(
+                Answer(process.connection, wire.Fetched(request.id, bytes([Code.LOST]) * count, *packed))
+            )
             return
         FetchCall(self._parts, process, lease, request).start()
 

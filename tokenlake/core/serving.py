@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from tokenlake.core.context import Context
@@ -12,6 +13,7 @@ from tokenlake.core.timers import Timer
 from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.store import Segment
+from tokenlake.store.pool import SlotPool
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
 from tokenlake.wire.slots import join_keys
@@ -27,6 +29,8 @@ here."""
 
 SLICE = 1024
 """Segments given back at a time, or one lease."""
+
+_LOCAL, _MISSING = Code.LOCAL, Code.MISSING
 
 
 class _PeerLease:
@@ -44,7 +48,8 @@ class Serving:
         self._peers = peers
         self._home = home
         self._leases: dict[LeaseId, _PeerLease] = {}
-        self._leased = 0
+        self._leased: Counter[SlotPool] = Counter()
+        """Pins of the leases, by pool."""
         self._sends: dict[int, list[Segment]] = {}
 
     # -- lookups
@@ -53,44 +58,63 @@ class Serving:
         """Lease what is here to `node`, say what the directory knows of the rest."""
         tenant = TenantId(message.tenant)
         found = self._context.ready(tenant, keys)
-        codes = bytearray()
-        nodes: list[str] = []
-        leased: list[Segment] = []
-        unasked: list[SegmentKey] = []
-        candidates = self._context.ring.candidates(message.keys) if None in found else []
-        for index, segment in enumerate(found):
-            if segment is not None:
-                room = self._leased + len(leased) < self._room(segment)
-                codes.append(Code.LOCAL if room else Code.UNKNOWN)
-                if room:
-                    leased.append(segment)
-            elif self._context.node in candidates[index]:
-                code, elsewhere = self._home.ask(tenant, keys[index])
-                if elsewhere is not None:
-                    nodes.append(elsewhere)
-                elif candidates[index][0] != self._context.node:
-                    # The other candidate knows only what it was told in place of the home.
-                    code = Code.MISSING
-                codes.append(code)
-            else:
-                codes.append(Code.MISSING)
-                # Asked only because a candidate named this node: what it knows is out of date.
-                unasked.append(keys[index])
-        for home, gone in self._context.by_home(unasked).items():
-            self._peers.tell(home, wire.Evicted(tenant, join_keys(gone), self._context.node))
+        codes = bytearray([_LOCAL]) * len(keys)
+        nodes = self._ask_home(tenant, keys, found, codes) if None in found else []
+        leased = self._within_room(found, codes)
         lease = self._grant(node, leased) if leased else LeaseId(0)
         return wire.LookupReply(message.call, lease, bytes(codes), tuple(nodes), self._context.vacancy())
 
-    def _room(self, segment: Segment) -> int:
-        pool = self._context.store.pool(segment.tenant, segment.slot_bytes)
-        return int(PEER_LEASE_SHARE * self._context.store.capacity(pool)) if pool is not None else 0
+    def _ask_home(
+        self, tenant: TenantId, keys: list[SegmentKey], found: list[Segment | None], codes: bytearray
+    ) -> list[NodeId]:
+        """What the directory knows of the keys that are not here goes into `codes`; the nodes it names, in order."""
+        here = self._context.node
+        absent = [index for index, segment in enumerate(found) if segment is None]
+        missing = [keys[index] for index in absent]
+        nodes: list[NodeId] = []
+        unasked: list[SegmentKey] = []
+        candidates = self._context.ring.candidates(join_keys(missing))
+        answers = self._home.ask(tenant, missing)
+        for index, (home, other), (code, elsewhere) in zip(absent, candidates, answers, strict=True):
+            codes[index] = _MISSING
+            if here not in (home, other):
+                # Asked only because a candidate named this node: what it knows is out of date.
+                unasked.append(keys[index])
+            elif elsewhere is not None:
+                codes[index] = code
+                nodes.append(elsewhere)
+            elif home == here:
+                # The other candidate knows only what it was told in place of the home.
+                codes[index] = code
+        for home, gone in self._context.by_home(unasked).items():
+            self._peers.tell(home, wire.Evicted(tenant, join_keys(gone), here))
+        return nodes
+
+    def _within_room(self, found: list[Segment | None], codes: bytearray) -> list[Segment]:
+        """What of the segments found other nodes may lease now; the others become UNKNOWN."""
+        leased = [segment for segment in found if segment is not None]
+        rooms = {pool: self._room(pool) for pool in {segment.pool: None for segment in leased}}
+        if all(len(leased) <= room for room in rooms.values()):
+            return leased
+        leased.clear()
+        for index, segment in enumerate(found):
+            if segment is not None and rooms[segment.pool] > 0:
+                rooms[segment.pool] -= 1
+                leased.append(segment)
+            elif segment is not None:
+                codes[index] = Code.UNKNOWN
+        return leased
+
+    def _room(self, pool: SlotPool) -> int:
+        """How many more segments of `pool` other nodes may lease."""
+        return int(PEER_LEASE_SHARE * self._context.store.capacity(pool)) - self._leased[pool]
 
     # -- leases
 
     def _grant(self, node: NodeId, segments: list[Segment]) -> LeaseId:
         lease = LeaseId(self._context.next_id())
         self._context.store.pin(*segments)
-        self._leased += len(segments)
+        self._leased.update(segment.pool for segment in segments)
         self._leases[lease] = _PeerLease(node, segments, self._expire_later(lease))
         return lease
 
@@ -112,7 +136,8 @@ class Serving:
             return
         del self._leases[lease_id]
         lease.timer.cancel()
-        self._leased -= len(lease.segments)
+        self._leased.subtract(segment.pool for segment in lease.segments)
+        self._leased = +self._leased
         self._context.store.unpin(*lease.segments)
 
     def release_all(self, node: NodeId) -> None:
@@ -165,4 +190,5 @@ class Serving:
 
     def check_integrity(self) -> None:
         """AssertionError when the count of leased segments is wrong."""
-        assert self._leased == sum(len(lease.segments) for lease in self._leases.values())
+        leased = Counter(segment.pool for lease in self._leases.values() for segment in lease.segments)
+        assert self._leased == leased

@@ -274,11 +274,12 @@ class Sessions:
         session.leased -= count
         dropped = [segment for segment in lease.segments[start:stop] if segment is not None]
         unfetched = stop - start - lease.remotes[start:stop].count(None)
-        lease.segments[start:stop] = lease.remotes[start:stop] = [None] * (stop - start)
+        lease.segments[start:stop] = [None] * (stop - start)
+        lease.remotes[start:stop] = [None] * (stop - start)
         self._context.counters.add(SKIPPED, unfetched * session.segment_tokens)
-        # Until now it was in use, and nothing could displace it: its turn is counted from here.
-        self._touches.read(dropped)
         self._context.store.unpin(*dropped)
+        # Until now they were in use, and nothing could displace them: their turn is counted from here.
+        self._touches.read(dropped)
 
     def take_peer_releases(self) -> dict[NodeId, list[int]]:
         """Leases at other nodes that nobody needs any more; the caller gives them back."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenlake.core.context import Context
 from tokenlake.core.peers import Peers
 from tokenlake.identity import NodeId, SegmentKey, TenantId
-from tokenlake.store import Kind, Segment
+from tokenlake.store import Kind, Segment, State
 from tokenlake.wire import peer as wire
 from tokenlake.wire.slots import join_keys
 
@@ -13,6 +13,7 @@ __all__ = ["Touches"]
 
 MAX_TOUCHED = 4096
 """Keys in one report to one holder; more reads of copies in one gossip interval are not reported."""
+_READY, _STAGED = State.READY, Kind.STAGED
 
 
 class Touches:
@@ -24,10 +25,11 @@ class Touches:
         self._touched: dict[tuple[NodeId, TenantId], list[SegmentKey]] = {}
 
     def read(self, segments: list[Segment]) -> None:
-        """READY segments of one prompt, in its order, were read, or written again, here."""
+        """Segments of one prompt, in its order, were read until now, or were written again, here."""
+        segments = [segment for segment in segments if segment.state is _READY]
         self._context.store.touch(segments, self._context.now)
         for segment in reversed(segments):
-            if segment.kind is Kind.STAGED and segment.source is not None:
+            if segment.kind is _STAGED and segment.source is not None:
                 batch = self._touched.setdefault((segment.source, segment.tenant), [])
                 if len(batch) < MAX_TOUCHED:
                     batch.append(segment.key)

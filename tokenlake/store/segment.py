@@ -47,6 +47,7 @@ class Segment:
     """Mutable; changed by `SegmentStore` alone, but for `checksums`, `missing_shards` and `source`."""
 
     __slots__ = (
+        "aside",
         "checksums",
         "depth",
         "key",
@@ -85,6 +86,8 @@ class Segment:
         """Index of the segment in its prompt."""
         self.pins = 0
         """Leases, writes, sends and receives that need the slot to stay what it is."""
+        self.aside = False
+        """READY, but out of the order of eviction until its last pin goes."""
         self.touched = now
         self.checksums = b""
         """8 bytes per shard once READY."""

@@ -113,7 +113,8 @@ class SegmentStore:
         age = 0.0
         for pool in self._pools.values():
             free += len(pool.free) * pool.slot_bytes
-            coldest = pool.victim(Kind.HOME, now)
+            # Only a look: what is pinned on the way stays where it is in the order.
+            coldest = next((segment for segment in pool.order[Kind.HOME] if not segment.pins), None)
             if coldest is not None:
                 age = max(age, now - coldest.touched)
         return Vacancy(free / total if total else 0.0, age)

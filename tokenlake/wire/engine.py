@@ -98,6 +98,8 @@ class Match(_Message, frozen=True, tag=4):
     id: int
     keys: bytes
     deadline_s: Seconds
+    checksums: bool = True
+    """Does the caller want them?"""
 
 
 class Matched(_Message, frozen=True, tag=5):
@@ -111,7 +113,7 @@ class Matched(_Message, frozen=True, tag=5):
     slots: bytes
     """Of the first `hits` keys; zeros where the code is not LOCAL."""
     checksums: bytes
-    """8 bytes per shard for each of the first `hits`; zeros where not LOCAL."""
+    """8 bytes per shard for each of the first `hits`, zeros where not LOCAL; empty when they are not wanted."""
 
 
 class Attach(_Message, frozen=True, tag=6):
@@ -120,6 +122,8 @@ class Attach(_Message, frozen=True, tag=6):
 
     id: int
     lease: int
+    checksums: bool = True
+    """Does the caller want them?"""
 
 
 class Fetch(_Message, frozen=True, tag=7):
@@ -131,6 +135,8 @@ class Fetch(_Message, frozen=True, tag=7):
     stop: Index
     deadline_s: Seconds
     """0: the daemon predicts it."""
+    checksums: bool = True
+    """Does the caller want them?"""
 
 
 class Fetched(_Message, frozen=True, tag=8):
@@ -234,8 +240,8 @@ class Where(_Message, frozen=True, tag=20):
 
 
 class Placed(_Message, frozen=True, tag=21):
-    """Answers `Where`: one byte per segment, an index into `nodes`, or `HERE` for this node's arena. A lease that has
-    ended has none."""
+    """Answers `Where`: one byte per segment, an index into `nodes`, or `HERE` for this node's arena, up to the first
+    segment that is lost; a lease that has ended has none."""
 
     id: int
     nodes: tuple[str, ...]
