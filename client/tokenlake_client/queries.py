@@ -109,8 +109,8 @@ class QueryBuffer:
     ticket at a time. For one thread.
 
     The engine owns `queries` until `Pool.query` and again from `Ticket.wait` on; between them nobody here touches the
-    buffer. Once a query of it missed its deadline the query engine may still write there: then all further queries
-    of it are LOST, and its memory is not used again.
+    buffer. Once a part was LOST somebody may still write there: all further queries of this buffer are LOST, and its
+    memory is not used again.
     """
 
     def __init__(self, owner: Queries, memory: QueryMemory | None, parts: Sequence[tuple[View, int]], dtype: str):
@@ -123,6 +123,8 @@ class QueryBuffer:
         self.attempt = 0
         self.spent = memory is None
         """No query of it can succeed any more."""
+        self.out = False
+        """A query is out: the query engine may write here."""
         tokens, heads = sum(tokens for _, tokens in parts), parts[0][0].heads
         self.offsets, self.nbytes = owner.geometry(tokens, heads, dtype)
         layout, of_queries = owner.layout, stored_dtype(dtype)
@@ -147,7 +149,7 @@ class QueryBuffer:
         """Give the memory back for other batches: no array over it may be used any more. Idempotent."""
         if self._memory is not None:
             memory, self._memory = self._memory, None
-            self._owner.give_back(self.link, memory, reusable=not self.spent)
+            self._owner.give_back(self.link, memory, reusable=not (self.spent or self.out))
         self.spent = True
 
     def __enter__(self) -> Self:
@@ -173,6 +175,8 @@ class Ticket:
             # An answer that came while the engine computed is read in any case.
             reply = buffer.link.wait(expected, max(self._until - time.monotonic(), GRACE_S))
         if isinstance(reply, wire.Answered) and len(reply.codes) == len(buffer.parts):
+            buffer.out = False
+            buffer.spent = reply.codes.count(Code.LOCAL) < len(reply.codes)
             return Answer(buffer.output, buffer.sums, reply.codes, reply.sent_bytes, reply.received_bytes)
         if isinstance(reply, wire.Refused):
             log.warning("the query engine refused a query: %s: %s", reply.kind, reply.reason)
@@ -251,6 +255,7 @@ class Queries:
         try:
             link.check()
             expected = link.expect((buffer.number, buffer.step, layer, buffer.attempt))
+            buffer.out = True
             link.send(wire.Query(buffer.number, buffer.step, layer, buffer.attempt, deadline_s))
         except Unreachable:
             return Ticket(buffer, None, 0.0)

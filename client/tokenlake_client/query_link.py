@@ -160,11 +160,11 @@ class QueryLink:
                 if not _is_view(key):
                     expected.reply = reply
             return
-        expected = self._waiting.pop(_key_of(reply), None)
-        if expected is None:
+        answered = self._waiting.pop(_key_of(reply), None)
+        if answered is None:
             self.late += 1
         else:
-            expected.reply = reply
+            answered.reply = reply
 
     def _end(self, reason: str) -> None:
         with self._changed:

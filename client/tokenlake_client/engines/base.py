@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix, TokenIds
 from tokenlake.layout import Layout
 
-__all__ = ["CacheLease", "CachePool"]
+__all__ = ["CacheLease", "CachePool", "PrefixView", "QueryPool"]
 
 
 class CacheLease(Protocol):
@@ -71,4 +71,33 @@ class CachePool(Protocol):
 
     def close(self) -> None:
         """End the connection."""
+        ...
+
+
+class PrefixView(Protocol):
+    """Segments that queries attend to where they lie."""
+
+    @property
+    def hits(self) -> int:
+        """How many, from the first of the lease on."""
+        ...
+
+    def close(self) -> None:
+        """Give it back, and its lease."""
+        ...
+
+
+class QueryPool(CachePool, Protocol):
+    """A pool with query engines; the contracts are in `tokenlake_client.queries`."""
+
+    def open_view(self, lease: Any, heads: int, scale: float) -> PrefixView:
+        """Takes the lease over, unless it raises."""
+        ...
+
+    def init_query(self, parts: Sequence[tuple[Any, int]]) -> Any:
+        """A buffer for the queries of these (view, tokens), of the layout's dtype."""
+        ...
+
+    def query(self, buffer: Any, layer: int, *, deadline_s: float) -> Any:
+        """A ticket."""
         ...

@@ -10,7 +10,8 @@ __all__ = ["Counters", "Counts"]
 
 @dataclass(slots=True)
 class Counts:
-    """Sums since the engine was made. `tokens_asked == tokens_hit + tokens_computed`."""
+    """Sums since the engine was made. `tokens_asked == tokens_hit + tokens_shipped + tokens_computed`; in mode `ship` a
+    request is counted when it is done, by what became of each token."""
 
     requests: int = 0
     """Rows of batches whose prompt was looked up."""
@@ -18,12 +19,21 @@ class Counts:
     """Calls served by the model alone: not servable, no daemon, or a failure."""
     tokens_asked: int = 0
     tokens_hit: int = 0
+    """Whose cache was copied from the pool."""
+    tokens_shipped: int = 0
+    """Whose cache was attended where it lies, on this node or another, to the end of the request."""
     tokens_computed: int = 0
     tokens_stored: int = 0
     tokens_not_stored: int = 0
     """New tokens whose segment was refused, was there already, or found the writer's queue full."""
     tokens_refused: int = 0
     """Those among `tokens_not_stored` that the pool refused; the log names each code once."""
+    bytes_sent: int = 0
+    """Queries that went to other nodes."""
+    bytes_received: int = 0
+    """Attention that came back from there."""
+    steps_void: int = 0
+    """Forward passes that were repeated because a part of a prefix was lost in them."""
     failures: int = 0
     """Errors of the pool's path, none of which reached the caller."""
     pool_seconds: float = 0.0

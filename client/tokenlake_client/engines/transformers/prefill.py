@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from tokenlake.identity import SegmentKey
 from tokenlake_client.engines.base import CachePool
-from tokenlake_client.engines.transformers.cache import RoomyCache, RoomyLayer
 from tokenlake_client.engines.transformers.slots import LayerPair, read_segments
 
 __all__ = ["PartialLoad", "compute", "load"]
@@ -51,12 +51,14 @@ def load(pool: CachePool, keys: Sequence[SegmentKey], layers: Sequence[LayerPair
     return loaded * layout.segment_tokens
 
 
-def compute(model: Any, tokens: Sequence[int], layers: Sequence[LayerPair], known: int, chunk: int) -> None:
-    """Fill tokens [known, len(tokens)) of `layers` ([1, heads, len(tokens), dim] each), whose tokens before
-    `known` are valid, with forward passes of at most `chunk` tokens."""
+def compute(
+    model: Any, tokens: Sequence[int], cache: Any, chunk: int, run: Callable[[Callable[[], Any]], Any] | None = None
+) -> None:
+    """Extend `cache`, which holds the first of `tokens`, by the others, with forward passes of one row and at most
+    `chunk` tokens. `run` calls each of them (default: as it is)."""
+    known = cache.get_seq_length()
     if known == len(tokens):
         return
-    cache = RoomyCache([RoomyLayer(keys, values, known) for keys, values in layers])
     # The logits of a prompt are vocabulary x tokens; nobody reads them.
     accepts = inspect.signature(model.forward).parameters
     extras = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
@@ -64,10 +66,12 @@ def compute(model: Any, tokens: Sequence[int], layers: Sequence[LayerPair], know
     with torch.no_grad():
         for start in range(known, len(tokens), chunk):
             stop = min(start + chunk, len(tokens))
-            model(
+            forward = partial(
+                model,
                 input_ids=ids[:, start - known : stop - known],
                 position_ids=torch.arange(start, stop, device=model.device)[None],
                 past_key_values=cache,
                 use_cache=True,
                 **extras,
             )
+            forward() if run is None else run(forward)

@@ -26,8 +26,8 @@ __all__ = ["StoreTask", "Writer", "task_of"]
 class StoreTask:
     """Segments [first, first + len(keys)) of one prompt.
 
-    Owns references to `layers`, whose tokens up to the last segment's end nobody writes any more. Token 0
-    of `layers` is the prompt's first.
+    Owns references to `layers`, whose tokens up to the last segment's end nobody writes any more. They begin with
+    token `start` of the prompt, which is not after the first segment's.
     """
 
     pool: CachePool
@@ -35,17 +35,23 @@ class StoreTask:
     keys: Sequence[SegmentKey]
     first: int
     layers: Sequence[LayerPair]
+    start: int
     computed: tuple[Any, ...]
     """Events of the accelerators that computed `layers`."""
 
 
 def task_of(
-    pool: CachePool, layout: Layout, keys: Sequence[SegmentKey], first: int, layers: Sequence[LayerPair]
+    pool: CachePool,
+    layout: Layout,
+    keys: Sequence[SegmentKey],
+    first: int,
+    layers: Sequence[LayerPair],
+    start: int = 0,
 ) -> StoreTask:
     """A task for the thread that has just computed `layers`."""
     devices = {keys_.device for keys_, _ in layers if keys_.device.type == "cuda"}
     events = tuple(torch.cuda.current_stream(device).record_event() for device in devices)
-    return StoreTask(pool, layout, keys, first, layers, events)
+    return StoreTask(pool, layout, keys, first, layers, start, events)
 
 
 class Writer:
@@ -130,7 +136,7 @@ class Writer:
         size = task.layout.segment_tokens
 
         def fill(index: int, slot: NDArray[np.uint8]) -> None:
-            write_segment(slot, task.layout, task.layers, (task.first + index) * size)
+            write_segment(slot, task.layout, task.layers, (task.first + index) * size - task.start)
 
         codes = b""
         try:

@@ -1,0 +1,119 @@
+"""The attention function that a model runs with while prefixes of its cache lie elsewhere.
+
+It is registered with transformers under one name. What it does is decided by who called the model: `attending`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface
+from transformers.cache_utils import DynamicCache
+
+from tokenlake_client.engines.transformers.cache import CacheShape
+from tokenlake_client.engines.transformers.partial import attend_own
+
+__all__ = ["Attending", "QueryShape", "attending", "query_shape"]
+
+NAME = "tokenlake"
+PROBE_TOKENS = 8
+UNCONCERNED = frozenset((
+    "dropout", "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
+    "return_dict", "is_causal", "logits_to_keep", "labels", "num_items_in_batch",
+))  # fmt: skip
+"""Arguments of attention functions that change nothing in a causal forward pass without training."""
+
+
+class Attending(Protocol):
+    """Computes the attention of a forward pass."""
+
+    def attend(self, module: Any, query: Any, keys: Any, values: Any, scale: float, others: dict[str, Any]) -> Any:
+        """`query` [rows, heads, tokens, key dim]; `keys`, `values`: what the cache's `update` returned. The output,
+        [rows, heads, tokens, value dim], of any dtype. `others`: arguments beyond these."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class QueryShape:
+    """What all layers' queries have in common."""
+
+    heads: int
+    scale: float
+
+
+_current: ContextVar[Attending] = ContextVar("attending")
+
+
+@contextlib.contextmanager
+def attending(model: Any, by: Attending) -> Iterator[None]:
+    """Within it, `model` computes attention with `by`. The model builds no mask."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = NAME
+    token = _current.set(by)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+        model.config._attn_implementation = before
+
+
+def query_shape(model: Any, shape: CacheShape) -> QueryShape:
+    """The shape of the model's queries, from a forward pass of a few tokens. Raises ValueError naming what of the
+    model's attention is not served; its logits under our attention are compared with its own."""
+    tokens = torch.arange(PROBE_TOKENS, device=model.device)[None] % model.config.vocab_size
+    probe = _Probe(shape)
+
+    def logits() -> Any:
+        cache = DynamicCache(config=model.config)
+        outputs = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), past_key_values=cache, use_cache=True)
+        return outputs.logits.float()
+
+    with torch.no_grad():
+        expected = logits()
+        with attending(model, probe):
+            got = logits()
+    if probe.layers != list(range(len(shape.devices))):
+        raise ValueError(f"its attention of {len(shape.devices)} layers calls the attention interface {probe.layers}")
+    if len(probe.seen) != 1:
+        raise ValueError(f"its layers' queries differ: (heads, scale) in {sorted(probe.seen)}")
+    tolerance = 1e-3 if shape.dtype == torch.float32 else 0.1
+    if (difference := float((got - expected).abs().max())) > tolerance * float(expected.abs().max()):
+        raise ValueError(f"its logits differ by {difference:.3g} from those of plain attention")
+    return QueryShape(*probe.seen.pop())
+
+
+class _Probe:
+    """Plain attention that notes what it is asked for."""
+
+    def __init__(self, shape: CacheShape) -> None:
+        self._shape = shape
+        self.layers: list[int] = []
+        self.seen: set[tuple[int, float]] = set()
+
+    def attend(self, module: Any, query: Any, keys: Any, values: Any, scale: float, others: dict[str, Any]) -> Any:
+        for name, value in others.items():
+            if name not in UNCONCERNED and value is not None:
+                raise ValueError(f"its attention takes '{name}', whose meaning is not known")
+        if query.dtype != self._shape.dtype or query.shape[1] % keys.shape[1] or query.shape[3] != keys.shape[3]:
+            raise ValueError(f"its queries are {query.dtype} {tuple(query.shape)}, its keys {tuple(keys.shape)}")
+        if not scale > 0:
+            raise ValueError(f"its attention has a scale of {scale}")
+        self.layers.append(module.layer_idx)
+        self.seen.add((query.shape[1], float(scale)))
+        return attend_own(query, keys, values, scale).out
+
+
+def _attention(
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None, **others: Any
+) -> tuple[Any, None]:
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    output = _current.get().attend(module, query, key, value, scale, others)
+    return output.to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, _attention)

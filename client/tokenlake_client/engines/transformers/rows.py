@@ -1,0 +1,59 @@
+"""The prompts of a batch on their way into its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tokenlake.keys import Prefix
+from tokenlake_client.engines.transformers.cache import row_cache
+from tokenlake_client.engines.transformers.shipped import SharedPrefix
+from tokenlake_client.engines.transformers.slots import LayerPair
+
+__all__ = ["Row", "place_rows"]
+
+
+@dataclass(slots=True)
+class Row:
+    """One prompt. `layers` are views [1, heads, prompt - 1 - start, dim] of the batch's storage."""
+
+    tokens: list[int]
+    padding: int = 0
+    layers: list[LayerPair] = field(default_factory=list)
+    chain: Prefix | None = None
+    """The keys of its segments, once the pool told them."""
+    shared: SharedPrefix | None = None
+    """What it begins with and is not in `layers`."""
+    loaded: int = 0
+    """Tokens at the beginning of `layers` that came from the pool."""
+
+    @property
+    def start(self) -> int:
+        """The first token in `layers`."""
+        return 0 if self.shared is None else len(self.shared.tokens)
+
+    @property
+    def known(self) -> int:
+        """Tokens that prefill need not compute."""
+        return self.start + self.loaded
+
+    def counts(self) -> dict[str, int]:
+        """Of its tokens, by what became of each."""
+        shared = self.shared
+        shipped = self.start if shared is not None and shared.view is not None else 0
+        hit = self.loaded if shared is None else shared.loaded
+        asked = len(self.tokens)
+        return {
+            "requests": 1,
+            "tokens_asked": asked,
+            "tokens_hit": hit,
+            "tokens_shipped": shipped,
+            "tokens_computed": asked - hit - shipped,
+        }
+
+
+def place_rows(rows: Sequence[Row], storage: Sequence[LayerPair], before: int, stop: int) -> None:
+    """Give each row its place in `storage`, whose first column is token `before` of the padded rows: up to `stop`,
+    counted there too."""
+    for index, row in enumerate(rows):
+        row.layers = row_cache(storage, index, row.padding + row.start - before, stop - before)
