@@ -31,7 +31,8 @@ from tokenlake.wire.frames import decode
 
 __all__ = ["Channel", "Pending"]
 
-READ_BYTES = 256 << 10
+READ_BYTES = 64 << 10
+"""At a time. From 128 KiB on each read would map memory and give it back, which costs more than the read."""
 MAX_FRAME = 16 << 20
 """Of a reply; the daemon's own bound on requests is in its `Welcome`."""
 SEND_S = 1.0

@@ -16,7 +16,8 @@ from tokenlake.wire import FrameDecoder
 
 __all__ = ["FrameConnection"]
 
-READ_BYTES = 256 << 10
+READ_BYTES = 64 << 10
+"""At a time. From 128 KiB on each read would map memory and give it back, which costs more than the read."""
 MAX_UNSENT_BYTES = 16 << 20
 """A peer or client that does not read this much is cut off: memory has a bound."""
 

@@ -41,6 +41,10 @@ class FrameDecoder:
         """Bodies completed by `data`. Raises `ProtocolRefused` for a frame over the bound: the stream cannot
         be read on after that."""
         buffer = self._buffer
+        if not buffer and len(data) - HEADER_BYTES == int.from_bytes(data[:HEADER_BYTES], "little") <= self.max_frame:
+            # Exactly one frame, as nearly always.
+            yield data[HEADER_BYTES:]
+            return
         buffer += data
         while len(buffer) >= HEADER_BYTES:
             size = int.from_bytes(buffer[:HEADER_BYTES], "little")
