@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
@@ -87,6 +88,28 @@ def transfer(**arguments: object) -> None:
         run_transfer(TransferArguments(**arguments))  # type: ignore[arg-type]
     except TokenLakeError as error:
         raise click.ClickException(str(error)) from error
+
+
+@bench.command("soak")
+@click.option("--minutes", default=2.0, show_default=True, help="Of load; what is checked afterwards takes one or two.")
+@click.option("--seed", default=0, show_default=True, help="Of prompts, bytes, actions and faults.")
+@click.option("--nodes", default=3, show_default=True, help="Daemons to start on this machine.")
+@click.option("--rate", default=10.0, show_default=True, help="Actions a second of each engine process.")
+@click.option("--fault-every", default=4.0, show_default=True, help="Seconds between two faults, on average.")
+@_json
+@click.option("--page", "page_file", type=_FILE, help="Write the result to this file, in Markdown.")
+def soak(**arguments: object) -> None:
+    """Mixed load while engines and daemons are killed and stopped; every byte compared; what must stay flat.
+
+    Ends with a verdict per claim; the exit status is 1 unless all hold. Ctrl-C ends the load early.
+    """
+    from tokenlake_bench.soak.command import SoakArguments, run_soak
+
+    try:
+        result = run_soak(SoakArguments(**arguments))  # type: ignore[arg-type]
+    except TokenLakeError as error:
+        raise click.ClickException(str(error)) from error
+    sys.exit(0 if result.passed else 1)
 
 
 @click.command()

@@ -61,6 +61,11 @@ class Worker:
         assert self._process.stdout is not None
         self._output = self._process.stdout.fileno()
 
+    @property
+    def pid(self) -> int:
+        """Of the process, which is not waited for before `close`."""
+        return self._process.pid
+
     def call(self, name: str, **arguments: object) -> Any:
         """The result. Raises `Unreachable` with the error, or with what the process wrote last when it ended."""
         assert self._process.stdin is not None

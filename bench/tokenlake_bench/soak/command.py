@@ -1,0 +1,253 @@
+"""The command `bench soak`: load and faults for a time, then what must be so afterwards, then the verdict."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+
+from tokenlake.errors import ConfigurationError, TokenLakeError
+from tokenlake_bench.load_meter import settle
+from tokenlake_bench.progress import LiveProgress
+from tokenlake_bench.soak.faults import schedule
+from tokenlake_bench.soak.fleet import EVICTED, Fleet
+from tokenlake_bench.soak.refill import Refilled, refill
+from tokenlake_bench.soak.results import Claim, SoakResult, flat_claims, gauges_of, series_of, write_result
+from tokenlake_bench.soak.show import claim_table, gauge_table, page
+
+__all__ = ["SoakArguments", "run_soak"]
+
+SAMPLES: Final = 240
+"""Most samples of a run; short ones have one a second."""
+DRAIN_S: Final = 60.0
+"""For everything to be given back: a lease, a reservation and a few seconds of a busy machine."""
+POLL_S: Final = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoakArguments:
+    """As on the command line."""
+
+    minutes: float
+    seed: int
+    nodes: int
+    rate: float
+    fault_every: float
+    json_file: Path | None
+    page_file: Path | None
+
+    def __post_init__(self) -> None:
+        for name in ("minutes", "rate", "fault_every"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigurationError(name.replace("_", "-"), getattr(self, name), "a finite number above 0")
+        if self.nodes < 2:
+            raise ConfigurationError("nodes", self.nodes, "at least 2, so that one can be killed")
+
+    @property
+    def seconds(self) -> float:
+        """Of load."""
+        return self.minutes * 60
+
+    def command(self) -> str:
+        """What repeats the run."""
+        return (
+            f"tokenlake bench soak --minutes {self.minutes:g} --seed {self.seed} --nodes {self.nodes} "
+            f"--rate {self.rate:g} --fault-every {self.fault_every:g}"
+        )
+
+
+def run_soak(arguments: SoakArguments, console: Console | None = None) -> SoakResult:
+    """Runs, prints, writes the files that were asked for. An interruption ends the load early; a second one also what
+    is checked afterwards. Raises TokenLakeError."""
+    console = console or Console()
+    console.print(arguments.command(), soft_wrap=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="tokenlake-soak-") as directory,
+        Fleet(arguments.nodes, arguments.seed, arguments.rate, Path(directory)) as fleet,
+    ):
+        run = _Run(arguments, fleet, console)
+        with _interruptible(run):
+            run.load()
+        with _interruptible(run):
+            run.afterwards()
+        result = run.result()
+    console.print(claim_table(result))
+    console.print(gauge_table(result.gauges))
+    if arguments.json_file is not None:
+        write_result(result, arguments.json_file)
+    if arguments.page_file is not None:
+        arguments.page_file.write_text(page(result, arguments.command()))
+    return result
+
+
+@contextmanager
+def _interruptible(run: _Run) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        run.interrupted = True
+
+
+@dataclass
+class _Run:
+    """One run. `drained` and the like are None as long as nobody looked."""
+
+    arguments: SoakArguments
+    fleet: Fleet
+    console: Console
+    interrupted: bool = False
+    load_s: float = 0.0
+    engines_gave_back: bool = False
+    left_held: dict[str, float] | None = None
+    left_processes: float | None = None
+    slots_missing: float | None = None
+    refilled: Refilled | None = None
+    trouble: list[str] = field(default_factory=list)
+
+    def load(self) -> None:
+        """Load and faults, with a sample at regular times."""
+        seconds = self.arguments.seconds
+        order = count()
+        events: list[tuple[float, int, Callable[[], None]]] = []
+        for fault in schedule(self.fleet.targets(), seconds, self.arguments.fault_every, self.arguments.seed):
+            events.append((fault.at_s, next(order), lambda fault=fault: self.fleet.begin(fault)))  # type: ignore[misc]
+            events.append((fault.at_s + fault.for_s, next(order), lambda fault=fault: self.fleet.end(fault)))  # type: ignore[misc]
+        every_s = max(1.0, seconds / SAMPLES)
+        events += [(number * every_s, next(order), self._sample) for number in range(1, int(seconds / every_s) + 1)]
+        heapq.heapify(events)
+        self._began = time.monotonic()
+        with LiveProgress(self.console, "soak, seconds", max(1, int(seconds))) as progress:
+            while events and (now := self._now()) < seconds:
+                if events[0][0] > now:
+                    time.sleep(min(POLL_S, events[0][0] - now))
+                    continue
+                heapq.heappop(events)[2]()
+                progress.update(int(self._now()), self._status())
+            self.load_s = self._now()
+
+    def _now(self) -> float:
+        return time.monotonic() - self._began
+
+    def _sample(self) -> None:
+        self.load_s = self._now()
+        self.fleet.tend()
+        self.fleet.sample(self.load_s)
+
+    def _status(self) -> str:
+        done, faults = self.fleet.done(), sum(self.fleet.faults.values())
+        return (
+            f"{done['segments compared']:,} segments compared, {self.fleet.wrong()[1]:,} wrong bytes, {faults} faults, "
+            f"{self.fleet.counted(EVICTED):,} evicted"
+        )
+
+    def afterwards(self) -> None:
+        """The load has ended: what is held is given back, and the memory takes anything."""
+        fleet = self.fleet
+        fleet.recover()
+        self.engines_gave_back = fleet.drain(DRAIN_S)
+        self.console.print("the load has ended: waiting until nothing is held")
+        self.left_held = _wait_for_none(fleet.held)
+        fleet.leave()
+        self.left_processes = _wait_for_none(lambda: {"processes": fleet.cluster.totals()["tokenlake_processes"]})[
+            "processes"
+        ]
+        settle(fleet.cluster)
+        self.slots_missing = fleet.slots_missing()
+        self.console.print("storing until nothing is left of what the engines stored")
+        try:
+            self.refilled = refill(fleet.cluster, self.arguments.seed)
+        except TokenLakeError as error:
+            self.trouble.append(f"refill: {error}")
+
+    def result(self) -> SoakResult:
+        """What is known now."""
+        fleet = self.fleet
+        survivors = [target.name for target in fleet.targets() if not target.mortal]
+        gauges, unknown = gauges_of(fleet.recorder, survivors)
+        return SoakResult(
+            seconds=self.load_s,
+            seed=self.arguments.seed,
+            nodes=self.arguments.nodes,
+            interrupted=self.interrupted,
+            claims=[*self._claims(), *flat_claims(gauges, unknown)],
+            gauges=gauges,
+            faults=dict(sorted(fleet.faults.items())),
+            done=dict(sorted((fleet.done() + Counter({"segments evicted": fleet.counted(EVICTED)})).items())),
+            lives={name: len(lives) for name, lives in fleet.recorder.lives.items()},
+            peaks={gauge: fleet.recorder.peak(gauge) for gauge in ("quarantined", "pins")},
+            series=series_of(fleet.recorder, survivors),
+        )
+
+    def _claims(self) -> list[Claim]:
+        fleet, done = self.fleet, self.fleet.done()
+        segments, nbytes = fleet.wrong()
+        compared = done["segments compared"]
+        again = self.refilled
+        if again is not None:
+            nbytes += again.wrong_bytes
+        ended = [
+            *fleet.ended_by_themselves,
+            *(line for engine in fleet.engines.values() for line in engine.ended_by_themselves),
+        ]
+        held = self.left_held
+        stirred = min(done["segments from other nodes"], fleet.counted(EVICTED), sum(fleet.faults.values()))
+        claims = [
+            Claim(
+                "the load was one",
+                f"{compared:,} segments compared, {done['segments from other nodes']:,} came from other nodes, "
+                f"{fleet.counted(EVICTED):,} evicted; {_counts(fleet.faults)}",
+                stirred > 0,
+            ),
+            Claim("wrong bytes: 0", f"{nbytes:,} in {segments:,} reads", compared > 0 and nbytes == 0),
+            Claim(
+                "no process ended that nobody killed",
+                "; ".join([*ended, *self.trouble]) or "none",
+                not ended and not self.trouble,
+            ),
+            Claim("no failure caught in a daemon's log", f"{fleet.tracebacks()}", fleet.tracebacks() == 0),
+            Claim(
+                "quarantine and pins drain to 0, the engines still there",
+                "not reached" if held is None else f"{held['quarantined']:.0f} slots, {held['pins']:.0f} entries",
+                held is not None and self.engines_gave_back and not any(held.values()),
+            ),
+            Claim(
+                "no engine's process is remembered after they left",
+                "not reached" if self.left_processes is None else f"{self.left_processes:.0f}",
+                self.left_processes == 0,
+            ),
+            Claim(
+                "free slots and segments are all slots",
+                "not reached" if self.slots_missing is None else f"{self.slots_missing:.0f} missing",
+                self.slots_missing == 0,
+            ),
+            Claim(
+                "everything can be stored again",
+                "not reached"
+                if again is None
+                else f"{again.stored:,} of {again.asked:,} segments; {again.left} old ones stayed{again.stuck and '; '}{again.stuck}",
+                again is not None and again.stored == again.asked and again.left == 0,
+            ),
+        ]
+        return claims
+
+
+def _counts(counted: Counter[str]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in sorted(counted.items())) or "no faults"
+
+
+def _wait_for_none(look: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """What is left when it is nothing, or after `DRAIN_S`."""
+    until = time.monotonic() + DRAIN_S
+    while any((found := look()).values()) and time.monotonic() < until:
+        time.sleep(POLL_S)
+    return found

@@ -1,0 +1,238 @@
+"""An engine process of the soak: does what engines do and what they do wrong, and compares every byte it reads.
+
+What it finds wrong it writes into a file at once, so that nothing is forgotten when it is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenlake.errors import DeadlinePassed, TokenLakeError, Unreachable
+from tokenlake.wire import Code
+from tokenlake_bench import payload
+from tokenlake_bench.live_client import LiveClient
+from tokenlake_bench.payload import PayloadIdentity
+from tokenlake_bench.soak.load import GROUPS, Prompt, draw_prompt
+from tokenlake_bench.transfer.worker import serve
+from tokenlake_client import Lease, Pool, Write
+
+__all__ = ["SoakEngine"]
+
+CONNECT_S: Final = 60.0
+MATCH_S: Final = 0.2
+FETCH_S: Final = 1.0
+KEPT: Final = 12
+"""Things held at a time; bounds what one engine takes from the others."""
+LONGEST_HOLD_S: Final = 15.0
+"""Several leases long, of sessions that are alive, and longer than a reservation."""
+JUNK: Final = 0xEE
+"""Written where nothing may ever be read."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """Until `until`: views to compare again, a lease to release late, or a write to finish late."""
+
+    until: float
+    lease: Lease | None = None
+    arrays: list[NDArray[np.uint8]] | None = None
+    digests: list[bytes] | None = None
+    write: Write | None = None
+
+
+class SoakEngine:
+    """One process of one session, of one group. Paced: `rate` actions a second on average."""
+
+    def __init__(self, pool: Pool, seed: int, name: str, rate: float, wrong_file: Path) -> None:
+        self._pool = pool
+        self._seed = seed
+        self._name = name
+        self._rate = rate
+        self._wrong_file = wrong_file
+        self._draw = random.Random(f"{name} {seed}")
+        self._identity = PayloadIdentity(seed, pool.tenant, pool.layout.fingerprint())
+        self._client = LiveClient(pool, seed, window=8)
+        self._held: list[_Held] = []
+        self._counts: Counter[str] = Counter()
+        self._next = time.monotonic()
+        self._actions = {
+            self._serve: 12,
+            self._hold: 4,
+            self._lease_only: 2,
+            self._copy: 3,
+            self._cancel: 1,
+            self._abort: 1,
+            self._commit_late: 2,
+        }
+
+    def work(self, seconds: float) -> dict[str, int]:
+        """What was done meanwhile, by name; the next call counts from 0."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self._end_due()
+            self._try(self._draw.choices(list(self._actions), list(self._actions.values()))[0])
+            self._next = max(self._next + self._draw.expovariate(self._rate), time.monotonic())
+            time.sleep(max(0.0, min(self._next, until) - time.monotonic()))
+        counts, self._counts = self._counts, Counter()
+        return counts
+
+    def drain(self) -> dict[str, int]:
+        """Give everything back and stay connected."""
+        while self._held:
+            self._end(self._held.pop())
+        counts, self._counts = self._counts, Counter()
+        return counts
+
+    # -- actions
+
+    def _serve(self, prompt: Prompt) -> None:
+        served = self._client.serve(prompt.tokens)
+        self._counts["requests"] += 1
+        self._counts["segments compared"] += served.hits
+        self._counts["segments from other nodes"] += len(served.remote)
+        self._counts["segments stored"] += served.stored[Code.COMMITTED]
+        self._counts["segments refused"] += sum(n for code, n in served.stored.items() if code.refused)
+        self._counts["calls without an answer"] += served.failures
+        if served.wrong_segments:
+            self._wrong("serve", prompt, served.wrong_segments, served.wrong_bytes)
+
+    def _hold(self, prompt: Prompt) -> None:
+        """The arrays outlive the lease."""
+        digests = prompt.digests(self._identity)
+        with self._match(prompt) as lease:
+            arrays = lease.fetch(deadline_s=FETCH_S)
+        self._compare("hold", prompt, arrays, digests)
+        if arrays:
+            self._keep(_Held(self._later(), arrays=arrays, digests=digests))
+
+    def _lease_only(self, prompt: Prompt) -> None:
+        self._keep(_Held(self._later(), lease=self._match(prompt)))
+
+    def _copy(self, prompt: Prompt) -> None:
+        digests = prompt.digests(self._identity)
+        out = np.empty(self._pool.layout.segment_bytes, np.uint8)
+        with self._match(prompt) as lease:
+            for index in range(lease.hits):
+                if lease.copy_into([out], index, FETCH_S):
+                    self._compare("copy", prompt, [out], digests[index:])
+
+    def _cancel(self, prompt: Prompt) -> None:
+        self._pool.begin_match(self._pool.prefix(prompt.tokens).keys, deadline_s=MATCH_S).cancel()
+
+    def _abort(self, prompt: Prompt) -> None:
+        write = self._pool.store(self._pool.prefix(prompt.tokens).keys)
+        for _, slot in write.slots:
+            slot[:] = JUNK
+        write.abort()
+        self._counts["writes aborted"] += 1
+
+    def _commit_late(self, prompt: Prompt) -> None:
+        """Most in time, some after the reservation's deadline. The slots hold junk meanwhile."""
+        digests = prompt.digests(self._identity)
+        write = self._pool.store(self._pool.prefix(prompt.tokens).keys)
+        for _, slot in write.slots:
+            slot[:] = JUNK
+        self._keep(_Held(self._later(), write=write, digests=digests))
+
+    # -- inside
+
+    def _match(self, prompt: Prompt) -> Lease:
+        return self._pool.match(self._pool.prefix(prompt.tokens).keys, deadline_s=MATCH_S)
+
+    def _later(self) -> float:
+        return time.monotonic() + LONGEST_HOLD_S * self._draw.random() ** 3
+
+    def _keep(self, held: _Held) -> None:
+        if len(self._held) == KEPT:
+            self._end(self._held.pop(0))
+        self._held.append(held)
+
+    def _end_due(self) -> None:
+        now = time.monotonic()
+        due = [held for held in self._held if held.until <= now]
+        self._held = [held for held in self._held if held.until > now]
+        while due:
+            self._end(due.pop())
+
+    def _end(self, held: _Held) -> None:
+        try:
+            if held.arrays is not None and held.digests is not None:
+                self._compare("held views", None, held.arrays, held.digests)
+                self._counts["segments compared after a hold"] += len(held.arrays)
+            if held.lease is not None:
+                held.lease.release()
+                self._counts["leases released late"] += 1
+            if held.write is not None and held.digests is not None:
+                for index, slot in held.write.slots:
+                    payload.fill(slot, held.digests[index])
+                codes = held.write.commit()
+                self._counts["segments stored"] += codes.count(Code.COMMITTED)
+                self._counts["segments committed too late"] += codes.count(Code.EXPIRED)
+        except TokenLakeError as error:
+            self._failed(error)
+
+    def _try(self, action: object) -> None:
+        try:
+            action(draw_prompt(self._seed, self._draw))  # type: ignore[operator]
+        except TokenLakeError as error:
+            self._failed(error)
+
+    def _failed(self, error: TokenLakeError) -> None:
+        if isinstance(error, DeadlinePassed):
+            self._counts["calls without an answer"] += 1
+        elif isinstance(error, Unreachable):
+            self._counts["calls while the daemon was away"] += 1
+        else:
+            self._counts[f"refused: {type(error).__name__}"] += 1
+
+    def _compare(self, what: str, prompt: Prompt | None, arrays: list[NDArray[np.uint8]], digests: list[bytes]) -> None:
+        self._counts["segments compared"] += len(arrays)
+        expected = np.empty(self._pool.layout.segment_bytes, np.uint8)
+        for array, digest in zip(arrays, digests, strict=False):
+            if not payload.check(array, digest):
+                payload.fill(expected, digest)
+                self._wrong(what, prompt, 1, int(np.count_nonzero(array != expected)))
+
+    def _wrong(self, what: str, prompt: Prompt | None, segments: int, nbytes: int) -> None:
+        line = {
+            "engine": self._name,
+            "what": what,
+            "prompt": None if prompt is None else prompt.number,
+            "segments": segments,
+            "bytes": nbytes,
+        }
+        with self._wrong_file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _connect(socket: str, token: str, group: int) -> Pool:
+    until = time.monotonic() + CONNECT_S
+    while True:
+        try:
+            return Pool.connect(socket, GROUPS[group].layout, token)
+        except Unreachable:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)
+
+
+def main(socket: str, token: str, group: str, seed: str, name: str, rate: str, wrong_file: str) -> None:
+    """The process: does what it is told once its daemon, which may still be starting, has taken it in."""
+    pool = _connect(socket, token, int(group))
+    engine = SoakEngine(pool, int(seed), name, float(rate), Path(wrong_file))
+    serve({"work": engine.work, "drain": engine.drain})
+    pool.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,209 @@
+"""The daemons and engines of a soak, the faults that are done to them, and the samples that are taken."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from tokenlake_bench.cluster import Cluster, Node
+from tokenlake_bench.soak.faults import Fault, FaultKind, Target
+from tokenlake_bench.soak.gauges import Recorder, pins, process_gauges, quarantined, total
+from tokenlake_bench.soak.load import GROUPS
+from tokenlake_bench.soak.slot import EngineSlot
+
+__all__ = ["EVICTED", "Fleet"]
+
+ENGINES: Final = 3
+"""Per node."""
+SLOT_GROUPS: Final = ((0,), (0, 1), (2, 3))
+"""By an engine's number at its node: the groups its lives belong to. The first of each node is never killed."""
+MEMORY: Final = "8MiB"
+REGION: Final = "1MiB"
+LEASE_S: Final = "2"
+RESERVATION_S: Final = "5"
+"""Both short, so that many are missed."""
+EVICTED: Final = "tokenlake_evicted_segments_total"
+
+_TENANTS = """
+cluster_secret = "{secret}"
+allow_uids = [{uid}]
+
+[[tenants]]
+name = "red"
+secret = "{red}"
+tokens = ["{red_token}"]
+
+[[tenants]]
+name = "blue"
+secret = "{blue}"
+tokens = ["{blue_token}"]
+"""
+
+
+class Fleet:
+    """As a context manager: all started inside, all ended after."""
+
+    def __init__(self, nodes: int, seed: int, rate: float, directory: Path) -> None:
+        config = directory / "tokenlake.toml"
+        config.touch(mode=0o600)
+        tokens = {f"{group.tenant}_token": group.credential for group in GROUPS}
+        config.write_text(_TENANTS.format(uid=os.getuid(), secret="cc" * 32, red="aa" * 32, blue="bb" * 32, **tokens))
+        self.wrong_file = directory / "wrong.jsonl"
+        self.recorder = Recorder()
+        self.faults: Counter[str] = Counter()
+        """By kind and whom it struck."""
+        self.ended_by_themselves: list[str] = []
+        self.counters: Counter[str] = Counter()
+        """Of the daemons, of all their lives, as of the last sample of each."""
+        self.cluster = Cluster(nodes, MEMORY, REGION, config=str(config), lease_s=LEASE_S, reservation_s=RESERVATION_S)
+        self.engines = {
+            (slot := f"engine {number}.{place}"): EngineSlot(
+                slot, node.socket, SLOT_GROUPS[place], seed, rate, self.wrong_file
+            )
+            for number, node in enumerate(self.cluster.nodes)
+            for place in range(ENGINES)
+        }
+        self.nodes = {node.name: node for node in self.cluster.nodes}
+        self._stopped: set[str] = set()
+        self._down: set[str] = set()
+        self._last: dict[str, Counter[str]] = {}
+
+    def __enter__(self) -> Self:
+        self.cluster.__enter__()
+        for engine in self.engines.values():
+            engine.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for engine in self.engines.values():
+            # All at once: leaving takes each of them a moment.
+            engine.drain()
+        for engine in self.engines.values():
+            engine.leave()
+        self.cluster.close()
+
+    def targets(self) -> list[Target]:
+        """The first daemon and the first engine of each node live as long as the run."""
+        nodes = [Target(name, number > 0) for number, name in enumerate(self.nodes)]
+        return nodes + [Target(name, not name.endswith(".0")) for name in self.engines]
+
+    def begin(self, fault: Fault) -> None:
+        """Kill or stop."""
+        target: Node | EngineSlot = self.nodes.get(fault.target) or self.engines[fault.target]
+        if isinstance(target, Node) and not target.running:
+            return
+        whom = "daemon" if isinstance(target, Node) else "engine"
+        self.faults[f"{fault.kind} {whom}"] += 1
+        if fault.kind is FaultKind.KILL:
+            self._down.add(fault.target)
+            self._forget(fault.target)
+            target.kill()
+        else:
+            self._stopped.add(fault.target)
+            target.freeze()
+
+    def end(self, fault: Fault) -> None:
+        """Start again or continue."""
+        target: Node | EngineSlot = self.nodes.get(fault.target) or self.engines[fault.target]
+        if fault.target in self._stopped:
+            self._stopped.discard(fault.target)
+            target.thaw()
+        elif fault.target in self._down:
+            self._down.discard(fault.target)
+            target.start() if isinstance(target, Node) else target.revive()
+
+    def tend(self) -> None:
+        """Start daemons again that ended although nobody killed them, and remember why."""
+        for name, node in self.nodes.items():
+            if name not in self._down and not node.running:
+                self.ended_by_themselves.append(f"{name}: {node.log.read_text()[-500:]}")
+                self._forget(name)
+                node.start()
+
+    def sample(self, at_s: float) -> None:
+        """Of every process that runs and is not stopped."""
+        for name, node in self.nodes.items():
+            if name in self._stopped or not node.running:
+                continue
+            with contextlib.suppress(OSError):
+                metrics = node.metrics()
+                assert node.process is not None
+                values = process_gauges(node.process.pid)
+                entries = total(metrics.items(), "tokenlake_map_entries")
+                values |= {"quarantined": quarantined(metrics), "pins": pins(metrics), "entries": entries}
+                self.recorder.add(at_s, name, node.process.pid, values)
+                self._last[name] = Counter({key: int(value) for key, value in metrics.items() if "{" not in key})
+        for name, engine in self.engines.items():
+            pid = engine.pid
+            if pid is not None and name not in self._stopped:
+                with contextlib.suppress(OSError):
+                    self.recorder.add(at_s, name, pid, process_gauges(pid))
+
+    def counted(self, metric: str) -> int:
+        """Of all daemons and their lives, as far as samples show."""
+        return self.counters[metric] + sum(last[metric] for last in self._last.values())
+
+    def done(self) -> Counter[str]:
+        """What all engines did."""
+        return sum((engine.done for engine in self.engines.values()), Counter())
+
+    def tracebacks(self) -> int:
+        """In the logs of the daemons: failures that were caught at an edge and go on."""
+        logs = (node.log.read_text(errors="replace") for node in self.nodes.values() if node.log.exists())
+        return sum(log.count("Traceback (most recent call last)") for log in logs)
+
+    def drain(self, limit_s: float) -> bool:
+        """End the load; False when an engine did not give everything back in time."""
+        for engine in self.engines.values():
+            engine.drain()
+        until = time.monotonic() + limit_s
+        return all(engine.drained.wait(max(0.0, until - time.monotonic())) for engine in self.engines.values())
+
+    def recover(self) -> None:
+        """Undo what is left of the faults, and wait until all daemons serve. Raises Unreachable."""
+        for name in sorted(self._stopped):
+            (self.nodes.get(name) or self.engines[name]).thaw()
+        for name in sorted(self._down):
+            node = self.nodes.get(name)
+            node.start() if node is not None else self.engines[name].revive()
+        self._stopped.clear()
+        self._down.clear()
+        self.cluster.wait_ready()
+
+    def leave(self) -> None:
+        """End the engines' processes."""
+        for engine in self.engines.values():
+            engine.leave()
+
+    def slots_missing(self) -> float:
+        """Slots that are neither free nor a segment's, over all nodes."""
+        totals = list(self.cluster.totals().items())
+        names = ("tokenlake_slots", "tokenlake_free_slots", "tokenlake_segments")
+        slots, free, segments = (total(totals, name) for name in names)
+        return slots - free - segments
+
+    def wrong(self) -> tuple[int, int]:
+        """(segments, bytes) that were not what their tokens stand for."""
+        if not self.wrong_file.exists():
+            return 0, 0
+        lines = [json.loads(line) for line in self.wrong_file.read_text().splitlines()]
+        return sum(line["segments"] for line in lines), sum(line["bytes"] for line in lines)
+
+    def held(self) -> dict[str, float]:
+        """What is pinned or in quarantine now, over all nodes."""
+        pages = [node.metrics() for node in self.nodes.values()]
+        return {"quarantined": sum(map(quarantined, pages)), "pins": sum(map(pins, pages))}
+
+    def _forget(self, name: str) -> None:
+        self.counters.update(self._last.pop(name, Counter()))
+
+
+assert all(group < len(GROUPS) for groups in SLOT_GROUPS for group in groups)

@@ -1,0 +1,74 @@
+"""What the kernel and the daemons say about the processes, sample by sample."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+__all__ = ["GAUGES", "Life", "Recorder", "pins", "process_gauges", "quarantined"]
+
+GAUGES: Final = ("memory", "descriptors", "threads")
+"""Of every process."""
+PINS: Final = ("leases", "writes", "leases to peers", "flights", "segments in flight", "sends", "matches")
+"""Maps of a daemon whose entries hold segments."""
+
+
+@dataclass
+class Life:
+    """One process from its start to its end. `samples`: by gauge, (seconds of the run, value)."""
+
+    name: str
+    number: int
+    pid: int
+    samples: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+
+
+class Recorder:
+    """Lives by the name of their place, in order."""
+
+    def __init__(self) -> None:
+        self.lives: dict[str, list[Life]] = {}
+
+    def add(self, at_s: float, name: str, pid: int, values: Mapping[str, float]) -> None:
+        """A sample; another `pid` than before begins a life."""
+        lives = self.lives.setdefault(name, [])
+        if not lives or lives[-1].pid != pid:
+            lives.append(Life(name, len(lives), pid))
+        for gauge, value in values.items():
+            lives[-1].samples.setdefault(gauge, []).append((at_s, value))
+
+    def peak(self, gauge: str) -> float:
+        """Of all lives."""
+        samples = (life.samples.get(gauge, []) for lives in self.lives.values() for life in lives)
+        return max((value for values in samples for _, value in values), default=0.0)
+
+
+def process_gauges(pid: int) -> dict[str, float]:
+    """Resident bytes but those of shared memory (the arena), open descriptors, threads. OSError when it is gone."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    if "VmRSS" not in fields:
+        raise ProcessLookupError(f"process {pid} has ended")
+    resident, shared = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "RssShmem"))
+    return {
+        "memory": float(resident - shared),
+        "descriptors": float(len(os.listdir(f"/proc/{pid}/fd"))),
+        "threads": float(fields["Threads"]),
+    }
+
+
+def pins(metrics: Mapping[str, float]) -> float:
+    """Entries of the maps that hold segments."""
+    return sum(metrics.get(f'tokenlake_map_entries{{map="{name}"}}', 0.0) for name in PINS)
+
+
+def quarantined(metrics: Mapping[str, float]) -> float:
+    """Slots in quarantine."""
+    return total(metrics.items(), "tokenlake_quarantined_slots")
+
+
+def total(metrics: Iterable[tuple[str, float]], name: str) -> float:
+    """A metric summed over its labels."""
+    return sum(value for key, value in metrics if key.split("{")[0] == name)

@@ -1,0 +1,100 @@
+"""What engines ask for: prompts that share heads, of several tenants and layouts, far more than the memory holds."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenlake.layout import Layout
+from tokenlake_bench.payload import PayloadIdentity
+
+__all__ = ["GROUPS", "PROMPTS", "Group", "Prompt", "draw_prompt", "fresh_prompt", "prompt"]
+
+SEGMENT_TOKENS: Final = 16
+PROMPTS: Final = 160
+HEADS: Final = 10
+HEAD_SEGMENTS: Final = 4
+MOST_SEGMENTS: Final = 20
+_POPULAR: Final = 20.0
+"""Prompts are drawn with weight 1 / (rank + this): some are read again soon, others long after they were evicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Engines that share a cache: one tenant and one layout."""
+
+    tenant: str
+    layout: Layout
+
+    @property
+    def credential(self) -> str:
+        """Of its tenant, as the daemons' settings have it."""
+        return f"{self.tenant}-token-0123456789"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`tokens`: one-dimensional, whole segments."""
+
+    number: int
+    tokens: NDArray[np.uint32]
+
+    @property
+    def segments(self) -> int:
+        """How many."""
+        return len(self.tokens) // SEGMENT_TOKENS
+
+    def digests(self, identity: PayloadIdentity) -> list[bytes]:
+        """What its segments must hold: see `payload`."""
+        return identity.digests(self.tokens, SEGMENT_TOKENS)
+
+
+def _layout(name: str, layers: int, kv_heads: int) -> Layout:
+    return Layout(
+        model_id=name,
+        weights_digest="00",
+        dtype="float16",
+        layers=layers,
+        kv_heads=kv_heads,
+        key_dim=32,
+        value_dim=32,
+        position="none",
+        segment_tokens=SEGMENT_TOKENS,
+    )
+
+
+SMALL: Final = _layout("soak-small", 2, 4)
+"""16 KiB per segment, 4 shards."""
+LARGE: Final = _layout("soak-large", 4, 8)
+"""64 KiB, 8 shards."""
+GROUPS: Final = (Group("red", SMALL), Group("blue", SMALL), Group("red", LARGE), Group("blue", LARGE))
+
+
+def prompt(seed: int, number: int) -> Prompt:
+    """The same in every process. One in ten of the prompts has the same head."""
+    head = np.random.default_rng((seed, 0, number % HEADS))
+    tail = np.random.default_rng((seed, 1, number))
+    segments = int(tail.integers(1, MOST_SEGMENTS - HEAD_SEGMENTS + 1))
+    tokens = [
+        draw.integers(0, 1 << 17, count * SEGMENT_TOKENS, dtype=np.uint32)
+        for draw, count in ((head, HEAD_SEGMENTS), (tail, segments))
+    ]
+    return Prompt(number, np.concatenate(tokens))
+
+
+def draw_prompt(seed: int, draw: random.Random) -> Prompt:
+    """A popular one more often."""
+    ranks = range(PROMPTS)
+    return prompt(seed, draw.choices(ranks, [1 / (rank + _POPULAR) for rank in ranks])[0])
+
+
+def fresh_prompt(seed: int, number: int, segments: int) -> Prompt:
+    """One that no engine asks for."""
+    return Prompt(
+        number,
+        np.random.default_rng((seed, 2, number)).integers(0, 1 << 17, segments * SEGMENT_TOKENS, dtype=np.uint32),
+    )

@@ -1,0 +1,150 @@
+"""What a soak found: claims that hold or fail, and the figures behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from tokenlake_bench.report import format_bytes
+from tokenlake_bench.soak.flat import Tolerance, flatness
+from tokenlake_bench.soak.gauges import GAUGES, Life, Recorder
+
+__all__ = ["Claim", "Gauge", "SoakResult", "gauges_of", "write_result"]
+
+TOLERANCES: Final = {
+    "memory": Tolerance(4 * (1 << 20), 0.05),
+    "descriptors": Tolerance(4),
+    "threads": Tolerance(3),
+    "entries": Tolerance(100, 0.1),
+}
+"""Memory: the allocator keeps arenas per thread, and a page of metrics or a burst of restarts moves the median by one
+or two MiB between equal halves. Descriptors and threads: one engine more or less is connected at a median moment, with
+two descriptors each, and a page of metrics has a thread. Entries of a daemon's maps: the directory follows what fits
+into the memory."""
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """`holds`: None where the run was too short to tell, which is no success either."""
+
+    text: str
+    found: str
+    holds: bool | None
+
+
+class Gauge(msgspec.Struct, frozen=True, kw_only=True):
+    """One gauge of one process that lived as long as the run: medians of the earlier and the later half after warm-up,
+    what the later may exceed the earlier by, and the growth per hour that would have been noticed."""
+
+    process: str
+    gauge: str
+    earlier: float
+    later: float
+    allowed: float
+    least_per_hour: float
+    flat: bool
+
+
+class SoakResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON of `tokenlake bench soak`. `series`: by process and gauge, (seconds, value) at most 60 of them."""
+
+    seconds: float
+    seed: int
+    nodes: int
+    interrupted: bool
+    claims: list[Claim]
+    gauges: list[Gauge]
+    faults: dict[str, int]
+    done: dict[str, int]
+    lives: dict[str, int]
+    peaks: dict[str, float]
+    series: dict[str, dict[str, list[tuple[float, float]]]]
+
+    @property
+    def passed(self) -> bool:
+        """Every claim holds."""
+        return all(claim.holds for claim in self.claims)
+
+
+def gauges_of(recorder: Recorder, survivors: Iterable[str]) -> tuple[list[Gauge], list[str]]:
+    """Of the processes that lived as long as the run; and the names of those of which too little is known."""
+    gauges: list[Gauge] = []
+    unknown: list[str] = []
+    for name in survivors:
+        lives = recorder.lives.get(name, [])
+        for gauge, tolerance in TOLERANCES.items():
+            if gauge not in GAUGES and not name.startswith("node"):
+                continue
+            found = flatness(lives[-1].samples.get(gauge, []), tolerance) if len(lives) == 1 else None
+            if found is None:
+                unknown.append(f"{gauge} of {name}")
+                continue
+            gauges.append(
+                Gauge(
+                    process=name,
+                    gauge=gauge,
+                    earlier=found.earlier,
+                    later=found.later,
+                    allowed=found.allowed,
+                    least_per_hour=found.least_rate * 3600,
+                    flat=found.flat,
+                )
+            )
+    return gauges, unknown
+
+
+def flat_claims(gauges: list[Gauge], unknown: list[str]) -> list[Claim]:
+    """One per gauge: it does not grow in any process that lived as long as the run."""
+    claims = []
+    for name in TOLERANCES:
+        of_kind = [gauge for gauge in gauges if gauge.gauge == name]
+        missing = [words for words in unknown if words.startswith(f"{name} of")]
+        worst = max(of_kind, key=lambda gauge: (gauge.later - gauge.earlier) / gauge.allowed, default=None)
+        holds = None if missing or worst is None else all(gauge.flat for gauge in of_kind)
+        found = "too few samples" if worst is None else _growth(worst)
+        claims.append(Claim(f"{NAMES[name]} flat", found, holds))
+    return claims
+
+
+NAMES: Final = {
+    "memory": "resident memory beside the arena",
+    "descriptors": "open descriptors",
+    "threads": "threads",
+    "entries": "entries of the daemon's maps",
+}
+
+
+def format_value(gauge: str, value: float) -> str:
+    """As people read it."""
+    return format_bytes(value) if gauge == "memory" else f"{value:,.0f}"
+
+
+def _growth(gauge: Gauge) -> str:
+    earlier, later, allowed = (format_value(gauge.gauge, v) for v in (gauge.earlier, gauge.later, gauge.allowed))
+    return f"most in {gauge.process}: {earlier} -> {later}, {allowed} more allowed"
+
+
+def series_of(
+    recorder: Recorder, survivors: Iterable[str], most: int = 60
+) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Thinned to `most` samples each."""
+    return {
+        life.name: {gauge: _thin(values, most) for gauge, values in life.samples.items()}
+        for life in _first_lives(recorder.lives, survivors)
+    }
+
+
+def _first_lives(lives: Mapping[str, list[Life]], survivors: Iterable[str]) -> list[Life]:
+    return [lives[name][0] for name in survivors if lives.get(name)]
+
+
+def _thin(values: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    step = -(-len(values) // most)
+    return [(round(at, 1), value) for at, value in values[::step]]
+
+
+def write_result(result: SoakResult, path: Path) -> None:
+    """One JSON object, indented by two."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")

@@ -1,0 +1,129 @@
+"""A place for an engine: a process that is there again after it was killed, and what all its lives did."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Final
+
+from tokenlake.errors import Unreachable
+from tokenlake_bench.soak.load import GROUPS
+from tokenlake_bench.transfer.worker import Worker
+
+__all__ = ["EngineSlot"]
+
+SLICE_S: Final = 1.0
+"""Of work between two reports: what a killed process did since the last is forgotten."""
+END_S: Final = 120.0
+
+
+class EngineSlot(threading.Thread):
+    """Runs until `leave`. `groups`: what its lives belong to, in turn."""
+
+    def __init__(
+        self, name: str, socket: Path, groups: tuple[int, ...], seed: int, rate: float, wrong_file: Path
+    ) -> None:
+        super().__init__(name=name, daemon=True)
+        self.done: Counter[str] = Counter()
+        self.lives = 0
+        self.ended_by_themselves: list[str] = []
+        """Why, of processes that nobody killed."""
+        self.drained = threading.Event()
+        self._socket = socket
+        self._groups = groups
+        self._seed = seed
+        self._rate = rate
+        self._wrong_file = wrong_file
+        self._worker: Worker | None = None
+        self._lock = threading.Lock()
+        self._killed = False
+        self._may_start = threading.Event()
+        self._may_start.set()
+        self._ending = threading.Event()
+        self._leaving = threading.Event()
+
+    @property
+    def pid(self) -> int | None:
+        """None while there is no process."""
+        with self._lock:
+            return None if self._worker is None else self._worker.pid
+
+    def kill(self) -> None:
+        """kill -9; the next life begins after `revive`."""
+        self._may_start.clear()
+        with self._lock:
+            self._killed = self._worker is not None
+            self._send(signal.SIGKILL)
+
+    def revive(self) -> None:
+        """After `kill`."""
+        self._may_start.set()
+
+    def freeze(self) -> None:
+        """SIGSTOP."""
+        with self._lock:
+            self._send(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        with self._lock:
+            self._send(signal.SIGCONT)
+
+    def drain(self) -> None:
+        """End the load; `drained` says when everything was given back. The process stays."""
+        self._ending.set()
+        self._may_start.set()
+
+    def leave(self) -> None:
+        """End the process and the thread."""
+        self.drain()
+        self._leaving.set()
+        self.thaw()
+        self.join(END_S)
+
+    def run(self) -> None:
+        """The thread."""
+        while not self.drained.is_set():
+            self._may_start.wait()
+            if self._ending.is_set() and self.lives:
+                # Killed, and not back yet when the load ended: there is nothing to give back.
+                self.drained.set()
+                return
+            worker = self._start()
+            try:
+                while not self._ending.is_set():
+                    self.done.update(worker.call("work", seconds=SLICE_S))
+                self.done.update(worker.call("drain"))
+                self.drained.set()
+                self._leaving.wait()
+            except Unreachable as error:
+                with self._lock:
+                    if not self._killed:
+                        self.ended_by_themselves.append(f"{self.name}: {error}")
+                # One that fails over and over does so no faster than it reports.
+                self._leaving.wait(SLICE_S)
+            finally:
+                with self._lock:
+                    self._worker = None
+                worker.close()
+
+    def _start(self) -> Worker:
+        group = self._groups[self.lives % len(self._groups)]
+        name = f"{self.name}.{self.lives}"
+        words = (str(self._socket), GROUPS[group].credential, str(group), str(self._seed), name)
+        worker = Worker("tokenlake_bench.soak.engine", *words, str(self._rate), str(self._wrong_file))
+        with self._lock:
+            self.lives += 1
+            self._killed = False
+            self._worker = worker
+        return worker
+
+    def _send(self, number: signal.Signals) -> None:
+        # The process is not waited for before `_worker` is forgotten, so the number is still its own.
+        if self._worker is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._worker.pid, number)
