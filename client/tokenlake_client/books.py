@@ -14,7 +14,10 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tokenlake.errors import DeadlinePassed, Refused, TokenLakeError, Unreachable
 from tokenlake.identity import LeaseId, WriteId
@@ -39,19 +42,34 @@ class Holding:
         self.id = lease
         self.link = link
         """What the lease was granted over."""
-        self.looks = [0] * items
-        """Arrays over each item that may still be read."""
-        self.wanted = bytearray(b"\1" * items)
-        """1 for each item that was not released."""
+        self.looks = np.zeros(items, np.uint32)
+        """Looks at each item that have not ended."""
+        self.wanted = np.ones(items, np.bool_)
+        """Of each item: was it not released?"""
 
-    def holds(self, index: int) -> bool:
-        """Not released, or still looked at."""
-        return bool(self.wanted[index] or self.looks[index])
+    def held(self) -> NDArray[np.bool_]:
+        """Of each item: not released, or still looked at."""
+        held: NDArray[np.bool_] = np.logical_or(self.wanted, self.looks)
+        return held
 
-    def settle(self, index: int) -> bool:
-        """One look ended; True when the item can be given back."""
-        self.looks[index] -= 1
-        return not self.holds(index)
+    def look(self, start: int, stop: int) -> int:
+        """Count a look at the items from `start` on; where it ends: at `stop`, or before what was released."""
+        wanted = self.wanted[start:stop]
+        if not wanted.all():
+            stop = start + int(wanted.argmin())
+        self.looks[start:stop] += 1
+        return stop
+
+    def release(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Of each of these items: is it held no longer, and was it until now?"""
+        free: NDArray[np.bool_] = self.wanted[start:stop] & (self.looks[start:stop] == 0)
+        self.wanted[start:stop] = False
+        return free
+
+    def end_look(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """As `release`, for a look that ended."""
+        self.looks[start:stop] -= 1
+        return ~self.held()[start:stop]
 
 
 class Books:
@@ -62,7 +80,7 @@ class Books:
         self.link = link
         self.closed = False
         """Nothing is handed out any more."""
-        self.ended_looks: deque[tuple[Holding, int]] = deque()
+        self.ended_looks: deque[tuple[Holding, int, int]] = deque()
         """Appended to by finalisers, perhaps in the middle of anything; nothing else may happen there."""
         self._looking = 0
         self._writing = 0
@@ -78,7 +96,7 @@ class Books:
 
     @property
     def touching(self) -> int:
-        """Arrays over the daemon's memory that may still be read or written."""
+        """Looks at the daemon's memory, and writes into it, that have not ended."""
         with self.lock:
             return self._looking + self._writing
 
@@ -157,15 +175,15 @@ class Books:
                 self._leases.setdefault(holding.id, []).append(holding)
 
     def count_look(self) -> None:
-        """An array over a leased slot was handed out. Under `lock`, with the link just checked."""
+        """Arrays over leased slots are handed out. Under `lock`, with the link just checked."""
         self._looking += 1
 
-    def give_back(self, holding: Holding, indices: Sequence[int]) -> None:
-        """Items that this holding does not hold any more, ascending. Under `lock`."""
+    def give_back(self, holding: Holding, start: int, free: NDArray[np.bool_]) -> None:
+        """Of the items from `start` on, those that `free` marks are not held any more by this holding. Under `lock`."""
         if not holding.id or not self._alive(holding.link):
             return
         others = self._leases.get(holding.id, [])
-        if not any(holding.wanted) and not any(holding.looks):
+        if not holding.held().any():
             others = [other for other in others if other is not holding]
             if others:
                 self._leases[holding.id] = others
@@ -173,9 +191,10 @@ class Books:
                 self._leases.pop(holding.id, None)
         if self._is_attaching(holding.id):
             return
-        if others and others != [holding]:
-            indices = [index for index in indices if not any(other.holds(index) for other in others)]
-        self._releases += [(holding.id, start, stop) for start, stop in _ranges(indices)]
+        for other in others:
+            if other is not holding:
+                free = free & ~other.held()[start : start + len(free)]
+        self._releases += [(holding.id, *span) for span in _ranges(start, free)]
 
     # -- writes
 
@@ -275,9 +294,8 @@ class Books:
         if not holdings:
             self._releases.append((grant, 0, END))
             return
-        items = range(len(holdings[0].wanted))
-        free = [index for index in items if not any(holding.holds(index) for holding in holdings)]
-        self._releases += [(grant, start, stop) for start, stop in _ranges(free)]
+        free = ~np.logical_or.reduce([holding.held() for holding in holdings])
+        self._releases += [(grant, *span) for span in _ranges(0, free)]
 
     def _is_attaching(self, grant: int) -> bool:
         return bool(self._attaching) and any(grant == other for other, _ in self._attaching.values())
@@ -303,15 +321,13 @@ class Books:
                 log.debug("not given back yet: %s", error)
 
     def _settle_looks(self) -> None:
-        ended: dict[int, tuple[Holding, list[int]]] = {}
         while self.ended_looks:
-            holding, index = self.ended_looks.popleft()
+            holding, start, stop = self.ended_looks.popleft()
             if holding.link.life == self.link.life:
                 self._looking -= 1
-            if holding.settle(index):
-                ended.setdefault(id(holding), (holding, []))[1].append(index)
-        for holding, indices in ended.values():
-            self.give_back(holding, sorted(indices))
+            free = holding.end_look(start, stop)
+            if free.any():
+                self.give_back(holding, start, free)
 
     def _disown_orphans(self) -> None:
         """Replies that nobody waits for may have granted something."""
@@ -327,12 +343,9 @@ class Books:
                 self._aborts.append(reply.write)
 
 
-def _ranges(indices: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending indices as half-open ranges."""
-    ranges: list[tuple[int, int]] = []
-    for index in indices:
-        if ranges and ranges[-1][1] == index:
-            ranges[-1] = (ranges[-1][0], index + 1)
-        else:
-            ranges.append((index, index + 1))
-    return ranges
+def _ranges(start: int, marks: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """The marked items as half-open ranges; the first mark is item `start`'s."""
+    padded = np.zeros(len(marks) + 2, np.bool_)
+    padded[1:-1] = marks
+    edges = np.flatnonzero(padded[1:] != padded[:-1]) + start
+    return [(first, last) for first, last in edges.reshape(-1, 2).tolist()]

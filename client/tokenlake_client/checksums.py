@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-__all__ = ["shard_checksums"]
+from tokenlake_client.hands import Hands
+
+__all__ = ["copy_with_checksums", "shard_checksums"]
 
 CHECKSUM_BYTES = 8
+CACHED_BYTES = 1 << 20
+"""Still in the processor's cache after they were written."""
 
 
 def shard_checksums(segment: NDArray[np.uint8], shards: int, mask: int | None = None) -> bytes:
@@ -22,3 +28,40 @@ def shard_checksums(segment: NDArray[np.uint8], shards: int, mask: int | None = 
         if mask is None or mask >> at & 1
     ]
     return b"".join(digest.to_bytes(CHECKSUM_BYTES, "little") for digest in digests)
+
+
+def copy_with_checksums(
+    pairs: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]], shards: int, hands: Hands
+) -> list[bytes]:
+    """Copy each pair's second segment into its first; `shard_checksums` of each first, made before its bytes leave the
+    processor's cache."""
+    digests = np.zeros((len(pairs), shards), np.dtype("<u8"))
+
+    def move(part: tuple[int, int, int]) -> None:
+        number, first, last = part
+        slot, segment = pairs[number]
+        size = len(slot) // shards
+        if size > CACHED_BYTES:
+            digests[number, first] = _move_in_pieces(*(side[first * size : last * size] for side in pairs[number]))
+            return
+        np.copyto(slot[first * size : last * size], segment[first * size : last * size])
+        view = slot.data
+        for at in range(first, last):
+            digests[number, at] = xxhash.xxh3_64_intdigest(view[at * size : (at + 1) * size])
+
+    nbytes = sum(slot.nbytes for slot, _ in pairs)
+    step = max(1, CACHED_BYTES * shards * len(pairs) // max(1, nbytes))
+    parts = [
+        (number, first, min(first + step, shards)) for number in range(len(pairs)) for first in range(0, shards, step)
+    ]
+    hands.each(move, parts, nbytes)
+    return [row.tobytes() for row in digests]
+
+
+def _move_in_pieces(slot: NDArray[np.uint8], segment: NDArray[np.uint8]) -> int:
+    digest = xxhash.xxh3_64()
+    for at in range(0, len(slot), CACHED_BYTES):
+        piece = slot[at : at + CACHED_BYTES]
+        np.copyto(piece, segment[at : at + CACHED_BYTES])
+        digest.update(piece.data)
+    return digest.intdigest()

@@ -11,14 +11,18 @@ from tokenlake.identity import LeaseId, SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake.wire.engine import Fetch, Fetched, Match, Matched
-from tokenlake.wire.slots import SLOT_BYTES, SlotRef, join_keys, unpack_slots
+from tokenlake.wire.slots import join_keys, slot_array
 from tokenlake_client.books import Books, Holding
 from tokenlake_client.checksums import CHECKSUM_BYTES, shard_checksums
+from tokenlake_client.hands import Hands
 from tokenlake_client.link import Link
-from tokenlake_client.regions import Mapping, address_interface
+from tokenlake_client.regions import Mapping, Window
 
 __all__ = ["Lease", "PendingMatch", "Reading"]
 
+COPY_BYTES = 4 << 20
+"""At most, at a time: what two threads share."""
+_LOCAL = bytes([Code.LOCAL])
 GRACE_S = 0.030
 """The daemon keeps its deadlines; this much later we stop waiting for it to say so."""
 
@@ -28,6 +32,7 @@ class Reading:
 
     def __init__(self, books: Books, layout: Layout, verify: bool) -> None:
         self.books = books
+        self.hands = Hands()
         self.layout = layout
         self.verify = verify
         self.corrupt = 0
@@ -35,27 +40,25 @@ class Reading:
 
 
 class _Look:
-    """Owns one look at one segment. It is the base of the array handed out and of every view of that, so it
-    dies with the last of them; a finaliser on the array itself would fire while views of it live."""
+    """One look at segments `start` to `stop` of a lease. The windows that `fetch` cut its arrays from refer to it, so
+    it ends with the last view of any of them."""
 
-    __slots__ = ("__array_interface__", "_index", "_lease", "_mapping")
+    __slots__ = ("_lease", "_start", "_stop")
 
-    def __init__(self, lease: Lease, index: int, mapping: Mapping, slot: int) -> None:
-        shape = mapping.shape
-        self.__array_interface__ = address_interface(mapping.address + shape.offset(slot), shape.slot_bytes)
+    def __init__(self, lease: Lease, start: int, stop: int) -> None:
         self._lease = lease
-        self._index = index
-        self._mapping = mapping
+        self._start = start
+        self._stop = stop
 
     def __del__(self) -> None:
-        self._lease._looked(self._index)
+        self._lease._looked(self._start, self._stop)
 
 
 class Lease:
     """A promise not to evict the first `hits` of `keys`, kept alive by the pool's heartbeats.
 
-    Leave it as a context manager, or `release` it. Arrays from `fetch` keep their segment leased beyond that,
-    for as long as any view of them lives. Usable from several threads.
+    Leave it as a context manager, or `release` it. Arrays from one `fetch` keep all its segments leased beyond that,
+    for as long as any view of any of them lives. Usable from several threads.
     """
 
     def __init__(
@@ -78,10 +81,10 @@ class Lease:
         self._books = reading.books
         # Packed as they came: a lease that is only counted, or fetched in part, unpacks no more than it needs.
         self._here = bytearray(matched.codes[:hits])
-        self._slots = bytearray(matched.slots)
+        self._places = slot_array(bytearray(matched.slots))
         self._checksums = bytearray(matched.checksums)
+        """Empty unless the pool verifies."""
         self._holding = Holding(self.id, link, hits)
-        self._wanted = self._holding.wanted
         self._books.hold(self._holding)
 
     def __enter__(self) -> Lease:
@@ -108,49 +111,66 @@ class Lease:
         `deadline_s`: give up after this; 0 lets the daemon predict it. Raises `Unreachable`.
         """
         stop = self.hits if stop is None else min(stop, self.hits)
-        if self._here.count(Code.LOCAL, start, stop) < stop - start:
-            reply = self._bring(start, stop, deadline_s)
-            self._note(start, stop, reply.codes, reply.slots, reply.checksums)
-        arrays: list[NDArray[np.uint8]] = []
-        for index, place in enumerate(self._places(start, stop), start):
-            if self._here[index] != Code.LOCAL:
-                break
-            array = self._look(index, place)
-            if array is None:
-                break
-            reading = self._reading
-            if reading.verify and shard_checksums(array, reading.layout.shards) != self._checksum(index):
-                reading.corrupt += 1
-                break
-            arrays.append(array)
+        stop = self._come(start, stop, deadline_s)
+        arrays = self._look(start, stop) if start < stop else []
+        if self._reading.verify:
+            for at, array in enumerate(arrays):
+                if not self._is_right(start + at, array):
+                    return arrays[:at]
         return arrays
 
-    def copy(self, index: int, out: NDArray[np.uint8]) -> bool:
-        """Copy segment `index`, which `fetch` has brought here, into `out`. False when it is not here, or when
-        its slot had another owner before the copy was done: `out` is then worth nothing."""
-        if self._here[index] != Code.LOCAL:
-            return False
-        place = self._places(index, index + 1)[0]
-        mapping = self._books.current(self.link).regions.get(place)
-        np.copyto(out, mapping.slot(place.slot))
-        return mapping.generation(place.slot) == place.generation
+    def copy_into(self, arrays: Sequence[NDArray[np.uint8]], start: int = 0, deadline_s: float = 0.0) -> int:
+        """Copy the segments from `start` on into `arrays`, each writable, of shape [segment_bytes]; in two threads
+        when they are large. Returns how many, from the first on, hold their segment: fewer than `arrays` where the
+        lease ends, and where `fetch` would return fewer. The others are then worth nothing.
+
+        Segments on other nodes are brought here first, as by `fetch`. Raises `Unreachable`.
+        """
+        stop = self._come(start, min(start + len(arrays), self.hits), deadline_s)
+        if start >= stop:
+            return 0
+        places = self._places[start:stop].copy()
+        mappings = self._mappings(places)
+        slots = [mappings[region].slots[slot] for region, slot in zip(*_columns(places), strict=True)]
+        parts = [
+            (array[at : at + COPY_BYTES], slot[at : at + COPY_BYTES])
+            for array, slot in zip(arrays, slots, strict=False)
+            for at in range(0, len(slot), COPY_BYTES)
+        ]
+        self._reading.hands.each(_copy_part, parts, sum(slot.nbytes for slot in slots))
+        right = np.empty(len(slots), np.bool_)
+        for region, mapping in mappings.items():
+            mine = places["region"] == region
+            right[mine] = mapping.generations[places["slot"][mine]] == places["generation"][mine]
+        count = len(slots) if right.all() else int(right.argmin())
+        if self._reading.verify:
+            for at in range(count):
+                if not self._is_right(start + at, arrays[at]):
+                    return at
+        return count
 
     def release(self, start: int = 0, stop: int | None = None) -> None:
         """Give back the segments `start` to `stop` (default: all). Idempotent; never raises."""
         stop = self.hits if stop is None else min(stop, self.hits)
-        if stop <= start or not any(self._wanted[start:stop]):
+        if stop <= start or not self._holding.wanted[start:stop].any():
             return
         with self._books.lock:
-            looks = self._holding.looks
-            free = [index for index in range(start, stop) if self._wanted[index] and not looks[index]]
-            self._wanted[start:stop] = bytes(stop - start)
-            self._books.give_back(self._holding, free)
+            self._books.give_back(self._holding, start, self._holding.release(start, stop))
         self._books.sweep()
+
+    def _come(self, start: int, stop: int, deadline_s: float) -> int:
+        """Bring the segments `start` to `stop` here; up to which one they are, without a gap."""
+        if self._here.count(Code.LOCAL, start, stop) < stop - start:
+            reply = self._bring(start, stop, deadline_s)
+            self._note(start, stop, reply.codes, reply.slots, reply.checksums)
+        beyond = self._here[start:stop].lstrip(_LOCAL)
+        return stop - len(beyond)
 
     def _bring(self, start: int, stop: int, deadline_s: float) -> Fetched:
         self._books.sweep()
         link = self._books.current(self.link)
-        pending = link.channel.begin(lambda number: Fetch(number, self.id, start, stop, deadline_s))
+        verify = self._reading.verify
+        pending = link.channel.begin(lambda number: Fetch(number, self.id, start, stop, deadline_s, verify))
         if deadline_s:
             return link.expect(link.channel.wait(pending, deadline_s + GRACE_S), Fetched)
         return link.expect(link.wait_while_alive(pending), Fetched)
@@ -160,30 +180,48 @@ class Lease:
         end = min(stop, start + len(codes))
         size = CHECKSUM_BYTES * self._reading.layout.shards
         self._here[start:stop] = codes[: end - start] + bytes([Code.LOST]) * (stop - end)
-        self._slots[start * SLOT_BYTES : end * SLOT_BYTES] = slots
-        self._checksums[start * size : end * size] = checksums
+        self._places[start:end] = slot_array(slots)
+        if self._reading.verify:
+            self._checksums[start * size : end * size] = checksums
 
-    def _places(self, start: int, stop: int) -> list[SlotRef]:
-        return unpack_slots(bytes(self._slots[start * SLOT_BYTES : stop * SLOT_BYTES]))
+    def _is_right(self, index: int, segment: NDArray[np.uint8]) -> bool:
+        shards = self._reading.layout.shards
+        size = CHECKSUM_BYTES * shards
+        if shard_checksums(segment, shards) == self._checksums[index * size : (index + 1) * size]:
+            return True
+        self._reading.corrupt += 1
+        return False
 
-    def _checksum(self, index: int) -> bytes:
-        size = CHECKSUM_BYTES * self._reading.layout.shards
-        return bytes(self._checksums[index * size : (index + 1) * size])
+    def _mappings(self, places: NDArray[np.void]) -> dict[int, Mapping]:
+        """Of the regions that they are in. Raises `Unreachable`."""
+        regions = self._books.current(self.link).regions
+        return {region: regions.get(region) for region in dict.fromkeys(places["region"].tolist())}
 
-    def _look(self, index: int, place: SlotRef) -> NDArray[np.uint8] | None:
-        """None when the segment was given back meanwhile."""
-        mapping = self._books.current(self.link).regions.get(place)
+    def _look(self, start: int, stop: int) -> list[NDArray[np.uint8]]:
+        """Arrays over the segments up to the first that was given back meanwhile."""
+        places = self._places[start:stop].copy()
+        mappings = self._mappings(places)
         with self._books.lock:
             self._books.current(self.link)
-            if not self._wanted[index]:
-                return None
-            self._holding.looks[index] += 1
+            stop = self._holding.look(start, stop)
             self._books.count_look()
-        return np.asarray(_Look(self, index, mapping, place.slot))
+        look = _Look(self, start, stop)
+        windows = {region: np.asarray(Window(mapping, look)) for region, mapping in mappings.items()}
+        regions, slots = _columns(places[: stop - start])
+        return [windows[region][slot] for region, slot in zip(regions, slots, strict=True)]
 
-    def _looked(self, index: int) -> None:
+    def _looked(self, start: int, stop: int) -> None:
         # Called by the garbage collector, perhaps in the middle of anything: only note it.
-        self._books.ended_looks.append((self._holding, index))
+        self._books.ended_looks.append((self._holding, start, stop))
+
+
+def _columns(places: NDArray[np.void]) -> tuple[list[int], list[int]]:
+    """Regions and slots."""
+    return places["region"].tolist(), places["slot"].tolist()
+
+
+def _copy_part(part: tuple[NDArray[np.uint8], NDArray[np.uint8]]) -> None:
+    np.copyto(*part)
 
 
 class PendingMatch:
@@ -196,7 +234,7 @@ class PendingMatch:
         self._lease: Lease | None = None
         packed = join_keys(keys)
         self._link = reading.books.link
-        self._pending = self._link.channel.begin(lambda number: Match(number, packed, deadline_s))
+        self._pending = self._link.channel.begin(lambda number: Match(number, packed, deadline_s, reading.verify))
 
     def poll(self) -> Lease | None:
         """The lease once the answer is here, None before. Never waits. Raises `Unreachable`."""

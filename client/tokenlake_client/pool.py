@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 from tokenlake.identity import LeaseId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.keys import Prefix, TokenIds, root_key
@@ -21,7 +18,7 @@ from tokenlake_client.heart import Heart, Wake
 from tokenlake_client.lease import Lease, PendingMatch, Reading
 from tokenlake_client.link import STORE_S, Link, open_link
 from tokenlake_client.queries import QUERY_S, VIEW_S, Queries, QueryBuffer, Ticket, View
-from tokenlake_client.write import Reservation, Write
+from tokenlake_client.write import Reservation, Source, Write
 
 __all__ = ["Pool"]
 
@@ -138,21 +135,21 @@ class Pool:
     def store_all(
         self,
         keys: Sequence[SegmentKey],
-        fill: Callable[[int, NDArray[np.uint8]], None],
+        fill: Source,
         first: int = 0,
         patience: float = 0.0,
     ) -> bytes:
         """Store consecutive segments a window at a time; one `Code` per key.
 
-        `fill(index into keys, array)` writes a segment into its slot. Where the write budget is full, goes on
-        trying for at most `patience` seconds without progress. Raises `Unreachable`, and what `fill` raises.
+        `fill`: called as `fill(index into keys, slot)` for each slot, or an array for each key. Where the write budget
+        is full, goes on trying for at most `patience` seconds without progress. Raises `Unreachable`, and what `fill`
+        raises.
         """
         codes = bytearray()
         while len(codes) < len(keys):
             start = len(codes)
             with self.store(keys[start : start + STORE_WINDOW], first + start, patience) as write:
-                for index, array in write.slots:
-                    fill(start + index, array)
+                write.fill(_from(fill, start))
             done = len(write.codes)
             if Code.COMMITTED in write.codes and Code.WRITE_BUDGET in write.codes:
                 # Some of the window went through: the rest is tried again, with its own patience.
@@ -176,7 +173,7 @@ class Pool:
 
     # -- attention where the cache lies (`tokenlake_client.queries`)
 
-    def open_view(self, lease: Lease, heads: int, scale: float, *, deadline_s: float = VIEW_S) -> View:
+    def open_view(self, lease: Lease, heads: int, scale: float, deadline_s: float = VIEW_S) -> View:
         """Segments of `lease` for queries of `heads` heads. Takes the lease over, unless it raises: `Unreachable`, or
         what the query engine refuses with."""
         return self._queries.open_view(lease, heads, scale, deadline_s)
@@ -186,7 +183,7 @@ class Pool:
         for parts that do not fit together."""
         return self._queries.init_query(parts, dtype)
 
-    def query(self, buffer: QueryBuffer, layer: int, *, deadline_s: float = QUERY_S) -> Ticket:
+    def query(self, buffer: QueryBuffer, layer: int, deadline_s: float = QUERY_S) -> Ticket:
         """Start attention of the buffer's queries over `layer` of their views. Never raises, never waits; what does
         not come within `deadline_s` is LOST."""
         return self._queries.query(buffer, layer, deadline_s)
@@ -256,3 +253,10 @@ class Pool:
     def expired(self) -> int:
         """Times the daemon had given this session up because its heartbeats stayed away."""
         return self._heart.expired
+
+
+def _from(source: Source, start: int) -> Source:
+    """The same for the keys from `start` on."""
+    if callable(source):
+        return lambda index, slot: source(start + index, slot)
+    return source[start:]

@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenlake.store.region import GENERATION_BYTES, RegionShape
-from tokenlake.wire.slots import SlotRef
 
-__all__ = ["Mapping", "Regions"]
+__all__ = ["Mapping", "Regions", "Window"]
 
 MADV_POPULATE_READ = 22
 MADV_POPULATE_WRITE = 23
@@ -36,18 +35,27 @@ class Mapping:
         with contextlib.suppress(OSError):
             # Page tables now, not at the first read of each page; kernels before 5.14 do not know it.
             self._map.madvise(MADV_POPULATE_WRITE if write else MADV_POPULATE_READ)
-        self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
-        self.address = int(self.bytes.ctypes.data)
-        self._generations = self.bytes[: self.shape.slots * GENERATION_BYTES].view(np.uint64)
+        whole: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+        shape = self.shape
+        rows = whole[shape.header_bytes : shape.header_bytes + shape.slots * shape.stride]
+        self.slots = rows.reshape(shape.slots, shape.stride)[:, :slot_bytes]
+        """The bytes of each slot, shape [slots, slot_bytes]; no copy."""
+        self.generations = whole[: shape.slots * GENERATION_BYTES].view(np.uint64)
+        """Which use of each slot is current, shape [slots]."""
 
-    def slot(self, slot: int) -> NDArray[np.uint8]:
-        """The bytes of a slot, shape [slot_bytes]; no copy."""
-        start = self.shape.offset(slot)
-        return self.bytes[start : start + self.shape.slot_bytes]
 
-    def generation(self, slot: int) -> int:
-        """Which use of the slot is current."""
-        return int(self._generations[slot])
+class Window:
+    """The base of a read-only array over all slots of a mapping, shape [slots, slot_bytes], and of every view of that.
+    Keeps `owner` and the mapping for as long as any of them lives; a finaliser on the array itself would fire while
+    views of it live."""
+
+    __slots__ = ("__array_interface__", "_mapping", "_owner")
+
+    def __init__(self, mapping: Mapping, owner: object) -> None:
+        slots = mapping.slots
+        self.__array_interface__ = slots.__array_interface__ | {"data": (slots.ctypes.data, True)}
+        self._mapping = mapping
+        self._owner = owner
 
 
 class Regions:
@@ -57,14 +65,9 @@ class Regions:
         self._open = open_region
         self._mapped: dict[tuple[int, bool], Mapping] = {}
 
-    def get(self, place: SlotRef, *, write: bool = False) -> Mapping:
-        """The mapping that `place` lies in. Raises what asking the daemon raises."""
-        mapping = self._mapped.get((place.region, write))
+    def get(self, region: int, *, write: bool = False) -> Mapping:
+        """The mapping of a region. Raises what asking the daemon raises."""
+        mapping = self._mapped.get((region, write))
         if mapping is None:
-            mapping = self._mapped[place.region, write] = self._open(place.region, write)
+            mapping = self._mapped[region, write] = self._open(region, write)
         return mapping
-
-
-def address_interface(address: int, nbytes: int) -> dict[str, object]:
-    """`__array_interface__` of read-only bytes at an address of this process."""
-    return {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (address, True)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,18 +11,22 @@ from tokenlake.identity import SegmentKey, WriteId
 from tokenlake.wire import Code
 from tokenlake.wire.engine import Commit, Committed, Prepared
 from tokenlake.wire.slots import unpack_slots
-from tokenlake_client.checksums import shard_checksums
+from tokenlake_client.checksums import copy_with_checksums, shard_checksums
 from tokenlake_client.lease import Reading
 from tokenlake_client.link import STORE_S, Link
 
-__all__ = ["Reservation", "Write"]
+__all__ = ["Reservation", "Source", "Write"]
+
+Source = Callable[[int, NDArray[np.uint8]], None] | Sequence[NDArray[np.uint8]] | NDArray[np.uint8]
+"""Where segments come from: called with (index into the keys, slot) to fill a slot; or the segments themselves, one
+per key, each of shape [segment_bytes] and contiguous."""
 
 
 class Write:
     """Slots to fill. As a context manager it commits at the end, and aborts when an exception passes.
 
     `slots` are writable arrays of shape [segment_bytes] in the arena, for the segments that were granted; they
-    must not be written after commit or abort. For one thread.
+    must not be written after fill, commit or abort. For one thread.
     """
 
     def __init__(
@@ -41,13 +45,15 @@ class Write:
         self._done = not self.id
         self.slots: list[tuple[int, NDArray[np.uint8]]] = []
         """(index into `keys`, array)."""
+        self._checksums: list[bytes] = []
+        """All shards' of the slots that `fill` filled."""
         if self._done:
             return
         books.begin_filling(link)
         books.hold_write(link, self.id)
         try:
             self.slots += (
-                (index, link.regions.get(place, write=True).slot(place.slot))
+                (index, link.regions.get(place.region, write=True).slots[place.slot])
                 for index, place in enumerate(unpack_slots(prepared.slots))
                 if self.codes[index] == Code.RESERVED
             )
@@ -70,17 +76,31 @@ class Write:
         else:
             self.abort()
 
+    def fill(self, source: Source) -> None:
+        """Fill all slots, and make their checksums while the bytes are in the processor's cache, where `commit` finds
+        them no more. Arrays are copied in two threads when they are large. The slots are read-only afterwards. Raises
+        what `source` raises."""
+        if callable(source):
+            for index, array in self.slots:
+                source(index, array)
+                self._checksums.append(shard_checksums(array, self._shards))
+        else:
+            pairs = [(array, source[index]) for index, array in self.slots]
+            self._checksums = copy_with_checksums(pairs, self._shards, self._reading.hands)
+        self._seal()
+
     def commit(self, shards: int | None = None) -> bytes:
         """Publish all slots; the codes. `shards`: bit mask of those this process filled (default: all). The
-        checksums are made here, over what lies in the slots. Raises `Unreachable`: nothing is known then."""
+        checksums of what `fill` did not fill are made here. Raises `Unreachable`: nothing is known then."""
         if self._done:
             return bytes(self.codes)
         mask = (1 << self._shards) - 1 if shards is None else shards
-        checksums = b"".join(shard_checksums(array, self._shards, mask) for _, array in self.slots)
+        if len(self._checksums) < len(self.slots) or shards is not None:
+            self._checksums = [shard_checksums(array, self._shards, mask) for _, array in self.slots]
+        checksums = b"".join(self._checksums)
         indices = tuple(index for index, _ in self.slots)
         self._done = True
-        for _, array in self.slots:
-            array.flags.writeable = False
+        self._seal()
         self._books.end_filling(self._link)
         try:
             codes = self._publish(indices, mask, checksums)
@@ -105,6 +125,10 @@ class Write:
             self._done = True
             self._books.end_filling(self._link)
             self._books.drop_write(self._link, self.id, abort=True)
+
+    def _seal(self) -> None:
+        for _, array in self.slots:
+            array.flags.writeable = False
 
     def _publish(self, indices: tuple[int, ...], mask: int, checksums: bytes) -> bytes:
         link = self._books.link

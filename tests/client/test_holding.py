@@ -82,7 +82,7 @@ def test_nothing_is_handed_out_after_close(cluster: Cluster) -> None:
     refill(cluster)
     for attempt in (
         lease.fetch,
-        lambda: lease.copy(0, np.empty(LAYOUT.segment_bytes, np.uint8)),
+        lambda: lease.copy_into([np.empty(LAYOUT.segment_bytes, np.uint8)]),
         lambda: pool.match([]),
         lambda: pool.store(pool.prefix(prompt.tokens).keys),
     ):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TypeVar
 
@@ -44,7 +43,6 @@ class PoolRows:
         self._size = size
         self._windows = windows
         self._stored = 0
-        self._threads = ThreadPoolExecutor(2)
         self._open = ExitStack()
         self._tokens = np.random.default_rng(1).integers(0, VOCABULARY, PROMPT_TOKENS + 256).tolist()
         self._sets = [keys_of("read", number, size.count) for number in range(WINDOWS)]
@@ -86,11 +84,11 @@ class PoolRows:
         size, many, one = self._size, self._size.many, self._size.one
         rows: dict[str, Callable[[int], list[float]]] = {
             f"lease_{many}": self._lease,
-            f"copy_{many}": lambda turn: self._copy(turn, size.count, 1),
-            f"copy_{many}_2_threads": lambda turn: self._copy(turn, size.count, 2),
+            f"copy_{many}": lambda turn: self._copy(turn, size.count, _copy_views),
+            f"copy_{many}_2_threads": lambda turn: self._copy(turn, size.count, Lease.copy_into),
             f"store_{many}": lambda turn: self._store(turn, size.count),
             f"fetch_tcp_{many}": lambda turn: self._fetch(turn, 0, size.count),
-            f"copy_{one}": lambda turn: self._copy(turn, 1, 1),
+            f"copy_{one}": lambda turn: self._copy(turn, 1, Lease.copy_into),
             f"store_{one}": lambda turn: self._store(turn, 1),
             f"fetch_{one}": self._fetch_single,
         }
@@ -116,7 +114,6 @@ class PoolRows:
 
     def close(self) -> None:
         """See `System`."""
-        self._threads.shutdown()
         self._open.close()
 
     # -- rows
@@ -157,23 +154,19 @@ class PoolRows:
         time.sleep(PAUSE_S)
         return took
 
-    def _copy(self, turn: int, count: int, threads: int) -> list[float]:
+    def _copy(self, turn: int, count: int, copy: Callable[[Lease, list[NDArray[np.uint8]]], int]) -> list[float]:
         window = turn % WINDOWS
         keys, target = self._sets[window][:count], self._windows.target[window]
         target[:count, 0] += 1
+        arrays = list(target[:count])
 
-        def copy() -> Lease:
+        def match_and_copy() -> tuple[Lease, int]:
             lease = self._alone.match(keys, deadline_s=MATCH_S)
-            parts = [range(part * count // threads, (part + 1) * count // threads) for part in range(threads)]
-            if threads == 1:
-                _copy_out(lease, parts[0], target)
-            else:
-                list(self._threads.map(lambda part: _copy_out(lease, part, target), parts))
-            return lease
+            return lease, copy(lease, arrays)
 
-        took, lease = _timed(copy)
+        took, (lease, copied) = _timed(match_and_copy)
         lease.release()
-        _compare(list(target[:count]), self._windows.source[window][:count])
+        _compare(arrays[:copied], self._windows.source[window][:count])
         return [took]
 
     def _store(self, turn: int, count: int) -> list[float]:
@@ -214,15 +207,12 @@ class PoolRows:
         raise TokenLakeError("no window is at the other node alone")
 
     def _fill(self, pool: Pool, keys: Sequence[SegmentKey], window: int) -> None:
-        source = self._windows.source[window]
         with pool.store(keys) as write:
-            for index, slot in write.slots:
-                np.copyto(slot, source[index])
+            write.fill(self._windows.source[window])
         _check_stored(bytes(write.codes))
 
     def _prepare(self, pool: Pool, keys: Sequence[SegmentKey], window: int) -> None:
-        source = self._windows.source[window]
-        _check_stored(pool.store_all(keys, lambda index, slot: np.copyto(slot, source[index]), patience=PATIENCE_S))
+        _check_stored(pool.store_all(keys, self._windows.source[window], patience=PATIENCE_S))
 
 
 def _views(pool: Pool, keys: Sequence[SegmentKey]) -> tuple[Lease, list[NDArray[np.uint8]]]:
@@ -230,10 +220,12 @@ def _views(pool: Pool, keys: Sequence[SegmentKey]) -> tuple[Lease, list[NDArray[
     return lease, lease.fetch(deadline_s=FETCH_S)
 
 
-def _copy_out(lease: Lease, part: range, target: NDArray[np.uint8]) -> None:
-    for index in part:
-        if not lease.copy(index, target[index]):
-            raise TokenLakeError(f"segment {index} is not there to be copied")
+def _copy_views(lease: Lease, arrays: Sequence[NDArray[np.uint8]]) -> int:
+    """In the caller's thread alone, as an engine copies to where its own blocks are."""
+    views = lease.fetch(0, len(arrays))
+    for array, view in zip(arrays, views, strict=False):
+        np.copyto(array, view)
+    return len(views)
 
 
 def _check_stored(codes: bytes) -> None:

@@ -69,8 +69,8 @@ def spoil(cluster: Cluster, engine: Engine, tokens: Sequence[int]) -> int:
         pool.match(pool.prefix(tokens).keys, deadline_s=5.0) as lease,
     ):
         count = len(lease.fetch())
-        for place in lease._places(0, count):
-            pool._link.regions.get(place, write=True).slot(place.slot)[:] = 0
+        for region, slot, _ in lease._places[:count].tolist():
+            pool._link.regions.get(region, write=True).slots[slot] = 0
         return count
 
 
