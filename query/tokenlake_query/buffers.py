@@ -15,8 +15,6 @@ __all__ = ["ALIGNMENT", "SharedBuffer"]
 
 ALIGNMENT = 64
 MAX_BYTES = 16 << 30
-F_GET_SEALS, F_SEAL_SHRINK = 1034, 2
-"""Python 3.11 names them on some builds only."""
 
 
 class SharedBuffer:
@@ -29,7 +27,7 @@ class SharedBuffer:
             if nbytes > MAX_BYTES:
                 raise LimitReached(f"a buffer of {nbytes} bytes; at most {MAX_BYTES}")
             try:
-                sealed = fcntl.fcntl(descriptor, F_GET_SEALS) & F_SEAL_SHRINK
+                sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             except OSError:
                 sealed = 0
             size = os.fstat(descriptor).st_size

@@ -171,7 +171,7 @@ class EngineSide:
                 self._views[message.view] = view
         if closed:
             view.close()
-            return
+        # Also then: whoever waited too long learns that this process lives.
         hits = len(view.segments) + sum(len(share.keys) for share in view.shares)
         self._connection.send(wire.Viewed(message.view, hits, codes))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +19,8 @@ __all__ = ["Pools", "Segments", "bring_here", "open_here"]
 
 MAX_POOLS = 64
 """Pairs of tenant and layout kept while nothing of them is open."""
-MATCH_S = 0.020
+MATCH_S = 0.100
+"""At most, and half of what is left of a deadline: a daemon that has the segments answers at once."""
 
 
 class Segments:
@@ -65,12 +67,14 @@ class Pools:
 
 def open_here(pool: Pool, keys: Sequence[SegmentKey]) -> Segments:
     """The longest prefix of `keys` that lies in this node's arena; nothing is brought. Raises Unreachable."""
-    with pool.match(keys) as lease:
+    with pool.match(keys, deadline_s=MATCH_S) as lease:
         local = next((at for at, code in enumerate(lease.codes[: lease.hits]) if code != Code.LOCAL), lease.hits)
         return Segments(lease.fetch(0, local))
 
 
 def bring_here(pool: Pool, keys: Sequence[SegmentKey], deadline_s: float) -> Segments:
     """The longest prefix of `keys` that the pool has, brought into this node's arena. Raises Unreachable."""
-    with pool.match(keys, deadline_s=min(MATCH_S, deadline_s)) as lease:
-        return Segments(lease.fetch(deadline_s=max(0.001, deadline_s - MATCH_S)) if lease.hits else ())
+    until = time.monotonic() + deadline_s
+    with pool.match(keys, deadline_s=min(MATCH_S, deadline_s / 2)) as lease:
+        left = until - time.monotonic()
+        return Segments(lease.fetch(deadline_s=left) if lease.hits and left > 0 else ())

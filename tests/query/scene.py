@@ -1,0 +1,173 @@
+"""Shared by the tests of the query engine: daemons that have one, prompts whose cache is known, and what attention over
+it must be."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.robustness.live import LAYOUT, LIMIT_S, SEGMENT_TOKENS, daemons, outcomes, wait_pushed, wait_until
+from tokenlake.attention import AttentionShape, Partial, SlotMap, Stored, as_float32, attend, from_float32
+from tokenlake.errors import TokenLakeError
+from tokenlake.layout import Layout
+from tokenlake.wire import Code
+from tokenlake_bench.cluster import Cluster, Node
+from tokenlake_client import Lease, Pool
+from tokenlake_client.queries import View
+
+HEADS = 4
+SCALE = 0.2
+DEADLINE_S = 10.0
+"""Of a query that is not about deadlines."""
+
+
+def layout_of(dtype: str) -> Layout:
+    """As `LAYOUT`, in this dtype."""
+    return msgspec.structs.replace(LAYOUT, dtype=dtype)
+
+
+class Text:
+    """Tokens and their cache: numbers drawn from all tokens up to a segment's end."""
+
+    def __init__(self, seed: int, segments: int, shared: Text | None = None, layout: Layout = LAYOUT) -> None:
+        """`shared`: begin with all of that text's tokens."""
+        draw = random.Random(seed)
+        head = shared.tokens if shared is not None else []
+        self.layout = layout
+        self.tokens: list[int] = head + [draw.randrange(1 << 17) for _ in range(segments * SEGMENT_TOKENS)]
+        self.segments = len(self.tokens) // SEGMENT_TOKENS
+
+    def content(self, index: int) -> NDArray[np.uint8]:
+        """The bytes of one segment."""
+        prefix = self.tokens[: (index + 1) * SEGMENT_TOKENS]
+        draw = np.random.default_rng(prefix)
+        values = draw.standard_normal(SlotMap.of(self.layout).nbytes // self._item, dtype=np.float32)
+        return np.ascontiguousarray(from_float32(values, self.layout.dtype)).view(np.uint8)
+
+    def store(self, pool: Pool) -> None:
+        """All of it."""
+        codes = pool.store_all(pool.prefix(self.tokens).keys, self._fill, patience=LIMIT_S)
+        assert outcomes(codes) <= {Code.COMMITTED, Code.EXISTS}
+
+    def match(self, pool: Pool) -> Lease:
+        """A lease of all of it."""
+        lease = pool.match(pool.prefix(self.tokens).keys, deadline_s=DEADLINE_S)
+        assert lease.hits == self.segments, outcomes(lease.codes)
+        return lease
+
+    def attention(self, queries: Stored, layer: int, segments: int | None = None) -> Partial:
+        """What `queries` `[tokens, heads, key dim]` must give: `out` `[tokens, heads, value dim]`, `lse`."""
+        places = SlotMap.of(self.layout)
+        parts = [places.views(self.content(index), layer) for index in range(segments or self.segments)]
+        keys, values = (
+            np.concatenate([as_float32(part[which], self.layout.dtype).reshape(-1, *part[which].shape[2:])
+                            for part in parts], axis=1)
+            for which in (0, 1)
+        )  # fmt: skip
+        rows = as_float32(queries, self.layout.dtype).swapaxes(0, 1)
+        out, lse = attend(rows, keys, values, AttentionShape.of(self.layout, queries.shape[1], SCALE).scale)
+        return Partial(out.swapaxes(0, 1), lse.swapaxes(0, 1))
+
+    def _fill(self, index: int, array: NDArray[np.uint8]) -> None:
+        array[:] = self.content(index)
+
+    @property
+    def _item(self) -> int:
+        return 4 if self.layout.dtype == "float32" else 2
+
+
+@contextlib.contextmanager
+def serving(nodes: int = 1, memory: str = "8MiB", **settings: str) -> Iterator[Cluster]:
+    """A cluster whose query engines answer."""
+    with daemons(nodes, memory, query_engine="true", **settings) as cluster:
+        try:
+            for number in range(nodes):
+                wait_serving(cluster, number)
+            yield cluster
+        finally:
+            # Shown by pytest where a test failed.
+            for node in cluster.nodes:
+                print(node.log.read_text())
+
+
+def wait_serving(cluster: Cluster, number: int, other_than: int = 0) -> None:
+    """Until the query engine of a node, and not the process `other_than`, opens views."""
+    node = cluster.nodes[number]
+    text = Text(1000, 1)
+    with cluster.connect(number, LAYOUT) as pool:
+        text.store(pool)
+
+        def opens() -> bool:
+            if engine_of(node) in (0, other_than):
+                return False
+            try:
+                with text.match(pool) as lease, pool.open_view(lease, HEADS, SCALE):
+                    return True
+            except TokenLakeError:
+                return False
+
+        wait_until(opens, f"the query engine of {node.name} serves")
+
+
+def engine_of(node: Node) -> int:
+    """Process id of a daemon's query engine; 0 while there is none."""
+    assert node.process is not None
+    threads = Path(f"/proc/{node.process.pid}/task").glob("*/children")
+    children = [int(child) for thread in threads for child in thread.read_text().split()]
+    return children[0] if len(children) == 1 else 0
+
+
+def freeze(pid: int) -> None:
+    """SIGSTOP, and wait until it is stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    stat = Path(f"/proc/{pid}/stat")
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it is stopped")
+
+
+def spread(cluster: Cluster, texts: Sequence[Text]) -> None:
+    """Store texts at the second node and wait until every segment lies where it belongs: on all nodes."""
+    with cluster.connect(1, texts[0].layout) as pool:
+        for text in texts:
+            text.store(pool)
+            wait_pushed(cluster)
+
+
+def open_view(pool: Pool, text: Text, heads: int = HEADS, scale: float = SCALE) -> View:
+    """A view of all of a text; patient."""
+    views: list[View] = []
+
+    def opened() -> bool:
+        lease = text.match(pool)
+        try:
+            views.append(pool.open_view(lease, heads, scale, deadline_s=DEADLINE_S))
+        except TokenLakeError:
+            lease.release()
+            return False
+        if views[-1].hits == text.segments:
+            return True
+        views.pop().close()
+        return False
+
+    wait_until(opened, "a view of the whole text")
+    return views[0]
+
+
+def draw_queries(seed: int, tokens: int, layout: Layout = LAYOUT, heads: int = HEADS) -> Stored:
+    """`[tokens, heads, key dim]`."""
+    values = np.random.default_rng(seed).standard_normal((tokens, heads, layout.key_dim), dtype=np.float32)
+    return from_float32(values, layout.dtype)
+
+
+def close_to(got: Partial, expected: Partial, tolerance: float) -> None:
+    """AssertionError naming the largest difference."""
+    for name, one, other in zip(("out", "lse"), got, expected, strict=True):
+        worst = float(np.abs(one - other).max())
+        assert worst <= tolerance, f"{name} differs by {worst}"

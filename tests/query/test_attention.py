@@ -1,0 +1,98 @@
+"""What the query engines compute is what attention over the concatenated segments gives."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tests.query.scene import DEADLINE_S, LAYOUT, Text, close_to, draw_queries, layout_of, open_view, serving, spread
+from tokenlake.attention import Partial
+from tokenlake.wire import Code
+from tokenlake_bench.cluster import Cluster
+from tokenlake_client import Pool
+from tokenlake_client.queries import View
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.live
+
+TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
+
+
+def check(pool: Pool, parts: list[tuple[View, Text, int]], tolerance: float = 1e-5, rounds: int = 1) -> int:
+    """Ask about every layer, and compare; bytes that went over the network."""
+    moved = 0
+    layout = parts[0][1].layout
+    with pool.init_query([(view, tokens) for view, _, tokens in parts]) as buffer:
+        for layer in [layer for layer in range(layout.layers) for _ in range(rounds)]:
+            buffer.queries[...] = draw_queries(layer, len(buffer.queries), layout)
+            answer = pool.query(buffer, layer, deadline_s=DEADLINE_S).wait()
+            assert not answer.lost
+            start = 0
+            for _, text, tokens in parts:
+                rows = slice(start, start + tokens)
+                start += tokens
+                expected = text.attention(buffer.queries[rows], layer)
+                close_to(Partial(answer.output[rows], answer.sums[rows]), expected, tolerance)
+            moved += answer.sent_bytes + answer.received_bytes
+    return moved
+
+
+def test_segments_of_this_node() -> None:
+    with serving(1) as cluster, cluster.connect(0, LAYOUT) as pool:
+        text = Text(1, 8)
+        text.store(pool)
+        with open_view(pool, text) as view:
+            assert set(view.codes) == {Code.LOCAL}
+            for tokens in (1, 5, 64):
+                assert check(pool, [(view, text, tokens)]) == 0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> object:
+    with serving(3) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_segments_of_two_other_nodes_and_of_this_one(cluster: Cluster, dtype: str) -> None:
+    layout = layout_of(dtype)
+    text = Text(2, 16, layout=layout)
+    spread(cluster, [text])
+    with cluster.connect(0, layout) as pool, open_view(pool, text) as view:
+        assert set(view.codes) == {Code.LOCAL, Code.REMOTE}
+        assert check(pool, [(view, text, 3)], TOLERANCE[dtype]) > 0
+        assert pool.match(pool.prefix(text.tokens).keys).local_hits < text.segments, "nothing was fetched"
+
+
+def test_a_batch_of_prompts_of_which_some_share_a_prefix(cluster: Cluster) -> None:
+    head = Text(3, 6)
+    texts = [head, Text(4, 5, shared=head), Text(5, 2, shared=head), Text(6, 9)]
+    spread(cluster, texts)
+    with cluster.connect(0, LAYOUT) as pool:
+        views = [open_view(pool, text) for text in texts]
+        parts = [(view, text, tokens) for view, text, tokens in zip(views, texts, (1, 7, 2, 33), strict=True)]
+        check(pool, parts)
+        # The same view twice in one step, as two requests with one prompt have it.
+        check(pool, [parts[1], parts[1], parts[3]])
+
+
+def test_several_engines_at_once(cluster: Cluster) -> None:
+    head = Text(7, 6)
+    texts = [Text(8, 3, shared=head), Text(9, 4, shared=head), Text(10, 5)]
+    spread(cluster, texts)
+    failed: list[BaseException] = []
+
+    def engine(number: int) -> None:
+        try:
+            with cluster.connect(number % 2, LAYOUT) as pool, open_view(pool, texts[number]) as view:
+                check(pool, [(view, texts[number], 1 + number)], rounds=20)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=engine, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
