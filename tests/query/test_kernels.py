@@ -74,7 +74,8 @@ class Cached:
         stride = -(-slots.nbytes // SPACING) * SPACING
         nans = np.full(((max(self.places) + 2) * stride + SPACING) // 4, 0xFFFFFFFF, np.uint32).view(np.uint8)
         base = -nans.__array_interface__["data"][0] % SPACING
-        keys, values = [], []
+        keys: list[NDArray[np.float32]] = []
+        values: list[NDArray[np.float32]] = []
         for place in self.places:
             slot = nans[base + place * stride :][: slots.nbytes]
             for view, kept in zip(slots.views(slot, LAYER), (keys, values), strict=True):

@@ -101,6 +101,13 @@ class SlotMap:
         )
         return keys, values
 
+    def check(self, slot: NDArray[np.uint8]) -> None:
+        """Raise LayoutRefused unless these are the bytes of a slot: one-dimensional, contiguous, as many or more."""
+        if slot.dtype != np.uint8 or slot.ndim != 1 or not slot.flags.c_contiguous or slot.nbytes < self.nbytes:
+            raise LayoutRefused(
+                f"a slot is an array of {slot.dtype} of shape {slot.shape}; expected {self.nbytes} contiguous uint8"
+            )
+
     def views(self, slot: NDArray[np.uint8], layer: int, tokens: int | None = None) -> tuple[Stored, Stored]:
         """Keys `[groups, heads, tokens, key dim]` and values `[groups, heads, tokens, value dim]` of `layer`.
 
@@ -109,10 +116,7 @@ class SlotMap:
         lease under which `slot` was given. With `latent` the values are columns of the keys.
         Raises LayoutRefused as `places`, and for a slot of another size.
         """
-        if slot.dtype != np.uint8 or slot.ndim != 1 or not slot.flags.c_contiguous or slot.nbytes < self.nbytes:
-            raise LayoutRefused(
-                f"a slot is an array of {slot.dtype} of shape {slot.shape}; expected {self.nbytes} contiguous uint8"
-            )
+        self.check(slot)
         dtype = stored_dtype(self.dtype)
 
         def view(place: Place) -> Stored:
