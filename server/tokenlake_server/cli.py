@@ -20,6 +20,7 @@ from tokenlake.config import Settings, format_size, load_config
 from tokenlake.errors import TokenLakeError
 from tokenlake_server.daemon import Daemon, run
 from tokenlake_server.recording import replay as replay_log
+from tokenlake_server.watchdog import new_event_loop
 
 __all__ = ["config", "replay", "serve"]
 
@@ -97,17 +98,8 @@ def _serve(settings: Settings) -> None:
             )
 
         main = run(settings.config, lambda done, total: progress.update(task, completed=done, total=total), ready)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(main)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
 
 
 @click.command()

@@ -21,7 +21,7 @@ from tokenlake.identity import Incarnation, NodeId
 from tokenlake.wire import supervision
 from tokenlake.wire.peer import PeerHello
 from tokenlake.wire.slots import unpack_slots
-from tokenlake_server import failpoints
+from tokenlake_server import failpoints, garbage
 from tokenlake_server.arena import Arena
 from tokenlake_server.bulk import Receivers, Senders
 from tokenlake_server.driver import Driver
@@ -32,6 +32,7 @@ from tokenlake_server.peers import PeerIdentity, PeerListener, ring_members
 from tokenlake_server.query_engine import QueryEngine
 from tokenlake_server.recording import Recorder
 from tokenlake_server.tenants import Tenants
+from tokenlake_server.watchdog import Watchdog
 
 __all__ = ["Daemon", "core_config", "run"]
 
@@ -80,6 +81,9 @@ class Daemon:
         self._closing = asyncio.Event()
         self._replacing: set[asyncio.Task[None]] = set()
         self.driver = Driver(core, loop, self._failed)
+        self.watchdog: Watchdog = getattr(loop, "watchdog", None) or Watchdog()
+        self.watchdog.use(core.counters)
+        self.driver.wrap(self.watchdog.noting, lambda sink: sink)
         self.driver.carry_out(Stamp, lambda stamp: arena.stamp(unpack_slots(stamp.slots)))
         self.driver.carry_out(ReplaceRegion, self._replace)
         identity = PeerIdentity(
@@ -125,7 +129,9 @@ class Daemon:
     def snapshot(self) -> Snapshot:
         """On the loop."""
         starts = 0 if self.query_engine is None else self.query_engine.starts
-        return Snapshot(self.driver.core, self.engines.count, self.peers.connected, starts)
+        snapshot = Snapshot(self.driver.core, self.engines.count, self.peers.connected, starts)
+        snapshot.gauges += self.watchdog.gauges()
+        return snapshot
 
     def _connect_query(self, tenant: str, layout: bytes) -> socket.socket:
         if self.query_engine is None:
@@ -225,6 +231,7 @@ async def run(config: ServerConfig, report: Callable[[int, int], None], ready: C
     try:
         await asyncio.to_thread(arena.populate, progress)
         daemon = Daemon(config, arena)
+        garbage.set_up(daemon.watchdog.collected)
         if failpoint is not None:
             failpoints.arm(daemon.driver, failpoint)
         ready(daemon)

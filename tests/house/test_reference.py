@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-import tokenlake.core  # noqa: F401  declares the metrics
+import tokenlake.core  # noqa: F401  declares metrics
+import tokenlake_server.watchdog  # noqa: F401  declares one more
 from tokenlake import errors
 from tokenlake.command import SUMMARIES
 from tokenlake.config import load_config

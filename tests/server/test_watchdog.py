@@ -1,0 +1,169 @@
+"""The watchdog: processor time of whole callbacks, under the name of what they did; a line in the log now and then."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tokenlake.core import events
+from tokenlake.metrics import Counters
+from tokenlake.wire import engine
+from tokenlake_server.watchdog import LIMIT_S, LOG_S, LONG, Watchdog, new_event_loop
+
+
+def busy() -> None:
+    """Some milliseconds of processor time."""
+    until = time.thread_time() + 3 * LIMIT_S
+    while time.thread_time() < until:
+        pass
+
+
+def idle() -> None:
+    """As much time, in which others may use the processor."""
+    time.sleep(3 * LIMIT_S)
+
+
+class Watched:
+    """A watchdog with a clock of its own and what it counts."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.counters = Counters()
+        self.watchdog = Watchdog(lambda: self.now)
+        self.watchdog.use(self.counters)
+
+    def kinds(self) -> dict[str, float]:
+        return {
+            labels["kind"]: value
+            for name, _, labels, value in self.watchdog.gauges()
+            if name == "tokenlake_long_callbacks_by_kind"
+        }
+
+    def longest(self, kind: str) -> float:
+        return next(v for name, _, at, v in self.watchdog.gauges() if "longest" in name and at["kind"] == kind)
+
+
+def test_a_busy_callback_is_counted_and_one_that_sleeps_is_not() -> None:
+    watched = Watched()
+    watched.watchdog.watch(idle)()
+    assert not watched.kinds()
+    watched.watchdog.watch(busy)()
+    watched.watchdog.watch(busy)()
+    assert watched.kinds() == {"busy": 2}
+    assert watched.counters[LONG] == 2
+    assert watched.longest("busy") > LIMIT_S
+
+
+def test_it_is_called_after_the_event_it_handled() -> None:
+    watched = Watched()
+
+    def handle(event: events.Event, now: float) -> list[object]:
+        busy()
+        return []
+
+    rules = watched.watchdog.noting(handle)  # type: ignore[arg-type]
+    for event in (events.Requested(1, engine.Heartbeat(1)), events.Tick()):
+        watched.watchdog.watch(rules)(event, 0.0)
+    watched.watchdog.watch(busy)()
+    assert watched.kinds() == {"Heartbeat": 1, "Tick": 1, "busy": 1}
+
+
+def test_a_full_collection_accuses_nobody_else() -> None:
+    watched = Watched()
+
+    def interrupted() -> None:
+        busy()
+        watched.watchdog.collected("stop", {"generation": 2})
+
+    watched.watchdog.watch(interrupted)()
+    assert watched.kinds() == {"garbage collection": 1}
+
+
+def test_an_error_passes_through_and_is_timed() -> None:
+    watched = Watched()
+
+    def failing() -> None:
+        busy()
+        raise KeyError("as before")
+
+    with pytest.raises(KeyError, match="as before"):
+        watched.watchdog.watch(failing)()
+    assert list(watched.kinds().values()) == [1]
+
+
+def test_the_log_has_a_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    watched = Watched()
+    with caplog.at_level(logging.WARNING):
+        for now in (0.0, 1.0, LOG_S - 1, LOG_S + 1):
+            watched.now = now
+            watched.watchdog.watch(busy)()
+    assert [record.args[0] for record in caplog.records if record.args] == ["busy", "busy"]  # type: ignore[index]
+    assert [record.getMessage().split(";")[1].split()[0] for record in caplog.records] == ["1", "3"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda loop, callback: loop.call_soon(callback),
+        lambda loop, callback: loop.call_soon_threadsafe(callback),
+        lambda loop, callback: loop.call_later(0.0, callback),
+        lambda loop, callback: loop.call_at(loop.time(), callback),
+    ],
+    ids=["call_soon", "call_soon_threadsafe", "call_later", "call_at"],
+)
+def test_the_loop_watches_every_callback_once(
+    call: Callable[[asyncio.AbstractEventLoop, Callable[[], None]], object],
+) -> None:
+    loop = new_event_loop()
+    watchdog: Watchdog = loop.watchdog  # type: ignore[attr-defined]
+    done = loop.create_future()
+
+    def callback() -> None:
+        busy()
+        done.set_result(None)
+
+    try:
+        call(loop, callback)
+        loop.run_until_complete(done)
+    finally:
+        loop.close()
+    found = [(labels["kind"].rpartition(".")[2], value) for _, _, labels, value in watchdog.gauges()]
+    assert found[0] == ("callback", 1)
+
+
+def test_the_loop_watches_readers_writers_and_tasks() -> None:
+    loop = new_event_loop()
+    watchdog: Watchdog = loop.watchdog  # type: ignore[attr-defined]
+    near, far = socket.socketpair()
+    read, written = loop.create_future(), loop.create_future()
+
+    def reader() -> None:
+        busy()
+        loop.remove_reader(near)
+        read.set_result(None)
+
+    def writer() -> None:
+        busy()
+        loop.remove_writer(near)
+        written.set_result(None)
+
+    async def task() -> None:
+        await asyncio.gather(read, written)
+        busy()
+
+    try:
+        far.send(b"x")
+        loop.add_reader(near, reader)
+        loop.add_writer(near, writer)
+        loop.run_until_complete(task())
+    finally:
+        loop.close()
+        near.close()
+        far.close()
+    kinds = {labels["kind"].rpartition(".")[2] for _, _, labels, _ in watchdog.gauges()}
+    assert {"reader", "writer", "task"} <= kinds
