@@ -23,6 +23,23 @@ from tokenlake_bench.cluster import Cluster, Node
 from tokenlake_client import Lease, Pool
 from tokenlake_client.queries import View
 
+__all__ = [
+    "DEADLINE_S",
+    "HEADS",
+    "LAYOUT",
+    "SCALE",
+    "Text",
+    "close_to",
+    "draw_queries",
+    "engine_of",
+    "freeze",
+    "layout_of",
+    "open_view",
+    "serving",
+    "spread",
+    "wait_serving",
+]
+
 HEADS = 4
 SCALE = 0.2
 DEADLINE_S = 10.0
