@@ -1,0 +1,243 @@
+"""The prefix tree, the cost of each way, and the plans made of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tokenlake.identity import NodeId, SegmentKey
+from tokenlake.planner import Batch, Costs, Model, PrefixTree, Rates, Request, Run, Way, choose, gen_plans, grow
+
+MODEL = Model(layers=4, segment_bytes=1 << 20, query_bytes=1 << 12)
+TOKENS = 16
+A, B, C, D = (NodeId(name) for name in "abcd")
+
+
+def key(name: str) -> SegmentKey:
+    return SegmentKey(name.encode())
+
+
+def request(names: str, tokens: int | None = None, answer: int | None = 4) -> Request:
+    """`names`: one letter per segment."""
+    keys = tuple(key(names[: index + 1]) for index in range(len(names)))
+    return Request(
+        name=names, keys=keys, tokens=TOKENS * len(names) + 5 if tokens is None else tokens, answer_tokens=answer
+    )
+
+
+def rates(prefills: bool = True) -> Rates:
+    made = Rates()
+    for new in range(100, 900, 100) if prefills else ():
+        made.prefill.add(new, 0, 1e-3 + 2e-4 * new + 1e-8 * new * new / 2, 0.0)
+    return made
+
+
+def everything(requests: Sequence[Request], *nodes: NodeId) -> dict[SegmentKey, tuple[NodeId, ...]]:
+    return {each: nodes for made in requests for each in made.keys}
+
+
+# -- the tree
+
+
+def test_a_tree_of_shared_and_private_runs() -> None:
+    requests = [request("abc"), request("abd"), request("x"), request("ab")]
+    holders = everything(requests, A)
+    holders[key("abc")] = (B, A)
+    del holders[key("x")]
+    tree = grow(requests, holders, TOKENS)
+    assert tree.runs == (
+        Run(-1, (key("a"), key("ab")), (A,), (0, 1, 3)),
+        Run(0, (key("abc"),), (B, A), (0,)),
+        Run(0, (key("abd"),), (A,), (1,)),
+    )
+    assert tree.hit_tokens == (48, 48, 0, 32)
+    assert tree.starts == (0, 32, 32)
+    assert tree.slots() == {A: 4, B: 1}
+
+
+def test_a_prefix_ends_at_the_first_gap_and_leaves_a_token_to_compute() -> None:
+    whole = request("abcd")
+    assert grow([whole], {**everything([whole], A), key("abc"): ()}, TOKENS).hit_tokens == (32,)
+    assert grow([request("ab", tokens=32)], everything([whole], A), TOKENS).hit_tokens == (16,)
+
+
+# -- ways
+
+
+def cost_of(costs: Costs, tree: PrefixTree, ways: Sequence[tuple[Way, NodeId | None]]) -> float | None:
+    """What these ways cost, one per run; None where they cannot be. Spelled out anew, run by run."""
+    total = 0.0
+    shipped = set()
+    for run, (way, owner) in enumerate(ways):
+        parent = tree.runs[run].parent
+        if parent >= 0 and ways[parent][0] is Way.RECOMPUTE:
+            if way is not Way.RECOMPUTE:
+                return None
+            total += costs.attention(run)
+        elif way is Way.RECOMPUTE:
+            total += costs.recompute(run) + costs.attention(run)
+        elif way is Way.LOCAL:
+            total += costs.local(run)
+        elif way is Way.FETCH:
+            assert owner is not None
+            total += costs.fetch(run, owner) + costs.local(run)
+        else:
+            assert owner is not None
+            shipped.add(owner)
+            total += costs.ship(run, owner)
+    return total + sum(costs.round_trips(owner) for owner in shipped)
+
+
+def all_ways(costs: Costs, run: Run) -> list[tuple[Way, NodeId | None]]:
+    ways: list[tuple[Way, NodeId | None]] = []
+    for holder in run.holders:
+        ways += [(Way.LOCAL, holder)] if holder == costs.node else [(Way.FETCH, holder), (Way.SHIP, holder)]
+    if not costs.rates.prefill.known:
+        return [(way, owner) for way, owner in ways if way is not Way.SHIP]
+    return [*ways, (Way.RECOMPUTE, None)]
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_the_ways_chosen_are_as_cheap_as_brute_force_finds(data: st.DataObject) -> None:
+    prompts = data.draw(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3, unique=True))
+    requests = [request(text, answer=data.draw(st.integers(0, 300))) for text in prompts]
+    known = rates(prefills=data.draw(st.booleans()))
+    for node in (B, C, D):
+        peer = known.peer(node)
+        peer.round_trip_s.add(data.draw(st.sampled_from([1e-5, 1e-3])), 0.0)
+        peer.bytes_per_s.add(data.draw(st.sampled_from([1e8, 1e9, 1e10])), 0.0)
+        peer.backlog_s.add(data.draw(st.sampled_from([0.0, 1e-3])), 0.0)
+    where = st.lists(st.sampled_from([A, B, C, D]), min_size=1, max_size=2, unique=True).map(tuple)
+    holders = {each: data.draw(where) for made in requests for each in made.keys}
+    tree = grow(requests, holders, TOKENS)
+    costs = Costs(tree, Batch(tree, range(len(requests)), known), A, MODEL, known)
+    assume(len(tree.runs) <= 5)
+    decisions, seconds = choose(costs)
+    chosen = cost_of(costs, tree, [(each.way, each.owner) for each in decisions])
+    assert chosen == pytest.approx(seconds)
+    tried = [cost_of(costs, tree, ways) for ways in itertools.product(*(all_ways(costs, run) for run in tree.runs))]
+    assert seconds == pytest.approx(min(cost for cost in tried if cost is not None))
+
+
+def decide(made: Rates, requests: Sequence[Request], holder: NodeId) -> list[Way]:
+    tree = grow(requests, everything(requests, holder), TOKENS)
+    decisions, _ = choose(Costs(tree, Batch(tree, range(len(requests)), made), A, MODEL, made))
+    return [each.way for each in decisions]
+
+
+def test_what_is_here_is_read_here() -> None:
+    assert decide(rates(), [request("abcdefgh")], A) == [Way.LOCAL]
+
+
+def test_a_slow_link_makes_recomputing_cheaper_and_short_answers_ship() -> None:
+    made = rates()
+    made.peer(B).bytes_per_s.add(1e6, 0.0)
+    assert decide(made, [request("abcdefgh")], B) == [Way.RECOMPUTE]
+    made = rates()
+    made.peer(B).round_trip_s.add(2e-5, 0.0)
+    made.peer(B).bytes_per_s.add(1e8, 0.0)
+    assert decide(made, [request("abcdefgh", answer=0)], B) == [Way.SHIP]
+    assert decide(made, [request("abcdefgh", answer=3000)], B) in ([Way.FETCH], [Way.RECOMPUTE])
+
+
+def test_nothing_is_recomputed_before_prefills_were_measured() -> None:
+    made = rates(prefills=False)
+    made.peer(B).bytes_per_s.add(1e3, 0.0)
+    made.peer(B).round_trip_s.add(10.0, 0.0)
+    assert decide(made, [request("abcdefgh")], B) == [Way.FETCH]
+
+
+def test_what_many_share_is_fetched_once_for_all() -> None:
+    """Alone each would send its queries; together they bring the segments."""
+    made = rates()
+    made.peer(B).round_trip_s.add(1e-5, 0.0)
+    made.peer(B).bytes_per_s.add(1e9, 0.0)
+    alone = request("abcd", tokens=80, answer=50)
+    assert decide(made, [alone], B) == [Way.SHIP]
+    assert decide(made, [alone] * 60, B) == [Way.FETCH]
+
+
+# -- plans
+
+
+def test_batches_go_where_their_prefix_is() -> None:
+    requests = [request("abcd"), request("efgh"), request("ijkl")]
+    holders = {**everything(requests[:1], C), **everything(requests[1:2], A), **everything(requests[2:], B)}
+    tree = grow(requests, holders, TOKENS)
+    plans = gen_plans([[0], [1], [2]], [1, 1, 1], tree, {"i0": A, "i1": B, "i2": C}, MODEL, rates())
+    assert plans.groups == (("i2",), ("i0",), ("i1",))
+    assert [plan.node for plan in plans.query_plans] == [C, A, B]
+    assert all(decision.way is Way.LOCAL for plan in plans.query_plans for decision in plan.decisions)
+
+
+def test_a_group_has_as_many_instances_as_its_degree() -> None:
+    requests = [request("abcd"), request("efgh")]
+    tree = grow(requests, everything(requests, B), TOKENS)
+    instances = {"i0": A, "i1": B, "i2": A, "i3": B, "i4": A}
+    plans = gen_plans([[0], [1]], [1, 3], tree, instances, MODEL, rates())
+    assert [len(group) for group in plans.groups] == [1, 3]
+    assert len({name for group in plans.groups for name in group}) == 4
+    assert {"i1", "i3"} <= {name for group in plans.groups for name in group}
+    assert plans.query_plans[1].node == instances[plans.groups[1][0]]
+
+
+def test_new_cache_begins_behind_what_is_cached() -> None:
+    requests = [request("abcd"), request("ef")]
+    tree = grow(requests, {key("a"): (A,), key("ab"): (B,)}, TOKENS)
+    plans = gen_plans([[0, 1]], [1], tree, {"i0": A}, MODEL, rates())
+    assert plans.transfer_plans[0].segments == ((0, 2, 2), (1, 0, 2))
+
+
+@pytest.mark.parametrize(
+    ("batches", "dops", "match"),
+    [
+        ([[0], [1]], [1, 2], "instances"),
+        ([[0], [0]], [1, 1], "two batches"),
+        ([[0]], [0], "degrees"),
+        ([[7]], [1], "batch"),
+    ],
+)
+def test_plans_that_cannot_be(batches: list[list[int]], dops: list[int], match: str) -> None:
+    requests = [request("ab"), request("cd")]
+    tree = grow(requests, everything(requests, A), TOKENS)
+    with pytest.raises(ValueError, match=match):
+        gen_plans(batches, dops, tree, {"i0": A, "i1": B}, MODEL, rates())
+
+
+def test_the_same_plans_for_the_same_question() -> None:
+    requests = [request("ab" + chr(99 + index)) for index in range(12)]
+    tree = grow(requests, everything(requests, C, B), TOKENS)
+    instances = {f"i{index}": (A, B, C, D)[index % 4] for index in range(12)}
+    first, second = (
+        gen_plans([[index] for index in range(12)], [1] * 12, tree, instances, MODEL, rates()) for _ in range(2)
+    )
+    assert first == second
+
+
+# -- what is measured
+
+
+def test_the_fit_of_the_prefill_finds_the_coefficients() -> None:
+    made = rates().prefill
+    assert made.seconds(1000, 4000) == pytest.approx(1e-3 + 0.2 + 1e-8 * 1000 * 4500, rel=1e-3)
+
+
+def test_no_coefficient_of_the_prefill_is_below_zero() -> None:
+    made = Rates().prefill
+    for new in range(10, 200, 10):
+        made.add(new, 1000 - new, 1.0 - new / 1000, 0.0)
+    assert made.seconds(5000, 0) >= made.seconds(100, 0) >= 0
+
+
+def test_every_input_has_an_age() -> None:
+    made = Rates()
+    made.peer(B).round_trip_s.add(1e-3, 5.0)
+    ages = made.ages(7.0)
+    assert ages["round_trip_s b"] == 2.0
+    assert ages["prefill"] is None
+    assert made.peer(B).round_trip_s.value == 1e-3

@@ -1,0 +1,28 @@
+"""The declarative interface's control plane: the prefix tree of some requests, and plans for their batches."""
+
+from tokenlake.planner.choose import Decision, Way, choose
+from tokenlake.planner.costs import Batch, Costs, Model
+from tokenlake.planner.plans import Plans, QueryPlan, TransferPlan, gen_plans
+from tokenlake.planner.rates import Estimate, PeerRates, PrefillFit, Rates
+from tokenlake.planner.tree import PrefixTree, Request, Run, grow
+
+__all__ = [
+    "Batch",
+    "Costs",
+    "Decision",
+    "Estimate",
+    "Model",
+    "PeerRates",
+    "Plans",
+    "PrefillFit",
+    "PrefixTree",
+    "QueryPlan",
+    "Rates",
+    "Request",
+    "Run",
+    "TransferPlan",
+    "Way",
+    "choose",
+    "gen_plans",
+    "grow",
+]
