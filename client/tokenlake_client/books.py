@@ -119,6 +119,9 @@ class Books:
                 self._aborts.clear()
                 self._looking = self._writing = 0
                 attaching = []
+            with contextlib.suppress(TokenLakeError):
+                # Before anything else: what it was granted in an answer that was cut off would stay granted.
+                link.channel.tell(engine.Holds(tuple(self._leases), tuple(self._writes)))
             self.link = link
             for grant, write in attaching:
                 self._attached(grant, write)
@@ -169,10 +172,16 @@ class Books:
     # -- leases
 
     def hold(self, holding: Holding) -> None:
-        """A lease was granted, or attached to."""
+        """A lease was granted, or attached to. Raises `Unreachable`."""
         with self.lock:
             if holding.id and self._alive(holding.link):
+                self._require_noted(holding.link)
                 self._leases.setdefault(holding.id, []).append(holding)
+
+    def _require_noted(self, link: Link) -> None:
+        if link is not self.link:
+            # Between its answer and now another connection took over, and `use` did not know of it.
+            raise Unreachable("the connection broke; what was granted last is given back")
 
     def count_look(self) -> None:
         """Arrays over leased slots are handed out. Under `lock`, with the link just checked."""
@@ -199,15 +208,17 @@ class Books:
     # -- writes
 
     def hold_write(self, link: Link, write: WriteId) -> None:
-        """An object that holds a write was made."""
+        """An object that holds a write was made. Raises `Unreachable`."""
         with self.lock:
             if write and self._alive(link):
+                self._require_noted(link)
                 self._writes[write] = self._writes.get(write, 0) + 1
 
     def begin_filling(self, link: Link) -> None:
         """The slots of a write are about to be handed out. Raises `Unreachable`."""
         with self.lock:
             self.current(link)
+            self._require_noted(link)
             self._writing += 1
 
     def end_filling(self, link: Link) -> None:

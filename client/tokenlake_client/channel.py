@@ -215,6 +215,10 @@ class Channel:
         finally:
             with self._changed:
                 self._reading = False
+                if self._broken is not None:
+                    # Not by whoever broke it: its number may be another's before the one who reads has called poll,
+                    # which then waits for that one (test_a_broken_connection_is_closed_by_its_reader).
+                    self._sock.close()
                 self._changed.notify_all()
 
     def _readable(self, wait_s: float) -> bool:
@@ -282,7 +286,8 @@ class Channel:
                     # Not in a forked child: that would end its parent's connection.
                     with contextlib.suppress(OSError):
                         self._sock.shutdown(socket.SHUT_RDWR)
-                self._sock.close()
+                if not self._reading:
+                    self._sock.close()
                 while self._descriptors:
                     os.close(self._descriptors.popleft())
             for pending in self._waiting.values():

@@ -49,8 +49,9 @@ class Write:
         """All shards' of the slots that `fill` filled."""
         if self._done:
             return
-        books.begin_filling(link)
-        books.hold_write(link, self.id)
+        with books.lock:
+            books.begin_filling(link)
+            books.hold_write(link, self.id)
         try:
             self.slots += (
                 (index, link.regions.get(place.region, write=True).slots[place.slot])

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenlake.identity import SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake_bench.cluster import Cluster, Node
@@ -78,6 +79,17 @@ def store(pool: Pool, prompt: Prompt, patience: float = LIMIT_S) -> bytes:
 def match(pool: Pool, prompt: Prompt, deadline_s: float = PATIENT_S) -> Lease:
     """Lease what the pool has of a prompt."""
     return pool.match(pool.prefix(prompt.tokens).keys, deadline_s=deadline_s)
+
+
+def flip(pool: Pool, key: SegmentKey) -> bool:
+    """Flip a bit of the copy in the pool's own node, if it has one."""
+    with pool.match([key], deadline_s=PATIENT_S) as lease:
+        if lease.codes[0] != Code.LOCAL:
+            return False
+        place = lease._places[0]
+        slot = pool._link.regions.get(int(place["region"]), write=True).slots[place["slot"]]
+        slot[len(slot) // 2] ^= np.uint8(1)
+        return True
 
 
 def read(pool: Pool, prompt: Prompt) -> int:

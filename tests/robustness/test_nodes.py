@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
 
 from tests.robustness.live import (
@@ -13,6 +12,7 @@ from tests.robustness.live import (
     LIMIT_S,
     Prompt,
     daemons,
+    flip,
     found_keys,
     local_keys,
     match,
@@ -25,7 +25,6 @@ from tests.robustness.live import (
 )
 from tokenlake.errors import DeadlinePassed, Unreachable
 from tokenlake.wire import Code
-from tokenlake.wire.slots import unpack_slots
 from tokenlake_bench.cluster import Cluster, Node
 from tokenlake_client import Pool
 
@@ -222,7 +221,7 @@ def test_flipped_bits_are_a_miss_for_the_reader(cluster: Cluster, pools: list[Po
     store(pools[0], prompt)
     wait_pushed(cluster)
     keys = pools[0].prefix(prompt.tokens).keys
-    flipped = [sum(_flip(pool, key) for pool in pools[:2]) for key in keys]
+    flipped = [sum(flip(pool, key) for pool in pools[:2]) for key in keys]
     with pools[2].match(keys, deadline_s=2.0) as lease:
         assert lease.hits == 12
         here = [code == Code.LOCAL for code in lease.codes]
@@ -233,17 +232,6 @@ def test_flipped_bits_are_a_miss_for_the_reader(cluster: Cluster, pools: list[Po
         del arrays
     assert total(cluster.nodes[2], "tokenlake_corrupt_segments_total") == here.count(False) > 0
     assert all(flipped[index] for index, local in enumerate(here) if not local)
-
-
-def _flip(pool: Pool, key: object) -> bool:
-    """Flip a bit of the copy in the pool's own node, if it has one."""
-    with pool.match([key], deadline_s=2.0) as lease:  # type: ignore[list-item]
-        if lease.codes[0] != Code.LOCAL:
-            return False
-        place = unpack_slots(bytes(lease._slots))[0]
-        slot = pool._link.regions.get(place, write=True).slot(place.slot)
-        slot[len(slot) // 2] ^= np.uint8(1)
-        return True
 
 
 def test_a_large_transfer_from_a_source_that_freezes(cluster: Cluster, pools: list[Pool]) -> None:

@@ -74,6 +74,7 @@ class NodeCore:
             engine.Prepare: self._writes.prepare,
             engine.Commit: self._writes.commit,
             engine.Abort: self._writes.abort,
+            engine.Holds: lambda process, m: self._sessions.keep(process, m.leases, m.writes),
         }
 
     # -- the driver's side

@@ -203,6 +203,15 @@ class Sessions:
 
         self._context.in_slices(work)
 
+    def keep(self, process: Process, leases: Iterable[int], writes: Iterable[int]) -> None:
+        """What the process holds besides these is given back."""
+        session, connection = process.session, process.connection
+        known = {*leases, *writes}
+        for lease in [lease for lease in session.leases.values() if lease.id not in known]:
+            self.release(session, lease, connection, 0, len(lease.keys))
+        for write in [write for write in session.writes.values() if write.id not in known]:
+            self.give_back(session, write, connection)
+
     def renew(self, session: Session) -> bool:
         """A sign of life; False when its deadline had passed since the last one."""
         was_alive = not session.expired

@@ -26,6 +26,7 @@ __all__ = [
     "Heartbeat",
     "HeartbeatReply",
     "Hello",
+    "Holds",
     "Match",
     "Matched",
     "OpenQuery",
@@ -260,6 +261,14 @@ class QueryOpened(_Message, frozen=True, tag=23):
     id: int
 
 
+class Holds(_Message, frozen=True, tag=24):
+    """First after a process went on over a new connection: of what it was granted it knows these, no others. An answer
+    may have been lost with the former connection. Not answered."""
+
+    leases: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
 EngineRequest = (
     Hello
     | Match
@@ -273,6 +282,7 @@ EngineRequest = (
     | OpenRegion
     | Where
     | OpenQuery
+    | Holds
     | Bye
 )
 EngineReply = (

@@ -1,0 +1,169 @@
+"""What a scenario measures: engines whose calls are timed and whose bytes are compared, and segments that got lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.robustness.live import LIMIT_S, Prompt, outcomes, wait_until
+from tokenlake.errors import DeadlinePassed, Unreachable
+from tokenlake.wire import Code
+from tokenlake_client import Pool
+
+__all__ = ["MATCH_S", "Asker", "Outcome", "asking"]
+
+T = TypeVar("T")
+
+MATCH_S = 0.3
+"""How long a match waits for other nodes here; a busy machine misses the default of 20 ms without any fault."""
+
+
+@dataclass
+class Outcome:
+    """Of one scenario. Times are those of single calls of a `Pool`."""
+
+    longest_s: float = 0.0
+    waited_s: dict[str, float] = field(default_factory=dict)
+    """Per engine, the sum over calls that failed or found less than there was."""
+    timeouts: dict[str, int] = field(default_factory=dict)
+    """Per engine, calls that its daemon left unanswered for their whole deadline."""
+    lost: int = 0
+    """Segments that some engine found before, and none afterwards."""
+    may_lose: int = 0
+    """Segments that only the node in question held, or that the fault itself destroyed."""
+    wrong: int = 0
+    """Segments read whose bytes are not those that were stored."""
+    compared: int = 0
+    """Segments read."""
+
+
+class Asker:
+    """One engine. Calls that fail or find too little count as waits."""
+
+    def __init__(self, name: str, pool: Pool) -> None:
+        self.name = name
+        self.pool = pool
+        self.begin()
+
+    def begin(self) -> None:
+        """Measure from here on."""
+        self.longest_s = 0.0
+        self.waited_s = 0.0
+        self.timeouts = 0
+        self.failed = 0
+        """Calls that raised."""
+        self.missed = 0
+        """Requests that found less than there was."""
+        self.wrong = 0
+        self.compared = 0
+
+    def call(self, make: Callable[[], T]) -> T:
+        """One timed call. Raises what it raises."""
+        began = time.monotonic()
+        try:
+            return make()
+        except Unreachable as error:
+            self.failed += 1
+            self.timeouts += isinstance(error, DeadlinePassed) and "did not answer" in str(error)
+            self.waited_s += time.monotonic() - began
+            raise
+        finally:
+            self.longest_s = max(self.longest_s, time.monotonic() - began)
+
+    def read(self, prompt: Prompt) -> int:
+        """Match, fetch, compare; how many segments came. What fails is a miss."""
+        began = time.monotonic()
+        count = 0
+        with suppress(Unreachable):
+            keys = self.pool.prefix(prompt.tokens).keys
+            with self.call(lambda: self.pool.match(keys, deadline_s=MATCH_S)) as lease:
+                arrays = self.call(lambda: lease.fetch())
+                self.wrong += prompt.wrong(arrays)
+                count = len(arrays)
+                self.compared += count
+                del arrays
+            if count < prompt.segments:
+                self.missed += 1
+                self.waited_s += time.monotonic() - began
+        return count
+
+    def store(self, prompt: Prompt, patience: float = 0.0) -> set[Code]:
+        """Store all of a prompt; the distinct codes, none when it failed."""
+        with suppress(Unreachable):
+            keys = self.pool.prefix(prompt.tokens).keys
+            return outcomes(self.call(lambda: self.pool.store_all(keys, prompt.fill, patience=patience)))
+        return set()
+
+    def check(self, prompt: Prompt, arrays: list[NDArray[np.uint8]]) -> None:
+        """Compare what was fetched by hand."""
+        self.wrong += prompt.wrong(arrays)
+        self.compared += len(arrays)
+
+    def readable(self, prompts: Sequence[Prompt]) -> set[bytes]:
+        """Keys of the segments that it gets when it asks for each alone."""
+        found = set()
+        for prompt in prompts:
+            for index, key in enumerate(self.pool.prefix(prompt.tokens).keys):
+                with self.pool.match([key], deadline_s=MATCH_S) as lease:
+                    arrays = lease.fetch()
+                    self.wrong += prompt.wrong(arrays, index)
+                    self.compared += len(arrays)
+                    if arrays:
+                        found.add(bytes(key))
+                    del arrays
+        return found
+
+    def answered(self) -> bool:
+        """Does its daemon answer?"""
+        with suppress(Unreachable):
+            self.pool.match([])
+            return True
+        return False
+
+    def whole(self, prompts: Sequence[Prompt]) -> bool:
+        """Does it read all of these?"""
+        return all(self.read(prompt) == prompt.segments for prompt in prompts)
+
+
+@contextmanager
+def asking(askers: Sequence[Asker], request: Callable[[Asker, int], object]) -> Iterator[Callable[[int], None]]:
+    """Each engine makes `request(engine, number)` again and again in a thread of its own, until the block is left.
+    Gives a function that waits for so many more requests of each.
+
+    AssertionError when a call hangs, or raises what is no miss.
+    """
+    ended = threading.Event()
+    made = [0] * len(askers)
+    errors: list[BaseException] = []
+
+    def go(at: int) -> None:
+        try:
+            while not ended.is_set():
+                request(askers[at], made[at])
+                made[at] += 1
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=go, args=(at,), daemon=True) for at in range(len(askers))]
+
+    def wait(requests: int) -> None:
+        goals = [count + requests for count in made]
+        wait_until(lambda: bool(errors) or all(a >= b for a, b in zip(made, goals, strict=True)), "requests end")
+
+    for thread in threads:
+        thread.start()
+    try:
+        yield wait
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join(LIMIT_S)
+    assert not any(thread.is_alive() for thread in threads), "a call hangs"
+    assert errors == []

@@ -1,0 +1,159 @@
+"""Faults of an engine's own daemon, which is that of node 0."""
+
+from __future__ import annotations
+
+from tests.robustness.live import flip, match, wait_until
+from tests.robustness.matrix.measure import Asker, Outcome, asking
+from tests.robustness.matrix.proxy import Cut, Trickle
+from tests.robustness.matrix.world import world
+from tokenlake.wire import Code
+
+__all__ = ["cut_in_body", "cut_in_header", "flipped_in_arena", "full", "killed", "slow", "stopped"]
+
+
+def killed(seed: int) -> Outcome:
+    """Engines of both nodes read; what one looks at stays readable; the daemon starts again."""
+    with world(seed) as at:
+        at.fill()
+        before, only_there = at.listed(), at.only_at(0)
+        mine = at.engines[0]
+        lease = match(mine.pool, at.prompts[0])
+        arrays = lease.fetch()
+        at.begin()
+        with asking(at.engines, at.read) as wait:
+            wait(5)
+            at.nodes[0].kill()
+            wait(20)
+            at.nodes[0].start()
+            at.cluster.wait_ready()
+        mine.check(at.prompts[0], arrays)
+        del arrays
+        lease.release()
+        wait_until(mine.answered, "its engine is back")
+        at.find_again(before, may_lose=only_there)
+        at.serves()
+    return at.outcome
+
+
+def stopped(seed: int) -> Outcome:
+    """Engines of both nodes read while the daemon is stopped, and after it goes on."""
+    with world(seed) as at:
+        at.fill()
+        before = at.found()
+        at.begin()
+        with asking(at.engines, at.read) as wait:
+            wait(5)
+            at.nodes[0].freeze()
+            wait(20)
+            at.nodes[0].thaw()
+            wait_until(at.engines[0].answered, "it answers")
+        at.find_again(before)
+        at.serves()
+    return at.outcome
+
+
+def slow(seed: int) -> Outcome:
+    """What the daemon says to one engine trickles; another engine of the same daemon is not held up."""
+    with world(seed, 1) as at:
+        at.fill()
+        before = at.found()
+        proxy = at.proxy(0)
+        mine = at.engine(0, "engine behind the trickle", proxy)
+        assert mine.whole(at.prompts[:1])
+        at.begin()
+        with asking(at.askers, at.read) as wait:
+            wait(2)
+            proxy.fault = Trickle("down", 1)
+            wait(5)
+            proxy.fault = None
+        wait_until(mine.answered, "it answers in time again")
+        at.find_again(before, mine)
+        at.serves()
+    return at.outcome
+
+
+def cut_in_header(seed: int) -> Outcome:
+    """Five times the connection ends in the middle of an answer's length."""
+    return _cut(seed, Cut("down", "header"))
+
+
+def cut_in_body(seed: int) -> Outcome:
+    """Five times the connection ends in the middle of an answer."""
+    return _cut(seed, Cut("down", "body"))
+
+
+def _cut(seed: int, fault: Cut) -> Outcome:
+    with world(seed, 1) as at:
+        at.fill()
+        before = at.found()
+        proxy = at.proxy(0)
+        mine = at.engine(0, "engine that is cut off", proxy)
+        session = mine.pool.session
+        lease = match(mine.pool, at.prompts[0])
+        arrays = lease.fetch()
+
+        def request(asker: Asker, number: int) -> None:
+            at.read(asker, number)
+            asker.store(at.fresh(number))
+
+        at.begin()
+        with asking(at.askers, request) as wait:
+            for made in range(1, 6):
+                wait(2)
+                proxy.fault = fault
+                wait_until(lambda made=made: proxy.done == made, "the connection is cut")  # type: ignore[misc]
+                wait_until(mine.answered, "it is connected again")
+        assert mine.pool.session == session, "its session goes on"
+        mine.check(at.prompts[0], arrays)
+        mine.check(at.prompts[0], lease.fetch())
+        del arrays
+        lease.release()
+        at.find_again(before)
+        at.serves()
+    return at.outcome
+
+
+def full(seed: int) -> Outcome:
+    """Every slot is leased by one engine: another one's stores are refused, its reads are not."""
+    with world(seed, 1, "1MiB", session_lease_share="1") as at:
+        at.fill()
+        mine, other = at.engines[0], at.engine(0, "engine that finds it full")
+        stored = list(at.prompts)
+        while at.metric(0, "tokenlake_free_slots"):
+            stored.append(at.fresh(len(stored)))
+            assert mine.store(stored[-1]) == {Code.COMMITTED}
+        before = at.found()
+        at.begin()
+        leases = [match(mine.pool, prompt) for prompt in stored]
+        assert sum(lease.hits for lease in leases) == at.metric(0, "tokenlake_slots")
+        refused = at.fresh(len(stored))
+        assert other.store(refused) == {Code.NO_SLOT}
+        for prompt in at.prompts[1:]:
+            other.read(prompt)
+        for prompt, lease in zip(stored, leases, strict=True):
+            mine.check(prompt, lease.fetch())
+        at.find_again(before, other)
+        for lease in leases:
+            lease.release()
+        assert mine.answered()
+        assert other.store(refused) == {Code.COMMITTED}, "released slots are given again"
+        at.serves()
+    return at.outcome
+
+
+def flipped_in_arena(seed: int) -> Outcome:
+    """A bit of every second prompt's first segment flips; the reader checks what it reads."""
+    with world(seed, 1) as at:
+        at.fill()
+        before = at.found()
+        reader = at.engine(0, "engine that verifies", verify=True)
+        hit = at.prompts[::2]
+        for prompt in hit:
+            assert flip(at.engines[0].pool, reader.pool.prefix(prompt.tokens).keys[0])
+        at.begin()
+        counts = [reader.read(prompt) for prompt in at.prompts]
+        assert counts == [0 if prompt in hit else prompt.segments for prompt in at.prompts]
+        assert reader.pool.corrupt == len(hit)
+        at.find_again(before, reader, may_lose=len(hit))
+        at.serves()
+    return at.outcome

@@ -1,0 +1,218 @@
+"""A proxy in front of a daemon's socket that trickles, cuts or flips, told to while connections are open."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tokenlake.errors import ProtocolRefused
+from tokenlake.wire import HEADER_BYTES, Code, peer
+from tokenlake.wire.frames import decode
+
+__all__ = ["Cut", "Fault", "Flip", "Proxy", "Trickle"]
+
+CHUNK = 64 << 10
+TICK_S = 0.01
+MAX_DESCRIPTORS = 4
+
+Direction = Literal["up", "down"]
+"""Up: from whoever connected to whoever was connected to."""
+Part = Literal["header", "body", "raw"]
+"""Of the stream: a frame's length, its MessagePack, the segments' bytes that follow a `Pulled`."""
+Address = Path | tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Trickle:
+    """So many bytes every 10 ms."""
+
+    direction: Direction
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Both ways, in the middle of the next `part`."""
+
+    direction: Direction
+    part: Part
+
+
+@dataclass(frozen=True)
+class Flip:
+    """One bit of every piece of `part`, of which one in `every` is met."""
+
+    direction: Direction
+    part: Part
+    every: int = 1
+
+
+Fault = Trickle | Cut | Flip
+
+
+class _Walk:
+    """Where in its frames a stream is."""
+
+    def __init__(self) -> None:
+        self._part: Part = "header"
+        self._left = HEADER_BYTES
+        self._kept = b""
+
+    def split(self, data: bytes) -> Iterator[tuple[Part, bytes]]:
+        """The pieces of `data`, none of which reaches beyond the end of its part."""
+        while data:
+            piece, data = data[: self._left], data[self._left :]
+            part = self._part
+            self._left -= len(piece)
+            self._kept += piece if part != "raw" else b""
+            if not self._left:
+                self._next()
+            yield part, piece
+
+    def _next(self) -> None:
+        kept, self._kept = self._kept, b""
+        if self._part == "header":
+            self._part, self._left = "body", int.from_bytes(kept, "little")
+            return
+        self._part, self._left = "header", HEADER_BYTES
+        raw = _raw_bytes(kept)
+        if raw:
+            self._part, self._left = "raw", raw
+
+
+def _raw_bytes(body: bytes) -> int:
+    """What follows a frame without being one."""
+    try:
+        pulled = decode(peer.pulled_decoder, body)
+    except ProtocolRefused:
+        return 0
+    return pulled.slot_bytes * pulled.codes.count(Code.LOCAL)
+
+
+class Proxy:
+    """Listens at `at` (a path, or a port of loopback) for `target`. A context manager. Without a fault it only
+    passes on, descriptors included."""
+
+    def __init__(self, target: Address, at: Path | None = None, seed: int = 0) -> None:
+        self._target = target
+        self._draw = random.Random(seed)
+        if at is None:
+            self._listener = socket.create_server(("127.0.0.1", 0))
+            self.address: Address = ("127.0.0.1", int(self._listener.getsockname()[1]))
+        else:
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._listener.bind(str(at))
+            self._listener.listen()
+            self.address = at
+        self.fault: Fault | None = None
+        self.done = 0
+        """Cuts made, bits flipped, chunks trickled."""
+        self._open: list[socket.socket] = []
+
+    @property
+    def port(self) -> int:
+        """Of an address in TCP."""
+        assert isinstance(self.address, tuple)
+        return self.address[1]
+
+    def __enter__(self) -> Proxy:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for sock in [self._listener, *self._open]:
+            _end(sock)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                try:
+                    far = _connect(self._target)
+                except OSError:
+                    near.close()
+                    continue
+                self._open += (near, far)
+                for direction, source, sink in (("up", near, far), ("down", far, near)):
+                    threading.Thread(target=self._pump, args=(direction, source, sink), daemon=True).start()
+
+    def _pump(self, direction: Direction, source: socket.socket, sink: socket.socket) -> None:
+        walk = _Walk()
+        with contextlib.suppress(OSError):
+            while True:
+                data, descriptors, _, _ = socket.recv_fds(source, CHUNK, MAX_DESCRIPTORS)
+                if not data:
+                    break
+                try:
+                    for part, piece in walk.split(data):
+                        self._pass(direction, part, piece, sink, descriptors)
+                        _close(descriptors)
+                        descriptors = []
+                finally:
+                    _close(descriptors)
+        _end(source)
+        _end(sink)
+
+    def _pass(
+        self, direction: Direction, part: Part, piece: bytes, sink: socket.socket, descriptors: list[int]
+    ) -> None:
+        fault = self.fault
+        if fault is None or fault.direction != direction:
+            _send(sink, piece, descriptors)
+            return
+        match fault:
+            case Trickle():
+                self.done += 1
+                while piece and self.fault is fault:
+                    _send(sink, piece[: fault.nbytes], descriptors)
+                    descriptors, piece = [], piece[fault.nbytes :]
+                    time.sleep(TICK_S)
+            case Cut() if part == fault.part and len(piece) > 1:
+                self.done += 1
+                self.fault = None
+                _send(sink, piece[: len(piece) // 2], [])
+                raise ConnectionAbortedError
+            case Flip() if part == fault.part and not self._draw.randrange(fault.every):
+                self.done += 1
+                flipped = bytearray(piece)
+                flipped[self._draw.randrange(len(piece))] ^= 1 << self._draw.randrange(8)
+                piece = bytes(flipped)
+        if piece:
+            _send(sink, piece, descriptors)
+
+
+def _connect(target: Address) -> socket.socket:
+    if isinstance(target, tuple):
+        return socket.create_connection(target)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.connect(str(target))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _send(sink: socket.socket, data: bytes, descriptors: list[int]) -> None:
+    if descriptors:
+        data = data[socket.send_fds(sink, [data], descriptors) :]
+    sink.sendall(data)
+
+
+def _end(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

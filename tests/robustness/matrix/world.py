@@ -1,0 +1,155 @@
+"""Where a scenario plays: daemons, an engine at each, and segments that some of them hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from tests.robustness.live import (
+    LAYOUT,
+    LIMIT_S,
+    Prompt,
+    accounted,
+    found_keys,
+    local_keys,
+    total,
+    wait_pushed,
+    wait_until,
+)
+from tests.robustness.matrix.measure import MATCH_S, Asker, Outcome
+from tests.robustness.matrix.proxy import Proxy
+from tokenlake.wire import Code
+from tokenlake_bench.cluster import Cluster
+from tokenlake_client import Pool
+
+__all__ = ["World", "world"]
+
+PROMPTS = 12
+SEGMENTS = 4
+
+
+class World:
+    """`engines[i]` asks the daemon of node `i`; `links[i]` stands before the port where node `i` hears others."""
+
+    def __init__(self, cluster: Cluster, seed: int, stack: ExitStack) -> None:
+        self.cluster = cluster
+        self.nodes = cluster.nodes
+        self.seed = seed
+        self.prompts = [Prompt(1000 * seed + number, SEGMENTS) for number in range(PROMPTS)]
+        self.links: list[Proxy] = []
+        self.engines: list[Asker] = []
+        self.askers: list[Asker] = []
+        """These and all others."""
+        self.outcome = Outcome()
+        self._stack = stack
+
+    def engine(self, number: int, name: str, proxy: Proxy | None = None, *, verify: bool = False) -> Asker:
+        """Another engine at a node."""
+        socket = self.nodes[number].socket if proxy is None else proxy.address
+        assert not isinstance(socket, tuple)
+        asker = Asker(name, self._stack.enter_context(Pool.connect(socket, LAYOUT, verify=verify)))
+        self.askers.append(asker)
+        return asker
+
+    def fresh(self, number: int) -> Prompt:
+        """A prompt that nobody stored yet."""
+        return Prompt(1000 * self.seed + 100 + number, SEGMENTS)
+
+    def read(self, asker: Asker, number: int) -> None:
+        """A request of one of the prompts."""
+        asker.read(self.prompts[number % PROMPTS])
+
+    def proxy(self, number: int) -> Proxy:
+        """In front of the socket where node `number` hears its engines."""
+        path = self.cluster.directory / f"proxy{number}.sock"
+        return self._stack.enter_context(Proxy(self.nodes[number].socket, path, self.seed))
+
+    def fill(self) -> None:
+        """Each engine stores its share of the prompts; pushes are done."""
+        for number, prompt in enumerate(self.prompts):
+            codes = self.engines[number % len(self.engines)].store(prompt, patience=LIMIT_S)
+            assert codes == {Code.COMMITTED}
+        wait_pushed(self.cluster)
+
+    def metric(self, number: int, name: str) -> float:
+        """Of one node, summed over its labels."""
+        return total(self.nodes[number], name)
+
+    def begin(self) -> None:
+        """The fault comes: measure from here on."""
+        for asker in self.askers:
+            asker.begin()
+
+    def found(self, *askers: Asker) -> set[bytes]:
+        """What any of these gets, asked for each segment alone; without any, the engines of all nodes."""
+        return set[bytes]().union(*(asker.readable(self.prompts) for asker in askers or self.engines))
+
+    def listed(self) -> set[bytes]:
+        """What the engines of all nodes find, without bringing copies of it anywhere."""
+        return set[bytes]().union(*(found_keys(asker.pool, self.prompts) for asker in self.engines))
+
+    def only_at(self, number: int) -> int:
+        """How many segments nobody but this node holds."""
+        held = [local_keys(engine.pool, self.prompts) for engine in self.engines]
+        return len(held.pop(number) - set[bytes]().union(*held))
+
+    def find_again(self, before: set[bytes], *askers: Asker, may_lose: int = 0) -> None:
+        """Wait for what must be found again; the rest is lost."""
+        self.outcome.may_lose = may_lose
+        wait_until(lambda: len(before - self.found(*askers)) <= may_lose, f"all but {may_lose} are found again")
+        self.outcome.lost = len(before - self.found(*askers))
+
+    def serves(self) -> None:
+        """Each engine stores afresh and reads it, and the slots of every daemon add up."""
+        for number, asker in enumerate(self.askers):
+            fresh = Prompt(1000 * self.seed + 900 + number, SEGMENTS)
+            wait_until(lambda asker=asker, fresh=fresh: asker.store(fresh) <= DONE, "it stores")  # type: ignore[misc]
+            wait_until(lambda asker=asker, fresh=fresh: asker.whole([fresh]), "it reads")  # type: ignore[misc]
+        for node in self.nodes:
+            wait_until(lambda node=node: accounted(node), f"the slots of {node.name} add up")  # type: ignore[misc]
+
+    def collect(self) -> None:
+        """What the engines measured becomes the outcome."""
+        outcome = self.outcome
+        outcome.longest_s = max(asker.longest_s for asker in self.askers)
+        outcome.waited_s = {asker.name: asker.waited_s for asker in self.askers}
+        outcome.timeouts = {asker.name: asker.timeouts for asker in self.askers}
+        outcome.wrong = sum(asker.wrong for asker in self.askers)
+        outcome.compared = sum(asker.compared for asker in self.askers)
+
+
+DONE = {Code.COMMITTED, Code.EXISTS}
+
+
+@contextmanager
+def world(
+    seed: int, nodes: int = 2, memory: str = "4MiB", region_size: str = "1MiB", *, linked: bool = False, **settings: str
+) -> Iterator[World]:
+    """Its outcome is there when the block is left. `linked`: what nodes say to each other passes proxies. The daemons
+    end by kill -9, which is faster."""
+    settings.setdefault("match_deadline_ms", f"{MATCH_S * 1e3:.0f}")
+    with ExitStack() as stack:
+        cluster = Cluster(nodes, memory, region_size, **settings)
+        made = World(cluster, seed, stack)
+        if linked:
+            _put_links(made, stack)
+        stack.enter_context(cluster)
+        stack.callback(_kill, cluster)
+        made.engines += [made.engine(number, f"engine of {node.name}") for number, node in enumerate(cluster.nodes)]
+        yield made
+        made.collect()
+
+
+def _put_links(made: World, stack: ExitStack) -> None:
+    ports = [int(node._settings["listen"].rpartition(":")[2]) for node in made.nodes]
+    made.links += [stack.enter_context(Proxy(("127.0.0.1", port), seed=made.seed)) for port in ports]
+    for node in made.nodes:
+        linked = zip(made.nodes, made.links, strict=True)
+        others = [(other.name, link.port) for other, link in linked if other is not node]
+        node._settings["peers"] = ",".join(f"{name}=127.0.0.1:{port}" for name, port in others)
+
+
+def _kill(cluster: Cluster) -> None:
+    for node in cluster.nodes:
+        if node.running:
+            node.kill()

@@ -1,0 +1,94 @@
+"""What the fault matrix found: a test for each fault, which failed before it was mended."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.robustness.live import LAYOUT, PATIENT_S, Prompt, accounted, daemons, store, wait_until
+from tests.robustness.matrix.measure import Asker
+from tests.robustness.matrix.proxy import Cut, Proxy
+from tokenlake.errors import Unreachable
+from tokenlake.wire import engine
+from tokenlake_bench.cluster import Cluster
+from tokenlake_client import Pool
+from tokenlake_client.channel import Channel
+
+pytestmark = pytest.mark.live
+
+PROMPT = Prompt(1, 4)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with daemons() as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("request_", ["match", "prepare"])
+def test_an_answer_that_was_cut_off_grants_nothing(cluster: Cluster, tmp_path: Path, request_: str) -> None:
+    """What was granted in it stayed granted for as long as the process lived."""
+    node = cluster.nodes[0]
+    with Proxy(node.socket, tmp_path / "proxy.sock") as proxy, Pool.connect(tmp_path / "proxy.sock", LAYOUT) as pool:
+        store(pool, PROMPT)
+        kept = pool.match(pool.prefix(PROMPT.tokens).keys)
+        proxy.fault = Cut("down", "body")
+        wanted = PROMPT if request_ == "match" else Prompt(2, 4)
+        ask: Callable[[Any], object] = pool.match if request_ == "match" else pool.store
+        with pytest.raises(Unreachable):
+            ask(pool.prefix(wanted.tokens).keys)
+        wait_until(Asker("", pool).answered, "it is connected again")
+        arrays = kept.fetch()
+        assert (len(arrays), PROMPT.wrong(arrays)) == (4, 0), "what it knows of is still leased"
+        assert node.metrics()['tokenlake_map_entries{map="leases"}'] == 1
+        del arrays
+        kept.release()
+        wait_until(lambda: accounted(node), "everything is given back")
+
+
+def test_a_grant_that_another_connection_overtook_is_not_handed_out(cluster: Cluster) -> None:
+    """Its answer is here, but the next connection did not name it: it is leased no more."""
+    with cluster.connect(0, LAYOUT) as pool:
+        store(pool, PROMPT)
+        former = pool._link
+        pending = pool.begin_match(pool.prefix(PROMPT.tokens).keys)
+        wait_until(lambda: former.channel.poll(pending._pending) is not None, "the answer is here")
+        former.channel._sock.shutdown(socket.SHUT_RDWR)
+        wait_until(Asker("", pool).answered, "it is connected again")
+        assert pool._link is not former
+        with pytest.raises(Unreachable):
+            pending.wait()
+        wait_until(lambda: accounted(cluster.nodes[0]), "nothing is leased")
+
+
+def test_a_broken_connection_is_closed_by_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed by another thread, its number was another socket's when the reader polled it: the call took its whole
+    deadline instead of failing at once."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(tmp_path / "silent.sock"))
+    listener.listen()
+    channel = Channel(tmp_path / "silent.sock", lambda: None)
+    number = channel._sock.fileno()
+    identity = os.fstat(number).st_ino
+    readable: Callable[[float], bool] = channel._readable
+    seen: list[bool] = []
+
+    def broken_before_it_polls(wait_s: float) -> bool:
+        breaker = threading.Thread(target=channel.close)
+        breaker.start()
+        breaker.join()
+        seen.append(os.fstat(number).st_ino == identity)
+        return readable(wait_s)
+
+    monkeypatch.setattr(channel, "_readable", broken_before_it_polls)
+    with pytest.raises(Unreachable):
+        channel.call(engine.Heartbeat, PATIENT_S)
+    assert seen == [True]
+    assert channel._sock.fileno() == -1, "closed in the end"
+    listener.close()
