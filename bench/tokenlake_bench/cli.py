@@ -90,6 +90,22 @@ def transfer(**arguments: object) -> None:
         raise click.ClickException(str(error)) from error
 
 
+@bench.command("growth")
+@click.option("--rounds", default=10, show_default=True, help="Turns of each row.")
+@click.option("--segments", default="1000,10000,100000", show_default=True, help="Held by the daemons, of 4 KiB each.")
+@click.option("--clients", default="1,8,64", show_default=True, help="Processes that match at the same time.")
+@click.option("--arenas", default="1GiB,4GiB,8GiB", show_default=True, help="Sizes that a daemon is started with.")
+@_json
+def growth(**arguments: object) -> None:
+    """What a key costs with more keys in a call, more clients, more segments held; memory and start of a daemon."""
+    from tokenlake_bench.growth import GrowthArguments, run_growth
+
+    try:
+        run_growth(GrowthArguments(**arguments))  # type: ignore[arg-type]
+    except TokenLakeError as error:
+        raise click.ClickException(str(error)) from error
+
+
 @bench.command("soak")
 @click.option("--minutes", default=2.0, show_default=True, help="Of load; what is checked afterwards takes one or two.")
 @click.option("--seed", default=0, show_default=True, help="Of prompts, bytes, actions and faults.")

@@ -21,7 +21,8 @@ from tokenlake_bench.load_meter import settle
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.soak.faults import schedule
 from tokenlake_bench.soak.fleet import EVICTED, Fleet
-from tokenlake_bench.soak.refill import Refilled, refill
+from tokenlake_bench.soak.gauges import HELD
+from tokenlake_bench.soak.refill import Refilled, displace, refill
 from tokenlake_bench.soak.results import Claim, SoakResult, flat_claims, gauges_of, series_of, write_result
 from tokenlake_bench.soak.show import claim_table, gauge_table, page
 
@@ -112,6 +113,7 @@ class _Run:
     left_processes: float | None = None
     slots_missing: float | None = None
     refilled: Refilled | None = None
+    stayed: int | None = None
     trouble: list[str] = field(default_factory=list)
 
     def load(self) -> None:
@@ -163,9 +165,11 @@ class _Run:
         ]
         settle(fleet.cluster)
         self.slots_missing = fleet.slots_missing()
-        self.console.print("storing until nothing is left of what the engines stored")
+        self.console.print("storing as much as there are slots")
         try:
             self.refilled = refill(fleet.cluster, self.arguments.seed)
+            fleet.stop_others()
+            self.stayed = displace(fleet.cluster.nodes[0], self.arguments.seed)
         except TokenLakeError as error:
             self.trouble.append(f"refill: {error}")
 
@@ -184,7 +188,7 @@ class _Run:
             faults=dict(sorted(fleet.faults.items())),
             done=dict(sorted((fleet.done() + Counter({"segments evicted": fleet.counted(EVICTED)})).items())),
             lives={name: len(lives) for name, lives in fleet.recorder.lives.items()},
-            peaks={gauge: fleet.recorder.peak(gauge) for gauge in ("quarantined", "pins")},
+            peaks={gauge: fleet.recorder.peak(gauge) for gauge in HELD},
             series=series_of(fleet.recorder, survivors),
         )
 
@@ -195,10 +199,7 @@ class _Run:
         again = self.refilled
         if again is not None:
             nbytes += again.wrong_bytes
-        ended = [
-            *fleet.ended_by_themselves,
-            *(line for engine in fleet.engines.values() for line in engine.ended_by_themselves),
-        ]
+        ended = fleet.ended()
         held = self.left_held
         stirred = min(done["segments from other nodes"], fleet.counted(EVICTED), sum(fleet.faults.values()))
         claims = [
@@ -208,16 +209,20 @@ class _Run:
                 f"{fleet.counted(EVICTED):,} evicted; {_counts(fleet.faults)}",
                 stirred > 0,
             ),
-            Claim("wrong bytes: 0", f"{nbytes:,} in {segments:,} reads", compared > 0 and nbytes == 0),
+            Claim(
+                "wrong bytes: 0", f"{nbytes:,} in {segments:,} of {compared:,} segments", compared > 0 and nbytes == 0
+            ),
             Claim(
                 "no process ended that nobody killed",
-                "; ".join([*ended, *self.trouble]) or "none",
+                f"{len(ended)}; {'; '.join([*ended[:2], *self.trouble])}".removesuffix("; "),
                 not ended and not self.trouble,
             ),
             Claim("no failure caught in a daemon's log", f"{fleet.tracebacks()}", fleet.tracebacks() == 0),
             Claim(
-                "quarantine and pins drain to 0, the engines still there",
-                "not reached" if held is None else f"{held['quarantined']:.0f} slots, {held['pins']:.0f} entries",
+                "quarantine drains to 0 with the engines still there",
+                "not reached"
+                if held is None
+                else f"{held['quarantined']:.0f} slots, {held['holds']:.0f} leases and the like",
                 held is not None and self.engines_gave_back and not any(held.values()),
             ),
             Claim(
@@ -234,8 +239,13 @@ class _Run:
                 "everything can be stored again",
                 "not reached"
                 if again is None
-                else f"{again.stored:,} of {again.asked:,} segments; {again.left} old ones stayed{again.stuck and '; '}{again.stuck}",
-                again is not None and again.stored == again.asked and again.left == 0,
+                else f"{again.stored:,} of {again.asked:,} segments read back {again.stuck}",
+                again is not None and again.stored == again.asked,
+            ),
+            Claim(
+                "every slot of the first daemon takes another segment",
+                "not reached" if self.stayed is None else f"{self.stayed} segments stayed",
+                self.stayed == 0,
             ),
         ]
         return claims

@@ -120,11 +120,10 @@ class SoakEngine:
 
     def _copy(self, prompt: Prompt) -> None:
         digests = prompt.digests(self._identity)
-        out = np.empty(self._pool.layout.segment_bytes, np.uint8)
+        out = np.empty((prompt.segments, self._pool.layout.segment_bytes), np.uint8)
         with self._match(prompt) as lease:
-            for index in range(lease.hits):
-                if lease.copy_into([out], index, FETCH_S):
-                    self._compare("copy", prompt, [out], digests[index:])
+            copied = lease.copy_into(list(out), deadline_s=FETCH_S)
+        self._compare("copy", prompt, list(out[:copied]), digests)
 
     def _cancel(self, prompt: Prompt) -> None:
         self._pool.begin_match(self._pool.prefix(prompt.tokens).keys, deadline_s=MATCH_S).cancel()

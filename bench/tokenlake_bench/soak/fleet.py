@@ -13,7 +13,7 @@ from typing import Final, Self
 
 from tokenlake_bench.cluster import Cluster, Node
 from tokenlake_bench.soak.faults import Fault, FaultKind, Target
-from tokenlake_bench.soak.gauges import Recorder, pins, process_gauges, quarantined, total
+from tokenlake_bench.soak.gauges import HELD, Recorder, held, process_gauges, total
 from tokenlake_bench.soak.load import GROUPS
 from tokenlake_bench.soak.slot import EngineSlot
 
@@ -58,7 +58,7 @@ class Fleet:
         self.recorder = Recorder()
         self.faults: Counter[str] = Counter()
         """By kind and whom it struck."""
-        self.ended_by_themselves: list[str] = []
+        self._ended: list[str] = []
         self.counters: Counter[str] = Counter()
         """Of the daemons, of all their lives, as of the last sample of each."""
         self.cluster = Cluster(nodes, MEMORY, REGION, config=str(config), lease_s=LEASE_S, reservation_s=RESERVATION_S)
@@ -124,7 +124,7 @@ class Fleet:
         """Start daemons again that ended although nobody killed them, and remember why."""
         for name, node in self.nodes.items():
             if name not in self._down and not node.running:
-                self.ended_by_themselves.append(f"{name}: {node.log.read_text()[-500:]}")
+                self._ended.append(f"{name}: {node.log.read_text()[-500:]}")
                 self._forget(name)
                 node.start()
 
@@ -137,8 +137,7 @@ class Fleet:
                 metrics = node.metrics()
                 assert node.process is not None
                 values = process_gauges(node.process.pid)
-                entries = total(metrics.items(), "tokenlake_map_entries")
-                values |= {"quarantined": quarantined(metrics), "pins": pins(metrics), "entries": entries}
+                values |= held(metrics) | {"entries": total(metrics, "tokenlake_map_entries")}
                 self.recorder.add(at_s, name, node.process.pid, values)
                 self._last[name] = Counter({key: int(value) for key, value in metrics.items() if "{" not in key})
         for name, engine in self.engines.items():
@@ -154,6 +153,10 @@ class Fleet:
     def done(self) -> Counter[str]:
         """What all engines did."""
         return sum((engine.done for engine in self.engines.values()), Counter())
+
+    def ended(self) -> list[str]:
+        """Processes that nobody killed, and why they ended."""
+        return [*self._ended, *(line for engine in self.engines.values() for line in engine.ended_by_themselves)]
 
     def tracebacks(self) -> int:
         """In the logs of the daemons: failures that were caught at an edge and go on."""
@@ -183,9 +186,14 @@ class Fleet:
         for engine in self.engines.values():
             engine.leave()
 
+    def stop_others(self) -> None:
+        """End all daemons but the first."""
+        for node in self.cluster.nodes[1:]:
+            node.stop()
+
     def slots_missing(self) -> float:
         """Slots that are neither free nor a segment's, over all nodes."""
-        totals = list(self.cluster.totals().items())
+        totals = self.cluster.totals()
         names = ("tokenlake_slots", "tokenlake_free_slots", "tokenlake_segments")
         slots, free, segments = (total(totals, name) for name in names)
         return slots - free - segments
@@ -199,8 +207,8 @@ class Fleet:
 
     def held(self) -> dict[str, float]:
         """What is pinned or in quarantine now, over all nodes."""
-        pages = [node.metrics() for node in self.nodes.values()]
-        return {"quarantined": sum(map(quarantined, pages)), "pins": sum(map(pins, pages))}
+        pages = [held(node.metrics()) for node in self.nodes.values()]
+        return {name: sum(page[name] for page in pages) for name in HELD}
 
     def _forget(self, name: str) -> None:
         self.counters.update(self._last.pop(name, Counter()))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-__all__ = ["GAUGES", "Life", "Recorder", "pins", "process_gauges", "quarantined"]
+__all__ = ["GAUGES", "HELD", "Life", "Recorder", "held", "process_gauges", "total"]
 
 GAUGES: Final = ("memory", "descriptors", "threads")
 """Of every process."""
-PINS: Final = ("leases", "writes", "leases to peers", "flights", "segments in flight", "sends", "matches")
+HOLDS: Final = ("leases", "writes", "leases to peers", "flights", "segments in flight", "sends", "matches")
 """Maps of a daemon whose entries hold segments."""
+HELD: Final = ("quarantined", "holds")
+"""Of a daemon: slots, and entries of `HOLDS`."""
 
 
 @dataclass
@@ -59,16 +61,14 @@ def process_gauges(pid: int) -> dict[str, float]:
     }
 
 
-def pins(metrics: Mapping[str, float]) -> float:
-    """Entries of the maps that hold segments."""
-    return sum(metrics.get(f'tokenlake_map_entries{{map="{name}"}}', 0.0) for name in PINS)
+def held(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What a daemon's page says about `HELD`."""
+    return {
+        "quarantined": total(metrics, "tokenlake_quarantined_slots"),
+        "holds": sum(metrics[f'tokenlake_map_entries{{map="{name}"}}'] for name in HOLDS),
+    }
 
 
-def quarantined(metrics: Mapping[str, float]) -> float:
-    """Slots in quarantine."""
-    return total(metrics.items(), "tokenlake_quarantined_slots")
-
-
-def total(metrics: Iterable[tuple[str, float]], name: str) -> float:
+def total(metrics: Mapping[str, float], name: str) -> float:
     """A metric summed over its labels."""
-    return sum(value for key, value in metrics if key.split("{")[0] == name)
+    return sum(value for key, value in metrics.items() if key.split("{")[0] == name)

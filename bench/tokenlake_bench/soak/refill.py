@@ -1,42 +1,43 @@
 """After the load: does every slot still take a segment?
 
-Fresh segments are stored until nothing is left of what the engines stored: a slot that something holds forever would
-keep its old segment. Each is read again and compared.
+As many fresh segments are stored as there are slots, through every node; each is read again and compared. Then the
+first daemon, which lived as long as the run, is alone and takes as many as it has slots: nothing that was there before
+may be left, as a segment that somebody holds forever would be.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code
-from tokenlake_bench.cluster import Cluster
+from tokenlake_bench.cluster import Cluster, Node
 from tokenlake_bench.live_client import LiveClient
-from tokenlake_bench.soak.load import GROUPS, PROMPTS, Group, fresh_prompt, prompt
+from tokenlake_bench.soak.load import GROUPS, PROMPTS, Group, Prompt, fresh_prompt, prompt
 from tokenlake_client import Pool
 
-__all__ = ["Refilled", "refill"]
+__all__ = ["Refilled", "displace", "refill"]
 
 SEGMENTS: Final = 4
 """Of a fresh prompt."""
-ROUNDS: Final = 8
-"""Each as many segments as the group has slots; where they go is up to chance, so that one round is not enough."""
 LIMIT_S: Final = 15.0
 """For one prompt. A write budget that is used up, or a region that changes hands, makes a store wait."""
+_REFILL: Final = 1
+_DISPLACE: Final = 1_000_000
+"""First numbers of fresh prompts."""
 
 
 @dataclass
 class Refilled:
-    """Counts of segments. `left`: of what engines stored, found after the last round."""
+    """Counts of segments."""
 
     asked: int = 0
     stored: int = 0
     wrong_bytes: int = 0
-    left: int = 0
     stuck: str = ""
     """What became of the prompt that could not be stored and read back, if there was one."""
 
@@ -49,23 +50,36 @@ def refill(cluster: Cluster, seed: int) -> Refilled:
             pools = [
                 stack.enter_context(Pool.connect(node.socket, group.layout, group.credential)) for node in cluster.nodes
             ]
-            result.left += _refill_group(cluster, group, pools, seed, result)
+            _store_many(pools, seed, _REFILL, _slots(cluster.totals(), group), result)
     return result
 
 
-def _refill_group(cluster: Cluster, group: Group, pools: Sequence[Pool], seed: int, result: Refilled) -> int:
+def displace(node: Node, seed: int) -> int:
+    """How many of the segments that it had are still there after it took as many others as it has slots. The other
+    nodes have ended, so that it keeps all it is given. Raises TokenLakeError when it does not answer."""
+    stayed = 0
+    for group in GROUPS:
+        with Pool.connect(node.socket, group.layout, group.credential) as pool:
+            slots = _slots(node.metrics(), group)
+            _store_many([pool], seed, _DISPLACE, slots, Refilled())
+            before = [prompt(seed, number) for number in range(PROMPTS)]
+            before += [fresh_prompt(seed, _REFILL + number, SEGMENTS) for number in range(slots)]
+            stayed += len({key for each in before for key in _found(pool, each)})
+    return stayed
+
+
+def _store_many(pools: Sequence[Pool], seed: int, first: int, segments: int, result: Refilled) -> None:
     clients = [LiveClient(pool, seed, window=1) for pool in pools]
-    number = left = 0
-    for _ in range(ROUNDS):
-        for _ in range(max(len(clients), _slots(cluster, group) // SEGMENTS)):
-            if not _store_one(clients[number % len(clients)], seed, number, result):
-                # What has failed cannot be made good, and each further try would take as long.
-                return _old_segments(pools[0], seed)
-            number += 1
-        left = max(_old_segments(pool, seed) for pool in pools)
-        if not left:
-            break
-    return left
+    for number in range(-(-segments // SEGMENTS)):
+        if not _store_one(clients[number % len(clients)], seed, first + number, result):
+            # What has failed cannot be made good, and each further try would take as long.
+            return
+
+
+def _found(pool: Pool, prompt: Prompt) -> list[SegmentKey]:
+    keys = pool.prefix(prompt.tokens).keys
+    with pool.match(keys, deadline_s=1.0) as lease:
+        return [key for key, code in zip(keys, lease.codes, strict=True) if code == Code.LOCAL]
 
 
 def _store_one(client: LiveClient, seed: int, number: int, result: Refilled) -> bool:
@@ -88,21 +102,10 @@ def _store_one(client: LiveClient, seed: int, number: int, result: Refilled) -> 
     return served.hits == SEGMENTS
 
 
-def _slots(cluster: Cluster, group: Group) -> int:
+def _slots(metrics: Mapping[str, float], group: Group) -> int:
     labels = (f'tenant="{group.tenant}"', f'slot_bytes="{group.layout.segment_bytes}"')
     return sum(
         int(value)
-        for name, value in cluster.totals().items()
+        for name, value in metrics.items()
         if name.startswith("tokenlake_slots{") and all(label in name for label in labels)
     )
-
-
-def _old_segments(pool: Pool, seed: int) -> int:
-    """Of the engines' prompts, as this node finds them here or elsewhere."""
-    found: set[SegmentKey] = set()
-    for number in range(PROMPTS):
-        keys = pool.prefix(prompt(seed, number).tokens).keys
-        with pool.match(keys, deadline_s=1.0) as lease:
-            codes = lease.codes
-        found.update(key for key, code in zip(keys, codes, strict=True) if code in (Code.LOCAL, Code.REMOTE))
-    return len(found)

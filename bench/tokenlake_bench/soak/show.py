@@ -61,8 +61,8 @@ def page(result: SoakResult, command: str) -> str:
         "",
         *_table(("engines, all lives", "count"), ((name, f"{number:,}") for name, number in result.done.items())),
         "",
-        f"Most slots in quarantine at a node at a time: {result.peaks['quarantined']:.0f}; most entries that hold "
-        f"segments: {result.peaks['pins']:.0f}.",
+        f"Most slots in quarantine at a node at a time: {result.peaks['quarantined']:.0f}; most leases and the "
+        f"like: {result.peaks['holds']:.0f}.",
         "",
         "## What stays flat",
         "",
@@ -96,7 +96,8 @@ and the first engine of each node are stopped but never killed, so that whatever
 """
 
 _METHOD = """The first third of the run is warm-up. The rest is cut in two halves; a gauge is flat if the median of the
-later half exceeds that of the earlier by no more than is allowed: 4 MiB and 5 % of memory, 4 descriptors, 3 threads,
-100 and 10 % of map entries. Medians, because a restart or a page of metrics moves few samples and a leak all that
-follow. `told from`: a growth of that size would have failed. Memory is resident memory less shared memory (the arena).
+later half exceeds that of the earlier by no more than is allowed: 2 MiB and 2 % of memory, 4 descriptors of a daemon
+(16 of an engine: two per region that it has mapped since its daemon started), 3 threads, 100 and 10 % of map entries.
+Medians, because a restart or a page of metrics moves few samples and a leak all that follow. `told from`: a growth of
+that size would have failed. Memory is resident memory less shared memory (the arena).
 """

@@ -1,0 +1,81 @@
+"""A client process of `bench growth`: matches when it is told to."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from tokenlake.errors import TokenLakeError
+from tokenlake.identity import SegmentKey
+from tokenlake.layout import Layout
+from tokenlake_bench.transfer.windows import keys_of
+from tokenlake_bench.transfer.worker import serve
+from tokenlake_client import Pool
+
+__all__ = ["LAYOUT", "PROMPT_KEYS", "Matching", "held_keys"]
+
+PROMPT_KEYS: Final = 1024
+"""Keys that were stored one after the other: the longest match asks for that many."""
+DEADLINE_S: Final = 5.0
+LAYOUT: Final = Layout(
+    model_id="bench-growth",
+    weights_digest="00",
+    dtype="float16",
+    layers=1,
+    kv_heads=8,
+    key_dim=8,
+    value_dim=8,
+    position="none",
+    segment_tokens=16,
+)
+"""4 KiB and 8 shards per segment: as many checksums as a large one has, in memory that holds 100,000 of them."""
+
+
+def held_keys(number: int, count: int) -> list[SegmentKey]:
+    """The first `count` keys of a prompt."""
+    return keys_of("held", number, count)
+
+
+class Matching:
+    """Matches keys that the daemon holds, of one prompt after the other."""
+
+    def __init__(self, pool: Pool, segments: int, seed: int) -> None:
+        """`segments`: held by the daemon, whole prompts of `PROMPT_KEYS`, or less than one."""
+        self._pool = pool
+        self._draw = random.Random(seed)
+        self._prompts = [
+            held_keys(number, min(PROMPT_KEYS, segments)) for number in range(max(1, segments // PROMPT_KEYS))
+        ]
+
+    def run(self, keys: int, calls: int) -> list[float]:
+        """Seconds of each of `calls` matches of `keys` consecutive keys; what was leased is released in between. All
+        must be found."""
+        return [self._once(self._some(keys)) for _ in range(calls)]
+
+    def _some(self, count: int) -> Sequence[SegmentKey]:
+        prompt = self._draw.choice(self._prompts)
+        start = self._draw.randrange(len(prompt) - count + 1)
+        return prompt[start : start + count]
+
+    def _once(self, keys: Sequence[SegmentKey]) -> float:
+        began = time.perf_counter()
+        lease = self._pool.match(keys, deadline_s=DEADLINE_S)
+        took = time.perf_counter() - began
+        lease.release()
+        if lease.hits < len(keys):
+            raise TokenLakeError(f"{lease.hits} of {len(keys)} segments found")
+        return took
+
+
+def main(socket: str, segments: str, seed: str) -> None:
+    """The process."""
+    with Pool.connect(socket, LAYOUT) as pool:
+        matching = Matching(pool, int(segments), int(seed))
+        serve({"run": matching.run})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,122 @@
+"""Daemons of `bench growth`: filled with segments, or only started; what they cost."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+from tokenlake.errors import TokenLakeError, Unreachable
+from tokenlake.identity import SegmentKey
+from tokenlake.store.region import RegionShape
+from tokenlake.wire import Code
+from tokenlake_bench.cluster import Node, free_port
+from tokenlake_bench.growth_client import LAYOUT, PROMPT_KEYS, held_keys
+from tokenlake_bench.soak.gauges import process_gauges
+from tokenlake_client import Pool
+
+__all__ = ["GrowthDaemon", "start_seconds", "store"]
+
+START_S: Final = 300.0
+PATIENCE_S: Final = 30.0
+REGION_BYTES: Final = 16 << 20
+PAGE: Final = 4096
+
+
+class GrowthDaemon:
+    """One daemon with room for exactly the segments it holds, and a client of it. `empty_bytes`, `full_bytes`: resident
+    memory less shared memory before and after they were stored."""
+
+    def __init__(self, segments: int) -> None:
+        """Started and filled. Raises TokenLakeError."""
+        self.segments = segments
+        self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-")
+        memory, region = _sizes(segments)
+        # A store of 1,024 keys needs a quarter of 4,096 reserved slots.
+        self._node = _node(self._directory.name, memory, region, dirty_share="0.5", session_reserve_share="1")
+        self._open = ExitStack()
+        self._open.callback(self._directory.cleanup)
+        self._open.callback(self._node.stop)
+        try:
+            _start(self._node)
+            self.pool = self._open.enter_context(Pool.connect(self._node.socket, LAYOUT))
+            self.empty_bytes = self.memory()
+            for number in range(-(-segments // PROMPT_KEYS)):
+                store(self.pool, held_keys(number, min(PROMPT_KEYS, segments)))
+            self.full_bytes = self.memory()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def socket(self) -> Path:
+        """For further clients."""
+        return self._node.socket
+
+    def memory(self) -> float:
+        """Resident bytes but the arena's."""
+        assert self._node.process is not None
+        return process_gauges(self._node.process.pid)["memory"]
+
+    def processor_s(self) -> float:
+        """Processor time that the daemon has used, of all its threads."""
+        assert self._node.process is not None
+        # The clock of another process: see clock_getcpuclockid(3), which Python does not have.
+        return time.clock_gettime((~self._node.process.pid << 3) | 2)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._open.close()
+
+
+def store(pool: Pool, keys: Sequence[SegmentKey]) -> None:
+    """All at once. Raises TokenLakeError unless all are committed."""
+    with pool.store(keys, patience=PATIENCE_S) as write:
+        for index, slot in write.slots:
+            slot[:] = index & 0xFF
+    if write.codes.count(Code.COMMITTED) < len(keys):
+        raise TokenLakeError(f"segments were not stored: {bytes(write.codes)!r}")
+
+
+def start_seconds(memory: int) -> float:
+    """From the start of the process until it serves an engine, all memory touched. Raises TokenLakeError."""
+    with tempfile.TemporaryDirectory(prefix="tokenlake-") as directory:
+        node = _node(directory, memory, 64 << 20)
+        try:
+            began = time.monotonic()
+            _start(node)
+            Pool.connect(node.socket, LAYOUT).close()
+            return time.monotonic() - began
+        finally:
+            node.stop()
+
+
+def _node(directory: str, memory: int, region: int, **settings: str) -> Node:
+    port = free_port()
+    given = {"memory": str(memory), "region-size": str(region), "listen": f"127.0.0.1:{port}"}
+    return Node("growth", Path(directory), given | {name.replace("_", "-"): value for name, value in settings.items()})
+
+
+def _start(node: Node) -> None:
+    node.start()
+    until = time.monotonic() + START_S
+    while True:
+        with contextlib.suppress(OSError):
+            node.metrics()
+            return
+        if not node.running or time.monotonic() > until:
+            raise Unreachable(f"the daemon does not serve: {node.log.read_text()[-1000:]}")
+        time.sleep(0.02)
+
+
+def _sizes(segments: int) -> tuple[int, int]:
+    """(memory, region size) in bytes, with room for `segments` and less than one region more."""
+    if segments <= RegionShape(REGION_BYTES, LAYOUT.segment_bytes).slots:
+        region = -(-(segments * (LAYOUT.segment_bytes + 8) + PAGE) // PAGE) * PAGE
+        return region, region
+    regions = -(-segments // RegionShape(REGION_BYTES, LAYOUT.segment_bytes).slots)
+    return regions * REGION_BYTES, REGION_BYTES
