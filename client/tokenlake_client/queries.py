@@ -38,8 +38,8 @@ __all__ = ["QUERY_S", "VIEW_S", "Answer", "Queries", "QueryBuffer", "Ticket", "V
 
 log = logging.getLogger(__name__)
 
-VIEW_S = 0.5
-"""For a view: the query engines of several nodes match and lease."""
+VIEW_S = 1.5
+"""For a view: longer than the query engine waits for those of other nodes."""
 QUERY_S = 2.0
 GRACE_S = 0.030
 """The query engine keeps the deadlines; this much later we stop waiting for it to say so."""
@@ -149,7 +149,7 @@ class QueryBuffer:
         """Give the memory back for other batches: no array over it may be used any more. Idempotent."""
         if self._memory is not None:
             memory, self._memory = self._memory, None
-            self._owner.give_back(self.link, memory, reusable=not (self.spent or self.out))
+            self._owner.give_back(self.link, memory, reusable=not self.spent, out=self.out)
         self.spent = True
 
     def __enter__(self) -> Self:
@@ -197,6 +197,8 @@ class Queries:
         self._link: QueryLink | None = None
         self._lock = threading.Lock()
         self._free: list[QueryMemory] = []
+        self._owed: dict[int, QueryMemory] = {}
+        """What a query is still out for, after its buffer was closed: the other side may write there."""
 
     def open_view(self, lease: Lease, heads: int, scale: float, deadline_s: float = VIEW_S) -> View:
         """A view of the segments of `lease`, for queries of `heads` heads; logits are `scale` x query . key.
@@ -206,6 +208,7 @@ class Queries:
         """
         link = self._connected()
         link.check()
+        self._sweep(link)
         placed = self._books.current(lease.link).call(lambda number: engine.Where(number, lease.id), engine.Placed)
         if len(placed.owners) != lease.hits:
             raise Unreachable(f"the lease of {lease.hits} segments has ended; match again")
@@ -217,7 +220,7 @@ class Queries:
         if isinstance(reply, wire.Refused):
             raise _as_error(reply)
         if not isinstance(reply, wire.Viewed):
-            _tell(link, wire.CloseView((number,)))
+            # Closed when it comes: only then is the link known to be in time again.
             link.check()
             raise DeadlinePassed(f"the query engine opened no view within {deadline_s * 1e3:.0f} ms")
         return View(link, lease, number, heads, reply)
@@ -265,6 +268,7 @@ class Queries:
         """End the connection: views are LOST. Idempotent."""
         with self._lock:
             self._free.clear()
+            self._owed.clear()
             if self._link is not None:
                 self._link.close()
 
@@ -275,13 +279,27 @@ class Queries:
         sums = outputs + _aligned(tokens * heads * self.layout.value_dim * 4)
         return (0, outputs, sums), sums + _aligned(tokens * heads * 4)
 
-    def give_back(self, link: QueryLink, memory: QueryMemory, *, reusable: bool) -> None:
-        """A buffer does not use `memory` any more."""
+    def give_back(self, link: QueryLink, memory: QueryMemory, *, reusable: bool, out: bool) -> None:
+        """A buffer does not use `memory` any more. `out`: a query of it is not answered yet."""
         with self._lock:
-            if reusable and link is self._link and link.alive and len(self._free) < FREE_BUFFERS:
+            if link is not self._link or not link.alive:
+                return
+            if out:
+                self._owed[memory.number] = memory
+                return
+            if reusable and len(self._free) < FREE_BUFFERS:
                 self._free.append(memory)
                 return
         _tell(link, wire.OpenBuffer(memory.number, 0))
+
+    def _sweep(self, link: QueryLink) -> None:
+        """Give back what late answers are about."""
+        while link.orphans:
+            late = link.orphans.popleft()
+            if isinstance(late, wire.Viewed):
+                _tell(link, wire.CloseView((late.view,)))
+            elif self._owed.pop(late.buffer, None) is not None:
+                _tell(link, wire.OpenBuffer(late.buffer, 0))
 
     def _memory(self, link: QueryLink, nbytes: int) -> QueryMemory:
         """The smallest free one that is large enough, or a new one. Raises `Unreachable`."""
@@ -312,6 +330,7 @@ class Queries:
                 raise ProtocolRefused("the daemon sent no descriptor of a connection to its query engine")
             self._link = QueryLink(socket.socket(fileno=pending.descriptor))
             self._free.clear()
+            self._owed.clear()
             self.connections += 1
             return self._link
 

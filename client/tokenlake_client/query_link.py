@@ -13,6 +13,7 @@ import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Hashable
 
 import msgspec
@@ -56,15 +57,15 @@ class QueryLink:
         self.ended = ""
         """Why the connection ended; empty while it is there."""
         self.overdue = False
-        self.late = 0
-        """Answers that nobody waited for any more."""
+        self.orphans: deque[Viewed | Answered] = deque()
+        """Answers that nobody waited for any more, for whoever gives back what they are about."""
 
     def __del__(self) -> None:
         self._sock.close()
 
     @property
     def alive(self) -> bool:
-        """There, as far as anybody noticed, and this process's own."""
+        """There, as far as anybody noticed, and of this process."""
         return not self.ended and self._process == os.getpid()
 
     def check(self) -> None:
@@ -100,7 +101,7 @@ class QueryLink:
                 raise Unreachable(f"the query engine does not read: {error}") from error
 
     def wait(self, expected: Expected, deadline_s: float) -> QueryReply | None:
-        """The answer; None when the deadline passed or the connection ended. A late one is dropped and counted."""
+        """The answer; None when the deadline passed or the connection ended. A late one is an orphan."""
         until = time.monotonic() + deadline_s
         while expected.reply is None and self.alive:
             left = max(0.0, until - time.monotonic())
@@ -161,10 +162,10 @@ class QueryLink:
                     expected.reply = reply
             return
         answered = self._waiting.pop(_key_of(reply), None)
-        if answered is None:
-            self.late += 1
-        else:
+        if answered is not None:
             answered.reply = reply
+        elif not isinstance(reply, Refused):
+            self.orphans.append(reply)
 
     def _end(self, reason: str) -> None:
         with self._changed:

@@ -293,7 +293,7 @@ class TokenLakeEngine:
             request = read_request(self.model, input_ids, attention_mask, arguments)
             rows = [Row(*row) for row in zip(request.tokens, request.padding, strict=True)]
             self._hash(pool, rows)
-            if self._shipping is not None and not request.attention_weights:
+            if self._shipping is not None:
                 shipment = self._shipping.begin(cast(QueryPool, pool), rows)
             length = request.input_ids.shape[1] - 1
             before = 0 if shipment is None else min(row.padding + row.start for row in rows)

@@ -41,8 +41,6 @@ class Request:
     new_tokens: int
     """Room that decode is expected to need."""
     stop_tokens: frozenset[int]
-    attention_weights: bool
-    """The caller wants them; only the model's own attention returns them."""
 
 
 def check_state(model: Any, adapter: str | None) -> None:
@@ -88,7 +86,6 @@ def read_request(model: Any, input_ids: Any, attention_mask: Any, arguments: Map
         copies=config.num_return_sequences or 1,
         new_tokens=max(0, limit),
         stop_tokens=frozenset([stop] if isinstance(stop, int) else stop or ()),
-        attention_weights=bool(config.output_attentions or model.config.output_attentions),
     )
 
 

@@ -1,0 +1,233 @@
+"""Mode `ship`: prefixes are attended where they lie, and the tokens are those of the model alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engines.models import FAMILIES, PAD, family, prompt
+from tests.query.scene import serving
+from tests.robustness.live import wait_pushed
+from tokenlake.layout import Layout
+from tokenlake.wire import Code
+from tokenlake_bench.cluster import Cluster
+from tokenlake_client import Pool
+from tokenlake_client.engines.transformers import Counts, EngineOptions, TokenLakeEngine, layout_of
+
+pytestmark = pytest.mark.live
+
+SEGMENT = 16
+NEW = 12
+WRITER, READER = 0, 2
+LOGITS = 1e-4
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return family("llama-gqa")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with serving(3, "64MiB") as cluster:
+        yield cluster
+
+
+def engine_at(cluster: Cluster, node: int, model: Any, mode: Any = "ship", **options: Any) -> TokenLakeEngine:
+    settings = {"segment_tokens": SEGMENT, "prefill_chunk": 24, "query_deadline": 10.0, **options}
+    return TokenLakeEngine(model, cluster.nodes[node].socket, EngineOptions(mode=mode, **settings))
+
+
+def batch(rows: list[list[int]]) -> tuple[Any, Any]:
+    width = max(map(len, rows))
+    ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return ids, mask
+
+
+def generate(call: Callable[..., Any], rows: list[list[int]], **arguments: Any) -> tuple[list[list[int]], Any]:
+    """Greedy tokens, and the logits of every step."""
+    ids, mask = batch(rows)
+    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, **arguments}
+    output = call(ids, attention_mask=mask, return_dict_in_generate=True, output_logits=True, **settings)
+    return output.sequences.tolist(), torch.stack(output.logits)
+
+
+def check(engine: TokenLakeEngine, model: Any, rows: list[list[int]], **arguments: Any) -> Counts:
+    """Tokens and logits are the model's own. What the call counted."""
+    expected, logits = generate(model.generate, rows, **arguments)
+    before = engine.counts
+    tokens, got = generate(engine.generate, rows, **arguments)
+    assert tokens == expected
+    assert float((got - logits).abs().max()) <= LOGITS * max(1.0, float(logits.abs().max()))
+    after = engine.counts
+    counts = Counts(*(getattr(after, name) - getattr(before, name) for name in Counts.__slots__))
+    assert counts.tokens_asked == sum(map(len, rows))
+    assert counts.tokens_asked == counts.tokens_hit + counts.tokens_shipped + counts.tokens_computed
+    assert counts.failures == counts.requests_without_pool == 0, engine._reported
+    return counts
+
+
+def put(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
+    """Compute the prompts at `WRITER` and wait until every segment lies where it belongs."""
+    with engine_at(cluster, WRITER, model, mode="fetch") as engine:
+        for row in rows:
+            # A prompt's last token is not computed.
+            engine.prefill([*row, 2])
+        assert engine.flush(30)
+        assert not engine.counts.tokens_not_stored
+    wait_pushed(cluster)
+
+
+def places(cluster: Cluster, node: int, layout: Layout, tokens: list[int]) -> set[str]:
+    """The nodes that a view of the prompt, at `node`, is spread over."""
+    from tokenlake.wire import engine as wire
+
+    with cluster.connect(node, layout) as pool, pool.match(whole(pool, tokens), deadline_s=5.0) as lease:
+        assert lease.hits == (len(tokens) - 1) // SEGMENT
+        placed = pool._link.call(lambda number: wire.Where(number, lease.id), wire.Placed)
+        return {pool.node if owner == wire.HERE else placed.nodes[owner] for owner in placed.owners}
+
+
+def whole(pool: Pool, tokens: list[int]) -> list[Any]:
+    return list(pool.prefix(tokens).keys[: (len(tokens) - 1) // SEGMENT])
+
+
+def shipped(rows: list[list[int]]) -> int:
+    """Tokens in whole segments before the last token."""
+    return sum((len(row) - 1) // SEGMENT * SEGMENT for row in rows)
+
+
+def test_prefixes_here_on_another_node_and_on_two_others(cluster: Cluster, model: Any) -> None:
+    layout = layout_of(model, segment_tokens=SEGMENT)
+    writer, other, reader = (node.name for node in cluster.nodes)
+    wanted = [{reader}, {writer}, {other}, {writer, other}]
+    found: dict[frozenset[str], list[int]] = {}
+    rows: list[list[int]] = []
+    # Which of its two candidates takes a segment depends on how full they are.
+    while not found.keys() >= set(map(frozenset, wanted)):
+        assert len(rows) < 500, found
+        more = [prompt(2 * SEGMENT + 1 + seed, 100 + len(rows) + seed) for seed in range(SEGMENT)]
+        put(cluster, model, more)
+        rows += more
+        found |= {frozenset(places(cluster, READER, layout, row)): row for row in more}
+    with engine_at(cluster, READER, model) as engine:
+        for nodes in wanted:
+            counts = check(engine, model, [found[frozenset(nodes)]])
+            assert counts.tokens_shipped == 2 * SEGMENT
+            assert bool(counts.bytes_sent) == bool(counts.bytes_received) == (nodes != {reader})
+        # All at once: rows of different lengths, on all nodes, and one that nobody knows.
+        counts = check(engine, model, [*rows[:8], prompt(SEGMENT, 999)])
+        assert counts.tokens_shipped == shipped(rows[:8])
+        assert counts.tokens_hit == 0
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("gptj", "codegen")])
+def test_models_of_several_families(cluster: Cluster, name: str) -> None:
+    model = family(name)
+    rows = [prompt(5 * SEGMENT + 3, 1), prompt(2 * SEGMENT, 2)]
+    put(cluster, model, rows)
+    with engine_at(cluster, READER, model) as engine:
+        assert check(engine, model, rows).tokens_shipped == shipped(rows)
+
+
+@pytest.mark.parametrize("name", ["gptj", "codegen"])
+def test_attention_that_cannot_be_served_is_named_and_the_prefix_fetched(
+    cluster: Cluster, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = family(name)
+    rows = [prompt(5 * SEGMENT + 3, 1)]
+    put(cluster, model, rows)
+    with engine_at(cluster, READER, model) as engine:
+        assert check(engine, model, rows).tokens_hit == shipped(rows)
+    assert "prefixes of" in caplog.text
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_prefill_in_chunks_and_a_long_answer(cluster: Cluster, model: Any, chunk: int) -> None:
+    """What follows the prefix is stored too: the next turn ships it."""
+    tokens = prompt(4 * SEGMENT, 20 + chunk)
+    put(cluster, model, [tokens])
+    turn = [tokens + prompt(2 * SEGMENT + 9, 21 + chunk)]
+    with engine_at(cluster, READER, model, prefill_chunk=chunk) as engine:
+        assert check(engine, model, turn, max_new_tokens=60).tokens_shipped == 4 * SEGMENT
+        assert engine.flush(30)
+        answer, _ = generate(engine.generate, turn, max_new_tokens=60)
+        known = (len(answer[0]) - 1) // SEGMENT * SEGMENT
+        assert check(engine, model, [answer[0] + prompt(5, 3)]).tokens_shipped == known
+
+
+def test_rows_that_share_a_prefix_and_copies_of_them(cluster: Cluster, model: Any) -> None:
+    head = prompt(6 * SEGMENT, 30)
+    rows = [head + prompt(3, 31), head + prompt(19, 32), prompt(11, 33), head[:40], prompt(3 * SEGMENT + 5, 34)]
+    put(cluster, model, [head, rows[-1]])
+    with engine_at(cluster, READER, model) as engine:
+        counts = check(engine, model, rows)
+        assert counts.tokens_shipped == 6 * SEGMENT * 2 + 2 * SEGMENT + 3 * SEGMENT
+        ids, mask = batch(rows)
+        settings = {"max_new_tokens": 20, "do_sample": True, "num_return_sequences": 3, "temperature": 5.0}
+        torch.manual_seed(5)
+        expected = model.generate(ids, attention_mask=mask, **settings).tolist()
+        torch.manual_seed(5)
+        assert engine.generate(ids, attention_mask=mask, **settings).tolist() == expected
+        assert len({tuple(row) for row in expected}) == 3 * len(rows)
+
+
+@pytest.mark.parametrize("length", [1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT, 2 * SEGMENT + 1])
+def test_prompts_that_end_near_a_segments_end(cluster: Cluster, model: Any, length: int) -> None:
+    tokens = prompt(2 * SEGMENT + 1, 40)
+    put(cluster, model, [tokens])
+    with engine_at(cluster, READER, model) as engine:
+        assert check(engine, model, [tokens[:length]]).tokens_shipped == (length - 1) // SEGMENT * SEGMENT
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(cluster: Cluster, dtype: Any) -> None:
+    model = family("llama-gqa", dtype)
+    rows = [prompt(8 * SEGMENT + 3, 50)]
+    put(cluster, model, rows)
+    _, logits = generate(model.generate, rows, max_new_tokens=1)
+    with engine_at(cluster, READER, model) as engine:
+        _, got = generate(engine.generate, rows, max_new_tokens=1)
+        assert engine.counts.tokens_shipped == shipped(rows)
+    # Rounding flips tokens of random models: the first logits alone can be compared.
+    assert float((got - logits).abs().max()) <= 0.05 * float(logits.abs().max())
+
+
+def test_the_model_is_left_as_it_was(cluster: Cluster, model: Any) -> None:
+    before = model.config._attn_implementation
+    rows = [prompt(2 * SEGMENT + 3, 70)]
+    put(cluster, model, rows)
+    with engine_at(cluster, READER, model) as engine:
+        check(engine, model, rows)
+    assert model.config._attn_implementation == before
+    assert "forward" not in vars(model)
+
+
+def test_other_bytes_give_other_tokens(cluster: Cluster, model: Any) -> None:
+    """The control: were the prefix not read, the tokens would stay the same."""
+    rows = [prompt(6 * SEGMENT + 3, 80)]
+    expected, _ = generate(model.generate, rows)
+    layout = layout_of(model, segment_tokens=SEGMENT)
+    with engine_at(cluster, WRITER, model, mode="fetch", salt="other") as other:
+        other.prefill(prompt(6 * SEGMENT + 3, 81))
+        assert other.flush(30)
+    with cluster.connect(WRITER, layout) as pool:
+        # Under the keys of one prompt, the cache of another with one bit of each number changed.
+        with pool.match(pool.prefix(prompt(6 * SEGMENT, 81), salt="other").keys, deadline_s=5.0) as lease:
+            wrong = [array.view("u2") ^ 0x0180 for array in lease.fetch()]
+
+        def fill(index: int, slot: Any) -> None:
+            slot[:] = wrong[index].view("u1")
+
+        codes = pool.store_all(pool.prefix(rows[0]).keys, fill)
+        assert set(codes) == {Code.COMMITTED}
+    wait_pushed(cluster)
+    with engine_at(cluster, READER, model) as engine:
+        tokens, _ = generate(engine.generate, rows)
+        assert engine.counts.tokens_shipped == shipped(rows)
+        assert engine.counts.failures == 0
+    assert tokens != expected
