@@ -21,11 +21,11 @@ TOLERANCES: Final = {
     "entries": Tolerance(100, 0.1),
 }
 ENGINE_DESCRIPTORS: Final = Tolerance(16)
-"""Memory: the allocator keeps arenas per thread, and a page of metrics or a burst of restarts moves the median by about
-1 MiB between equal halves. Descriptors and threads of a daemon: one engine more or less is connected at a median moment,
-with two descriptors each, and a page of metrics has a thread. Descriptors of an engine: it maps each of the eight regions
-when it first reads and when it first writes there, again after each restart of its daemon. Entries of a daemon's maps:
-the directory follows what fits into the memory."""
+"""Memory: the allocator keeps arenas per thread, and a page of metrics or a burst of restarts moves the median by
+about 1 MiB between equal halves. Descriptors and threads of a daemon: one engine more or less is connected at a median
+moment, with two descriptors each, and a page of metrics has a thread. Descriptors of an engine: it maps each of the
+eight regions when it first reads and when it first writes there, again after each restart of its daemon. Entries of a
+daemon's maps: the directory follows what fits into the memory."""
 
 
 class Claim(msgspec.Struct, frozen=True):

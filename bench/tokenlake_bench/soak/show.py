@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from rich.table import Table
@@ -51,7 +52,8 @@ def page(result: SoakResult, command: str) -> str:
     verdict = "every claim holds" if result.passed else "a claim fails"
     lines = [
         _HEAD.format(command=command),
-        f"{format_duration(result.seconds)} of load: **{verdict}**.",
+        f"{format_duration(result.seconds)} of load on {os.cpu_count()} processor cores, beside whatever else the machine "
+        f"did: **{verdict}**.",
         "",
         *_table(("claim", "", "found"), (_claim_row(claim) for claim in result.claims)),
         "",
