@@ -52,8 +52,8 @@ def page(result: SoakResult, command: str) -> str:
     verdict = "every claim holds" if result.passed else "a claim fails"
     lines = [
         _HEAD.format(command=command),
-        f"{format_duration(result.seconds)} of load on {os.cpu_count()} processor cores, beside whatever else the machine "
-        f"did: **{verdict}**.",
+        f"{format_duration(result.seconds)} of load on {os.cpu_count()} processor cores, beside whatever else the "
+        f"machine did: **{verdict}**.",
         "",
         *_table(("claim", "", "found"), (_claim_row(claim) for claim in result.claims)),
         "",
