@@ -1,15 +1,18 @@
 """Segments' bytes between daemons: blocking sockets in a bounded number of threads, never on the loop.
 
-One `Pull` frame asks; one `Pulled` frame and the raw slots answer. Both directions of a transfer take their
-slots from the rules: the receiver's were reserved for it, the sender's are pinned until it returns.
+One `Pull` frame asks; one `Pulled` frame and the raw slots answer. A large fetch is asked for in two halves, over two
+connections. Both directions of a transfer take their slots from the rules: the receiver's were reserved for it, the
+sender's are pinned until it returns.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import queue
 import socket
+import struct
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +26,7 @@ from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code, pack_frame, peer
 from tokenlake.wire.frames import decode
-from tokenlake.wire.slots import unpack_slots
+from tokenlake.wire.slots import SLOT_BYTES, unpack_slots
 from tokenlake_server.arena import Arena
 from tokenlake_server.blocking import introduce, read_frame, receive_exactly
 from tokenlake_server.driver import Driver
@@ -38,37 +41,61 @@ RECEIVE_THREADS = 8
 IDLE_CONNECTIONS = 4
 """Kept open per peer."""
 CONNECT_S = 5.0
-SEND_STALL_S = 10.0
-"""A reader that takes nothing for this long is cut off, so that its pins end."""
+SEND_STALL_S = 10
+"""A reader that takes nothing for this long, at most for twice as long, is cut off, so that its pins end."""
 SENDERS_PER_PEER = RECEIVE_THREADS
 MAX_IOVEC = 64
 CHECKSUM_BYTES = 8
-SOCKET_BUFFER = 4 << 20
+HALVES_BYTES = 16 << 20
+"""A fetch of at least this many comes in halves: one connection keeps less than one processor busy on each side."""
+CACHED_BYTES = 1 << 20
+"""Still in the processor's cache after they were received, when their checksums are made."""
+LOOPBACK_BUFFER = 256 << 10
+"""What lies between two processes of one machine should stay in its cache. A network's round trip needs more, which the
+kernel finds out."""
 
 
 class _Job:
-    """One `StartFetch`. `abort` may come from the loop at any time; the thread owns everything else."""
+    """One `StartFetch`. `abort` may come from the loop at any time. Each of `parts`, ranges of its keys, is one
+    thread's, and so are their places in `codes` and `checksums`."""
 
     def __init__(self, instruction: StartFetch) -> None:
         self.instruction = instruction
+        count = len(instruction.keys) // KEY_BYTES
+        self.codes = bytearray([Code.LOST]) * count
+        self.checksums = bytearray(CHECKSUM_BYTES * instruction.shards * count)
+        half = count // 2 if count * instruction.slot_bytes >= HALVES_BYTES else 0
+        self.parts = [range(half), range(half, count)] if half else [range(count)]
         self._lock = threading.Lock()
-        self._sock: socket.socket | None = None
+        self._socks: set[socket.socket] = set()
+        self._left = len(self.parts)
         self._aborted = False
 
-    def use(self, sock: socket.socket | None) -> None:
+    def use(self, sock: socket.socket) -> None:
         """From now on `abort` ends this socket. Raises TimeoutError when it came before."""
         with self._lock:
-            self._sock = sock
-            if self._aborted and sock is not None:
+            self._socks.add(sock)
+            if self._aborted:
                 raise TimeoutError("aborted")
+
+    def leave(self, sock: socket.socket) -> None:
+        """From now on it does not."""
+        with self._lock:
+            self._socks.discard(sock)
+
+    def end_part(self) -> bool:
+        """Was it the last?"""
+        with self._lock:
+            self._left -= 1
+            return not self._left
 
     def abort(self) -> None:
         """Shut the connection down: closing it would not wake the thread, and late bytes would still land."""
         with self._lock:
             self._aborted = True
-            if self._sock is not None:
+            for sock in self._socks:
                 with contextlib.suppress(OSError):
-                    self._sock.shutdown(socket.SHUT_RDWR)
+                    sock.shutdown(socket.SHUT_RDWR)
 
 
 class Receivers:
@@ -89,60 +116,61 @@ class Receivers:
     def _start(self, instruction: StartFetch) -> None:
         job = _Job(instruction)
         self._jobs[instruction.fetch] = job
-        self._threads.submit(self._run, job)
+        for part in job.parts:
+            self._threads.submit(self._run, job, part)
 
     def _abort(self, instruction: AbortFetch) -> None:
         job = self._jobs.get(instruction.fetch)
         if job is not None:
             job.abort()
 
-    def _run(self, job: _Job) -> None:
-        """In a thread. Whatever happens, `FetchDone` says what is in the slots."""
+    def _run(self, job: _Job, part: range) -> None:
+        """In a thread. Whatever happens, the last part's `FetchDone` says what is in the slots."""
         instruction = job.instruction
-        count = len(instruction.keys) // KEY_BYTES
-        codes = bytearray([Code.LOST]) * count
-        checksums = bytearray(CHECKSUM_BYTES * instruction.shards * count)
         try:
-            self._pull(job, codes, checksums)
+            self._pull(job, part)
         except (OSError, TokenLakeError) as error:
             log.info("fetch %d from %s ended early: %s", instruction.fetch, instruction.node, error)
         except Exception:
             log.exception("fetch %d from %s failed", instruction.fetch, instruction.node)
-        self._jobs.pop(instruction.fetch, None)
-        self._driver.post(events.FetchDone(instruction.fetch, bytes(codes), bytes(checksums)))
+        if job.end_part():
+            self._jobs.pop(instruction.fetch, None)
+            self._driver.post(events.FetchDone(instruction.fetch, bytes(job.codes), bytes(job.checksums)))
 
-    def _pull(self, job: _Job, codes: bytearray, checksums: bytearray) -> None:
+    def _pull(self, job: _Job, part: range) -> None:
         instruction = job.instruction
         whole = False
         sock = self._borrow(instruction.node, job)
         try:
-            sock.sendall(pack_frame(peer.Pull(instruction.tenant, instruction.keys)))
-            self._receive(sock, instruction, codes, checksums)
-            job.use(None)
+            keys = instruction.keys[part.start * KEY_BYTES : part.stop * KEY_BYTES]
+            sock.sendall(pack_frame(peer.Pull(instruction.tenant, keys)))
+            self._receive(sock, job, part)
             whole = True
         finally:
+            job.leave(sock)
             if whole:
                 self._give_back(instruction.node, sock)
             else:
                 sock.close()
 
-    def _receive(self, sock: socket.socket, instruction: StartFetch, codes: bytearray, checksums: bytearray) -> None:
+    def _receive(self, sock: socket.socket, job: _Job, part: range) -> None:
+        instruction = job.instruction
         reply = decode(peer.pulled_decoder, read_frame(sock, self._identity.max_frame))
         per_segment = CHECKSUM_BYTES * instruction.shards
-        sent = [index for index, code in enumerate(reply.codes) if code == Code.LOCAL]
-        if len(reply.codes) != len(codes) or len(reply.checksums) != per_segment * len(sent):
+        sent = [index for index, code in zip(part, reply.codes, strict=False) if code == Code.LOCAL]
+        if len(reply.codes) != len(part) or len(reply.checksums) != per_segment * len(sent):
             raise ProtocolRefused(f"node {instruction.node} answered for other segments than were asked for")
         if sent and reply.slot_bytes != instruction.slot_bytes:
             raise ProtocolRefused(f"node {instruction.node} has segments of {reply.slot_bytes} bytes")
-        views = self._arena.slots(unpack_slots(instruction.slots), instruction.slot_bytes)
+        places = unpack_slots(instruction.slots[part.start * SLOT_BYTES : part.stop * SLOT_BYTES])
+        views = self._arena.slots(places, instruction.slot_bytes)
         for position, index in enumerate(sent):
-            receive_exactly(sock, views[index])
             expected = reply.checksums[position * per_segment : (position + 1) * per_segment]
-            if shard_checksums(views[index], instruction.shards) != expected:
-                codes[index] = Code.BAD_CHECKSUM
+            if _receive_segment(sock, views[index - part.start], instruction.shards) != expected:
+                job.codes[index] = Code.BAD_CHECKSUM
                 continue
-            checksums[index * per_segment : (index + 1) * per_segment] = expected
-            codes[index] = Code.LOCAL
+            job.checksums[index * per_segment : (index + 1) * per_segment] = expected
+            job.codes[index] = Code.LOCAL
 
     # -- connections
 
@@ -154,6 +182,7 @@ class Receivers:
             if sock.gettimeout() is not None:
                 self._introduce(sock, node)
         except BaseException:
+            job.leave(sock)
             sock.close()
             raise
         return sock
@@ -170,7 +199,7 @@ class Receivers:
 
     def _introduce(self, sock: socket.socket, node: str) -> None:
         """The handshake of a new connection; from then on it has no timeout, as the idle ones."""
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER)
+        _size_buffer(sock, socket.SO_RCVBUF)
         introduce(sock, self._identity, node, "bulk")
         sock.settimeout(None)
 
@@ -215,7 +244,9 @@ class Senders:
         stream = self._last
         grants: queue.SimpleQueue[SendBulk | None] = queue.SimpleQueue()
         sock.settimeout(None)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
+        _size_buffer(sock, socket.SO_SNDBUF)
+        # Not the socket's own time-out, which would make each send a poll and a part of what it was given.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_STALL_S, 0))
         thread = threading.Thread(
             target=self._serve, args=(stream, sock, who.node, grants), name=f"send-{stream}", daemon=True
         )
@@ -229,7 +260,6 @@ class Senders:
         """In a thread, until the connection ends. A stream is forgotten only after its last `SendDone`."""
         try:
             while True:
-                sock.settimeout(None)
                 body = read_frame(sock, self._identity.max_frame)
                 request = decode(peer.bulk_request_decoder, body)
                 if len(request.keys) % KEY_BYTES:
@@ -251,7 +281,6 @@ class Senders:
             sock.close()
 
     def _send(self, sock: socket.socket, grant: SendBulk) -> None:
-        sock.settimeout(SEND_STALL_S)
         views = self._arena.slots(unpack_slots(grant.slots), grant.slot_bytes)
         header = pack_frame(peer.Pulled(grant.slot_bytes, grant.codes, grant.checksums))
         buffers = [memoryview(header), *views]
@@ -272,11 +301,34 @@ class Senders:
             thread.join(timeout=SEND_STALL_S)
 
 
-def shard_checksums(segment: memoryview, shards: int) -> bytes:
-    """xxh3-64 of each shard, little-endian, concatenated. Releases the GIL while it hashes."""
+def _receive_segment(sock: socket.socket, segment: memoryview, shards: int) -> bytes:
+    """Fill `segment`; xxh3-64 of each shard, little-endian, concatenated. Each byte is hashed soon after it came.
+    Raises as `receive_exactly`."""
     size = len(segment) // shards
-    digests = [xxhash.xxh3_64_intdigest(segment[at * size : (at + 1) * size]) for at in range(shards)]
+    if size > CACHED_BYTES:
+        digests = [_receive_shard(sock, segment[at : at + size]) for at in range(0, len(segment), size)]
+    else:
+        digests = []
+        step = CACHED_BYTES // size * size
+        for start in range(0, len(segment), step):
+            piece = segment[start : start + step]
+            receive_exactly(sock, piece)
+            digests += [xxhash.xxh3_64_intdigest(piece[at : at + size]) for at in range(0, len(piece), size)]
     return b"".join(digest.to_bytes(CHECKSUM_BYTES, "little") for digest in digests)
+
+
+def _receive_shard(sock: socket.socket, shard: memoryview) -> int:
+    digest = xxhash.xxh3_64()
+    for at in range(0, len(shard), CACHED_BYTES):
+        piece = shard[at : at + CACHED_BYTES]
+        receive_exactly(sock, piece)
+        digest.update(piece)
+    return digest.intdigest()
+
+
+def _size_buffer(sock: socket.socket, option: int) -> None:
+    if ipaddress.ip_address(sock.getpeername()[0]).is_loopback:
+        sock.setsockopt(socket.SOL_SOCKET, option, LOOPBACK_BUFFER)
 
 
 def _dropped(sock: socket.socket) -> bool:
