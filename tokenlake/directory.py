@@ -7,6 +7,7 @@ another life, what it said before counts for nothing at once; the memory of it c
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -66,6 +67,17 @@ class Directory:
             del self._entries[tenant, key]
             return None
         return entry
+
+    def get_all(self, tenant: TenantId, keys: Sequence[SegmentKey], now: float) -> list[Entry | None]:
+        """`get` of each."""
+        find, life, pending = self._entries.get, self._lives.get, Standing.PENDING
+        entries = [find((tenant, key)) for key in keys]
+        return [
+            entry
+            if entry is None or (entry[0] is not pending and life(entry[1], entry[2]) == entry[2])
+            else self.get(tenant, key, now)
+            for key, entry in zip(keys, entries, strict=True)
+        ]
 
     def pending(
         self,

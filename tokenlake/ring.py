@@ -31,6 +31,7 @@ class Ring:
         if not members or min(members.values()) <= 0:
             raise ValueError("a ring needs at least one member, each of positive weight")
         self.members = tuple(sorted(members))
+        self._names = np.array(self.members, dtype=object)
         self.run_length = run_length
         mean = sum(members.values()) / len(members)
         points: list[tuple[int, int]] = []
@@ -56,8 +57,7 @@ class Ring:
         """(home, other) for each of the concatenated 32-byte `keys`. Both are the same node only when the
         ring has one member."""
         homes, others = self._locate(keys)
-        name = self.members.__getitem__
-        return list(zip(map(name, homes.tolist()), map(name, others.tolist()), strict=True))
+        return list(zip(self._names[homes].tolist(), self._names[others].tolist(), strict=True))
 
     def _locate(self, keys: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         hashes = np.frombuffer(keys, dtype=">u8").reshape(-1, KEY_BYTES // 8)[:, :2].astype(np.uint64)

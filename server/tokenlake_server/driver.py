@@ -58,6 +58,7 @@ class Driver:
         """No more timers; the event log is complete."""
         if self._alarm is not None:
             self._alarm.cancel()
+            self._alarm = None
         self._end_record(None)
 
     def post(self, event: Event) -> None:
@@ -122,6 +123,11 @@ class Driver:
         self._alarm = self._loop.call_at(wake, self._ring)
 
     def _ring(self) -> None:
-        self._alarm = None
-        self._alarm_at = float("inf")
-        self.handle(Tick())
+        # A loop that stood still looks at its timers before all that came meanwhile is read. After two turns it is.
+        self._loop.call_soon(self._loop.call_soon, self._tick)
+
+    def _tick(self) -> None:
+        if self._alarm is not None:
+            self._alarm = None
+            self._alarm_at = float("inf")
+            self.handle(Tick())

@@ -11,6 +11,7 @@ from tokenlake.core.peers import SUSPECTED
 from tokenlake.identity import LeaseId, NodeId, SegmentKey
 from tokenlake.store import Kind
 from tokenlake.wire import Code, engine, peer
+from tokenlake.wire.slots import join_keys
 
 MATCH_S = 0.020
 
@@ -53,6 +54,23 @@ def test_matches_under_way_wait_for_a_frozen_peer_together() -> None:
     replies = [ask(reader.processes[0], engine.Match, keys[0], 0.0) for reader in readers]
     cluster.run_for(MATCH_S + 0.010)
     assert all(replies)
+
+
+def test_a_node_that_stood_still_takes_the_answers_that_came_meanwhile() -> None:
+    """Its own absence is no peer's: what came is not UNKNOWN, and the peer is asked again at once."""
+    cluster = calm()
+    writer, reader = cluster.join(1), cluster.join(0)
+    keys = placed(cluster, 1, 2, 3)
+    store(cluster, writer, keys)
+    answers = ask(reader.processes[0], engine.Match, join_keys(keys), 0.0)
+    while not said(cluster, 0, peer.Lookup):
+        cluster.run_for(0.0001)
+    cluster.node(0).freeze()
+    cluster.run_for(5 * MATCH_S)
+    cluster.node(0).thaw()
+    cluster.run_for(0.01)
+    assert list(answers[0].codes) == [Code.REMOTE] * 3
+    assert usable(cluster, 0, 1)
 
 
 def test_a_peer_that_missed_a_deadline_is_still_told() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from tests.core.scenes import answer, ask, calm, copies, fetch, kinds, match, placed, prepare, said, store, tell
 from tests.sim.arena import SHARDS, content
+from tokenlake.core import events
 from tokenlake.core.fetch_calls import FETCHED, MISSING
 from tokenlake.core.instructions import StartFetch
 from tokenlake.core.reads import ASKED, LOCAL
 from tokenlake.core.sessions import SKIPPED
 from tokenlake.store import Kind
 from tokenlake.wire import Code, engine, peer
-from tokenlake.wire.slots import SLOT_BYTES, unpack_slots
+from tokenlake.wire.slots import SLOT_BYTES, join_keys, unpack_slots
 
 
 def test_a_local_write_is_read_where_it_was_written() -> None:
@@ -48,6 +49,23 @@ def test_another_tenant_finds_nothing() -> None:
     keys = placed(cluster, 0, 1)
     store(cluster, writer, keys)
     assert match(cluster, stranger, keys).codes == bytes([Code.MISSING])
+
+
+def test_where_the_segments_of_a_lease_lie() -> None:
+    cluster = calm()
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = [*placed(cluster, 0, 1, 2), *placed(cluster, 1, 0, 1)]
+    store(cluster, writer, keys)
+    lease = match(cluster, reader, keys).lease
+    reply = answer(cluster, reader.processes[0], engine.Where, lease)
+    assert len(reply.owners) == 3
+    for key, owner in zip(keys, reply.owners, strict=True):
+        assert int(reply.nodes[owner].removeprefix("n")) in copies(cluster, key)
+    fetch(cluster, reader, lease, 1)
+    later = answer(cluster, reader.processes[0], engine.Where, lease)
+    assert later.owners[0] == engine.HERE
+    assert [later.nodes[owner] for owner in later.owners[1:]] == [reply.nodes[owner] for owner in reply.owners[1:]]
+    assert not answer(cluster, reader.processes[0], engine.Where, 999).owners
 
 
 def test_one_flight_serves_waiters_of_two_sessions() -> None:
@@ -132,6 +150,20 @@ def test_a_session_leases_at_most_its_share() -> None:
     tell(cluster, reader.processes[0], engine.Release(((reply.lease, 1, 3),)))
     assert match(cluster, reader, keys).hits == 2
     assert match(cluster, writer, keys).hits == 3
+
+
+def test_what_peers_lease_of_one_tenant_takes_no_room_from_another() -> None:
+    """It did: a tenant's matches were answered UNKNOWN because of what others had leased."""
+    cluster = calm(dirty_share=1.0, session_reserve_share=1.0)
+    keys = placed(cluster, 0, 1, 3)
+    for tenant in ("red", "blue"):
+        store(cluster, cluster.join(0, tenant=tenant), keys)
+    lent = []
+    for call, tenant in enumerate(("red", "red", "blue")):
+        cluster.node(0).deliver(events.PeerSaid("n2", peer.Lookup(call, tenant, join_keys(keys))))
+        lent.append(said(cluster, 0, peer.LookupReply)[-1].codes.count(Code.LOCAL))
+    assert lent == [3, 1, 3]
+    cluster.check()
 
 
 def test_two_processes_hold_and_give_back_ranges_of_one_lease() -> None:

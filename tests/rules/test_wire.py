@@ -48,10 +48,12 @@ def values(of: types.Type) -> st.SearchStrategy[Any]:
             return st.text(st.characters(codec="utf-8"), max_size=20)
         case types.BytesType(min_length=shortest, max_length=longest):
             return st.binary(min_size=shortest or 0, max_size=70 if longest is None else longest)
+        case types.LiteralType(values=some):
+            return st.sampled_from(some)
         case types.NoneType():
             return st.none()
-        case types.UnionType(types=some):
-            return st.one_of(*map(values, some))
+        case types.UnionType(types=members):
+            return st.one_of(*map(values, members))
         case types.TupleType(item_types=items):
             return st.tuples(*map(values, items))
         case types.VarTupleType(item_type=item):

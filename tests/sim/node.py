@@ -87,12 +87,12 @@ class SimNode:
         self.frozen = self.core is not None
 
     def thaw(self) -> None:
-        """SIGCONT: late timers first, then all that came meanwhile."""
+        """SIGCONT: all that came meanwhile first, then late timers."""
         if not self.frozen:
             return
         self.frozen = False
         backlog, self._backlog = self._backlog, []
-        for event in [events.Tick(), *backlog]:
+        for event in [*backlog, events.Tick()]:
             self.deliver(event)
 
     def connected(self, other: SimNode) -> bool:

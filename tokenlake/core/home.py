@@ -14,6 +14,8 @@ from tokenlake.wire.slots import join_keys
 
 __all__ = ["Home"]
 
+_PENDING = Standing.PENDING
+
 
 class Home:
     """Directory, and whether it can be trusted yet.
@@ -47,10 +49,21 @@ class Home:
     def ask(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> list[tuple[Code, NodeId | None]]:
         """What the directory says of each: ELSEWHERE with the node (never this one, never one that is gone), PENDING,
         MISSING or UNKNOWN."""
-        get, now = self._context.directory.get, self._context.now
+        entries = self._context.directory.get_all(tenant, keys, self._context.now)
         nothing = (Code.MISSING if self.complete else Code.UNKNOWN), None
-        entries = [get(tenant, key, now) for key in keys]
-        return [nothing if entry is None else self._tell(entry) for entry in entries]
+        # Whoever has one of them mostly has many: said once for each node.
+        said: dict[NodeId, tuple[Code, NodeId | None]] = {}
+        answers: list[tuple[Code, NodeId | None]] = []
+        for entry in entries:
+            if entry is None:
+                answers.append(nothing)
+            elif entry.standing is _PENDING:
+                answers.append(self._tell(entry))
+            else:
+                if entry.node not in said:
+                    said[entry.node] = self._tell(entry)
+                answers.append(said[entry.node])
+        return answers
 
     def _tell(self, entry: Entry) -> tuple[Code, NodeId | None]:
         mine = entry.node == self._context.node

@@ -63,7 +63,7 @@ class NodeCore:
             events.PullAsked: lambda e: self._serving.pull(e.stream, TenantId(e.tenant), split_keys(e.keys)),
             events.SendDone: lambda e: self._serving.sent(e.stream),
             events.RegionReady: self._on_region_ready,
-            events.Tick: lambda e: None,
+            events.Tick: lambda e: context.timers.fire(context.now),
         }
         self._requests: dict[type, Callable[[Process, Any], None]] = {
             engine.Match: self._reads.match,
@@ -107,7 +107,8 @@ class NodeCore:
         self._context.after(self._context.config.gossip_s, self._report)
 
     def next_wake(self) -> float | None:
-        """When to call with `Tick` at the latest."""
+        """When to call with `Tick`. Deadlines pass with it alone, and an answer that comes before it came in time: a
+        driver that was late hands over what came meanwhile first, so that nobody's peer pays for its own delay."""
         return self._context.timers.next()
 
     def handle(self, event: events.Event, now: float) -> list[Instruction]:
@@ -118,7 +119,6 @@ class NodeCore:
         """
         context = self._context
         context.now = now
-        context.timers.fire(now)
         self._handlers[type(event)](event)
         self._tell_evicted()
         self._writes.withdraw_given_up()

@@ -65,6 +65,7 @@ class _Match:
         self.segments = segments
         self.remotes: list[NodeId | None] = [None] * len(keys)
         self.codes = bytearray([_UNKNOWN]) * len(keys)
+        """The most telling of the answers: LOCAL, REMOTE, PENDING, MISSING, UNKNOWN, ..."""
         self.leases: dict[NodeId, list[int]] = {}
         self.waiting = 0
         self.deadline = 0.0
@@ -76,11 +77,6 @@ class _Match:
         """(key index, who does not have it though it may be elsewhere); only ever tested for membership."""
         self.hints: dict[int, tuple[NodeId, NodeId]] = {}
         """Per key index, (home that named a node, the node named)."""
-
-    def note(self, index: int, code: int) -> None:
-        """Keep the most telling of the answers: LOCAL, REMOTE, PENDING, MISSING, UNKNOWN, ..."""
-        if code < self.codes[index]:
-            self.codes[index] = code
 
     def missing(self) -> list[int]:
         """Indices of the keys that are not here, ascending."""
@@ -150,18 +146,20 @@ class Reads:
 
     def _ask_here(self, match: _Match, indices: list[int], wanted: dict[NodeId, list[int]]) -> None:
         """This node's own directory answers on the spot; whom it names is added to those to be asked."""
-        node = self._context.node
+        node, codes = self._context.node, match.codes
         answers = self._home.ask(match.process.session.tenant, [match.keys[index] for index in indices])
         for index, (code, elsewhere) in zip(indices, answers, strict=True):
-            home, other = match.candidates[index]
-            if home == node:
-                match.note(index, code)
-            elif elsewhere is None or other != node:
+            candidates = match.candidates[index]
+            if candidates[0] == node:
+                if code < codes[index]:
+                    codes[index] = code
+            elif elsewhere is None or candidates[1] != node:
                 match.denied.add((index, node))
                 continue
             if elsewhere is not None:
                 match.hints[index] = (node, elsewhere)
-                self._aim(match, index, elsewhere, wanted)
+                if elsewhere not in candidates:
+                    self._aim(match, index, elsewhere, wanted)
 
     def _aim(self, match: _Match, index: int, node: NodeId, wanted: dict[NodeId, list[int]]) -> None:
         """Ask the `node` that a home named, unless it was asked."""
@@ -209,20 +207,21 @@ class Reads:
         second: dict[NodeId, list[int]],
     ) -> None:
         named = iter(reply.nodes)
+        codes, remotes = match.codes, match.remotes
         for index, code in zip(indices, reply.codes, strict=True):
             if code == _LOCAL:
-                if match.remotes[index] is None:
-                    match.remotes[index] = node
-                match.note(index, _REMOTE)
+                if remotes[index] is None:
+                    remotes[index] = node
+                    codes[index] = _REMOTE
             elif code == _ELSEWHERE:
                 elsewhere = NodeId(next(named, ""))
                 match.hints[index] = (node, elsewhere)
-                if match.remotes[index] is None and elsewhere:
+                if remotes[index] is None and elsewhere:
                     self._aim(match, index, elsewhere, second)
             elif code == _MISSING and match.candidates[index][0] != node:
                 match.denied.add((index, node))
-            elif code in _HOME_ANSWERS:
-                match.note(index, code)
+            elif code in _HOME_ANSWERS and code < codes[index]:
+                codes[index] = code
 
     def _finish(self, match: _Match) -> None:
         """Lease the longest prefix that was found, give the rest back, answer."""
@@ -280,8 +279,8 @@ class Reads:
         """A home named a node that does not have it: tell the home, or the key stays lost."""
         stale: dict[tuple[NodeId, NodeId], list[SegmentKey]] = {}
         for index, (home, named) in match.hints.items():
-            if match.codes[index] > Code.REMOTE and (index, named) in match.denied:
-                match.note(index, Code.MISSING)
+            if match.codes[index] > _REMOTE and (index, named) in match.denied:
+                match.codes[index] = min(match.codes[index], _MISSING)
                 stale.setdefault((home, named), []).append(match.keys[index])
         tenant = match.process.session.tenant
         for (home, named), keys in stale.items():

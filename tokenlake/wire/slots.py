@@ -42,7 +42,7 @@ def unpack_slots(packed: bytes) -> list[SlotRef]:
 
 
 def slot_array(packed: bytes | bytearray) -> NDArray[np.void]:
-    """The same as an array of records with the fields of `SlotRef`, shape [slots]; no copy. ValueError as `split_keys`."""
+    """The same as records with the fields of `SlotRef`, shape [slots]; no copy. ValueError as `split_keys`."""
     return np.frombuffer(packed, _SLOT_DTYPE)
 
 
