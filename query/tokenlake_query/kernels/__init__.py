@@ -1,24 +1,34 @@
-"""Kernels by device."""
+"""Kernels by the device that has the segments."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from importlib.util import find_spec
 
 from tokenlake.attention import AttentionShape
+from tokenlake.errors import ConfigurationError
 from tokenlake.layout import Layout
-from tokenlake_query.kernels.base import Kernel
+from tokenlake_query.kernels.base import Kernel, Slot
 
-__all__ = ["Kernel", "kernel_for"]
+__all__ = ["Kernel", "Slot", "kernel_for"]
 
 log = logging.getLogger(__name__)
 
 
-def kernel_for(layout: Layout, shape: AttentionShape) -> Kernel:
-    """The fastest kernel for memory of the host: torch's fused one, or numpy's where torch is not installed.
+def kernel_for(layout: Layout, shape: AttentionShape, device: str = "cpu") -> Kernel:
+    """The fastest kernel for segments on `device`: "cpu", or "cuda" with or without a number.
 
-    (Segments on a GPU: `triton_cuda`.) Raises LayoutRefused where the shape is not of the layout.
+    Where torch is not installed, numpy computes for "cpu". Raises LayoutRefused where the shape is not of the layout,
+    ConfigurationError for another device and for "cuda" without Triton.
     """
+    kind = device.partition(":")[0]
+    if kind not in _KERNELS:
+        raise ConfigurationError("device", device, f"one of {', '.join(_KERNELS)}")
+    return _KERNELS[kind](layout, shape, device)
+
+
+def _for_cpu(layout: Layout, shape: AttentionShape, device: str) -> Kernel:
     if find_spec("torch") is None:
         from tokenlake_query.kernels.numpy_cpu import NumpyKernel
 
@@ -27,3 +37,14 @@ def kernel_for(layout: Layout, shape: AttentionShape) -> Kernel:
     from tokenlake_query.kernels.torch_cpu import TorchKernel
 
     return TorchKernel(layout, shape)
+
+
+def _for_cuda(layout: Layout, shape: AttentionShape, device: str) -> Kernel:
+    if find_spec("torch") is None or find_spec("triton") is None:
+        raise ConfigurationError("device", device, "torch and triton: pip install 'tokenlake[query]' triton")
+    from tokenlake_query.kernels.triton_cuda import TritonKernel
+
+    return TritonKernel(layout, shape, device)
+
+
+_KERNELS: dict[str, Callable[[Layout, AttentionShape, str], Kernel]] = {"cpu": _for_cpu, "cuda": _for_cuda}

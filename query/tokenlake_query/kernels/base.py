@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from tokenlake.attention import AttentionShape, Partial, SlotMap, Stored, empty_partial, stored_dtype
 from tokenlake.errors import LayoutRefused
 from tokenlake.layout import Layout
 
-__all__ = ["Kernel"]
+__all__ = ["Kernel", "Slot"]
+
+Slot = Any
+"""The bytes of one segment where the kernel's device has them: contiguous uint8, read-only or not; on a CPU an array of
+numpy, on a GPU a tensor of torch."""
 
 
 class Kernel(ABC):
@@ -33,12 +35,12 @@ class Kernel(ABC):
         self.slots = SlotMap.of(layout)
         self._stored = stored_dtype(layout.dtype)
 
-    def attend(self, queries: Stored, slots: Sequence[NDArray[np.uint8]], layer: int) -> Partial:
+    def attend(self, queries: Stored, slots: Sequence[Slot], layer: int) -> Partial:
         """Attention of all queries over all tokens of all segments, without a mask; over no segments the empty part.
 
         `queries`: `[query, q heads, key dim]` in the layout's element type (bfloat16 as uint16), of any strides and any
-        number. `slots`: whole segments, each once, in any order: contiguous uint8, read-only or not. Returns float32
-        `out` `[query, q heads, value dim]` and `lse` `[query, q heads]`.
+        number, in memory of the host. `slots`: whole segments, each once, in any order. Returns float32 `out`
+        `[query, q heads, value dim]` and `lse` `[query, q heads]`.
         Raises LayoutRefused for queries, slots or a layer that do not fit the layout.
         """
         heads, dim = self.shape.q_heads, self.shape.key_dim
@@ -48,11 +50,14 @@ class Kernel(ABC):
             )
         self.slots.places(layer)
         for slot in slots:
-            self.slots.check(slot)
+            self._check(slot)
         if not len(queries) or not slots:
             return empty_partial(len(queries), heads, self.shape.value_dim)
         return self._attend(queries, slots, layer)
 
+    def _check(self, slot: Slot) -> None:
+        self.slots.check(slot)
+
     @abstractmethod
-    def _attend(self, queries: Stored, slots: Sequence[NDArray[np.uint8]], layer: int) -> Partial:
+    def _attend(self, queries: Stored, slots: Sequence[Slot], layer: int) -> Partial:
         """Checked, and neither is empty."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tokenlake.attention import Partial, Stored, as_float32, attend, merge
-from tokenlake_query.kernels.base import Kernel
+from tokenlake_query.kernels.base import Kernel, Slot
 
 __all__ = ["NumpyKernel"]
 
@@ -16,7 +15,7 @@ __all__ = ["NumpyKernel"]
 class NumpyKernel(Kernel):
     """A segment at a time, in float64."""
 
-    def _attend(self, queries: Stored, slots: Sequence[NDArray[np.uint8]], layer: int) -> Partial:
+    def _attend(self, queries: Stored, slots: Sequence[Slot], layer: int) -> Partial:
         dtype, heads = self.slots.dtype, self.shape.kv_heads
         query = as_float32(queries, dtype).swapaxes(0, 1)
         parts = []

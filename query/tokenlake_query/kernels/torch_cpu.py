@@ -14,24 +14,20 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from tokenlake.attention import AttentionShape, Partial, Place, Stored
 from tokenlake.attention.runs import EvenRun, even_runs
 from tokenlake.errors import LayoutRefused
 from tokenlake.layout import DTYPE_BYTES, Layout
-from tokenlake_query.kernels.base import Kernel
+from tokenlake_query.kernels.base import Kernel, Slot
+from tokenlake_query.kernels.torch_merge import RunningMerge, Tensor, merge_first
 
 __all__ = ["TorchKernel"]
 
-Tensor = Any
-"""torch's own types are not seen by the type checker."""
-
-GATHER_ROWS = 512
+GATHER_ROWS = 128
 """From so many rows per KV head on, keys and values are first gathered in a scratch buffer: copying a token costs as
 much as some twenty rows, while partial results of so many rows outgrow the cache and are merged at the speed of memory.
 Measured: docs/results/attention.md."""
@@ -57,19 +53,19 @@ class TorchKernel(Kernel):
         self._padded = shape.key_dim != shape.value_dim and not shape.latent
         self._scratch: tuple[Tensor, Tensor] | None = None
 
-    def _attend(self, queries: Stored, slots: Sequence[NDArray[np.uint8]], layer: int) -> Partial:
+    def _attend(self, queries: Stored, slots: Sequence[Slot], layer: int) -> Partial:
         runs = even_runs([self._address(slot) for slot in slots])
         query = self._fold(queries)
         if self._padded or query.shape[2] >= GATHER_ROWS:
             parts = self._over_gathered(query, runs, layer)
         else:
             parts = self._in_place(query, runs, layer)
-        total = _Sum(*next(parts))
+        total = RunningMerge(*next(parts))
         for out, lse in parts:
             total.add(out, lse)
         return self._unfold(total, len(queries))
 
-    def _address(self, slot: NDArray[np.uint8]) -> int:
+    def _address(self, slot: Slot) -> int:
         address = int(slot.__array_interface__["data"][0])
         if address % self._size:
             raise LayoutRefused(f"a slot begins at {address}, between two elements of {self.slots.dtype}")
@@ -83,7 +79,7 @@ class TorchKernel(Kernel):
         folded[..., : shape.key_dim] = by_head.swapaxes(0, 1)
         return torch.from_numpy(folded).view(self._dtype).view(self.slots.groups, self.slots.heads, -1, self._width)
 
-    def _unfold(self, total: _Sum, count: int) -> Partial:
+    def _unfold(self, total: RunningMerge, count: int) -> Partial:
         shape = self.shape
         out = total.out.reshape(shape.kv_heads, count, shape.group, -1)[..., : shape.value_dim].transpose(0, 1)
         lse = total.lse.reshape(shape.kv_heads, count, shape.group).transpose(0, 1)
@@ -103,7 +99,7 @@ class TorchKernel(Kernel):
             values = keys if self.shape.latent else self._tensor(piece, value_place)
             # Head groups lie apart as segments do, heads in a group otherwise: one call per head of all groups.
             by_head = [
-                _reduced(
+                merge_first(
                     *self._fuse(query[:, head].expand(piece.length, -1, -1, -1), keys[:, :, head], values[:, :, head])
                 )
                 for head in range(self.slots.heads)
@@ -160,34 +156,6 @@ class TorchKernel(Kernel):
         memory = (ctypes.c_uint8 * (elements * self._size)).from_address(run.start + place.offset * self._size)
         flat = torch.frombuffer(memory, dtype=self._dtype)
         return flat.as_strided((run.length, *place.shape), (step, *place.strides))
-
-
-class _Sum:
-    """Partial results merged as they come, as `tokenlake.attention.merge` does: `out` float32 `[..., row, dim]` and
-    `lse` `[..., row]`. Takes over the first part and changes it."""
-
-    def __init__(self, out: Tensor, lse: Tensor) -> None:
-        self.out = out
-        self.lse = lse
-
-    def add(self, out: Tensor, lse: Tensor) -> None:
-        """One more part."""
-        greatest = torch.maximum(self.lse, lse)
-        mine, other = (self.lse - greatest).exp_(), (lse - greatest).exp_()
-        total = mine + other
-        self.out.mul_((mine / total).unsqueeze(-1)).addcmul_(out, (other / total).unsqueeze(-1))
-        self.lse = greatest + total.log()
-
-
-def _reduced(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Parts of as many segments, along the first dimension, merged; float32."""
-    if len(out) == 1:
-        return out[0].float(), lse[0]
-    greatest = lse.amax(0)
-    weights = (lse - greatest).exp_()
-    total = weights.sum(0)
-    weights /= total
-    return (out * weights.unsqueeze(-1)).sum(0), greatest + total.log_()
 
 
 def _pieces(runs: Iterable[EvenRun], most: int) -> Iterator[EvenRun]:
