@@ -32,13 +32,16 @@ class Advertising:
 
         def work() -> bool:
             nonlocal cursor
-            if self._walks.get(node) != number or not self._peers.reachable(node) or cursor is None:
+            if self._walks.get(node) != number or cursor is None:
                 return False
-            cursor = self._tell(node, cursor)
-            if cursor is None:
-                del self._walks[node]
+            reachable = self._peers.reachable(node)
+            cursor = self._tell(node, cursor) if reachable else None
+            if cursor is not None:
+                return True
+            del self._walks[node]
+            if reachable:
                 self._peers.tell(node, wire.Advertised())
-            return cursor is not None
+            return False
 
         self._context.in_slices(work)
 

@@ -1,0 +1,293 @@
+"""NodeCore takes every message that decodes, however senseless: it refuses with ValueError or goes on, whole, and
+keeps its bounds."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.fuzz.hostile import KEYS, NODES, TENANTS, hostile
+from tokenlake.core import NodeCore, advertising, events
+from tokenlake.core.context import CoreConfig
+from tokenlake.core.instructions import Answer, Instruction, ReplaceRegion, Say, SendBulk, StartFetch, Welcomed
+from tokenlake.keys import KEY_BYTES
+from tokenlake.wire import Code, engine, peer
+
+SLOT_BYTES, SHARDS = 512, 2
+PEERS = ("n1", "n2")
+CONNECTIONS = (1, 2, 3)
+MEMORY = 16 << 10
+
+
+class Node:
+    """A core and a driver of it that does what it is told, badly but within its contract."""
+
+    def __init__(self) -> None:
+        config = CoreConfig(
+            "n0", 1, dict.fromkeys(("n0", *PEERS), MEMORY), 2, MEMORY, max_sessions=2, directory_limit=16
+        )
+        self.core = NodeCore(config)
+        self.now = 100.0
+        self.core.start(self.now)
+        self.fetches: list[StartFetch] = []
+        self.sending: list[int] = []
+        self.replacing: list[int] = []
+        self.up: set[str] = set()
+        self.sessions: list[int] = []
+        self.joined: set[int] = set()
+        self.calls: list[tuple[str, Any]] = []
+        """(peer, what it was asked) that was not answered."""
+
+    def feed(self, event: events.Event) -> list[Instruction]:
+        """One event; ValueError is the documented refusal, after which the core is as whole as before."""
+        try:
+            out = self.core.handle(event, self.now)
+        except ValueError:
+            out = []
+        for instruction in out:
+            match instruction:
+                case StartFetch():
+                    self.fetches.append(instruction)
+                case SendBulk():
+                    self.sending.append(instruction.stream)
+                case ReplaceRegion():
+                    self.replacing.append(instruction.fresh)
+                case Welcomed():
+                    self.sessions.append(instruction.session)
+                case Say(message=peer.Lookup() | peer.Ready() | peer.Offer()):
+                    self.calls.append((instruction.node, instruction.message))
+        return out
+
+    # -- the driver's part of the contract
+
+    def join(self, connection: int, tenant: str, session: int, slot_bytes: int) -> None:
+        if connection not in self.joined:
+            known = [0, *self.sessions]
+            before = len(self.sessions)
+            self.feed(events.Joined(connection, 1, tenant, slot_bytes, SHARDS, 16, known[session % len(known)], 0))
+            if len(self.sessions) > before:
+                self.joined.add(connection)
+
+    def gone(self, connection: int) -> None:
+        if connection in self.joined:
+            self.joined.discard(connection)
+            self.feed(events.ProcessGone(connection))
+
+    def request(self, connection: int, message: engine.EngineRequest) -> None:
+        if connection in self.joined:
+            self.feed(events.Requested(connection, message))
+
+    def said(self, node: str, message: peer.PeerMessage) -> None:
+        if node in self.up:
+            self.feed(events.PeerSaid(node, message))
+
+    def store(self, connection: int, keys: bytes, committed: int, shards: int) -> None:
+        """Prepare, and commit the first `committed`."""
+        if connection not in self.joined:
+            return
+        for instruction in self.feed(events.Requested(connection, engine.Prepare(1, keys, 0))):
+            if isinstance(instruction, Answer) and isinstance(instruction.message, engine.Prepared):
+                written = tuple(i for i, code in enumerate(instruction.message.codes) if code == Code.RESERVED)
+                commit = engine.Commit(
+                    2, instruction.message.write, written[:committed], shards, bytes(8 * shards.bit_count() * committed)
+                )
+                self.feed(events.Requested(connection, commit))
+
+    def read(self, connection: int, keys: bytes, fetched: int) -> None:
+        """Match, and fetch the first `fetched`; the lease stays."""
+        if connection not in self.joined:
+            return
+        for instruction in self.feed(events.Requested(connection, engine.Match(3, keys, 0.0))):
+            if isinstance(instruction, Answer) and isinstance(instruction.message, engine.Matched):
+                lease = instruction.message.lease
+                self.feed(events.Requested(connection, engine.Fetch(4, lease, 0, fetched, 0.0)))
+
+    def answer(self, codes: list[Code], nodes: tuple[str, ...], lease: int) -> None:
+        """A peer answers something it was asked, in form."""
+        if not self.calls:
+            return
+        node, asked = self.calls.pop(0)
+        count = len(asked.keys) // KEY_BYTES
+        known = bytes(codes[at % len(codes)] for at in range(count))
+        match asked:
+            case peer.Lookup():
+                self.said(node, peer.LookupReply(asked.call, lease, known, nodes, (0.5, 1.0)))
+            case peer.Ready():
+                self.said(node, peer.ReadyReply(asked.call, known, nodes))
+            case peer.Offer():
+                self.said(node, peer.OfferReply(asked.call, known, (0.5, 1.0)))
+
+    def connect(self, node: str, incarnation: int) -> None:
+        self.up.add(node)
+        self.feed(events.PeerUp(node, incarnation))
+
+    def disconnect(self, node: str, incarnation: int) -> None:
+        self.feed(events.PeerDown(node, incarnation))
+
+    def fetched(self, codes: list[Code]) -> None:
+        """The receiver returns: it knows no other codes than these."""
+        if self.fetches:
+            fetch = self.fetches.pop(0)
+            count = len(fetch.keys) // KEY_BYTES
+            known = bytes(codes[at % len(codes)] for at in range(count))
+            self.feed(events.FetchDone(fetch.fetch, known, bytes(8 * SHARDS * count)))
+
+    def pull(self, stream: int, tenant: str, keys: bytes) -> None:
+        """`bulk.py` checks that keys add up; a stream asks again when it was served."""
+        if stream not in self.sending and not len(keys) % KEY_BYTES:
+            self.feed(events.PullAsked(stream, "n1", tenant, keys))
+
+    def sent(self) -> None:
+        if self.sending:
+            self.feed(events.SendDone(self.sending.pop(0)))
+
+    def replaced(self) -> None:
+        if self.replacing:
+            self.feed(events.RegionReady(self.replacing.pop(0)))
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.feed(events.Tick())
+
+    def check(self) -> None:
+        """Whole, and within bounds."""
+        self.core.check_integrity()
+        census = self.core.census()
+        assert census["directory"] <= 16
+        assert census["sessions"] <= 2
+
+    def settle(self) -> None:
+        """All that somebody waits for happens; then nothing is left that somebody said."""
+        for connection in CONNECTIONS:
+            self.gone(connection)
+        for node in sorted(self.up):
+            self.feed(events.PeerDown(node, self.incarnation(node)))
+        for _ in range(20):
+            self.wait(5.0)
+            while self.fetches or self.sending or self.replacing:
+                self.fetched([Code.LOST])
+                self.sent()
+                self.replaced()
+        self.check()
+        left = {name: count for name, count in self.core.census().items() if count}
+        assert set(left) <= {"directory", "timers"}, left
+        assert left["timers"] < 20
+
+    def incarnation(self, node: str) -> int:
+        known = self.core._peers.get(node)  # type: ignore[arg-type]
+        assert known is not None
+        return known.incarnation
+
+
+Step = Callable[[Node], None]
+
+
+def step(name: str, *arguments: st.SearchStrategy[Any]) -> st.SearchStrategy[Step]:
+    """Call the method `name` with what is drawn."""
+    return st.tuples(*arguments).map(lambda drawn: lambda node: getattr(node, name)(*drawn))
+
+
+REQUESTS = tuple(kind for kind in typing.get_args(engine.EngineRequest) if kind is not engine.Hello)
+connections = st.sampled_from(CONNECTIONS)
+requests = st.sampled_from(REQUESTS).flatmap(hostile)
+tellings = st.sampled_from(typing.get_args(peer.PeerMessage)).flatmap(hostile)
+codes = st.lists(st.sampled_from(list(Code)), min_size=1, max_size=3)
+plain = st.lists(st.sampled_from(KEYS), min_size=1, max_size=8, unique=True).map(b"".join)
+sane = st.one_of(
+    st.builds(engine.Prepare, st.just(1), plain, st.integers(0, 3)),
+    st.builds(engine.Match, st.just(2), plain, st.just(0.0)),
+    st.builds(
+        engine.Commit,
+        st.just(3),
+        st.integers((1 << 31) + 1, (1 << 31) + 40),
+        st.just((0, 1, 2)),
+        st.just(3),
+        st.just(bytes(48)),
+    ),
+)
+steps = st.one_of(
+    step(
+        "join", connections, st.sampled_from(TENANTS[:2]), st.integers(0, 4), st.sampled_from([SLOT_BYTES, 1, 1 << 20])
+    ),
+    step("gone", connections),
+    step("store", connections, plain, st.integers(0, 8), st.integers(0, 3)),
+    step("store", connections, plain, st.just(8), st.just(3)),
+    step("read", connections, plain, st.integers(0, 9)),
+    step("answer", codes, st.lists(st.sampled_from(NODES), max_size=8).map(tuple), st.integers(0, 9)),
+    step("request", connections, requests),
+    step("said", st.sampled_from(PEERS), tellings),
+    step("said", st.sampled_from(PEERS), tellings),
+    step("connect", st.sampled_from(PEERS), st.integers(1, 3)),
+    step("disconnect", st.sampled_from(PEERS), st.integers(1, 3)),
+    step("fetched", st.lists(st.sampled_from([Code.LOCAL, Code.LOST, Code.BAD_CHECKSUM]), min_size=1, max_size=3)),
+    step("pull", st.integers(1, 3), st.sampled_from(TENANTS), plain),
+    step("sent"),
+    step("replaced"),
+    step("wait", st.sampled_from([0.0, 0.001, 0.03, 0.3, 2.0, 12.0, 40.0])),
+)
+
+
+def begun() -> Node:
+    """Connected with both peers, one engine there."""
+    node = Node()
+    for name in PEERS:
+        node.connect(name, 1)
+        node.said(name, peer.Advertised())
+    node.join(1, "red", 0, SLOT_BYTES)
+    return node
+
+
+@given(st.lists(steps, min_size=10, max_size=40))
+@settings(max_examples=300, deadline=None)
+def test_senseless_messages_break_nothing(story: list[Step]) -> None:
+    node = begun()
+    for each in story:
+        each(node)
+        node.check()
+    node.settle()
+
+
+def test_a_peer_that_is_lost_while_it_is_told_leaves_nothing() -> None:
+    """Found by `test_senseless_messages_break_nothing`: what is told in slices was remembered for good."""
+    node = begun()
+    for keys in (b"".join(KEYS[:8]), b"".join(KEYS[8:])):
+        node.store(1, keys, 8, 3)
+        node.wait(2.0)
+    assert len(list(node.core.store.segments())) > 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(advertising, "SLOTS", 1)
+        node.connect("n2", 2)
+        assert node.core.census()["advertisings"]
+        node.disconnect("n2", 2)
+        node.wait(1.0)
+    assert not node.core.census()["advertisings"]
+
+
+@pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: kind.__name__)
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_each_request_at_its_bounds(kind: type[msgspec.Struct], data: st.DataObject) -> None:
+    node = begun()
+    for message in data.draw(st.lists(st.one_of(sane, hostile(kind)), min_size=1, max_size=8)):
+        node.request(1, message)
+        node.check()
+    node.settle()
+
+
+@pytest.mark.parametrize("kind", typing.get_args(peer.PeerMessage), ids=lambda kind: kind.__name__)
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_each_telling_at_its_bounds(kind: type[msgspec.Struct], data: st.DataObject) -> None:
+    node = begun()
+    for message in data.draw(st.lists(hostile(kind), min_size=1, max_size=8)):
+        node.said("n1", message)
+        node.check()
+        node.request(1, data.draw(sane))
+        node.check()
+    node.settle()
