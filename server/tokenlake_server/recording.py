@@ -114,10 +114,12 @@ def _first_digest(config: CoreConfig, started: float) -> bytes:
 
 def _records(path: Path) -> Iterator[bytes]:
     """The bodies of whole records."""
+    left = path.stat().st_size
     with path.open("rb") as file:
         while len(header := file.read(HEADER_BYTES)) == HEADER_BYTES:
             size = int.from_bytes(header, "little")
-            body = file.read(size)
-            if len(body) < size:
+            left -= HEADER_BYTES + size
+            # Before it is read: memory for what a damaged length says would be taken first.
+            if left < 0:
                 return
-            yield body
+            yield file.read(size)

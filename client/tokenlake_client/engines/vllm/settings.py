@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from tokenlake.config import ENGINE_PREFIX
+from tokenlake.config_values import MASK
 from tokenlake.errors import ConfigurationError
 
 __all__ = ["PREFIX", "EngineSettings", "read_settings"]
@@ -45,6 +46,13 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _TYPES: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(EngineSettings)}
 
+_RANGES = {
+    "segment_tokens": (1, 1 << 20),
+    "match_ms": (0.001, 60_000),
+    "write_queue": (1, 65536),
+    "write_patience_s": (0, 3600),
+}
+
 
 def read_settings(extra: Mapping[str, object], environ: Mapping[str, str]) -> EngineSettings:
     """`extra` wins over `environ`. Raises `ConfigurationError` naming an unknown or invalid field."""
@@ -59,13 +67,20 @@ def read_settings(extra: Mapping[str, object], environ: Mapping[str, str]) -> En
 
 
 def _checked(name: str, value: object, text: bool) -> Any:
+    # A name that is not known may be a misspelt credential.
+    shown = MASK if name not in _TYPES or name == "credential" else value
     if name not in _TYPES:
-        raise ConfigurationError(name, value, f"one of {', '.join(_TYPES)}")
+        raise ConfigurationError(name, shown, f"one of {', '.join(_TYPES)}")
     try:
+        if isinstance(value, str) and name != "socket":
+            value.encode()
         checked = msgspec.convert(value, _TYPES[name], strict=not text)
+    except UnicodeEncodeError:
+        # A variable may hold bytes that are no text; a path may, too.
+        raise ConfigurationError(name, shown, "text in UTF-8") from None
     except msgspec.ValidationError as error:
-        raise ConfigurationError(name, value, str(error)) from None
-    positive = name in ("segment_tokens", "match_ms", "write_queue")
-    if (positive and checked <= 0) or (name == "write_patience_s" and checked < 0):
-        raise ConfigurationError(name, value, "a positive number")
+        raise ConfigurationError(name, shown, str(error)) from None
+    least, most = _RANGES.get(name, (None, None))
+    if least is not None and not least <= checked <= most:
+        raise ConfigurationError(name, value, f"a number from {least:g} to {most:g}")
     return checked
