@@ -230,7 +230,7 @@ class Queries:
         "float32", "bfloat16" or "float16" (default: the layout's).
 
         Raises `LayoutRefused` for parts that do not fit together. Where a view is not `alive` all queries of the
-        buffer are LOST; nothing is raised.
+        buffer are LOST, and where the query engine owes an earlier answer too; nothing is raised.
         """
         dtype = self.layout.dtype if dtype is None else dtype
         if not parts or any(tokens < 1 for _, tokens in parts):
@@ -242,6 +242,8 @@ class Queries:
             return QueryBuffer(self, None, parts, dtype)
         _, nbytes = self.geometry(sum(tokens for _, tokens in parts), heads.pop(), dtype)
         try:
+            link.check()
+            self._sweep(link)
             buffer = QueryBuffer(self, self._memory(link, nbytes), parts, dtype)
             link.send(wire.Step(buffer.number, buffer.step, dtype, buffer.parts, *buffer.offsets))  # type: ignore[arg-type]
         except Unreachable:

@@ -136,6 +136,8 @@ class QueryLink:
         finally:
             with self._changed:
                 self._reading = False
+                if self.ended:
+                    self._sock.close()
                 self._changed.notify_all()
 
     def _readable(self, wait_s: float) -> bool:
@@ -175,6 +177,8 @@ class QueryLink:
                     # Not in a forked child: that would end its parent's connection.
                     with contextlib.suppress(OSError):
                         self._sock.shutdown(socket.SHUT_RDWR)
+                if not self._reading:
+                    self._sock.close()
             self._waiting.clear()
             self._changed.notify_all()
 

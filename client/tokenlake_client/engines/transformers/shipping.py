@@ -11,6 +11,7 @@ from tokenlake_client.engines.base import QueryPool
 from tokenlake_client.engines.transformers.attention import QueryShape
 from tokenlake_client.engines.transformers.cache import CacheShape, RoomyCache, RoomyLayer, allocate
 from tokenlake_client.engines.transformers.counters import Counters
+from tokenlake_client.engines.transformers.options import EngineOptions
 from tokenlake_client.engines.transformers.prefill import PartialLoad, compute, load
 from tokenlake_client.engines.transformers.rows import Row
 from tokenlake_client.engines.transformers.shipment import Shipment
@@ -30,26 +31,20 @@ class Shipping:
         self,
         model: Any,
         shapes: tuple[CacheShape, QueryShape],
+        options: EngineOptions,
         writer: Writer,
         counters: Counters,
         failed: Report,
         pool_failed: Report,
-        *,
-        window: int,
-        chunk: int,
-        deadline_s: float,
     ) -> None:
-        """`failed` and `pool_failed` are told of errors: of the query engine, and of the pool. `window`, `chunk`: as
-        in the engine's options."""
+        """`failed` and `pool_failed` are told of errors: of the query engine, and of the pool."""
         self._model = model
         self._cache_shape, self._query_shape = shapes
+        self._options = options
         self._writer = writer
         self._counters = counters
         self._failed = failed
         self._pool_failed = pool_failed
-        self._window = window
-        self._chunk = chunk
-        self._deadline_s = deadline_s
 
     def begin(self, pool: QueryPool, rows: Sequence[Row]) -> Shipment | None:
         """Open a view of what the pool has of each row (at least the last token stays to compute), and set the row's
@@ -60,7 +55,7 @@ class Shipping:
             pool,
             self._query_shape,
             self._counters,
-            self._deadline_s,
+            self._options.query_deadline,
             lambda prefix: self._recover(pool, prefix),
             self._failed,
         )
@@ -116,12 +111,12 @@ class Shipping:
         storage = allocate(self._cache_shape, 1, len(prefix.tokens))
         layers = [(keys[0], values[0]) for keys, values in storage]
         try:
-            prefix.loaded = load(pool, prefix.keys, layers, self._window)
+            prefix.loaded = load(pool, prefix.keys, layers, self._options.window)
         except PartialLoad as error:
             prefix.loaded = error.tokens
             self._pool_failed("reading segments", error.__cause__ or error)
         cache = RoomyCache([RoomyLayer(keys, values, prefix.loaded) for keys, values in storage])
-        compute(self._model, prefix.tokens, cache, self._chunk)
+        compute(self._model, prefix.tokens, cache, self._options.prefill_chunk)
         prefix.local = storage
         first = prefix.loaded // size
         if first < len(prefix.keys):

@@ -1,0 +1,126 @@
+"""The caches of prompts: known prefixes from the pool, the rest from the model, and what is new to the writer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tokenlake.keys import Prefix
+from tokenlake_client.engines.base import CachePool
+from tokenlake_client.engines.transformers.cache import RoomyCache, RoomyLayer
+from tokenlake_client.engines.transformers.counters import Counters
+from tokenlake_client.engines.transformers.options import EngineOptions
+from tokenlake_client.engines.transformers.prefill import PartialLoad, compute, load
+from tokenlake_client.engines.transformers.request import Request
+from tokenlake_client.engines.transformers.rows import Row
+from tokenlake_client.engines.transformers.shipment import Shipment
+from tokenlake_client.engines.transformers.shipping import shipped_cache
+from tokenlake_client.engines.transformers.slots import LayerPair
+from tokenlake_client.engines.transformers.writer import Writer, task_of
+
+__all__ = ["Batch", "Filler"]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a call of `generate` is served with."""
+
+    pool: CachePool
+    request: Request
+    rows: list[Row]
+    cache: RoomyCache
+    shipment: Shipment | None
+
+
+class Filler:
+    """Fills rows of one model. Errors of the pool are reported and done without."""
+
+    def __init__(
+        self,
+        model: Any,
+        options: EngineOptions,
+        writer: Writer,
+        counters: Counters,
+        pool_failed: Callable[[str, BaseException], None],
+    ) -> None:
+        self._model = model
+        self._options = options
+        self._writer = writer
+        self._counters = counters
+        self._pool_failed = pool_failed
+
+    def hash(self, pool: CachePool, rows: list[Row]) -> None:
+        """Set the rows' key chains, where the pool tells them."""
+        started = time.perf_counter()
+        try:
+            for row in rows:
+                row.chain = self._chain(pool, row.tokens)
+        except Exception as error:
+            self._pool_failed("reading segments", error)
+        self._counters.add(pool_seconds=time.perf_counter() - started)
+
+    def fill(self, pool: CachePool | None, rows: list[Row], shipment: Shipment | None = None) -> None:
+        """Fill the rows' layers with all but their last tokens and queue the new segments. Raises what the model
+        raises."""
+        chunk = self._options.prefill_chunk
+        for row in rows:
+            if shipment is not None and row.shared is not None:
+                after = shipped_cache([Row(row.tokens, shared=row.shared)], row.layers, row.start, row.start)
+                compute(self._model, row.tokens[:-1], after, chunk, partial(shipment.run, after))
+                continue
+            if pool is not None and row.chain is not None:
+                self._load(pool, row, row.chain)
+            cache = RoomyCache([RoomyLayer(keys, values, row.loaded) for keys, values in row.layers])
+            compute(self._model, row.tokens[:-1], cache, chunk)
+        for row in rows:
+            if pool is not None and row.chain is not None:
+                layers = [(keys[0], values[0]) for keys, values in row.layers]
+                self._store(pool, row, row.chain, row.known, len(row.tokens) - 1, layers)
+
+    def store_decoded(self, batch: Batch, sequences: list[list[int]]) -> None:
+        """Queue the segments that decode completed: of each sequence, the tokens up to its end that were
+        fed to the model, which the last one was not."""
+        request, cache = batch.request, batch.cache
+        for index, sequence in enumerate(sequences):
+            row = batch.rows[index // request.copies]
+            if row.chain is None:
+                continue
+            prompt = len(row.tokens)
+            tokens = sequence[row.padding : cache.get_seq_length()]
+            end = next((i for i in range(prompt, len(tokens)) if tokens[i] in request.stop_tokens), None)
+            if end is not None:
+                tokens = tokens[: end + 1]
+            chain = row.chain if request.copies == 1 else self._chain(batch.pool, row.tokens)
+            chain.extend(tokens[prompt:])
+            layers = cache.row(index, row.padding + row.start)
+            self._store(batch.pool, row, chain, prompt - 1, len(tokens), layers)
+
+    def _chain(self, pool: CachePool, tokens: list[int]) -> Prefix:
+        return pool.prefix(tokens, adapter=self._options.adapter, salt=self._options.salt)
+
+    def _load(self, pool: CachePool, row: Row, chain: Prefix) -> None:
+        """Set what the pool had of the row. At least the last token stays to compute."""
+        started = time.perf_counter()
+        try:
+            keys = chain.keys[: (len(row.tokens) - 1) // pool.layout.segment_tokens]
+            layers = [(keys_[0], values[0]) for keys_, values in row.layers]
+            row.loaded = load(pool, keys, layers, self._options.window) if keys else 0
+        except PartialLoad as error:
+            row.loaded = error.tokens
+            self._pool_failed("reading segments", error.__cause__ or error)
+        except Exception as error:
+            self._pool_failed("reading segments", error)
+        self._counters.add(pool_seconds=time.perf_counter() - started)
+
+    def _store(
+        self, pool: CachePool, row: Row, chain: Prefix, known: int, tokens: int, layers: list[LayerPair]
+    ) -> None:
+        """Queue the full segments after the first `known` tokens of a sequence that begins as `row`, and whose first
+        `tokens` tokens are in `layers`, but for the `row.start` before them."""
+        first = known // pool.layout.segment_tokens
+        keys = chain.keys[first : tokens // pool.layout.segment_tokens]
+        if keys:
+            self._writer.submit(task_of(pool, pool.layout, keys, first, layers, row.start))

@@ -1,0 +1,46 @@
+"""How an engine uses the pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from tokenlake.errors import ConfigurationError
+
+__all__ = ["EngineOptions"]
+
+Mode = Literal["fetch", "ship"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How an engine uses the pool. Raises `ConfigurationError` for an unknown mode."""
+
+    credential: str | None = None
+    adapter: str | None = None
+    """Id of the LoRA adapters that are active; part of every key."""
+    salt: str | None = None
+    """Part of every key: requests share only with requests of the same salt."""
+    mode: Mode = "fetch"
+    """`fetch` copies the known prefix of a prompt into the engine's cache. `ship` leaves it where it is, on this node
+    or another: `generate` sends each layer's queries there, by the query engine of its node. Where none runs, or a
+    model's attention cannot be served so, the log says why, and the prefix is fetched."""
+    segment_tokens: int = 256
+    weights_digest: str | None = None
+    """From `tokenlake_client.weights`; computed from the model where None."""
+    window: int = 32
+    """Segments that are fetched at a time."""
+    prefill_chunk: int = 2048
+    """Most tokens of one forward pass; bounds the memory of a long prompt."""
+    write_queue: int = 64
+    """Prompts waiting to be stored; each keeps its cache alive. Beyond it nothing is stored."""
+    write_patience: float = 1.0
+    """Seconds the background writer waits for the pool's write budget."""
+    query_deadline: float = 2.0
+    """Mode `ship`: seconds that one layer of a forward pass waits for attention over its prefixes, once for every
+    4 Mi pairs of a new and a cached token that are begun. After that the pass is void, and repeated with the prefix
+    fetched or computed."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ConfigurationError("mode", self.mode, f"one of {', '.join(get_args(Mode))}")
