@@ -135,8 +135,9 @@ def test_a_stream_of_frames_holds_one_frame_at_most(
 
 
 @pytest.mark.parametrize("unpack", [split_keys, unpack_slots, slot_array], ids=lambda unpack: unpack.__name__)
-@given(packed=st.binary(max_size=200))
-def test_packed_fields_add_up_or_are_refused(unpack: Any, packed: bytes) -> None:
+@given(data=st.data())
+def test_packed_fields_add_up_or_are_refused(unpack: Any, data: st.DataObject) -> None:
+    packed = data.draw(st.binary(max_size=200))
     width = 32 if unpack is split_keys else 16
     try:
         items = unpack(packed)
