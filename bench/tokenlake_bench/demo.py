@@ -23,11 +23,12 @@ from tokenlake_bench.cluster import Cluster
 from tokenlake_bench.copies import copies_per_segment
 from tokenlake_bench.demo_plan import ENGINES, NODES, REQUESTS, SEGMENT_TOKENS, DemoPlan, make_plan
 from tokenlake_bench.demo_run import DemoLog, run_requests
+from tokenlake_bench.demo_ship import run_ship_part, ship_table
 from tokenlake_bench.engine_handle import EngineHandle
 from tokenlake_bench.load_meter import settle
 from tokenlake_bench.node_totals import NodeTotals
 from tokenlake_bench.progress import LiveProgress
-from tokenlake_bench.report import DemoDetails, DemoResult, UntilKill, demo_table, write_json
+from tokenlake_bench.report import DemoDetails, DemoResult, ShipResult, UntilKill, demo_table, write_json
 from tokenlake_bench.traces import read_mooncake
 
 __all__ = ["DemoOptions", "run_demo"]
@@ -37,6 +38,8 @@ CONTROLS = 12
 WINDOW = 32
 STAGED_SHARE = 0.10
 SENT_BYTES = "tokenlake_sent_bytes_total"
+SHIP_MEMORY = "128MiB"
+"""Of each node of the second part: all its documents fit."""
 EVICTED = "tokenlake_evicted_segments_total"
 
 
@@ -83,11 +86,17 @@ def run_demo(options: DemoOptions) -> tuple[DemoResult, DemoDetails]:
         memory = str(plan.size.memory)
         cluster = stack.enter_context(Cluster(NODES, memory, memory))
         outcome = _serve(console, cluster, engines, plan)
-    result = _result(plan, outcome)
+        cluster.close()
+        console.print(f"starting {NODES} daemons with query engines, for long documents that many ask about")
+        asked = Cluster(NODES, SHIP_MEMORY, SHIP_MEMORY, query_engine="true")
+        with asked:
+            ship = run_ship_part(console, asked, engines, layout, loaded.q_heads, loaded.vocabulary)
+    result = _result(plan, outcome, ship)
     details = _details(plan, outcome, time.monotonic() - began, random_model=options.model is None)
     console.print(demo_table(result, details))
     for line in _notes(outcome):
         console.print(line, soft_wrap=True)
+    console.print(ship_table(ship))
     if options.json_file is not None:
         write_json(result, options.json_file)
     return result, details
@@ -133,7 +142,7 @@ def _controls(engines: list[EngineHandle], plan: DemoPlan, log: DemoLog) -> list
     return changed
 
 
-def _result(plan: DemoPlan, outcome: _Outcome) -> DemoResult:
+def _result(plan: DemoPlan, outcome: _Outcome, ship: ShipResult) -> DemoResult:
     ran, capacity = outcome.log.ran.values(), plan.size.capacity_tokens
     return DemoResult(
         token_hit_rate=outcome.log.hit_tokens / max(1, plan.accesses.prompt_tokens),
@@ -146,6 +155,7 @@ def _result(plan: DemoPlan, outcome: _Outcome) -> DemoResult:
         control_changed_tokens=sum(outcome.controls),
         longest_call_ms=max(report.longest_s for report in outcome.reports) * 1e3,
         errors=outcome.log.errors,
+        ship=ship,
     )
 
 

@@ -6,7 +6,7 @@ one reply; a `Fetching` may come before the reply to a `Run`.
 
 from __future__ import annotations
 
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import msgspec
 
@@ -41,16 +41,19 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     layout: bytes
     vocabulary: int
     positions: int
+    q_heads: int
     prefill_tokens: int
     prefill_ms: float
     problem: str
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """Connect to the daemon at `socket`; `window` segments are fetched at a time."""
+    """Connect to the daemon at `socket`, and leave the one before; `window` segments are fetched at a time. `mode`: as
+    in `EngineOptions`."""
 
     socket: str
     window: int
+    mode: Literal["fetch", "ship"] = "fetch"
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
@@ -75,14 +78,17 @@ class Fetching(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ran(msgspec.Struct, frozen=True, tag=True):
-    """`tokens`: what was generated with the pool, `cold_tokens` without; TTFT in milliseconds. `error` is '' unless
-    generating with the pool raised."""
+    """`tokens`: what was generated with the pool, `cold_tokens` without; TTFT in milliseconds. `shipped_tokens` of the
+    prompt were attended where they lie, for `query_bytes` to and from other nodes. `error` is '' unless generating with
+    the pool raised."""
 
     tokens: list[int]
     ttft_ms: float
     hit_tokens: int
     remote_segments: int
     read_segments: int
+    shipped_tokens: int
+    query_bytes: int
     cold_tokens: list[int] = []
     cold_ttft_ms: float = 0.0
     error: str = ""

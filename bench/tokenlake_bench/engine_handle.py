@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from tokenlake.errors import TokenLakeError, Unreachable
 from tokenlake_bench import demo_wire as wire
@@ -40,9 +40,9 @@ class EngineHandle:
         """Load a model, the tiny one where `directory` is None."""
         return self._call(wire.Load("" if directory is None else str(directory), segment_tokens), wire.Loaded)
 
-    def attach(self, socket: Path, window: int) -> None:
-        """Connect to the daemon at `socket`."""
-        self._call(wire.Attach(str(socket), window), wire.Attached)
+    def attach(self, socket: Path, window: int, mode: Literal["fetch", "ship"] = "fetch") -> None:
+        """Connect to the daemon at `socket`, and leave the one before."""
+        self._call(wire.Attach(str(socket), window, mode), wire.Attached)
 
     def run(self, request: wire.Run, on_fetching: Callable[[int], None] = lambda remote: None) -> wire.Ran:
         """Serve one request. `on_fetching` is called in the middle of a read of so many remote segments."""

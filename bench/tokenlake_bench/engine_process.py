@@ -51,6 +51,8 @@ class EngineProcess:
     def __init__(self, answer: BinaryIO) -> None:
         self._answer = answer
         self._watch = Watch()
+        self._pool: Pool | None = None
+        self._engine: TokenLakeEngine | None = None
 
     def handle(self, message: wire.Message) -> wire.Message:
         """The reply."""
@@ -82,19 +84,27 @@ class EngineProcess:
         prompt = [number % vocabulary for number in range(count)]
         # The first forward pass also sets up torch.
         prefill_ms = [self._generate(self._model.generate, prompt, 1)[1] for _ in range(3)][-1]
-        return wire.Loaded(encoded, vocabulary, positions, count, prefill_ms, problem)
+        heads = int(getattr(config, "num_attention_heads", 0))
+        return wire.Loaded(encoded, vocabulary, positions, heads, count, prefill_ms, problem)
 
     def _attach(self, message: wire.Attach) -> wire.Attached:
-        self._pool = MeasuredPool(Pool.connect(message.socket, self._layout), self._watch)
+        if self._engine is not None and self._pool is not None:
+            self._engine.close()
+            self._pool.close()
+        self._pool = Pool.connect(message.socket, self._layout)
+        # What is shipped is never read here, so there is nothing to watch.
+        watched = self._pool if message.mode == "ship" else MeasuredPool(self._pool, self._watch)
         options = EngineOptions(
             segment_tokens=self._layout.segment_tokens,
             weights_digest=self._layout.weights_digest,
             window=message.window,
+            mode=message.mode,
         )
-        self._engine = TokenLakeEngine(self._model, self._pool, options)
+        self._engine = TokenLakeEngine(self._model, watched, options)
         return wire.Attached()
 
     def _run(self, message: wire.Run) -> wire.Ran:
+        assert self._engine is not None
         watch, before = self._watch, self._engine.counts
         local, remote = watch.local, watch.remote
         watch.flip = message.flip
@@ -107,10 +117,13 @@ class EngineProcess:
         if message.flip:
             self._engine.flush(FLUSH_S)
         cold = self._generate(self._model.generate, message.tokens, message.new_tokens) if message.cold else ([], 0.0)
+        counts = self._engine.counts
         return wire.Ran(
             tokens=tokens,
             ttft_ms=ttft_ms,
-            hit_tokens=self._engine.counts.tokens_hit - before.tokens_hit,
+            hit_tokens=counts.tokens_hit - before.tokens_hit,
+            shipped_tokens=counts.tokens_shipped - before.tokens_shipped,
+            query_bytes=counts.bytes_sent + counts.bytes_received - before.bytes_sent - before.bytes_received,
             remote_segments=watch.remote - remote,
             read_segments=watch.remote + watch.local - remote - local,
             cold_tokens=cold[0],
@@ -138,6 +151,7 @@ class EngineProcess:
         return output[0, len(prompt) :].tolist(), (first.at - began) * 1e3
 
     def _finish(self) -> wire.EngineReport:
+        assert self._engine is not None
         self._engine.flush(FLUSH_S)
         watch = self._watch
         return wire.EngineReport(

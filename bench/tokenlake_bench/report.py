@@ -18,6 +18,7 @@ __all__ = [
     "DemoDetails",
     "DemoResult",
     "Quantiles",
+    "ShipResult",
     "UntilKill",
     "cache_hit_table",
     "demo_table",
@@ -73,6 +74,21 @@ class CacheHitDetails(msgspec.Struct, frozen=True, kw_only=True):
     elapsed_s: float
 
 
+class ShipResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The demo's long documents with short answers: bytes between nodes when prefixes are fetched, and when queries are
+    shipped to them, beside what the formulae say. `cached_tokens` were not computed. TTFT are medians."""
+
+    requests: int
+    cached_tokens: int
+    fetch_bytes: int
+    fetch_formula_bytes: int
+    ship_bytes: int
+    ship_formula_bytes: int
+    fetch_ttft_ms: float
+    ship_ttft_ms: float
+    tokens_equal: bool
+
+
 class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `tokenlake demo`.
 
@@ -92,6 +108,7 @@ class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
     control_changed_tokens: int
     longest_call_ms: float
     errors: int
+    ship: ShipResult
 
 
 class UntilKill(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tokenlake.identity import LeaseId, SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
-from tokenlake.wire.engine import Fetch, Fetched, Match, Matched
+from tokenlake.wire.engine import HERE, Fetch, Fetched, Match, Matched, Placed, Where
 from tokenlake.wire.slots import join_keys, slot_array
 from tokenlake_client.books import Books, Holding
 from tokenlake_client.checksums import CHECKSUM_BYTES, shard_checksums
@@ -102,6 +102,13 @@ class Lease:
     def local_hits(self) -> int:
         """How many of the hits need no transfer now."""
         return self._here.count(Code.LOCAL)
+
+    def nodes(self) -> list[str]:
+        """The node where each segment lies, this daemon's for what is here; fewer than `hits` where one was lost.
+        Raises `Unreachable`."""
+        link = self._books.current(self.link)
+        placed = link.call(lambda number: Where(number, self.id), Placed)
+        return [link.node if owner == HERE else placed.nodes[owner] for owner in placed.owners]
 
     def fetch(self, start: int = 0, stop: int | None = None, deadline_s: float = 0.0) -> list[NDArray[np.uint8]]:
         """Read-only arrays of shape [segment_bytes] for the segments `start` to `stop` (default: `hits`), from
