@@ -31,6 +31,10 @@ MAX_PENDING_BYTES = 512 << 20
 """Queries of one connection that wait to be computed; more stay in the socket. One ask may always come."""
 
 
+MAX_UNSENT_BYTES = 64 << 20
+"""Results that the asker has not taken; beyond that no more of its queries are read."""
+
+
 class _Served(NamedTuple):
     attention: Attention
     segments: Segments
@@ -111,6 +115,7 @@ class Answerer:
         ]
         if sum(sizes) != ask.nbytes or not all(sizes) or not sizes:
             raise ProtocolRefused(f"{ask.nbytes} bytes of queries; expected {sum(sizes)}")
+        self._connection.wait_unsent(MAX_UNSENT_BYTES)
         buffer = self._take(ask.nbytes)
         self._connection.reader.into(memoryview(buffer)[: ask.nbytes])
         answer = _Answer(ask, len(served), lambda result, payload: self._answer(buffer, result, payload))

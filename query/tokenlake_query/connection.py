@@ -32,6 +32,7 @@ READ_BYTES = 64 << 10
 STALLED_S = 10
 """A connection that takes nothing for so long is cut off."""
 MAX_UNSENT_BYTES = 1 << 30
+"""Of which only results are memory of this process, and whoever computes those waits before it has many."""
 MAX_BUFFERS = 512
 """In one system call; Linux takes 1,024."""
 MAX_DESCRIPTORS = 8
@@ -174,6 +175,12 @@ class Connection:
             if buffers:
                 self._keep(buffers)
 
+    def wait_unsent(self, most: int) -> None:
+        """Until at most so many bytes wait to be sent, or it is closed. For the reading thread alone: it stops asking
+        for more work, as the other side does not take what it has asked for."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._unsent_bytes <= most or not self._open)
+
     def close(self) -> None:
         """Idempotent. The reading thread ends, and frees the socket."""
         with self._changed:
@@ -222,6 +229,7 @@ class Connection:
                 sent = before - sum(map(len, buffers))
                 self._unsent_bytes -= sent
                 _drop(self._unsent, sent)
+                self._changed.notify_all()
 
     def _send_some(self, buffers: deque[memoryview], flags: int) -> None:
         """One system call; what was sent leaves `buffers`."""

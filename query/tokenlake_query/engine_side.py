@@ -181,6 +181,10 @@ class EngineSide:
         for view in views:
             if view is not None:
                 view.close()
+        # A step with one of them means nothing any more, and would keep its segments leased.
+        for buffer in self._buffers.values():
+            if buffer.step is not None and any(part.view in views for part in buffer.step.parts):
+                buffer.step = None
 
     def _ended(self) -> None:
         for buffer in self._buffers.values():

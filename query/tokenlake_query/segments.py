@@ -69,7 +69,7 @@ def open_here(pool: Pool, keys: Sequence[SegmentKey]) -> Segments:
     """The longest prefix of `keys` that lies in this node's arena; nothing is brought. Raises Unreachable."""
     with pool.match(keys, deadline_s=MATCH_S) as lease:
         local = next((at for at, code in enumerate(lease.codes[: lease.hits]) if code != Code.LOCAL), lease.hits)
-        return Segments(lease.fetch(0, local))
+        return _of_layout(pool, lease.fetch(0, local))
 
 
 def bring_here(pool: Pool, keys: Sequence[SegmentKey], deadline_s: float) -> Segments:
@@ -77,4 +77,10 @@ def bring_here(pool: Pool, keys: Sequence[SegmentKey], deadline_s: float) -> Seg
     until = time.monotonic() + deadline_s
     with pool.match(keys, deadline_s=min(MATCH_S, deadline_s / 2)) as lease:
         left = until - time.monotonic()
-        return Segments(lease.fetch(deadline_s=left) if lease.hits and left > 0 else ())
+        return _of_layout(pool, lease.fetch(deadline_s=left) if lease.hits and left > 0 else ())
+
+
+def _of_layout(pool: Pool, slots: Sequence[NDArray[np.uint8]]) -> Segments:
+    """Those before the first of another size: an engine named a segment of another layout."""
+    size = pool.layout.segment_bytes
+    return Segments(slots[: next((at for at, slot in enumerate(slots) if len(slot) != size), len(slots))])

@@ -70,15 +70,15 @@ class Step:
 
 class Round:
     """One `Query`. `begin` once; `void` when another one of the buffer takes its place. Never waits, but for the lock
-    in which results are merged."""
+    in which results are merged. Once it is over it holds neither views nor the buffer, whoever still holds it."""
 
     def __init__(self, step: Step, query: wire.Query, tools: Tools, answer: Callable[[wire.Answered], None]) -> None:
-        self._step = step
+        self._step: Step | None = step
+        """None once it is over."""
         self._query = query
         self._tools = tools
         self._answer = answer
         self._lock = threading.Lock()
-        self._over = False
         now = time.monotonic()
         self._patient_until = now + PATIENCE * query.deadline_s
         self._until = now + LATEST * query.deadline_s
@@ -92,10 +92,12 @@ class Round:
 
     def begin(self) -> None:
         """Ask everybody, then compute what is here."""
+        step = self._step
+        assert step is not None
         tasks: list[Task] = []
         asks: dict[int, _Ask] = {}
         gone: list[tuple[int, Share]] = []
-        for number, part in enumerate(self._step.parts):
+        for number, part in enumerate(step.parts):
             view = part.view
             shares, segments = view.shares, view.segments
             if view.lost:
@@ -103,9 +105,9 @@ class Round:
                 continue
             if segments:
                 self._await(number, None)
-                tasks.append(self._task(number, segments, None))
+                tasks.append(self._task(step, number, segments, None))
             elif not shares:
-                self._put(number, None)
+                self._put(step, number, None)
             for share in shares:
                 self._await(number, share)
                 if share.asker.answers:
@@ -113,7 +115,7 @@ class Round:
                 else:
                     gone.append((number, share))
         for ask in asks.values():
-            self._sent_bytes += ask.send(self._step, self._query.layer)
+            self._sent_bytes += ask.send(step, self._query.layer)
         if tasks:
             self._tools.worker.submit(tasks)
         for number, share in gone:
@@ -127,30 +129,31 @@ class Round:
     def void(self) -> None:
         """Nobody wants the answer, and the buffer belongs to another round."""
         with self._lock:
-            self._over = True
+            self._step = None
 
     def wanted(self) -> bool:
         """Is an answer still to be given?"""
-        return not self._over
+        return self._step is not None
 
     def put(self, number: int, source: Hashable, partial: Partial | None, received_bytes: int = 0) -> None:
         """What `source` has to say on part `number`; ignored when it is not waited for any more. The arrays may change
         afterwards. None: it has nothing, and nobody else has."""
         with self._lock:
-            if self._over or source not in self._awaited[number]:
+            step = self._step
+            if step is None or source not in self._awaited[number]:
                 return
             self._received_bytes += received_bytes
             if partial is None:
                 self._lose(number)
             else:
-                self._put(number, partial)
+                self._put(step, number, partial)
                 self._awaited[number].discard(source)
                 self._left -= 1
             self._finish_if_done()
 
     def replace(self, number: int, share: Share) -> None:
         """`share` is not answered by who had it: bring it here, in a thread that may wait."""
-        if not self._over and share in self._awaited[number]:
+        if self._step is not None and share in self._awaited[number]:
             self._tools.fetching.submit(self._bring, number, share)
 
     # -- inside
@@ -159,20 +162,20 @@ class Round:
         self._awaited[number].add(source)
         self._left += 1
 
-    def _task(self, number: int, segments: Segments, source: Hashable) -> Task:
-        part = self._step.parts[number]
+    def _task(self, step: Step, number: int, segments: Segments, source: Hashable) -> Task:
+        part = step.parts[number]
         return Task(
             part.view.attention,
             self._query.layer,
             segments,
-            self._step.queries[part.rows],
+            step.queries[part.rows],
             self.wanted,
             bind(self.put, number, source),
         )
 
-    def _put(self, number: int, partial: Partial | None) -> None:
-        rows = self._step.parts[number].rows
-        outputs, sums = self._step.outputs[rows], self._step.sums[rows]
+    def _put(self, step: Step, number: int, partial: Partial | None) -> None:
+        rows = step.parts[number].rows
+        outputs, sums = step.outputs[rows], step.sums[rows]
         if partial is None:
             outputs[:], sums[:] = 0, -np.inf
         elif self._begun[number]:
@@ -182,10 +185,13 @@ class Round:
         self._begun[number] = True
 
     def _bring(self, number: int, share: Share) -> None:
-        segments = self._step.parts[number].view.bring(share, self._until)
+        step = self._step
+        if step is None:
+            return
+        segments = step.parts[number].view.bring(share, self._until)
         with self._lock:
             # It may have come after all.
-            if self._over or share not in self._awaited[number]:
+            if self._step is None or share not in self._awaited[number]:
                 return
             if segments is not None:
                 brought = ("brought", share)
@@ -194,19 +200,19 @@ class Round:
         if segments is None:
             self.put(number, share, None)
         else:
-            self._tools.worker.submit([self._task(number, segments, brought)])
+            self._tools.worker.submit([self._task(step, number, segments, brought)])
 
     def _impatient(self, asks: Sequence[_Ask]) -> None:
         for ask in asks:
             unanswered = [(number, share) for number, share in ask.parts if share in self._awaited[number]]
-            if unanswered and not self._over:
+            if unanswered and self.wanted():
                 unanswered[0][1].asker.overdue = True
                 for number, share in unanswered:
                     self.replace(number, share)
 
     def _expire(self) -> None:
         with self._lock:
-            if not self._over:
+            if self._step is not None:
                 for number, awaited in enumerate(self._awaited):
                     if awaited:
                         self._lose(number)
@@ -218,9 +224,9 @@ class Round:
         self._awaited[number].clear()
 
     def _finish_if_done(self) -> None:
-        if self._left or self._over:
+        if self._left or self._step is None:
             return
-        self._over = True
+        self._step = None
         query = self._query
         self._answer(
             wire.Answered(

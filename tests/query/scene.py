@@ -102,12 +102,12 @@ class Text:
 
 
 @contextlib.contextmanager
-def serving(nodes: int = 1, memory: str = "8MiB", **settings: str) -> Iterator[Cluster]:
+def serving(nodes: int = 1, memory: str = "8MiB", credential: str | None = None, **settings: str) -> Iterator[Cluster]:
     """A cluster whose query engines answer."""
     with daemons(nodes, memory, query_engine="true", **settings) as cluster:
         try:
             for number in range(nodes):
-                wait_serving(cluster, number)
+                wait_serving(cluster, number, credential=credential)
             yield cluster
         finally:
             # Shown by pytest where a test failed.
@@ -115,11 +115,11 @@ def serving(nodes: int = 1, memory: str = "8MiB", **settings: str) -> Iterator[C
                 print(node.log.read_text())
 
 
-def wait_serving(cluster: Cluster, number: int, other_than: int = 0) -> None:
+def wait_serving(cluster: Cluster, number: int, other_than: int = 0, credential: str | None = None) -> None:
     """Until the query engine of a node, and not the process `other_than`, opens views."""
     node = cluster.nodes[number]
     text = Text(1000, 1)
-    with cluster.connect(number, LAYOUT) as pool:
+    with Pool.connect(node.socket, LAYOUT, credential) as pool:
         text.store(pool)
 
         def opens() -> bool:

@@ -1,0 +1,77 @@
+"""Memory, descriptors and threads of a query engine do not grow with what it has served."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.query.scene import LAYOUT, Text, draw_queries, engine_of, open_view, serving, spread
+from tests.robustness.live import descriptors_of, memory_of, threads_of, wait_until
+
+pytest.importorskip("torch")
+pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.timeout(300)]
+
+GROWTH = 8 << 20
+"""Of an allocator that settles; a view that stayed would keep 1,000 times its own size."""
+
+
+def test_a_thousand_views() -> None:
+    with serving(3) as cluster:
+        texts = [Text(60 + number, 12) for number in range(3)]
+        spread(cluster, texts)
+        processes = [engine_of(node) for node in cluster.nodes]
+        with cluster.connect(0, LAYOUT) as pool:
+
+            def use(views: int) -> None:
+                for number in range(views):
+                    text = texts[number % 3]
+                    with open_view(pool, text) as view, pool.init_query([(view, 2)]) as buffer:
+                        buffer.queries[...] = draw_queries(number, 2)
+                        assert not pool.query(buffer, number % LAYOUT.layers, deadline_s=10.0).wait().lost
+
+            use(100)
+            before = [(memory_of(pid), descriptors_of(pid), threads_of(pid)) for pid in processes]
+            use(1000)
+            after = [(memory_of(pid), descriptors_of(pid), threads_of(pid)) for pid in processes]
+        for (memory, descriptors, threads), (memory_now, descriptors_now, threads_now) in zip(
+            before, after, strict=True
+        ):
+            assert memory_now - memory < GROWTH
+            assert descriptors_now <= descriptors
+            # Pools of threads start their members when they need them.
+            assert threads_now <= threads + 16
+
+
+def test_engines_that_go_leave_nothing() -> None:
+    """Their views, buffers and leases go with them, here and at the other nodes."""
+    with serving(3, memory="2MiB") as cluster:
+        text = Text(70, 12)
+        spread(cluster, [text])
+        processes = [engine_of(node) for node in cluster.nodes]
+
+        def come_and_go() -> None:
+            with cluster.connect(0, LAYOUT) as pool:
+                view = open_view(pool, text)
+                assert not pool.query(pool.init_query([(view, 64)]), 0, deadline_s=10.0).wait().lost
+
+        come_and_go()
+        before = [descriptors_of(pid) for pid in processes]
+        for _ in range(30):
+            come_and_go()
+
+        def closed() -> bool:
+            return all(descriptors_of(pid) <= most for pid, most in zip(processes, before, strict=True))
+
+        wait_until(closed, "their connections and buffers are closed")
+        fillers = itertools.count(1000)
+
+        def evicted() -> bool:
+            # More than the memory holds: a match makes what it finds the last to be evicted.
+            for _ in range(48):
+                Text(next(fillers), 12).store(pool)
+            with pool.match(pool.prefix(text.tokens).keys, deadline_s=10.0) as lease:
+                return lease.hits == 0
+
+        with cluster.connect(1, LAYOUT) as pool:
+            wait_until(evicted, "what nobody has leased any more makes room")

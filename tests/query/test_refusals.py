@@ -1,0 +1,189 @@
+"""What does not fit is refused, and the refusal says what was expected; the connection goes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.query.raw import Raw, memfd, raw_engine, raw_peer
+from tests.query.scene import HEADS, LAYOUT, SCALE, Text, draw_queries, layout_of, open_view, serving, spread
+from tests.server.test_tenants import TENANTS
+from tokenlake.errors import LayoutRefused
+from tokenlake.wire import Code
+from tokenlake.wire import query as wire
+from tokenlake.wire.engine import HERE
+from tokenlake.wire.slots import join_keys
+from tokenlake_bench.cluster import Cluster
+from tokenlake_client import Pool
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.live
+
+NBYTES = 1 << 16
+STEP = wire.Step(1, 1, "float32", ((1, 2),), 0, 8192, 16384)
+"""Two tokens of four heads of 32."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with serving(2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def engine(cluster: Cluster) -> Iterator[Raw]:
+    """With view 1 of three segments, buffer 1 and a step 1 that is right."""
+    text = Text(40, 3)
+    spread(cluster, [text])
+    with cluster.connect(0, LAYOUT) as pool, text.match(pool) as lease, raw_engine(pool) as raw:
+        lease.fetch()
+        raw.send(open_message(1, join_keys(lease.keys), bytes([HERE]) * 3))
+        assert raw.receive() == wire.Viewed(1, 3, bytes([Code.LOCAL]) * 3)
+        descriptor = memfd(NBYTES)
+        raw.send(wire.OpenBuffer(1, NBYTES), descriptor=descriptor)
+        os.close(descriptor)
+        raw.send(STEP)
+        yield raw
+        # It serves after whatever was refused.
+        raw.send(STEP)
+        raw.send(wire.Query(1, 1, 0, 9, 10.0))
+        assert raw.receive() == wire.Answered(1, 1, 0, 9, bytes([Code.LOCAL]), 0, 0)
+
+
+def open_message(view: int, keys: bytes, owners: bytes, heads: int = HEADS) -> wire.OpenView:
+    return wire.OpenView(view, "", b"", keys, (), owners, heads, SCALE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"dtype": "bfloat16"}, "expected the layout's float32"),
+        ({"parts": ((2, 2),)}, "view 2 is not open"),
+        ({"parts": ()}, "at least one part"),
+        ({"parts": ((1, 0),)}, "at least one token"),
+        ({"buffer": 2}, "buffer 2 is not open"),
+        ({"queries": 32}, "a multiple of 64"),
+        ({"outputs": NBYTES - 64}, "that fits"),
+        ({"sums": NBYTES}, "that fits"),
+        ({"parts": ((1, 1 << 30),)}, "that fits"),
+    ],
+)
+def test_steps(engine: Raw, changes: dict[str, object], expected: str) -> None:
+    engine.send(msgspec.structs.replace(STEP, **changes))
+    assert expected in engine.refused().reason
+    if changes.get("buffer", 1) == 1:
+        engine.send(wire.Query(1, 1, 0, 1, 1.0))
+        assert "no step 1" in engine.refused().reason, "nor does the step before it stand"
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        (wire.Query(1, 1, LAYOUT.layers, 1, 1.0), f"expected 0 to {LAYOUT.layers - 1}"),
+        (wire.Query(1, 2, 0, 1, 1.0), "no step 2"),
+        (wire.Query(3, 1, 0, 1, 1.0), "buffer 3 has no step"),
+    ],
+)
+def test_queries(engine: Raw, query: wire.Query, expected: str) -> None:
+    engine.send(query)
+    assert expected in engine.refused().reason
+
+
+@pytest.mark.parametrize(
+    ("message", "kind", "expected"),
+    [
+        (open_message(2, bytes(64), bytes([HERE, HERE]), heads=3), "LayoutRefused", "a multiple of its 2 KV heads"),
+        (open_message(2, bytes(63), bytes([HERE, HERE])), "ProtocolRefused", "no multiple of 32"),
+        (open_message(2, bytes(64), bytes([HERE])), "ProtocolRefused", "1 owners for 2 keys"),
+        (open_message(2, bytes(64), bytes([HERE, 0])), "ProtocolRefused", "beyond the 0 nodes"),
+        (open_message(1, bytes(32), bytes([HERE])), "ProtocolRefused", "open already"),
+    ],
+)
+def test_views(engine: Raw, message: wire.OpenView, kind: str, expected: str) -> None:
+    engine.send(message)
+    refused = engine.refused()
+    assert (refused.view, refused.kind) == (message.view, kind)
+    assert expected in refused.reason
+
+
+def test_a_view_of_what_nobody_has_is_empty(engine: Raw) -> None:
+    engine.send(open_message(2, bytes(64), bytes([HERE, HERE])))
+    assert engine.receive() == wire.Viewed(2, 0, bytes([Code.MISSING]) * 2)
+
+
+@pytest.mark.parametrize(("nbytes", "sealed"), [(NBYTES, False), (NBYTES // 2, True)])
+def test_a_buffer_that_could_end_the_process_is_not_mapped(cluster: Cluster, nbytes: int, sealed: bool) -> None:
+    with cluster.connect(0, LAYOUT) as pool, raw_engine(pool) as raw:
+        descriptor = memfd(nbytes, sealed=sealed)
+        raw.send(wire.OpenBuffer(1, NBYTES), descriptor=descriptor)
+        os.close(descriptor)
+        assert f"expected a memfd of {NBYTES} bytes" in raw.refused().reason
+        raw.wait_for_end()
+
+
+def test_between_nodes_too(cluster: Cluster) -> None:
+    with raw_peer(cluster, 0, asker=1) as raw:
+        layout = LAYOUT.encode()
+        raw.send(wire.OpenView(1, "default", layout, bytes(32), (), b"", 3, SCALE))
+        assert "a multiple of its 2 KV heads" in raw.refused().reason
+        raw.send(wire.OpenView(2, "default", b"nonsense", bytes(32), (), b"", HEADS, SCALE))
+        assert raw.refused().kind == LayoutRefused.__name__
+        raw.send(wire.OpenView(3, "nobody", layout, bytes(32), (), b"", HEADS, SCALE))
+        assert raw.refused().kind == "CredentialRefused"
+        raw.send(wire.OpenView(4, "default", layout, bytes(32), (), b"", HEADS, SCALE))
+        assert raw.receive() == wire.Viewed(4, 0, bytes([Code.MISSING]))
+
+
+@pytest.mark.parametrize(
+    ("ask", "expected"),
+    [
+        (wire.Ask(1, 0, "float32", ((9, 1),), 512), "view 9 is not open"),
+        (wire.Ask(1, LAYOUT.layers, "float32", ((1, 1),), 512), f"layers 0 to {LAYOUT.layers - 1}"),
+        (wire.Ask(1, 0, "float16", ((1, 1),), 256), "expected float32"),
+        (wire.Ask(1, 0, "float32", ((1, 1),), 511), "expected 512"),
+        (wire.Ask(1, 0, "float32", ((1, 0),), 0), "expected 0"),
+        (wire.Ask(1, 0, "float32", (), 0), "expected 0"),
+    ],
+)
+def test_asks_that_do_not_fit_end_the_connection(cluster: Cluster, ask: wire.Ask, expected: str) -> None:
+    with raw_peer(cluster, 0, asker=1) as raw:
+        raw.send(wire.OpenView(1, "default", LAYOUT.encode(), bytes(32), (), b"", HEADS, SCALE))
+        assert isinstance(raw.receive(), wire.Viewed)
+        raw.send(ask, bytes(ask.nbytes))
+        assert expected in raw.refused().reason
+        raw.wait_for_end()
+
+
+def test_segments_of_another_layout_are_not_attended_to(cluster: Cluster) -> None:
+    text = Text(41, 2)
+    spread(cluster, [text])
+    with cluster.connect(0, LAYOUT) as pool, cluster.connect(0, layout_of("float16")) as other:
+        keys = pool.prefix(text.tokens).keys
+        with raw_engine(other) as raw:
+            raw.send(open_message(1, join_keys(keys), bytes([HERE, HERE])))
+            assert raw.receive() == wire.Viewed(1, 0, bytes([Code.MISSING]) * 2), "their slots have another size"
+
+
+def test_another_tenants_segments_cannot_be_named(tmp_path: Path) -> None:
+    file = tmp_path / "tokenlake.toml"
+    file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32))
+    text = Text(42, 4)
+    with serving(1, credential="red-token-0123456789", config=str(file)) as cluster:
+        path = cluster.nodes[0].socket
+        red, blue = (Pool.connect(path, LAYOUT, f"{name}-token-0123456789") for name in ("red", "blue"))
+        with red, blue:
+            text.store(red)
+            with open_view(red, text) as view, red.init_query([(view, 1)]) as buffer:
+                buffer.queries[...] = draw_queries(0, 1)
+                assert not red.query(buffer, 0).wait().lost
+            keys = red.prefix(text.tokens).keys
+            with raw_engine(blue) as raw:
+                raw.send(open_message(1, join_keys(keys), bytes([HERE]) * 4))
+                assert raw.receive() == wire.Viewed(1, 0, bytes([Code.MISSING]) * 4)
+            with raw_engine(red) as raw:
+                raw.send(open_message(1, join_keys(keys), bytes([HERE]) * 4))
+                assert raw.receive() == wire.Viewed(1, 4, bytes([Code.LOCAL]) * 4)
