@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -25,6 +26,9 @@ __all__ = ["TransferArguments", "run_transfer"]
 
 WARM_TURNS = 1
 """Not counted."""
+REST_S = 0.05
+"""Before each sample. This process compares bytes all the time while a peer's waits for its turn: where processors are
+scarce, the scheduler would let ours wait for what it used before the clock ran."""
 
 Taken = dict[str, dict[str, list[float]]]
 """Seconds, by system and row."""
@@ -141,6 +145,7 @@ def take_turns(
             asked: list[tuple[System, str]] = [(machine, kind.ceiling)] if kind.ceiling is not None else []
             asked += [(system, kind.name) for system in order if kind.name in system.rows()]
             for system, row in asked:
+                time.sleep(REST_S)
                 seconds = system.sample(row, turn)
                 if turn >= WARM_TURNS:
                     taken[system.name][row] += seconds

@@ -69,7 +69,7 @@ def _targets() -> list[Target]:
     ]
     for size in SIZES:
         targets += [
-            Target(f"copy_{size.many}", "mooncake-shm", f"copy_{size.many}", least=1.1),
+            Target(f"copy_{size.many}_2_threads", "mooncake-shm", f"copy_{size.many}", least=1.1),
             Target(f"store_{size.many}", "mooncake-shm", f"store_{size.many}", least=0.8),
             Target(f"fetch_tcp_{size.many}", "mooncake-tcp", f"fetch_tcp_{size.many}", least=1.5),
         ]
