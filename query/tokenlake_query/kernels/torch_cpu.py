@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -34,6 +35,9 @@ Measured: docs/results/attention.md."""
 SCRATCH_BYTES = 32 << 20
 PARTS_BYTES = 4 << 20
 """Partial results of one call; bounds how many segments it reads."""
+ONE_THREAD = 1 << 18
+"""Results of up to so many elements are merged by one thread: it takes no longer, and does not wait for others, which
+on a busy machine takes milliseconds."""
 
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -62,7 +66,8 @@ class TorchKernel(Kernel):
             parts = self._in_place(query, runs, layer)
         total = RunningMerge(*next(parts))
         for out, lse in parts:
-            total.add(out, lse)
+            with _one_thread(query.numel() <= ONE_THREAD):
+                total.add(out, lse)
         return self._unfold(total, len(queries))
 
     def _address(self, slot: Slot) -> int:
@@ -99,16 +104,17 @@ class TorchKernel(Kernel):
             values = keys if self.shape.latent else self._tensor(piece, value_place)
             # Head groups lie apart as segments do, heads in a group otherwise: one call per head of all groups.
             by_head = [
-                merge_first(
-                    *self._fuse(query[:, head].expand(piece.length, -1, -1, -1), keys[:, :, head], values[:, :, head])
-                )
+                self._fuse(query[:, head].expand(piece.length, -1, -1, -1), keys[:, :, head], values[:, :, head])
                 for head in range(self.slots.heads)
             ]
-            if len(by_head) == 1:
-                out, lse = by_head[0]
-                yield out.unsqueeze(1), lse.unsqueeze(1)
-            else:
-                yield torch.stack([out for out, _ in by_head], 1), torch.stack([lse for _, lse in by_head], 1)
+            with _one_thread():
+                merged = [merge_first(out, lse) for out, lse in by_head]
+                if len(merged) == 1:
+                    out, lse = merged[0]
+                    part = out.unsqueeze(1), lse.unsqueeze(1)
+                else:
+                    part = torch.stack([out for out, _ in merged], 1), torch.stack([lse for _, lse in merged], 1)
+            yield part
 
     def _over_gathered(self, query: Tensor, runs: Sequence[EvenRun], layer: int) -> Iterator[tuple[Tensor, Tensor]]:
         """A part per filled scratch buffer: `[group, head, row, width]`."""
@@ -156,6 +162,18 @@ class TorchKernel(Kernel):
         memory = (ctypes.c_uint8 * (elements * self._size)).from_address(run.start + place.offset * self._size)
         flat = torch.frombuffer(memory, dtype=self._dtype)
         return flat.as_strided((run.length, *place.shape), (step, *place.strides))
+
+
+@contextmanager
+def _one_thread(alone: bool = True) -> Iterator[None]:
+    """What torch does within is not spread over threads; costs under a microsecond."""
+    threads = torch.get_num_threads()
+    if alone:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _pieces(runs: Iterable[EvenRun], most: int) -> Iterator[EvenRun]:

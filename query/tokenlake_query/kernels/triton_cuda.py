@@ -45,8 +45,8 @@ class TritonKernel(Kernel):
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
 
     def attend_there(self, queries: Tensor, slots: Sequence[Slot], layer: int) -> tuple[Tensor, Tensor]:
-        """As `attend`, unchecked, for queries on the device in the layout's dtype. `out` and `lse` are there too, computed
-        when the device's stream comes to it: the caller keeps the leases until then."""
+        """As `attend`, unchecked, for queries on the device in the layout's dtype. `out` and `lse` are there too,
+        computed when the device's stream comes to it: the caller keeps the leases until then."""
         shape, count = self.shape, len(queries)
         folded = queries.view(count, shape.kv_heads, shape.group, shape.key_dim).transpose(0, 1).contiguous()
         addresses = torch.tensor([slot.data_ptr() for slot in slots], dtype=torch.int64).to(self._device)

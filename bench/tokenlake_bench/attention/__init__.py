@@ -1,0 +1,1 @@
+"""`tokenlake bench attention`: attention over segments where they lie, each row beside its ceiling."""

@@ -1,0 +1,57 @@
+"""What is timed, and what becomes of the times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+__all__ = ["Case", "Row", "row_of"]
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the JSON. `ratio`: the median over the turns of the time to the ceiling's time in the same turn.
+    `least_ratio`: of the least times of all turns, which other work on the machine disturbs less. `bytes`: over the
+    network per call, both ways; beside it what the formula says. 0 where nothing travels."""
+
+    name: str
+    p50_us: float
+    p99_us: float
+    ceiling_us: float
+    ratio: float
+    least_ratio: float
+    bytes: int
+    bytes_formula: int
+
+
+class Case(Protocol):
+    """One row in the making."""
+
+    name: str
+    bytes_formula: int
+
+    def sample(self, turn: int) -> float:
+        """Seconds of one call."""
+
+    def ceiling(self, turn: int) -> float:
+        """Seconds of the same work done the best way that the machine has."""
+
+    def bytes(self) -> int:
+        """Over the network, of one call."""
+
+
+def row_of(case: Case, seconds: Sequence[float], ceilings: Sequence[float]) -> Row:
+    """`seconds[i]` and `ceilings[i]` are of one turn."""
+    p50, p99 = np.quantile(seconds, (0.5, 0.99)).tolist()
+    return Row(
+        name=case.name,
+        p50_us=p50 * 1e6,
+        p99_us=p99 * 1e6,
+        ceiling_us=float(np.median(ceilings)) * 1e6,
+        ratio=float(np.median(np.array(seconds) / np.array(ceilings))),
+        least_ratio=min(seconds) / min(ceilings),
+        bytes=case.bytes(),
+        bytes_formula=case.bytes_formula,
+    )

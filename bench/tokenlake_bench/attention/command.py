@@ -1,0 +1,110 @@
+"""The command `bench attention`: each row in turn with its ceiling, then a table and JSON."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tokenlake.errors import ConfigurationError
+from tokenlake_bench.attention.base import Case, Row, row_of
+from tokenlake_bench.report import format_duration
+
+__all__ = ["AttentionArguments", "run_attention"]
+
+LEAST_TURNS = 5
+MOST_TURNS = 200
+WARM_TURNS = 1
+"""Not counted."""
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionArguments:
+    """As on the command line."""
+
+    dtypes: str
+    tokens: str
+    queries: str
+    seconds: float
+    json_file: Path | None
+
+    def __post_init__(self) -> None:
+        for dtype in self.dtypes.split(","):
+            if dtype not in DTYPES:
+                raise ConfigurationError("dtypes", dtype, f"of {', '.join(DTYPES)}")
+        if any(count % 256 for count in _numbers("tokens", self.tokens)):
+            raise ConfigurationError("tokens", self.tokens, "multiples of 256, the tokens of a segment")
+        _numbers("queries", self.queries)
+
+    def cases(self) -> Iterator[Case]:
+        """In the order in which they run; each needs its memory only until the next is asked for."""
+        from tokenlake_bench.attention.local import local_cases
+
+        yield from local_cases(
+            self.dtypes.split(","), _numbers("tokens", self.tokens), _numbers("queries", self.queries)
+        )
+
+
+def run_attention(arguments: AttentionArguments) -> list[Row]:
+    """Runs, prints, writes the file that was asked for. Raises TokenLakeError."""
+    console = Console()
+    rows = []
+    for case in arguments.cases():
+        row = take_turns(case, arguments.seconds)
+        rows.append(row)
+        console.print(f"{row.name}: {format_duration(row.p50_us / 1e6)}, {row.ratio:.2f} x the ceiling", markup=False)
+    console.print(_table(rows))
+    if arguments.json_file is not None:
+        encoded = msgspec.json.encode({"rows": rows})
+        arguments.json_file.write_bytes(msgspec.json.format(encoded, indent=2) + b"\n")
+    return rows
+
+
+def take_turns(case: Case, seconds: float) -> Row:
+    """Call and ceiling in turn, each first every other time, for about so long."""
+    taken: list[float] = []
+    ceilings: list[float] = []
+    until = time.monotonic() + seconds
+    for turn in range(WARM_TURNS + MOST_TURNS):
+        if turn % 2:
+            mine, best = case.sample(turn), case.ceiling(turn)
+        else:
+            best, mine = case.ceiling(turn), case.sample(turn)
+        if turn >= WARM_TURNS:
+            taken.append(mine)
+            ceilings.append(best)
+        if len(taken) >= LEAST_TURNS and time.monotonic() > until:
+            break
+    return row_of(case, taken, ceilings)
+
+
+def _numbers(field: str, text: str) -> Sequence[int]:
+    numbers = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
+    if not all(numbers):
+        raise ConfigurationError(field, text, "numbers above 0, separated by commas")
+    return numbers
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(title="per call and layer; ceiling: in the same turns", title_justify="left")
+    table.add_column("row", min_width=max(len(row.name) for row in rows))
+    for title in ("p50", "p99", "ceiling", "ratio", "least", "bytes", "formula"):
+        table.add_column(title, justify="right")
+    for row in rows:
+        table.add_row(
+            row.name,
+            format_duration(row.p50_us / 1e6),
+            format_duration(row.p99_us / 1e6),
+            format_duration(row.ceiling_us / 1e6),
+            f"{row.ratio:.2f}",
+            f"{row.least_ratio:.2f}",
+            str(row.bytes),
+            str(row.bytes_formula),
+        )
+    return table

@@ -1,0 +1,147 @@
+"""Attention over segments in this process's memory, against torch's fused kernel over one contiguous cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tokenlake.attention import AttentionShape, Partial, SlotMap, Stored, from_float32
+from tokenlake.errors import TokenLakeError
+from tokenlake.layout import Layout
+from tokenlake.store.region import RegionShape
+from tokenlake_query.kernels import Kernel, kernel_for
+
+__all__ = ["LocalCase", "local_cases"]
+
+Q_HEADS: Final = 32
+LAYERS: Final = 2
+"""Read in turn, so that a call does not find in the processor's cache what the one before it read."""
+PATTERN: Final = 1 << 20
+"""Random elements, repeated through the memory."""
+TOLERANCE: Final = {"float32": 1e-4, "bfloat16": 3e-2}
+_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """`tokens` of a model with 32 query and 8 KV heads of 128: in the slots of an arena, and once more contiguous."""
+
+    layout: Layout
+    neighbours: Sequence[NDArray[np.uint8]]
+    scattered: Sequence[NDArray[np.uint8]]
+    """As many other slots of the same memory, one of five left out at random, in random order."""
+    contiguous: Sequence[tuple[Any, Any]]
+    """Per layer keys and values `[1, KV head, token, dim]` of `neighbours`."""
+
+
+class LocalCase:
+    """`queries` query tokens over all tokens. The results of the first turn are compared."""
+
+    bytes_formula = 0
+
+    def __init__(self, cache: Cache, kernel: Kernel, queries: int, scattered: bool) -> None:
+        layout = cache.layout
+        tokens = cache.contiguous[0][0].shape[2]
+        self.name = f"local_{layout.dtype}_{tokens}_q{queries}{'_scattered' if scattered else ''}"
+        self._cache = cache
+        self._kernel = kernel
+        self._slots = cache.scattered if scattered else cache.neighbours
+        drawn = np.random.default_rng(queries).standard_normal((queries, Q_HEADS, layout.key_dim), np.float32)
+        self._queries = from_float32(drawn, layout.dtype)
+        # The query heads of a KV head are its rows: what is fastest here too.
+        folded = np.ascontiguousarray(self._queries.swapaxes(0, 1)).reshape(1, layout.kv_heads, -1, layout.key_dim)
+        self._folded = torch.from_numpy(folded).view(_DTYPES[layout.dtype])
+        if not scattered:
+            self._compare()
+
+    def sample(self, turn: int) -> float:
+        """See `Case`."""
+        began = time.perf_counter()
+        self._attend(turn % LAYERS)
+        return time.perf_counter() - began
+
+    def ceiling(self, turn: int) -> float:
+        """See `Case`."""
+        began = time.perf_counter()
+        self._fuse(turn % LAYERS)
+        return time.perf_counter() - began
+
+    def bytes(self) -> int:
+        """See `Case`: nothing travels."""
+        return 0
+
+    def _attend(self, layer: int) -> Partial:
+        return self._kernel.attend(self._queries, self._slots, layer)
+
+    def _fuse(self, layer: int) -> tuple[Any, Any]:
+        keys, values = self._cache.contiguous[layer]
+        out, lse = _fused(self._folded, keys, values, 0.0, False, scale=self._kernel.shape.scale)
+        return out, lse
+
+    def _compare(self) -> None:
+        found = self._attend(1).out.swapaxes(0, 1)
+        expected = self._fuse(1)[0].float().numpy().reshape(found.shape)
+        worst = float(np.abs(found - expected).max())
+        if not worst <= TOLERANCE[self._cache.layout.dtype]:
+            raise TokenLakeError(f"{self.name}: differs by {worst} from attention over the contiguous cache")
+
+
+def local_cases(dtypes: Sequence[str], tokens: Sequence[int], queries: Sequence[int]) -> Iterator[LocalCase]:
+    """Every combination; the memory of one dtype and number of tokens at a time. Scattered slots for up to 16 queries:
+    more gather their segments first."""
+    for dtype in dtypes:
+        for length in tokens:
+            cache = _cache(dtype, length)
+            kernel = kernel_for(cache.layout, AttentionShape.of(cache.layout, Q_HEADS))
+            for count in queries:
+                yield LocalCase(cache, kernel, count, scattered=False)
+                if count <= 16:
+                    yield LocalCase(cache, kernel, count, scattered=True)
+
+
+def _cache(dtype: str, tokens: int) -> Cache:
+    layout = Layout(
+        model_id="bench",
+        weights_digest="00",
+        dtype=dtype,
+        layers=LAYERS,
+        kv_heads=8,
+        key_dim=128,
+        value_dim=128,
+        position="none",
+    )
+    segments = tokens // layout.segment_tokens
+    stride = RegionShape(0, layout.segment_bytes).stride
+    places = segments + -(-segments // 4)
+    memory = _filled(places * stride, dtype)
+    slots = [memory[place * stride :][: layout.segment_bytes] for place in range(places)]
+    neighbours = slots[:segments]
+    order = np.random.default_rng(segments).permutation(places)[:segments]
+    return Cache(layout, neighbours, [slots[place] for place in order], _contiguous(layout, neighbours))
+
+
+def _filled(nbytes: int, dtype: str) -> NDArray[np.uint8]:
+    pattern: Stored = from_float32(np.random.default_rng(0).standard_normal(PATTERN, np.float32), dtype)
+    memory = np.empty(nbytes // pattern.itemsize, pattern.dtype)
+    for start in range(0, len(memory), PATTERN):
+        part = memory[start : start + PATTERN]
+        # Shifted each time: equal segments would hide that one was read for another.
+        part[:] = np.roll(pattern, start // PATTERN)[: len(part)]
+    return memory.view(np.uint8)
+
+
+def _contiguous(layout: Layout, slots: Sequence[NDArray[np.uint8]]) -> list[tuple[Any, Any]]:
+    caches = []
+    for layer in range(LAYERS):
+        parts = zip(*(SlotMap.of(layout).views(slot, layer) for slot in slots), strict=True)
+        joined = [np.concatenate(views, 2).reshape(1, layout.kv_heads, -1, layout.key_dim) for views in parts]
+        keys, values = (torch.from_numpy(array).view(_DTYPES[layout.dtype]) for array in joined)
+        caches.append((keys, values))
+    return caches

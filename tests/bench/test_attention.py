@@ -1,0 +1,101 @@
+"""`bench attention`: rows from samples, turns, arguments, and one short run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tokenlake.errors import ConfigurationError
+
+base = pytest.importorskip("tokenlake_bench.attention.base")
+command = pytest.importorskip("tokenlake_bench.attention.command")
+
+
+class Told:
+    """A case whose times are given."""
+
+    name = "told"
+    bytes_formula = 90
+
+    def __init__(self, seconds: list[float], ceilings: list[float]) -> None:
+        self.seconds, self.ceilings = seconds, ceilings
+        self.order: list[str] = []
+
+    def sample(self, turn: int) -> float:
+        self.order.append("sample")
+        return self.seconds[turn]
+
+    def ceiling(self, turn: int) -> float:
+        self.order.append("ceiling")
+        return self.ceilings[turn]
+
+    def bytes(self) -> int:
+        return 100
+
+
+def test_a_row_compares_what_was_measured_in_one_turn() -> None:
+    """A turn in which everything is slow says as much as any other."""
+    row = base.row_of(Told([], []), [2e-6, 30e-6, 4e-6], [1e-6, 10e-6, 4e-6])
+    assert (row.p50_us, row.ceiling_us, row.ratio, row.least_ratio) == pytest.approx((4, 4, 2, 2))
+    assert (row.bytes, row.bytes_formula) == (100, 90)
+
+
+def test_call_and_ceiling_take_turns_in_being_first_and_the_first_turn_is_not_counted() -> None:
+    told = Told([99.0] + [2.0] * 5, [99.0] + [1.0] * 5)
+    row = command.take_turns(told, seconds=0)
+    assert (row.ratio, row.p99_us) == (2, 2e6)
+    assert told.order[:4] == ["ceiling", "sample", "sample", "ceiling"]
+    assert len(told.order) == 12
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [({"dtypes": "int8"}, "dtypes"), ({"tokens": "1000"}, "tokens"), ({"queries": "1,x"}, "queries")],
+)
+def test_arguments_are_refused_by_name(changed: dict[str, str], named: str) -> None:
+    good = {"dtypes": "float32", "tokens": "256", "queries": "1"}
+    with pytest.raises(ConfigurationError, match=f"setting '{named}'"):
+        command.AttentionArguments(**{**good, **changed}, seconds=1, json_file=None)
+
+
+@pytest.mark.slow
+def test_a_short_run_writes_a_row_per_combination(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    file = tmp_path / "rows.json"
+    command.run_attention(
+        command.AttentionArguments(
+            dtypes="float32,bfloat16", tokens="256,512", queries="1,40", seconds=0, json_file=file
+        )
+    )
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["name"] for row in rows] == [
+        f"local_{dtype}_{tokens}_{case}"
+        for dtype in ("float32", "bfloat16")
+        for tokens in (256, 512)
+        for case in ("q1", "q1_scattered", "q40")
+    ]
+    assert all(row["ceiling_us"] > 0 and row["ratio"] > 0 for row in rows)
+    assert set(rows[0]) == {
+        "name",
+        "p50_us",
+        "p99_us",
+        "ceiling_us",
+        "ratio",
+        "least_ratio",
+        "bytes",
+        "bytes_formula",
+    }
+
+
+@pytest.mark.slow
+def test_without_a_gpu_its_script_says_so_and_fails() -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    program = [sys.executable, "-m", "tokenlake_bench.attention.gpu"]
+    result = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (2, "no CUDA device or no Triton: not run\n")
