@@ -98,7 +98,7 @@ def transfer(**arguments: object) -> None:
 @_json
 def growth(**arguments: object) -> None:
     """What a key costs with more keys in a call, more clients, more segments held; memory and start of a daemon."""
-    from tokenlake_bench.growth import GrowthArguments, run_growth
+    from tokenlake_bench.growth.command import GrowthArguments, run_growth
 
     try:
         run_growth(GrowthArguments(**arguments))  # type: ignore[arg-type]
@@ -126,6 +126,25 @@ def soak(**arguments: object) -> None:
     except TokenLakeError as error:
         raise click.ClickException(str(error)) from error
     sys.exit(0 if result.passed else 1)
+
+
+@bench.command("attention")
+@click.option("--dtypes", default="float32,bfloat16", show_default=True, help="Element types of the cache.")
+@click.option("--tokens", default="4096,32768", show_default=True, help="Of the cache.")
+@click.option("--queries", default="1,16,512", show_default=True, help="Query tokens per call.")
+@click.option("--seconds", default=4.0, show_default=True, help="About so long per row.")
+@_json
+def attention(**arguments: object) -> None:
+    """Attention over segments where they lie, against torch's fused kernel over one contiguous cache.
+
+    32 query and 8 KV heads of 128; up to 1.5 GiB of memory.
+    """
+    from tokenlake_bench.attention.command import AttentionArguments, run_attention
+
+    try:
+        run_attention(AttentionArguments(**arguments))  # type: ignore[arg-type]
+    except TokenLakeError as error:
+        raise click.ClickException(str(error)) from error
 
 
 @click.command()

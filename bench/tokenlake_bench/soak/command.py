@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import signal
 import tempfile
 import time
 from collections import Counter
@@ -93,10 +94,15 @@ def run_soak(arguments: SoakArguments, console: Console | None = None) -> SoakRe
 
 @contextmanager
 def _interruptible(run: _Run) -> Iterator[None]:
+    """SIGTERM is an interruption as well, and SIGINT where it is ignored, as in the background of a shell."""
+    former = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     except KeyboardInterrupt:
         run.interrupted = True
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 @dataclass

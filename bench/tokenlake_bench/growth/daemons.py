@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +16,7 @@ from tokenlake.identity import SegmentKey
 from tokenlake.store.region import RegionShape
 from tokenlake.wire import Code
 from tokenlake_bench.cluster import Node, free_port
-from tokenlake_bench.growth_client import LAYOUT, PROMPT_KEYS, held_keys
+from tokenlake_bench.growth.client import LAYOUT, PROMPT_KEYS, held_keys
 from tokenlake_bench.soak.gauges import process_gauges
 from tokenlake_client import Pool
 
@@ -23,6 +24,7 @@ __all__ = ["GrowthDaemon", "start_seconds", "store"]
 
 START_S: Final = 300.0
 PATIENCE_S: Final = 30.0
+FILLED_AT_A_TIME: Final = 128
 REGION_BYTES: Final = 16 << 20
 PAGE: Final = 4096
 
@@ -36,8 +38,9 @@ class GrowthDaemon:
         self.segments = segments
         self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-")
         memory, region = _sizes(segments)
-        # A store of 1,024 keys needs a quarter of 4,096 reserved slots.
-        self._node = _node(self._directory.name, memory, region, dirty_share="0.5", session_reserve_share="1")
+        # No call is refused for its size.
+        shares = {"dirty_share": "0.8", "session_reserve_share": "1", "session_lease_share": "1"}
+        self._node = _node(self._directory.name, memory, region, **shares)
         self._open = ExitStack()
         self._open.callback(self._directory.cleanup)
         self._open.callback(self._node.stop)
@@ -46,7 +49,9 @@ class GrowthDaemon:
             self.pool = self._open.enter_context(Pool.connect(self._node.socket, LAYOUT))
             self.empty_bytes = self.memory()
             for number in range(-(-segments // PROMPT_KEYS)):
-                store(self.pool, held_keys(number, min(PROMPT_KEYS, segments)))
+                keys = held_keys(number, min(PROMPT_KEYS, segments - number * PROMPT_KEYS))
+                for start in range(0, len(keys), FILLED_AT_A_TIME):
+                    store(self.pool, keys[start : start + FILLED_AT_A_TIME])
             self.full_bytes = self.memory()
         except BaseException:
             self.close()
@@ -79,13 +84,13 @@ def store(pool: Pool, keys: Sequence[SegmentKey]) -> None:
         for index, slot in write.slots:
             slot[:] = index & 0xFF
     if write.codes.count(Code.COMMITTED) < len(keys):
-        raise TokenLakeError(f"segments were not stored: {bytes(write.codes)!r}")
+        raise TokenLakeError(f"segments were not stored: {Counter(Code(code).name for code in write.codes)}")
 
 
 def start_seconds(memory: int) -> float:
     """From the start of the process until it serves an engine, all memory touched. Raises TokenLakeError."""
     with tempfile.TemporaryDirectory(prefix="tokenlake-") as directory:
-        node = _node(directory, memory, 64 << 20)
+        node = _node(directory, memory, min(64 << 20, memory))
         try:
             began = time.monotonic()
             _start(node)

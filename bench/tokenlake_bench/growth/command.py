@@ -1,0 +1,83 @@
+"""The command `bench growth`."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+
+from tokenlake.config import parse_size
+from tokenlake.errors import ConfigurationError
+from tokenlake_bench.growth.daemons import GrowthDaemon, start_seconds
+from tokenlake_bench.growth.results import GrowthResult, Memory, Start, tables, write_growth
+from tokenlake_bench.growth.rows import HELD, matches, measure, stores
+
+__all__ = ["GrowthArguments", "run_growth"]
+
+FEWEST_SEGMENTS: Final = 200
+"""Room for one call of 128 keys among those that are being written."""
+FIXED_BYTES: Final = 200 << 20
+PER_SEGMENT_BYTES: Final = 2 << 10
+"""The design's bound of a daemon's memory beyond the arena."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowthArguments:
+    """As on the command line."""
+
+    rounds: int
+    segments: str
+    clients: str
+    arenas: str
+    json_file: Path | None
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise ConfigurationError("rounds", self.rounds, "at least 1")
+        for name, least in (("segments", FEWEST_SEGMENTS), ("clients", 1)):
+            if not all(word.isdigit() and int(word) >= least for word in getattr(self, name).split(",")):
+                raise ConfigurationError(name, getattr(self, name), f"numbers, at least {least}, separated by commas")
+        for word in self.arenas.split(",") if self.arenas else []:
+            try:
+                parse_size(word)
+            except ValueError as error:
+                raise ConfigurationError("arenas", word, str(error)) from None
+
+    def numbers(self, name: str) -> list[int]:
+        """Of `segments` or `clients`."""
+        return [int(word) for word in getattr(self, name).split(",")]
+
+    def sizes(self) -> list[int]:
+        """Of the arenas, in bytes."""
+        return [parse_size(word) for word in self.arenas.split(",") if word]
+
+
+def run_growth(arguments: GrowthArguments) -> GrowthResult:
+    """Runs, prints, writes the file that was asked for. Raises TokenLakeError."""
+    console = Console()
+    # Before anything else takes memory.
+    starts = [Start(arena_bytes=size, seconds=start_seconds(size)) for size in arguments.sizes()]
+    with ExitStack() as stack:
+        numbers = sorted({*arguments.numbers("segments"), HELD})
+        daemons = {number: stack.enter_context(closing(GrowthDaemon(number))) for number in numbers}
+        segments, clients = arguments.numbers("segments"), arguments.numbers("clients")
+        rows = measure(list(matches(daemons, segments, clients, stack)), arguments.rounds, "matches", console)
+        rows += measure(list(stores(daemons, segments)), arguments.rounds, "stores", console)
+        memory = [
+            Memory(
+                segments=number,
+                empty_bytes=daemon.empty_bytes,
+                full_bytes=daemon.full_bytes,
+                allowed_bytes=FIXED_BYTES + PER_SEGMENT_BYTES * number,
+            )
+            for number, daemon in daemons.items()
+        ]
+    result = GrowthResult(rows, memory, starts)
+    for table in tables(result):
+        console.print(table)
+    if arguments.json_file is not None:
+        write_growth(result, arguments.json_file)
+    return result

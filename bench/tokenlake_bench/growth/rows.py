@@ -1,0 +1,159 @@
+"""The rows of `bench growth`, and how they are taken."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Final
+
+import numpy as np
+from rich.console import Console
+
+from tokenlake.identity import SegmentKey
+from tokenlake_bench.growth.client import Matching
+from tokenlake_bench.growth.daemons import GrowthDaemon, store
+from tokenlake_bench.growth.results import Row
+from tokenlake_bench.progress import LiveProgress
+from tokenlake_bench.transfer.windows import keys_of
+from tokenlake_bench.transfer.worker import Worker
+
+__all__ = ["HELD", "Kind", "Taken", "matches", "measure", "row_of", "stores"]
+
+KEYS: Final = (1, 128, 1024)
+MIDDLE: Final = 128
+"""Keys per call of the rows about something else."""
+HELD: Final = 10_000
+"""Segments of the daemon that the rows about something else ask."""
+KEYS_PER_TURN: Final = 4096
+"""Of each row in each turn."""
+FEWEST_CALLS: Final = 4
+MOST_CALLS: Final = 200
+CLIENT_CALLS: Final = 256
+"""In a turn of the rows with several clients."""
+WARM_TURNS: Final = 1
+
+
+@dataclass
+class Taken:
+    """Of one row, over all counted turns: seconds of each call; per turn, the daemon's seconds per key."""
+
+    calls: list[float] = field(default_factory=list)
+    daemon_per_key: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A row. `run` makes the calls of a turn and returns the seconds of each; `keys` in each of them; `clients` make
+    theirs at the same time."""
+
+    series: str
+    name: str
+    keys: int
+    daemon: GrowthDaemon
+    run: Callable[[], list[float]]
+    clients: int = 1
+
+
+def matches(
+    daemons: Mapping[int, GrowthDaemon], segments: Sequence[int], clients: Sequence[int], stack: ExitStack
+) -> Iterator[Kind]:
+    """Of segments that are there. `stack`: ends the client processes."""
+
+    def matching(daemon: GrowthDaemon, keys: int) -> Callable[[], list[float]]:
+        client = Matching(daemon.pool, daemon.segments, seed=1)
+        return lambda: client.run(keys, _calls(keys))
+
+    middle = daemons[HELD]
+    for keys in KEYS:
+        yield Kind("match, keys per call", f"match_{keys}", keys, middle, matching(middle, keys))
+    threads = ThreadPoolExecutor(max(clients))
+    stack.callback(threads.shutdown)
+    workers: list[Worker] = []
+    for count in clients:
+        while len(workers) < count:
+            worker = Worker("tokenlake_bench.growth.client", str(middle.socket), str(HELD), str(len(workers)))
+            workers.append(stack.enter_context(closing(worker)))
+        run = partial(_together, threads, tuple(workers))
+        yield Kind("match, client processes", f"match_{MIDDLE}_by_{count}", MIDDLE, middle, run, count)
+    for number in segments:
+        daemon = daemons[number]
+        yield Kind("match, segments held", f"match_{MIDDLE}_of_{number}", MIDDLE, daemon, matching(daemon, MIDDLE))
+
+
+def stores(daemons: Mapping[int, GrowthDaemon], segments: Sequence[int]) -> Iterator[Kind]:
+    """Each call stores keys of its own and displaces as many: the daemons are full."""
+    fresh = itertools.count()
+
+    def storing(daemon: GrowthDaemon, keys: int) -> Callable[[], list[float]]:
+        return lambda: [_store(daemon, keys_of("fresh", next(fresh), keys)) for _ in range(_calls(keys))]
+
+    middle = daemons[HELD]
+    for keys in KEYS:
+        yield Kind("store, keys per call", f"store_{keys}", keys, middle, storing(middle, keys))
+    for number in segments:
+        yield Kind(
+            "store, segments held",
+            f"store_{MIDDLE}_into_{number}",
+            MIDDLE,
+            daemons[number],
+            storing(daemons[number], MIDDLE),
+        )
+
+
+def _calls(keys: int) -> int:
+    return max(FEWEST_CALLS, min(MOST_CALLS, KEYS_PER_TURN // keys))
+
+
+def _store(daemon: GrowthDaemon, keys: Sequence[SegmentKey]) -> float:
+    began = time.perf_counter()
+    store(daemon.pool, keys)
+    return time.perf_counter() - began
+
+
+def _together(threads: ThreadPoolExecutor, workers: Sequence[Worker]) -> list[float]:
+    """As many calls in all, whatever the number of clients, but at least a few of each."""
+    calls = max(FEWEST_CALLS, CLIENT_CALLS // len(workers))
+    parts = threads.map(lambda worker: worker.call("run", keys=MIDDLE, calls=calls), workers)
+    return [took for part in parts for took in part]
+
+
+def measure(kinds: Sequence[Kind], rounds: int, title: str, console: Console) -> list[Row]:
+    """All rows in turn, `rounds` times, so that what else this machine does meets all of them."""
+    taken: dict[str, Taken] = defaultdict(Taken)
+    with LiveProgress(console, title, rounds + WARM_TURNS) as progress:
+        for turn in range(rounds + WARM_TURNS):
+            for kind in kinds:
+                used = kind.daemon.processor_s()
+                calls = kind.run()
+                used = kind.daemon.processor_s() - used
+                if turn >= WARM_TURNS:
+                    taken[kind.name].calls += calls
+                    taken[kind.name].daemon_per_key.append(used / kind.keys / len(calls))
+            progress.update(turn + 1, "")
+    cheapest: dict[str, tuple[float, float]] = {}
+    return [row_of(kind, taken[kind.name], cheapest) for kind in kinds]
+
+
+def row_of(kind: Kind, taken: Taken, cheapest: dict[str, tuple[float, float]]) -> Row:
+    """`cheapest`: per series, what a key cost at least in the rows so far."""
+    p50, p99 = np.quantile(taken.calls, (0.5, 0.99)).tolist()
+    per_key, daemon_per_key = p50 / kind.keys / kind.clients, median(taken.daemon_per_key)
+    base, daemon_base = cheapest.get(kind.series, (per_key, daemon_per_key))
+    cheapest[kind.series] = min(base, per_key), min(daemon_base, daemon_per_key)
+    return Row(
+        series=kind.series,
+        name=kind.name,
+        p50_us=p50 * 1e6,
+        p99_us=p99 * 1e6,
+        us_per_key=per_key * 1e6,
+        daemon_us_per_key=daemon_per_key * 1e6,
+        ratio=per_key / base,
+        daemon_ratio=daemon_per_key / daemon_base,
+    )

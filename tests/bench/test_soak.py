@@ -1,0 +1,165 @@
+"""The soak's parts: its faults, its load, what counts as flat, and that it finds wrong bytes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tokenlake.errors import ConfigurationError
+from tokenlake_bench.cluster import Cluster
+from tokenlake_bench.payload import PayloadIdentity
+from tokenlake_bench.soak.command import SoakArguments
+from tokenlake_bench.soak.engine import SoakEngine
+from tokenlake_bench.soak.faults import LONGEST_S, REST_S, FaultKind, Target, schedule
+from tokenlake_bench.soak.flat import Tolerance, flatness
+from tokenlake_bench.soak.gauges import Recorder
+from tokenlake_bench.soak.load import GROUPS, HEAD_SEGMENTS, HEADS, PROMPTS, fresh_prompt, prompt
+from tokenlake_bench.soak.results import Claim, SoakResult, flat_claims, gauges_of, series_of
+from tokenlake_bench.soak.show import page
+from tokenlake_client import Pool
+
+TARGETS = [Target("node0", False), Target("node1", True), Target("engine 0.1", True)]
+
+
+def test_faults_are_the_same_for_a_seed_and_leave_time_to_recover() -> None:
+    faults = schedule(TARGETS, 600, 3, seed=1)
+    assert faults == schedule(TARGETS, 600, 3, seed=1)
+    assert faults != schedule(TARGETS, 600, 3, seed=2)
+    assert {(fault.target, fault.kind) for fault in faults} == {
+        ("node0", FaultKind.STOP),
+        *((name, kind) for name in ("node1", "engine 0.1") for kind in FaultKind),
+    }
+    assert [fault.at_s for fault in faults] == sorted(fault.at_s for fault in faults)
+    assert all(fault.at_s > 5 and fault.at_s + fault.for_s < 595 and fault.for_s <= LONGEST_S for fault in faults)
+    for target in TARGETS:
+        mine = [fault for fault in faults if fault.target == target.name]
+        assert all(b.at_s - a.at_s - a.for_s >= REST_S for a, b in itertools.pairwise(mine))
+
+
+def test_prompts_share_heads_and_nothing_else() -> None:
+    identity = PayloadIdentity(1, "red", b"layout")
+    digests = [prompt(1, number).digests(identity) for number in range(PROMPTS)]
+    assert prompt(1, 3).digests(identity) == digests[3] != prompt(2, 3).digests(identity)
+    assert digests[3][:HEAD_SEGMENTS] == digests[3 + HEADS][:HEAD_SEGMENTS]
+    distinct = {digest for each in digests for digest in each}
+    assert len(distinct) == sum(map(len, digests)) - HEAD_SEGMENTS * (PROMPTS - HEADS)
+    assert not distinct & set(fresh_prompt(1, 0, 8).digests(identity))
+    assert len({group.layout.segment_bytes for group in GROUPS}) == 2
+
+
+def samples(values: list[float]) -> list[tuple[float, float]]:
+    """One a second."""
+    return [(float(at), value) for at, value in enumerate(values)]
+
+
+def test_a_leak_is_told_from_noise() -> None:
+    noise = np.random.default_rng(1)
+    level = 50.0 + noise.normal(0, 1, 300)
+    spikes = level + (noise.random(300) < 0.2) * 100
+    warming = level + 500 * np.exp(-np.arange(300) / 20) * -1
+    steps = Tolerance(3.0)
+    for name, values in {"level": level, "spikes": spikes, "warming up": warming}.items():
+        found = flatness(samples(values.tolist()), steps)
+        assert found is not None, name
+        assert found.flat, (name, found)
+    leak = flatness(samples((spikes + 0.05 * np.arange(300)).tolist()), steps)
+    assert leak is not None
+    assert not leak.flat
+    assert leak.least_rate == pytest.approx(3.0 / 100, rel=0.05), "the halves' centres are 100 s apart"
+    assert flatness(samples((level - 0.05 * np.arange(300)).tolist()), steps).flat  # type: ignore[union-attr]
+
+
+def test_too_few_samples_tell_nothing() -> None:
+    assert flatness([], Tolerance(1)) is None
+    assert flatness(samples([1.0] * 12), Tolerance(1)) is None
+
+
+def recorded(memory: list[float]) -> Recorder:
+    """A daemon that was never killed, and one that was."""
+    recorder = Recorder()
+    for at, value in enumerate(memory):
+        values = {"memory": value, "descriptors": 20.0, "threads": 9.0, "entries": 100.0}
+        recorder.add(at, "node0", 1, values)
+        recorder.add(at, "node1", 2 if at < 50 else 3, values)
+    return recorder
+
+
+def test_a_claim_fails_for_one_process_that_grows() -> None:
+    gauges, unknown = gauges_of(recorded([float(50 << 20)] * 100), ["node0"])
+    assert [claim.holds for claim in flat_claims(gauges, unknown)] == [True] * 4
+    gauges, unknown = gauges_of(recorded([float(at << 20) for at in range(100)]), ["node0"])
+    claims = {claim.text: claim.holds for claim in flat_claims(gauges, unknown)}
+    assert claims.pop("resident memory beside the arena flat") is False
+    assert all(claims.values())
+
+
+def test_a_process_that_did_not_live_through_tells_nothing() -> None:
+    gauges, unknown = gauges_of(recorded([1.0] * 100), ["node0", "node1", "node2"])
+    assert {gauge.process for gauge in gauges} == {"node0"}
+    assert len(unknown) == 8
+    assert [claim.holds for claim in flat_claims(gauges, unknown)] == [None] * 4
+
+
+def result(*claims: Claim) -> SoakResult:
+    """As after a run."""
+    recorder = recorded([1.0] * 100)
+    gauges, _ = gauges_of(recorder, ["node0"])
+    return SoakResult(
+        seconds=100.0,
+        seed=1,
+        nodes=2,
+        interrupted=False,
+        claims=list(claims),
+        gauges=gauges,
+        faults={"kill -9 daemon": 1},
+        done={"requests": 10},
+        lives={"node0": 1, "node1": 2},
+        peaks={"quarantined": 3, "holds": 4},
+        series=series_of(recorder, ["node0"], 30),
+    )
+
+
+def test_the_page_has_every_claim_and_every_gauge() -> None:
+    good, bad, open_ = Claim("this", "1", True), Claim("that", "2", False), Claim("other", "3", None)
+    assert result(good).passed
+    assert not result(good, bad).passed
+    assert not result(good, open_).passed, "what was not told is no success"
+    words = page(result(good, bad), "tokenlake bench soak")
+    assert "| this | holds | 1 |\n| that | FAILS | 2 |\n" in words
+    assert words.count("\n| node0 |") == 4
+    assert len(result().series["node0"]["memory"]) == 25
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("minutes", 0), ("rate", float("inf")), ("fault_every", -1), ("nodes", 1)]
+)
+def test_invalid_arguments_are_named(field: str, value: float) -> None:
+    plain = {"minutes": 1, "seed": 0, "nodes": 3, "rate": 1, "fault_every": 1, "json_file": None, "page_file": None}
+    with pytest.raises(ConfigurationError, match=rf"'{field.replace('_', '-')}'"):
+        SoakArguments(**{**plain, field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.live
+def test_an_engine_finds_bytes_that_were_changed(tmp_path: Path) -> None:
+    file = tmp_path / "wrong.jsonl"
+    layout = GROUPS[0].layout
+    with Cluster(1, "8MiB", "1MiB") as cluster, Pool.connect(cluster.nodes[0].socket, layout) as pool:
+        engine = SoakEngine(pool, 1, "engine", 200.0, file)
+        done = engine.work(3.0)
+        done.update(engine.drain())
+        assert done["segments compared"] > 100
+        assert done["segments compared after a hold"] > 0
+        assert not file.exists()
+        regions = pool._link.regions
+        for number in {number for number, _ in regions._mapped}:
+            slots = regions.get(number, write=True).slots
+            np.invert(slots, out=slots)
+        engine.work(3.0)
+        engine.drain()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {line["what"] for line in lines} == {"serve", "copy", "hold", "held views"}
+    assert all(line["engine"] == "engine" and line["segments"] > 0 and line["bytes"] > 0 for line in lines)

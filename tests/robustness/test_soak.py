@@ -1,0 +1,60 @@
+"""Two minutes of the soak; `tokenlake bench soak --minutes 60` is the long form."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.robustness.live import wait_until
+from tokenlake_bench.soak.command import SoakArguments, run_soak
+
+pytestmark = [pytest.mark.live, pytest.mark.slow]
+
+SEED = 1
+
+
+@pytest.mark.timeout(600)
+def test_two_minutes_of_load_with_kills_and_stops() -> None:
+    """What it prints has the seed and the command that repeats it."""
+    result = run_soak(
+        SoakArguments(minutes=2.0, seed=SEED, nodes=3, rate=10.0, fault_every=4.0, json_file=None, page_file=None)
+    )
+    assert [(claim.text, claim.found) for claim in result.claims if not claim.holds] == []
+    assert {"kill -9 daemon", "kill -9 engine", "SIGSTOP daemon", "SIGSTOP engine"} == set(result.faults)
+    assert result.done["segments compared after a hold"] > 0
+    assert result.done["segments from other nodes"] > 0
+
+
+@pytest.mark.timeout(300)
+def test_an_interruption_ends_the_load_and_writes_what_there_is(tmp_path: Path) -> None:
+    arguments = ["bench", "soak", "--minutes", "60", "--seed", str(SEED)]
+    files = ["--json", str(tmp_path / "soak.json"), "--page", str(tmp_path / "soak.md")]
+    command = [sys.executable, "-c", "from tokenlake.command import main; main()", *arguments, *files]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert "bench soak --minutes 60 --seed 1" in process.stdout.readline()
+            parent = psutil.Process(process.pid)
+            wait_until(lambda: len(parent.children()) == 12, "three daemons and nine engines")
+            children = parent.children()
+            process.send_signal(signal.SIGINT)
+            output = process.stdout.read()
+            process.wait()
+        finally:
+            # Twice: the load, and what is checked afterwards.
+            process.terminate()
+            process.terminate()
+    assert process.returncode == 1, "too short to tell whether anything grows"
+    assert "interrupted: FAILED" in output
+    result = json.loads((tmp_path / "soak.json").read_text())
+    verdicts = {claim["text"]: claim["holds"] for claim in result["claims"]}
+    assert verdicts["everything can be stored again"] is True
+    assert verdicts["threads flat"] is None
+    assert "NOT TOLD" in (tmp_path / "soak.md").read_text()
+    assert not [child for child in children if child.is_running()], "all processes ended"
