@@ -12,6 +12,9 @@ import torch
 
 __all__ = ["Part", "attend", "attend_own", "merge", "merge_rows"]
 
+MAX_LOGITS = 1 << 24
+"""That are spelled out at a time."""
+
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -77,11 +80,18 @@ def _attend(query: Any, keys: Any, values: Any, scale: float, mask: Any, *, caus
 
 def _spelled_out(query: Any, keys: Any, values: Any, scale: float, mask: Any, *, causal: bool) -> tuple[Any, Any]:
     """For what the fused kernel does not take: other devices, and value dimensions that are not the key's."""
-    group = query.shape[1] // keys.shape[1]
+    rows, heads, tokens, _ = query.shape
+    group = heads // keys.shape[1]
     keys, values = (tensor.float().repeat_interleave(group, dim=1) for tensor in (keys, values))
-    logits = (query.float() @ keys.mT) * scale
     if causal:
-        mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=query.device).tril()
-    if mask is not None:
-        logits = logits.masked_fill(~mask, -torch.inf)
-    return logits.softmax(-1) @ values, logits.logsumexp(-1)
+        mask = torch.ones((1, 1, tokens, tokens), dtype=torch.bool, device=query.device).tril()
+    block = max(1, MAX_LOGITS // (rows * heads * keys.shape[2]))
+    parts: list[tuple[Any, Any]] = []
+    for start in range(0, tokens, block):
+        logits = (query[:, :, start : start + block].float() @ keys.mT) * scale
+        if mask is not None:
+            seen = mask if mask.shape[2] == 1 else mask[:, :, start : start + block]
+            logits = logits.masked_fill(~seen, -torch.inf)
+        parts.append((logits.softmax(-1) @ values, logits.logsumexp(-1)))
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
