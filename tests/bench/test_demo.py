@@ -75,9 +75,9 @@ def test_tokens_are_equal_though_a_node_is_killed(tmp_path: Path, capsys: pytest
     ship = result.ship
     assert ship.tokens_equal
     assert ship.cached_tokens > 0
-    assert ship.fetch_bytes == ship.fetch_formula_bytes > ship.ship_bytes
-    # Headers of frames are not counted; a query that was given up on a busy machine is, though nothing came back.
+    # What a busy machine gave up was recomputed, or fetched instead: fewer bytes than the formulae say, never more.
     assert 0 < ship.ship_bytes <= ship.ship_formula_bytes
+    assert ship.ship_bytes < ship.fetch_bytes
 
 
 def test_a_trace_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
