@@ -14,13 +14,18 @@ from tests.sim.engine import Reading, Storing
 from tests.sim.prompts import PROMPTS, prompt
 from tokenlake.core import NodeCore, events
 from tokenlake.core.context import CoreConfig
-from tokenlake.core.instructions import Answer
+from tokenlake.core.instructions import Answer, Say
 from tokenlake.wire import Code, engine
 from tokenlake.wire.slots import join_keys
 
 SLOT_BYTES = 1 << 20
 KEYS = 128
 TURNS = 500
+LATER = 10.0
+"""Directories count as complete."""
+NODES = {"a": 1, "b": 1}
+HELD = join_keys(prompt("turn 7", KEYS))
+"""Keys of a prompt that the local core holds."""
 
 
 def replies(core: NodeCore, message: Any, now: float) -> Any:
@@ -29,9 +34,9 @@ def replies(core: NodeCore, message: Any, now: float) -> Any:
     return next(i.message for i in out if isinstance(i, Answer))
 
 
-def local_core() -> tuple[NodeCore, bytes]:
+def local_core(name: str = "a") -> tuple[NodeCore, bytes]:
     """One node that holds 4,096 segments, 128 of them the prompt."""
-    config = CoreConfig("a", 1, {"a": 1, "b": 1, "c": 1}, 1, 4200 * (SLOT_BYTES + 64), dirty_share=1.0)
+    config = CoreConfig(name, 1, NODES, 1, 4200 * (SLOT_BYTES + 64), dirty_share=1.0)
     core = NodeCore(config)
     core.start(0.0)
     core.handle(events.Joined(1, 1, "red", SLOT_BYTES, 8, 256, 0, 0), 0.0)
@@ -41,21 +46,65 @@ def local_core() -> tuple[NodeCore, bytes]:
         assert set(prepared.codes) == {Code.RESERVED}
         done = engine.Commit(2, prepared.write, tuple(range(KEYS)), 255, bytes(64 * KEYS))
         assert set(replies(core, done, 0.0).codes) == {Code.COMMITTED}
-    return core, join_keys(prompt("turn 7", KEYS))
+    return core, HELD
 
 
 def match_and_release() -> None:
     """Match and lease 128 keys that are here, then give them back."""
     core, keys = local_core()
-    took = []
+    took: dict[str, list[float]] = {}
     for turn in range(TURNS):
         began = time.perf_counter()
-        matched = replies(core, engine.Match(turn, keys, 0.0), 1.0)
-        took.append(time.perf_counter() - began)
+        matched = replies(core, engine.Match(turn, keys, 0.0, False), 1.0)
+        given = time.perf_counter()
         assert matched.hits == KEYS
         core.handle(events.Requested(1, engine.Release(((matched.lease, 0, KEYS),))), 1.0)
-    took.sort()
-    print(f"local match of {KEYS} keys: p50 {took[TURNS // 2] * 1e6:.0f} us, p99 {took[-TURNS // 100] * 1e6:.0f} us")
+        took.setdefault("local match", []).append(given - began)
+        took.setdefault("its release", []).append(time.perf_counter() - given)
+    _print(took)
+
+
+def remote_match() -> None:
+    """Match 128 keys that another node has, and 512 that nobody has; each step of both nodes on its own."""
+    cores = {"a": NodeCore(CoreConfig("a", 1, NODES, 1, 300 * (SLOT_BYTES + 64))), "b": local_core("b")[0]}
+    cores["a"].start(0.0)
+    cores["a"].handle(events.Joined(1, 1, "red", SLOT_BYTES, 8, 256, 0, 0), 0.0)
+    took: dict[str, list[float]] = {}
+    for name, other in (("a", "b"), ("b", "a")):
+        _pump(cores, name, events.PeerUp(other, 1), took)
+    took.clear()
+    for turn in range(TURNS):
+        [matched] = _pump(cores, "a", events.Requested(1, engine.Match(turn, HELD, 0.0, False)), took)
+        assert matched.codes.count(Code.REMOTE) == KEYS
+        _pump(cores, "a", events.Requested(1, engine.Release(((matched.lease, 0, KEYS),))), took)
+    _print(took)
+    took.clear()
+    nowhere = join_keys(prompt("nowhere", 512))
+    for turn in range(TURNS // 5):
+        [matched] = _pump(cores, "a", events.Requested(1, engine.Match(turn, nowhere, 0.0, False)), took)
+        assert matched.codes.count(Code.MISSING) == 512
+    _print({f"{step}, 512 missing": times for step, times in took.items()})
+
+
+def _pump(cores: dict[str, NodeCore], name: str, event: events.Event, took: dict[str, list[float]]) -> list[Any]:
+    """Hand an event to a core, and to the others what comes of it; the answers to engines."""
+    answers: list[Any] = []
+    waiting = [(name, event)]
+    while waiting:
+        name, event = waiting.pop(0)
+        began = time.perf_counter()
+        out = cores[name].handle(event, LATER)
+        what = type(getattr(event, "message", event)).__name__
+        took.setdefault(f"{what} at {name}", []).append(time.perf_counter() - began)
+        waiting += ((i.node, events.PeerSaid(name, i.message)) for i in out if isinstance(i, Say))
+        answers += (i.message for i in out if isinstance(i, Answer))
+    return answers
+
+
+def _print(took: dict[str, list[float]]) -> None:
+    for what, times in took.items():
+        times.sort()
+        print(f"{what}: least {times[0] * 1e6:.0f} us, p50 {times[len(times) // 2] * 1e6:.0f} us")
 
 
 def store() -> None:
@@ -96,7 +145,7 @@ if __name__ == "__main__":
     profile = cProfile.Profile()
     if "--profile" in sys.argv:
         profile.enable()
-    for part in (match_and_release, store, busy_log):
+    for part in (match_and_release, remote_match, store, busy_log):
         part()
     if "--profile" in sys.argv:
         profile.disable()

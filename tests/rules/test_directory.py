@@ -95,7 +95,7 @@ def take(directory: Directory, step: Step) -> object:
     tenant, key, node, incarnation = step.tenant, step.key, step.node, step.incarnation
     match step.act:
         case "get":
-            return directory.get(tenant, key, step.now)
+            return directory.get_all(tenant, [key], step.now)[0]
         case "pending":
             directory.pending(tenant, key, node, incarnation, step.deadline, step.now)
         case "withdraw":

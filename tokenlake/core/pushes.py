@@ -113,11 +113,13 @@ class Pushes:
         for segment in segments:
             self._asking.pop(segment)
         candidates = self._context.ring.candidates(join_keys(segment.key for segment in segments))
+        # Nothing here changes while they are placed: chosen once for each pair.
+        holders = {pair: self._holder(pair) for pair in dict.fromkeys(candidates)}
         kept: list[Segment] = []
         queued: dict[NodeId, list[Segment]] = {}
         for run in runs([segment.depth for segment in segments], self._context.ring.run_length):
             chosen = segments[run.start : run.stop]
-            holder = self._holder(candidates[run.start])
+            holder = holders[candidates[run.start]]
             if holder == self._context.node:
                 kept += chosen
             else:

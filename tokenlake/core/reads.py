@@ -45,6 +45,8 @@ LOCAL = Metric("tokenlake_local_tokens_total", "Tokens found in this node's aren
 PENDING = Metric("tokenlake_pending_timeout_tokens_total", "Tokens that somebody was still writing")
 MATCHES = Metric("tokenlake_match_requests_total", "Match requests")
 
+OWN_SHARE = 0.25
+"""Of a match's deadline: so long the own directory waits for the first answer of another node."""
 MAX_RANGE = 1 << 16
 """Bound on the answer to a fetch of a lease that does not exist."""
 _HOME_ANSWERS = (Code.PENDING, Code.MISSING, Code.UNKNOWN)
@@ -69,6 +71,10 @@ class _Match:
         self.leases: dict[NodeId, list[int]] = {}
         self.waiting = 0
         self.deadline = 0.0
+        self.arrivals = 0
+        """Of the store, when the match began."""
+        self.own: list[int] = []
+        """Indices of the keys that this node is a candidate of, until its own directory is asked."""
         self.candidates: dict[int, tuple[NodeId, NodeId]] = {}
         """By index of the keys that are not here."""
         self.asked: set[tuple[int, NodeId]] = set()
@@ -126,11 +132,12 @@ class Reads:
             self._finish(match)
 
     def _ask(self, match: _Match) -> None:
-        """First round: both candidates of every key that is not here."""
+        """First round: both candidates of every key that is not here, this node last."""
         limit = self._context.config.match_deadline_s
         if 0 < match.request.deadline_s < limit:
             limit = match.request.deadline_s
         match.deadline = self._context.now + limit
+        match.arrivals = self._context.store.arrivals
         missing = match.missing()
         match.codes = bytearray([_LOCAL]) * len(match.keys)
         candidates = self._context.ring.candidates(join_keys([match.keys[index] for index in missing]))
@@ -141,11 +148,30 @@ class Reads:
             wanted.setdefault(home, []).append(index)
             if other != home:
                 wanted.setdefault(other, []).append(index)
-        self._ask_here(match, wanted.pop(self._context.node, []), wanted)
+        match.own = wanted.pop(self._context.node, [])
+        if wanted:
+            # Mostly those who are asked have everything, and there is nothing left to look up here.
+            self._context.after(limit * OWN_SHARE, lambda: self._ask_own(match))
+            self._send(match, wanted)
+        else:
+            self._ask_own(match)
+
+    def _ask_own(self, match: _Match) -> None:
+        """Look up in this node's own directory what nobody was found to have yet, unless that was done."""
+        if match not in self._under_way:
+            return
+        wanted: dict[NodeId, list[int]] = {}
+        self._add_own(match, wanted)
         self._send(match, wanted)
+
+    def _add_own(self, match: _Match, wanted: dict[NodeId, list[int]]) -> None:
+        own, match.own = match.own, []
+        self._ask_here(match, [index for index in own if match.remotes[index] is None], wanted)
 
     def _ask_here(self, match: _Match, indices: list[int], wanted: dict[NodeId, list[int]]) -> None:
         """This node's own directory answers on the spot; whom it names is added to those to be asked."""
+        if not indices:
+            return
         node, codes = self._context.node, match.codes
         answers = self._home.ask(match.process.session.tenant, [match.keys[index] for index in indices])
         for index, (code, elsewhere) in zip(indices, answers, strict=True):
@@ -193,6 +219,8 @@ class Reads:
             if reply.lease:
                 match.leases.setdefault(node, []).append(reply.lease)
             self._take(match, node, indices, reply, second)
+        if match.own:
+            self._add_own(match, second)
         if second and self._context.now < match.deadline:
             self._send(match, second)
         elif not match.waiting:
@@ -251,6 +279,8 @@ class Reads:
 
     def _recheck(self, match: _Match) -> None:
         """What arrived here while others were asked is found here."""
+        if match.arrivals == self._context.store.arrivals:
+            return
         missing = match.missing()
         arrived = self._context.ready(match.process.session.tenant, [match.keys[index] for index in missing])
         for index, segment in zip(missing, arrived, strict=True):

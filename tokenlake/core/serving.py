@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -31,6 +33,7 @@ SLICE = 1024
 """Segments given back at a time, or one lease."""
 
 _LOCAL, _MISSING = Code.LOCAL, Code.MISSING
+_pool = operator.attrgetter("pool")
 
 
 class _PeerLease:
@@ -93,8 +96,9 @@ class Serving:
     def _within_room(self, found: list[Segment | None], codes: bytearray) -> list[Segment]:
         """What of the segments found other nodes may lease now; the others become UNKNOWN."""
         leased = [segment for segment in found if segment is not None]
-        rooms = {pool: self._room(pool) for pool in {segment.pool: None for segment in leased}}
-        if all(len(leased) <= room for room in rooms.values()):
+        counts = Counter(map(_pool, leased))
+        rooms = {pool: self._room(pool) for pool in counts}
+        if all(counts[pool] <= room for pool, room in rooms.items()):
             return leased
         leased.clear()
         for index, segment in enumerate(found):
@@ -114,7 +118,7 @@ class Serving:
     def _grant(self, node: NodeId, segments: list[Segment]) -> LeaseId:
         lease = LeaseId(self._context.next_id())
         self._context.store.pin(*segments)
-        self._leased.update(segment.pool for segment in segments)
+        self._leased.update(map(_pool, segments))
         self._leases[lease] = _PeerLease(node, segments, self._expire_later(lease))
         return lease
 
@@ -136,8 +140,7 @@ class Serving:
             return
         del self._leases[lease_id]
         lease.timer.cancel()
-        self._leased.subtract(segment.pool for segment in lease.segments)
-        self._leased = +self._leased
+        self._leased -= Counter(map(_pool, lease.segments))
         self._context.store.unpin(*lease.segments)
 
     def release_all(self, node: NodeId) -> None:
@@ -190,5 +193,5 @@ class Serving:
 
     def check_integrity(self) -> None:
         """AssertionError when the count of leased segments is wrong."""
-        leased = Counter(segment.pool for lease in self._leases.values() for segment in lease.segments)
+        leased = Counter(map(_pool, itertools.chain.from_iterable(lease.segments for lease in self._leases.values())))
         assert self._leased == leased

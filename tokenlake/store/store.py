@@ -52,6 +52,8 @@ class SegmentStore:
         self.region_bytes = region_bytes
         self.reissued: list[SlotRef] = []
         self.evicted: list[Segment] = []
+        self.arrivals = 0
+        """Segments that became READY so far."""
         self._counters = counters
         self._budgets = budgets
         self._policy = policy
@@ -151,6 +153,7 @@ class SegmentStore:
         """RESERVED -> READY. The caller's pin stays."""
         assert segment.state is State.RESERVED
         segment.state = State.READY
+        self.arrivals += 1
         segment.checksums = checksums
         segment.pool.enter(segment, now)
 
