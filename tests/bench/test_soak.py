@@ -120,6 +120,7 @@ def result(*claims: Claim) -> SoakResult:
         lives={"node0": 1, "node1": 2},
         peaks={"quarantined": 3, "holds": 4},
         series=series_of(recorder, ["node0"], 30),
+        logs={},
     )
 
 

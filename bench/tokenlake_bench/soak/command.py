@@ -33,6 +33,7 @@ SAMPLES: Final = 240
 """Most samples of a run; short ones have one a second."""
 DRAIN_S: Final = 60.0
 """For everything to be given back: a lease, a reservation and a few seconds of a busy machine."""
+LOG_CHARACTERS: Final = 4000
 POLL_S: Final = 0.1
 
 
@@ -85,6 +86,8 @@ def run_soak(arguments: SoakArguments, console: Console | None = None) -> SoakRe
         result = run.result()
     console.print(claim_table(result))
     console.print(gauge_table(result.gauges))
+    for name, log in result.logs.items():
+        console.print(f"the end of {name}'s log:\n{log}", markup=False, soft_wrap=True)
     if arguments.json_file is not None:
         write_result(result, arguments.json_file)
     if arguments.page_file is not None:
@@ -184,18 +187,21 @@ class _Run:
         fleet = self.fleet
         survivors = [target.name for target in fleet.targets() if not target.mortal]
         gauges, unknown = gauges_of(fleet.recorder, survivors)
+        claims = [*self._claims(), *flat_claims(gauges, unknown)]
+        failed = any(claim.holds is False for claim in claims)
         return SoakResult(
             seconds=self.load_s,
             seed=self.arguments.seed,
             nodes=self.arguments.nodes,
             interrupted=self.interrupted,
-            claims=[*self._claims(), *flat_claims(gauges, unknown)],
+            claims=claims,
             gauges=gauges,
             faults=dict(sorted(fleet.faults.items())),
             done=dict(sorted((fleet.done() + Counter({"segments evicted": fleet.counted(EVICTED)})).items())),
             lives={name: len(lives) for name, lives in fleet.recorder.lives.items()},
             peaks={gauge: fleet.recorder.peak(gauge) for gauge in HELD},
             series=series_of(fleet.recorder, survivors),
+            logs={name: log[-LOG_CHARACTERS:] for name, log in fleet.logs().items()} if failed else {},
         )
 
     def _claims(self) -> list[Claim]:
@@ -205,7 +211,7 @@ class _Run:
         again = self.refilled
         if again is not None:
             nbytes += again.wrong_bytes
-        ended = fleet.ended()
+        ended, failures = fleet.ended(), fleet.failures()
         held = self.left_held
         stirred = min(done["segments from other nodes"], fleet.counted(EVICTED), sum(fleet.faults.values()))
         claims = [
@@ -223,7 +229,7 @@ class _Run:
                 f"{len(ended)}; {'; '.join([*ended[:2], *self.trouble])}".removesuffix("; "),
                 not ended and not self.trouble,
             ),
-            Claim("no failure caught in a daemon's log", f"{fleet.tracebacks()}", fleet.tracebacks() == 0),
+            Claim("no failure in a daemon's log", "; ".join(failures[:3]) or "none", not failures),
             Claim(
                 "quarantine drains to 0 with the engines still there",
                 "not reached"

@@ -30,6 +30,8 @@ RESERVATION_S: Final = "5"
 """Both short, so that many are missed."""
 EVICTED: Final = "tokenlake_evicted_segments_total"
 
+_TRACEBACK: Final = "Traceback (most recent call last)"
+
 _TENANTS = """
 cluster_secret = "{secret}"
 allow_uids = [{uid}]
@@ -158,10 +160,16 @@ class Fleet:
         """Processes that nobody killed, and why they ended."""
         return [*self._ended, *(line for engine in self.engines.values() for line in engine.ended_by_themselves)]
 
-    def tracebacks(self) -> int:
-        """In the logs of the daemons: failures that were caught at an edge and go on."""
-        logs = (node.log.read_text(errors="replace") for node in self.nodes.values() if node.log.exists())
-        return sum(log.count("Traceback (most recent call last)") for log in logs)
+    def failures(self) -> list[str]:
+        """In the logs of the daemons: what was caught at an edge and goes on, the last lines of each traceback."""
+        found: list[str] = []
+        for name, log in self.logs().items():
+            found += (f"{name}: {_end(text)}" for text in log.split(_TRACEBACK)[1:])
+        return found
+
+    def logs(self) -> dict[str, str]:
+        """Of the daemons, all their lives."""
+        return {name: node.log.read_text(errors="replace") for name, node in self.nodes.items() if node.log.exists()}
 
     def drain(self, limit_s: float) -> bool:
         """End the load; False when an engine did not give everything back in time."""
@@ -212,6 +220,13 @@ class Fleet:
 
     def _forget(self, name: str) -> None:
         self.counters.update(self._last.pop(name, Counter()))
+
+
+def _end(traceback: str) -> str:
+    """Its last call and the error."""
+    lines = [line for line in traceback.splitlines()[1:] if line.strip()]
+    size = next((at for at, line in enumerate(lines) if not line.startswith(" ")), len(lines) - 1)
+    return " ".join(line.strip() for line in lines[max(0, size - 2) : size + 1])
 
 
 assert all(group < len(GROUPS) for groups in SLOT_GROUPS for group in groups)

@@ -50,7 +50,8 @@ class Gauge(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SoakResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of `tokenlake bench soak`. `series`: by process and gauge, (seconds, value) at most 60 of them."""
+    """The JSON of `tokenlake bench soak`. `series`: by process and gauge, (seconds, value) at most 60 of them. `logs`:
+    the end of each daemon's, where a claim fails."""
 
     seconds: float
     seed: int
@@ -63,6 +64,7 @@ class SoakResult(msgspec.Struct, frozen=True, kw_only=True):
     lives: dict[str, int]
     peaks: dict[str, float]
     series: dict[str, dict[str, list[tuple[float, float]]]]
+    logs: dict[str, str]
 
     @property
     def passed(self) -> bool:
