@@ -15,7 +15,7 @@ import numpy as np
 from tokenlake import errors
 from tokenlake.attention import LSE_BYTES, AttentionShape, Partial, as_float32, stored_dtype
 from tokenlake.errors import DeadlinePassed, ProtocolRefused, Refused, TokenLakeError, Unreachable
-from tokenlake.wire import Code
+from tokenlake.wire import HEADER_BYTES, Code
 from tokenlake.wire import query as wire
 from tokenlake.wire.frames import decode
 from tokenlake_query.connection import Connection
@@ -31,7 +31,10 @@ class Question(Protocol):
     def wants(self) -> bool:
         """Is it still waited for?"""
 
-    def arrived(self, index: int, partial: Partial, nbytes: int) -> None:
+    def received(self, nbytes: int) -> None:
+        """A result of so many bytes, its frame included."""
+
+    def arrived(self, index: int, partial: Partial) -> None:
         """Part `index` of those that were asked about; the arrays are the caller's and change afterwards."""
 
     def missing(self, index: int) -> None:
@@ -95,15 +98,18 @@ class Asker:
         dtype: str,
         parts: Sequence[tuple[int, int]],
         queries: Sequence[memoryview],
-    ) -> None:
-        """Send the `queries` of `parts` (view there, tokens). `question` is told of every part, once each."""
+    ) -> int:
+        """Send the `queries` of `parts` (view there, tokens); how many bytes that is. `question` is told of every part,
+        once each."""
         number = next(self._numbers)
         with self._lock:
             self._asked[number] = _Asked(question, shape, dtype, tuple(tokens for _, tokens in parts))
         nbytes = sum(map(len, queries))
-        self._connection.send(wire.Ask(number, layer, dtype, tuple(parts), nbytes), queries)  # type: ignore[arg-type]
+        ask = wire.Ask(number, layer, dtype, tuple(parts), nbytes)  # type: ignore[arg-type]
+        sent = self._connection.send(ask, queries)
         if not self._connection.open:
             self._ended()
+        return sent
 
     def close(self) -> None:
         """Idempotent."""
@@ -115,7 +121,7 @@ class Asker:
         message = decode(wire.ask_reply_decoder, body)
         self.overdue = False
         if isinstance(message, wire.Result):
-            self._result(message)
+            self._result(message, HEADER_BYTES + len(body))
             return
         with self._lock:
             opened = self._opening.pop(message.view, None)
@@ -126,7 +132,7 @@ class Asker:
         elif opened is not None:
             opened.set_result(message.codes)
 
-    def _result(self, result: wire.Result) -> None:
+    def _result(self, result: wire.Result, frame: int) -> None:
         with self._lock:
             asked = self._asked.pop(result.number, None)
         if asked is None or len(result.codes) != len(asked.tokens):
@@ -153,6 +159,7 @@ class Asker:
             return
         outs = np.frombuffer(payload[:outputs], stored_dtype(asked.dtype)).reshape(-1, shape.q_heads, shape.value_dim)
         lses = np.frombuffer(payload[outputs:], np.float32).reshape(-1, shape.q_heads)
+        asked.question.received(frame + result.nbytes)
         start = 0
         for index, (tokens, code) in enumerate(zip(asked.tokens, result.codes, strict=True)):
             if code != Code.LOCAL:
@@ -160,8 +167,7 @@ class Asker:
                 continue
             rows = slice(start, start + tokens)
             start += tokens
-            nbytes = tokens * shape.q_heads * (shape.value_dim * size + LSE_BYTES)
-            asked.question.arrived(index, Partial(as_float32(outs[rows], asked.dtype), lses[rows]), nbytes)
+            asked.question.arrived(index, Partial(as_float32(outs[rows], asked.dtype), lses[rows]))
 
     def _ended(self) -> None:
         with self._lock:

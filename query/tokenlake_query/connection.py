@@ -156,14 +156,14 @@ class Connection:
 
         threading.Thread(target=read, name=f"read {self.name}", daemon=True).start()
 
-    def send(self, message: msgspec.Struct, payload: Sequence[memoryview] = ()) -> None:
+    def send(self, message: msgspec.Struct, payload: Sequence[memoryview] = ()) -> int:
         """Send a frame and the bytes that follow it, now as far as the socket takes them. The rest is sent by a thread
-        and must stay as it is until then; nobody learns when. Never waits; nothing is sent once it is closed."""
+        and must stay as it is until then; nobody learns when. Never waits; nothing is sent once it is closed. Returns
+        how many bytes it all is."""
         buffers = deque([memoryview(pack_frame(message)), *payload])
+        nbytes = sum(map(len, buffers))
         with self._changed:
-            if not self._open:
-                return
-            if not self._unsent:
+            if self._open and not self._unsent:
                 try:
                     while buffers:
                         self._send_some(buffers, socket.MSG_DONTWAIT)
@@ -171,9 +171,9 @@ class Connection:
                     pass
                 except OSError as error:
                     self._end(f"write failed: {error}")
-                    return
-            if buffers:
+            if self._open and buffers:
                 self._keep(buffers)
+        return nbytes
 
     def wait_unsent(self, most: int) -> None:
         """Until at most so many bytes wait to be sent, or it is closed. For the reading thread alone: it stops asking

@@ -143,8 +143,11 @@ class EngineSide:
         if message.layer >= layers:
             raise LayoutRefused(f"layer {message.layer}; expected 0 to {layers - 1}")
         buffer.void()
-        buffer.round = Round(buffer.step, message, self._tools, self._connection.send)
+        buffer.round = Round(buffer.step, message, self._tools, self._answer)
         buffer.round.begin()
+
+    def _answer(self, answered: wire.Answered) -> None:
+        self._connection.send(answered)
 
     # -- views
 

@@ -135,14 +135,18 @@ class Round:
         """Is an answer still to be given?"""
         return self._step is not None
 
-    def put(self, number: int, source: Hashable, partial: Partial | None, received_bytes: int = 0) -> None:
+    def received(self, nbytes: int) -> None:
+        """Of results, over the network."""
+        with self._lock:
+            self._received_bytes += nbytes
+
+    def put(self, number: int, source: Hashable, partial: Partial | None) -> None:
         """What `source` has to say on part `number`; ignored when it is not waited for any more. The arrays may change
         afterwards. None: it has nothing, and nobody else has."""
         with self._lock:
             step = self._step
             if step is None or source not in self._awaited[number]:
                 return
-            self._received_bytes += received_bytes
             if partial is None:
                 self._lose(number)
             else:
@@ -252,21 +256,23 @@ class _Ask:
         self.parts.append((number, share))
 
     def send(self, step: Step, layer: int) -> int:
-        """Straight from the engine's buffer; how many bytes of queries."""
+        """Straight from the engine's buffer; how many bytes."""
         parts = [step.parts[number] for number, _ in self.parts]
         queries = [step.queries[part.rows].reshape(-1).view(np.uint8).data for part in parts]
         tokens = [part.rows.stop - part.rows.start for part in parts]
         views = [share.view for _, share in self.parts]
         shape = parts[0].view.attention.shape
         asker = self.parts[0][1].asker
-        asker.ask(self, layer, shape, step.dtype, list(zip(views, tokens, strict=True)), queries)
-        return sum(map(len, queries))
+        return asker.ask(self, layer, shape, step.dtype, list(zip(views, tokens, strict=True)), queries)
 
     def wants(self) -> bool:
         return self._round.wanted()
 
-    def arrived(self, index: int, partial: Partial, nbytes: int) -> None:
-        self._round.put(*self.parts[index], partial, nbytes)
+    def received(self, nbytes: int) -> None:
+        self._round.received(nbytes)
+
+    def arrived(self, index: int, partial: Partial) -> None:
+        self._round.put(*self.parts[index], partial)
 
     def missing(self, index: int) -> None:
         self._round.replace(*self.parts[index])

@@ -126,9 +126,9 @@ class Answered(_Message, frozen=True, tag=7):
     attempt: Index
     codes: bytes
     sent_bytes: int
-    """Queries that this took over the network."""
+    """Queries that went over the network, their frames included."""
     received_bytes: int
-    """Outputs and sums."""
+    """Outputs and sums that came back, likewise."""
 
 
 class Ask(_Message, frozen=True, tag=8):
