@@ -103,8 +103,18 @@ class Channel:
 
     def begin(self, make: Callable[[int], EngineRequest]) -> Pending:
         """Send `make(id)`; its reply comes to `wait` or `poll`."""
-        pending = Pending()
         self._check()
+        return self._begin(make)
+
+    def probe(self, make: Callable[[int], EngineRequest], wait_s: float) -> None:
+        """Ask although an answer is owed, and wait for that long at most: what is owed may be lost
+        (test_an_answer_that_never_comes_ends_no_service). Raises `Unreachable`."""
+        pending = self._begin(make)
+        if self.poll(pending, wait_s) is None:
+            self.drop(pending)
+
+    def _begin(self, make: Callable[[int], EngineRequest]) -> Pending:
+        pending = Pending()
         number = next(self._ids)
         with self._changed:
             self._waiting[number] = pending

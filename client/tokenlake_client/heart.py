@@ -18,7 +18,7 @@ from tokenlake.errors import DeadlinePassed, Refused, TokenLakeError
 from tokenlake.identity import SessionId
 from tokenlake.wire import engine
 from tokenlake_client.books import Books
-from tokenlake_client.link import Link
+from tokenlake_client.link import LOCAL_S, Link
 
 __all__ = ["Heart", "Wake"]
 
@@ -92,6 +92,8 @@ class Heart(threading.Thread):
         if link.channel.broken:
             self._reconnect(link)
             return
+        if link.channel.overdue:
+            link.channel.probe(engine.Heartbeat, LOCAL_S)
         self._books.sweep()
         reply = link.call(engine.Heartbeat, engine.HeartbeatReply)
         if not reply.alive:

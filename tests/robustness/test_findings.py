@@ -14,8 +14,8 @@ import pytest
 from tests.robustness.live import LAYOUT, PATIENT_S, Prompt, accounted, daemons, store, wait_until
 from tests.robustness.matrix.measure import Asker
 from tests.robustness.matrix.proxy import Cut, Proxy
-from tokenlake.errors import Unreachable
-from tokenlake.wire import engine
+from tokenlake.errors import DeadlinePassed, Unreachable
+from tokenlake.wire import Code, engine
 from tokenlake_bench.cluster import Cluster
 from tokenlake_client import Pool
 from tokenlake_client.channel import Channel
@@ -65,6 +65,17 @@ def test_a_grant_that_another_connection_overtook_is_not_handed_out(cluster: Clu
         with pytest.raises(Unreachable):
             pending.wait()
         wait_until(lambda: accounted(cluster.nodes[0]), "nothing is leased")
+
+
+def test_an_answer_that_never_comes_ends_no_service() -> None:
+    """The pool waited for the answer before it asked anything else, heartbeats included."""
+    with daemons(lease_s="0.6") as cluster, cluster.connect(0, LAYOUT) as pool:
+        with pytest.raises(DeadlinePassed):
+            # The daemon answers no Abort.
+            pool._link.channel.call(lambda number: engine.Abort(number), 0.05)
+        assert pool._link.channel.overdue
+        wait_until(Asker("", pool).answered, "it is served again")
+        assert store(pool, PROMPT) == bytes([Code.COMMITTED]) * PROMPT.segments
 
 
 def test_a_broken_connection_is_closed_by_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
