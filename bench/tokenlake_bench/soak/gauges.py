@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-__all__ = ["GAUGES", "HELD", "Life", "Recorder", "held", "process_gauges", "total"]
+__all__ = ["HELD", "Life", "Recorder", "held", "process_gauges", "total"]
 
-GAUGES: Final = ("memory", "descriptors", "threads")
-"""Of every process."""
 HOLDS: Final = ("leases", "writes", "leases to peers", "flights", "segments in flight", "sends", "matches")
 """Maps of a daemon whose entries hold segments."""
 HELD: Final = ("quarantined", "holds")
