@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -56,18 +57,16 @@ class TorchKernel(Kernel):
         """Columns that the kernel is given; of latent rows all, of which the first are the output."""
         self._padded = shape.key_dim != shape.value_dim and not shape.latent
         self._scratch: tuple[Tensor, Tensor] | None = None
+        self._workers = ThreadPoolExecutor(torch.get_num_threads(), "attention", _compute_alone)
+        """Started when first needed; they end with the kernel."""
 
     def _attend(self, queries: Stored, slots: Sequence[Slot], layer: int) -> Partial:
         runs = even_runs([self._address(slot) for slot in slots])
         query = self._fold(queries)
         if self._padded or query.shape[2] >= GATHER_ROWS:
-            parts = self._over_gathered(query, runs, layer)
+            total = _merged(self._over_gathered(query, runs, layer))
         else:
-            parts = self._in_place(query, runs, layer)
-        total = RunningMerge(*next(parts))
-        for out, lse in parts:
-            with _one_thread(query.numel() <= ONE_THREAD):
-                total.add(out, lse)
+            total = self._in_place(query, runs, layer)
         return self._unfold(total, len(queries))
 
     def _address(self, slot: Slot) -> int:
@@ -96,10 +95,29 @@ class TorchKernel(Kernel):
         out, lse = _fused(query, keys, values, 0.0, False, scale=self.shape.scale)
         return out, lse
 
-    def _in_place(self, query: Tensor, runs: Sequence[EvenRun], layer: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _in_place(self, query: Tensor, runs: Sequence[EvenRun], layer: int) -> RunningMerge:
+        """One call is spread over threads by torch. Of several, each thread takes some: they wait for each other once,
+        not in every call."""
+        pieces = list(_pieces(runs, max(1, PARTS_BYTES // (query.numel() * 4))))
+        threads = min(torch.get_num_threads(), len(pieces))
+        if threads == 1:
+            return _merged(self._parts(query, pieces, layer))
+        shares = [pieces[first::threads] for first in range(threads)]
+        others = [self._workers.submit(self._share, query, share, layer) for share in shares[1:]]
+        with _one_thread():
+            total = self._share(query, shares[0], layer)
+            for other in others:
+                part = other.result()
+                total.add(part.out, part.lse)
+        return total
+
+    def _share(self, query: Tensor, pieces: Sequence[EvenRun], layer: int) -> RunningMerge:
+        return _merged(self._parts(query, pieces, layer))
+
+    def _parts(self, query: Tensor, pieces: Iterable[EvenRun], layer: int) -> Iterator[tuple[Tensor, Tensor]]:
         """A part per piece of a run: `[group, head, row, width]`."""
         key_place, value_place = self.slots.places(layer)
-        for piece in _pieces(runs, max(1, PARTS_BYTES // (query.numel() * 4))):
+        for piece in pieces:
             keys = self._tensor(piece, key_place)
             values = keys if self.shape.latent else self._tensor(piece, value_place)
             # Head groups lie apart as segments do, heads in a group otherwise: one call per head of all groups.
@@ -162,6 +180,21 @@ class TorchKernel(Kernel):
         memory = (ctypes.c_uint8 * (elements * self._size)).from_address(run.start + place.offset * self._size)
         flat = torch.frombuffer(memory, dtype=self._dtype)
         return flat.as_strided((run.length, *place.shape), (step, *place.strides))
+
+
+def _merged(parts: Iterator[tuple[Tensor, Tensor]]) -> RunningMerge:
+    total = RunningMerge(*next(parts))
+    for out, lse in parts:
+        with _one_thread(out.numel() <= ONE_THREAD):
+            total.add(out, lse)
+    return total
+
+
+def _compute_alone() -> None:
+    """In a thread: torch spreads none of its work over others. A thread takes the number set last by any when it first
+    asks for it, and keeps its own from then on."""
+    torch.get_num_threads()
+    torch.set_num_threads(1)
 
 
 @contextmanager
