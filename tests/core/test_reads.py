@@ -7,7 +7,7 @@ from tests.sim.arena import SHARDS, content
 from tokenlake.core import events
 from tokenlake.core.fetch_calls import FETCHED, MISSING
 from tokenlake.core.instructions import StartFetch
-from tokenlake.core.reads import ASKED, LOCAL
+from tokenlake.core.matches import ASKED, LOCAL
 from tokenlake.core.sessions import SKIPPED
 from tokenlake.store import Kind
 from tokenlake.wire import Code, engine, peer

@@ -18,6 +18,7 @@ from tokenlake.core.context import Context, CoreConfig
 from tokenlake.core.fetches import Fetches
 from tokenlake.core.home import Home
 from tokenlake.core.instructions import Answer, Instruction, ReplaceRegion, Say, Stamp, Welcomed
+from tokenlake.core.matches import Matches
 from tokenlake.core.peers import Peer, Peers
 from tokenlake.core.pushes import Pushes
 from tokenlake.core.reads import Reads
@@ -47,7 +48,8 @@ class NodeCore:
         self._serving = Serving(context, self._peers, self._home)
         self._fetches = Fetches(context, self._peers)
         self._pushes = Pushes(context, self._peers, self._home, self._fetches)
-        self._reads = Reads(context, self._sessions, self._peers, self._home, self._fetches)
+        self._matches = Matches(context, self._sessions, self._peers, self._home)
+        self._reads = Reads(context, self._sessions, self._peers, self._fetches)
         self._writes = Writes(context, self._sessions, self._peers, self._home, self._pushes, self._touches)
         self._advertising = Advertising(context, self._peers)
         self._replacing: int | None = None
@@ -66,7 +68,7 @@ class NodeCore:
             events.Tick: lambda e: context.timers.fire(context.now),
         }
         self._requests: dict[type, Callable[[Process, Any], None]] = {
-            engine.Match: self._reads.match,
+            engine.Match: self._matches.match,
             engine.Attach: self._attach,
             engine.Fetch: self._reads.fetch,
             engine.Release: self._reads.release,
@@ -288,7 +290,7 @@ class NodeCore:
         """Entries of each map of the rules beside the segments: for gauges, and to see that nothing leaks."""
         parts = (
             self._sessions,
-            self._reads,
+            self._matches,
             self._touches,
             self._fetches,
             self._serving,
@@ -303,7 +305,7 @@ class NodeCore:
         """Nothing is leased, reserved, pinned, on its way or waited for."""
         held = any(segment.pins or segment.kind is Kind.DIRTY for segment in self.store.segments())
         quarantined = any(pool.quarantined for pool in self.store.pools())
-        return not (held or quarantined or self._reads.matching or self._pushes.dirty)
+        return not (held or quarantined or self._matches.matching or self._pushes.dirty)
 
     def check_integrity(self) -> None:
         """AssertionError when state does not add up: slots, pins, counts. Slow; for tests.
@@ -328,5 +330,5 @@ class NodeCore:
         assert gone == sum(pool.quarantined for pool in self.store.pools()), "somebody left the quarantine pinned"
 
     def _pinned(self) -> Iterator[Segment]:
-        for part in (self._sessions, self._reads, self._fetches, self._serving):
+        for part in (self._sessions, self._matches, self._fetches, self._serving):
             yield from part.pinned()

@@ -1,0 +1,343 @@
+"""Matching: find, and lease where it is found.
+
+::
+
+    Match -> own index -> all here?  yes -> Matched
+                |  no
+                v
+             Lookup to both candidates of every missing key, in parallel
+                |
+                v
+             own directory: what nobody was found to have
+                |  a home names another node
+                v
+             Lookup there (second round, same deadline)
+                |
+                v
+             Matched: the longest prefix that is leased, here or elsewhere
+
+A lease exists only where the slot is, so whoever holds the bytes leases them while answering. What is leased
+beyond the prefix is given back at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from tokenlake.core.context import Context
+from tokenlake.core.fetch_calls import MISSING
+from tokenlake.core.home import Home
+from tokenlake.core.instructions import Answer
+from tokenlake.core.packing import pack
+from tokenlake.core.peers import Peers, Reply
+from tokenlake.core.sessions import Lease, Process, Sessions
+from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
+from tokenlake.metrics import Metric
+from tokenlake.store import Segment
+from tokenlake.wire import Code
+from tokenlake.wire import engine as wire
+from tokenlake.wire import peer as peer_wire
+from tokenlake.wire.slots import join_keys, split_keys
+
+__all__ = ["Matches"]
+
+ASKED = Metric("tokenlake_asked_tokens_total", "Tokens of full segments that engines asked for")
+LOCAL = Metric("tokenlake_local_tokens_total", "Tokens found in this node's arena")
+PENDING = Metric("tokenlake_pending_timeout_tokens_total", "Tokens that somebody was still writing")
+MATCHES = Metric("tokenlake_match_requests_total", "Match requests")
+
+OWN_SHARE = 0.25
+"""Of a match's deadline: so long the own directory waits for the first answer of another node."""
+_HOME_ANSWERS = (Code.PENDING, Code.MISSING, Code.UNKNOWN)
+"""What a lookup says of a key that is neither leased nor elsewhere."""
+# Looked up once: each access to a member of an enum costs Python 3.11 some 100 ns, and there is one per key.
+_LOCAL, _REMOTE, _MISSING, _UNKNOWN, _ELSEWHERE = Code.LOCAL, Code.REMOTE, Code.MISSING, Code.UNKNOWN, Code.ELSEWHERE
+
+
+class _Match:
+    """One match under way."""
+
+    def __init__(
+        self, process: Process, request: wire.Match, keys: list[SegmentKey], segments: list[Segment | None]
+    ) -> None:
+        self.process = process
+        self.request = request
+        self.keys = keys
+        self.segments = segments
+        self.remotes: list[NodeId | None] = [None] * len(keys)
+        self.codes = bytearray([_UNKNOWN]) * len(keys)
+        """The most telling of the answers: LOCAL, REMOTE, PENDING, MISSING, UNKNOWN, ..."""
+        self.leases: dict[NodeId, list[int]] = {}
+        self.waiting = 0
+        self.deadline = 0.0
+        self.arrivals = 0
+        """Of the store, when the match began."""
+        self.own: list[int] = []
+        """Indices of the keys that this node is a candidate of, until its own directory is asked."""
+        self.candidates: dict[int, tuple[NodeId, NodeId]] = {}
+        """By index of the keys that are not here."""
+        self.asked: set[tuple[int, NodeId]] = set()
+        """(key index, who was asked beside the candidates); only ever tested for membership."""
+        self.denied: set[tuple[int, NodeId]] = set()
+        """(key index, who does not have it though it may be elsewhere); only ever tested for membership."""
+        self.hints: dict[int, tuple[NodeId, NodeId]] = {}
+        """Per key index, (home that named a node, the node named)."""
+
+    def missing(self) -> list[int]:
+        """Indices of the keys that are not here, ascending."""
+        return [index for index, segment in enumerate(self.segments) if segment is None]
+
+    def found(self, limit: int) -> int:
+        """How many of the first `limit` keys are here or elsewhere, from the first on without a gap."""
+        places = zip(self.segments[:limit], self.remotes, strict=False)
+        gaps = (index for index, (segment, remote) in enumerate(places) if segment is None and remote is None)
+        return next(gaps, limit)
+
+
+class Matches:
+    """Match of the local engines."""
+
+    def __init__(
+        self,
+        context: Context,
+        sessions: Sessions,
+        peers: Peers,
+        home: Home,
+    ) -> None:
+        self._context = context
+        self._sessions = sessions
+        self._peers = peers
+        self._home = home
+        self._under_way: dict[_Match, None] = {}
+
+    def match(self, process: Process, request: wire.Match) -> None:
+        """Answered at once when everything is here, else at the latest at the deadline."""
+        keys = split_keys(request.keys)
+        session = process.session
+        self._context.counters.add(MATCHES)
+        self._context.counters.add(ASKED, len(keys) * session.segment_tokens)
+        match = _Match(process, request, keys, self._context.ready(session.tenant, keys))
+        self._under_way[match] = None
+        if None in match.segments:
+            self._context.store.pin(*(segment for segment in match.segments if segment is not None))
+            self._ask(match)
+        else:
+            self._context.store.pin(*match.segments)  # type: ignore[arg-type]
+            match.codes = bytearray([_LOCAL]) * len(keys)
+            self._finish(match)
+
+    def _ask(self, match: _Match) -> None:
+        """First round: both candidates of every key that is not here, this node last."""
+        limit = self._context.config.match_deadline_s
+        if 0 < match.request.deadline_s < limit:
+            limit = match.request.deadline_s
+        match.deadline = self._context.now + limit
+        match.arrivals = self._context.store.arrivals
+        missing = match.missing()
+        match.codes = bytearray([_LOCAL]) * len(match.keys)
+        candidates = self._context.ring.candidates(join_keys([match.keys[index] for index in missing]))
+        match.candidates = dict(zip(missing, candidates, strict=True))
+        wanted: dict[NodeId, list[int]] = {}
+        for index, (home, other) in match.candidates.items():
+            match.codes[index] = _UNKNOWN
+            wanted.setdefault(home, []).append(index)
+            if other != home:
+                wanted.setdefault(other, []).append(index)
+        match.own = wanted.pop(self._context.node, [])
+        if wanted:
+            # Mostly those who are asked have everything, and there is nothing left to look up here.
+            self._context.after(limit * OWN_SHARE, lambda: self._ask_own(match))
+            self._send(match, wanted)
+        else:
+            self._ask_own(match)
+
+    def _ask_own(self, match: _Match) -> None:
+        """Look up in this node's own directory what nobody was found to have yet, unless that was done."""
+        if match not in self._under_way:
+            return
+        wanted: dict[NodeId, list[int]] = {}
+        self._add_own(match, wanted)
+        self._send(match, wanted)
+
+    def _add_own(self, match: _Match, wanted: dict[NodeId, list[int]]) -> None:
+        own, match.own = match.own, []
+        self._ask_here(match, [index for index in own if match.remotes[index] is None], wanted)
+
+    def _ask_here(self, match: _Match, indices: list[int], wanted: dict[NodeId, list[int]]) -> None:
+        """This node's own directory answers on the spot; whom it names is added to those to be asked."""
+        if not indices:
+            return
+        node, codes = self._context.node, match.codes
+        answers = self._home.ask(match.process.session.tenant, [match.keys[index] for index in indices])
+        for index, (code, elsewhere) in zip(indices, answers, strict=True):
+            candidates = match.candidates[index]
+            if candidates[0] == node:
+                if code < codes[index]:
+                    codes[index] = code
+            elif elsewhere is None or candidates[1] != node:
+                match.denied.add((index, node))
+                continue
+            if elsewhere is not None:
+                match.hints[index] = (node, elsewhere)
+                if elsewhere not in candidates:
+                    self._aim(match, index, elsewhere, wanted)
+
+    def _aim(self, match: _Match, index: int, node: NodeId, wanted: dict[NodeId, list[int]]) -> None:
+        """Ask the `node` that a home named, unless it was asked."""
+        if node in match.candidates[index] or (index, node) in match.asked:
+            return
+        match.asked.add((index, node))
+        if node == self._context.node:
+            self._ask_here(match, [index], wanted)
+        else:
+            wanted.setdefault(node, []).append(index)
+
+    def _send(self, match: _Match, wanted: dict[NodeId, list[int]]) -> None:
+        tenant = match.process.session.tenant
+        match.waiting += len(wanted)
+        for node, indices in wanted.items():
+            packed = join_keys([match.keys[index] for index in indices])
+            self._peers.call(
+                node,
+                partial(_lookup, tenant=tenant, keys=packed),
+                match.deadline - self._context.now,
+                partial(self._heard, match, node, indices),
+            )
+        if not wanted and not match.waiting:
+            self._finish(match)
+
+    def _heard(self, match: _Match, node: NodeId, indices: list[int], reply: Reply | None) -> None:
+        """One node answered, or will not. Then the second round, or the end."""
+        match.waiting -= 1
+        second: dict[NodeId, list[int]] = {}
+        if isinstance(reply, peer_wire.LookupReply) and len(reply.codes) == len(indices):
+            if reply.lease:
+                match.leases.setdefault(node, []).append(reply.lease)
+            self._take(match, node, indices, reply, second)
+        if match.own:
+            self._add_own(match, second)
+        if second and self._context.now < match.deadline:
+            self._send(match, second)
+        elif not match.waiting:
+            self._finish(match)
+
+    def _take(
+        self,
+        match: _Match,
+        node: NodeId,
+        indices: list[int],
+        reply: peer_wire.LookupReply,
+        second: dict[NodeId, list[int]],
+    ) -> None:
+        named = iter(reply.nodes)
+        codes, remotes = match.codes, match.remotes
+        for index, code in zip(indices, reply.codes, strict=True):
+            if code == _LOCAL:
+                if remotes[index] is None:
+                    remotes[index] = node
+                    codes[index] = _REMOTE
+            elif code == _ELSEWHERE:
+                elsewhere = NodeId(next(named, ""))
+                match.hints[index] = (node, elsewhere)
+                if remotes[index] is None and elsewhere:
+                    self._aim(match, index, elsewhere, second)
+            elif code == _MISSING and match.candidates[index][0] != node:
+                match.denied.add((index, node))
+            elif code in _HOME_ANSWERS and code < codes[index]:
+                codes[index] = code
+
+    def _finish(self, match: _Match) -> None:
+        """Lease the longest prefix that was found, give the rest back, answer."""
+        del self._under_way[match]
+        process, session = match.process, match.process.session
+        here = self._sessions.process(process.connection) is process
+        if match.candidates:
+            self._recheck(match)
+            self._report_stale(match)
+        room = max(0, self._sessions.lease_room(session)) if here else 0
+        limit = min(len(match.keys), room)
+        hits = match.found(limit) if match.candidates else limit
+        if hits == limit < len(match.keys) and match.codes[limit] <= Code.REMOTE:
+            match.codes[limit] = Code.SESSION_LIMIT
+        self._context.store.unpin(*(segment for segment in match.segments[hits:] if segment is not None))
+        lease = self._make_lease(match, hits)
+        self._count(match, hits)
+        if here:
+            reply = wire.Matched(
+                match.request.id,
+                lease.id if lease else 0,
+                hits,
+                bytes(match.codes),
+                *pack(match.segments[:hits], session.shards, checksums=match.request.checksums),
+            )
+            self._context.emit(Answer(process.connection, reply))
+
+    def _recheck(self, match: _Match) -> None:
+        """What arrived here while others were asked is found here."""
+        if match.arrivals == self._context.store.arrivals:
+            return
+        missing = match.missing()
+        arrived = self._context.ready(match.process.session.tenant, [match.keys[index] for index in missing])
+        for index, segment in zip(missing, arrived, strict=True):
+            if segment is not None:
+                self._context.store.pin(segment)
+                match.segments[index] = segment
+                match.codes[index] = _LOCAL
+
+    def _make_lease(self, match: _Match, hits: int) -> Lease | None:
+        lease: Lease | None = None
+        if hits:
+            lease = Lease(LeaseId(self._context.next_id()), match.keys[:hits], match.process.connection)
+            lease.segments = match.segments[:hits]
+            if match.candidates:
+                places = zip(lease.segments, match.remotes, strict=False)
+                lease.remotes = [remote if segment is None else None for segment, remote in places]
+            self._sessions.add_lease(match.process.session, lease)
+        for node, leases in match.leases.items():
+            if lease is not None and node in lease.remotes:
+                lease.remote_leases += [(node, remote) for remote in leases]
+            else:
+                self._peers.tell(node, peer_wire.ReleaseLease(tuple(leases)))
+        return lease
+
+    def _report_stale(self, match: _Match) -> None:
+        """A home named a node that does not have it: tell the home, or the key stays lost."""
+        stale: dict[tuple[NodeId, NodeId], list[SegmentKey]] = {}
+        for index, (home, named) in match.hints.items():
+            if match.codes[index] > _REMOTE and (index, named) in match.denied:
+                match.codes[index] = min(match.codes[index], _MISSING)
+                stale.setdefault((home, named), []).append(match.keys[index])
+        tenant = match.process.session.tenant
+        for (home, named), keys in stale.items():
+            if home == self._context.node:
+                for key in keys:
+                    self._context.directory.gone(tenant, key, named)
+            else:
+                self._peers.tell(home, peer_wire.Evicted(tenant, join_keys(keys), named))
+
+    def _count(self, match: _Match, hits: int) -> None:
+        """Every token asked for is counted once: now, or when its fetch ends or is skipped."""
+        size = match.process.session.segment_tokens
+        local = hits - match.segments[:hits].count(None) if match.candidates else hits
+        pending = int(hits < len(match.keys) and match.codes[hits] == Code.PENDING)
+        self._context.counters.add(LOCAL, local * size)
+        self._context.counters.add(PENDING, pending * size)
+        self._context.counters.add(MISSING, (len(match.keys) - hits - pending) * size)
+
+    @property
+    def matching(self) -> int:
+        """Matches under way."""
+        return len(self._under_way)
+
+    def pinned(self) -> Iterator[Segment]:
+        """A segment per pin of the matches under way; for integrity checks."""
+        return (segment for match in self._under_way for segment in match.segments if segment is not None)
+
+    def census(self) -> dict[str, int]:
+        """Entries of each map."""
+        return {"matches": len(self._under_way)}
+
+
+def _lookup(call: int, *, tenant: TenantId, keys: bytes) -> peer_wire.Lookup:
+    return peer_wire.Lookup(call, tenant, keys)
