@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -99,6 +100,13 @@ class Engine:
             os._exit(int(self.arrays[0][0]) * 0)
         return {"signal": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) * -1}
 
+    def limit(self, nbytes: int | None) -> dict[str, Any]:
+        """Let the process map so much more memory; None: as much as there is."""
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        most = resource.RLIM_INFINITY if nbytes is None else used + nbytes
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+        return {}
+
     def state(self) -> dict[str, Any]:
         return {"timeouts": self.pool.timeouts, "expired": self.pool.expired, "connected": self.pool.connected}
 
@@ -110,7 +118,7 @@ def main(socket: str, session: str) -> None:
         request = json.loads(line)
         try:
             answer = getattr(engine, request.pop("command"))(**request)
-        except TokenLakeError as error:
+        except (TokenLakeError, OSError, MemoryError) as error:
             answer = {"error": type(error).__name__, "reason": str(error)}
         print(json.dumps(answer), flush=True)
 

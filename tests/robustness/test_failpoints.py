@@ -63,7 +63,7 @@ class Work:
             with self._allowed(pool):
                 store(pool, prompt)
             with self._allowed(pool):
-                pool.store(pool.prefix(Prompt(-self.seed - len(self.prompts), SEGMENTS).tokens).keys).abort()
+                pool.store(pool.prefix(Prompt(self.seed + 700 + len(self.prompts), SEGMENTS).tokens).keys).abort()
         for pool, prompt in ((self.other, self.prompts[-1]), (self.ending, self.prompts[-2])):
             with self._allowed(pool):
                 self.read(pool, prompt)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.robustness.live import flip, match, wait_until
-from tests.robustness.matrix.measure import Asker, Outcome, asking
+from tests.robustness.matrix.measure import Outcome, asking
 from tests.robustness.matrix.proxy import Cut, Trickle
 from tests.robustness.matrix.world import world
 from tokenlake.wire import Code
@@ -14,7 +14,7 @@ __all__ = ["cut_in_body", "cut_in_header", "flipped_in_arena", "full", "killed",
 def killed(seed: int) -> Outcome:
     """Engines of both nodes read; what one looks at stays readable; the daemon starts again."""
     with world(seed) as at:
-        at.fill()
+        at.fill_partly_at(0)
         before, only_there = at.listed(), at.only_at(0)
         mine = at.engines[0]
         lease = match(mine.pool, at.prompts[0])
@@ -64,7 +64,7 @@ def slow(seed: int) -> Outcome:
         with asking(at.askers, at.read) as wait:
             wait(2)
             proxy.fault = Trickle("down", 1)
-            wait(5)
+            wait(3)
             proxy.fault = None
         wait_until(mine.answered, "it answers in time again")
         at.find_again(before, mine)
@@ -92,12 +92,8 @@ def _cut(seed: int, fault: Cut) -> Outcome:
         lease = match(mine.pool, at.prompts[0])
         arrays = lease.fetch()
 
-        def request(asker: Asker, number: int) -> None:
-            at.read(asker, number)
-            asker.store(at.fresh(number))
-
         at.begin()
-        with asking(at.askers, request) as wait:
+        with asking(at.askers, at.read_and_store) as wait:
             for made in range(1, 6):
                 wait(2)
                 proxy.fault = fault

@@ -25,8 +25,8 @@ MAX_DESCRIPTORS = 4
 
 Direction = Literal["up", "down"]
 """Up: from whoever connected to whoever was connected to."""
-Part = Literal["header", "body", "raw"]
-"""Of the stream: a frame's length, its MessagePack, the segments' bytes that follow a `Pulled`."""
+Part = Literal["hello", "header", "body", "raw"]
+"""Of the stream: its first frame, a frame's length, its MessagePack, the segments' bytes that follow a `Pulled`."""
 Address = Path | tuple[str, int]
 
 
@@ -48,7 +48,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Flip:
-    """One bit of every piece of `part`, of which one in `every` is met."""
+    """One bit of each piece of `part`, of which one in `every` is met."""
 
     direction: Direction
     part: Part
@@ -65,12 +65,13 @@ class _Walk:
         self._part: Part = "header"
         self._left = HEADER_BYTES
         self._kept = b""
+        self._greeted = False
 
     def split(self, data: bytes) -> Iterator[tuple[Part, bytes]]:
         """The pieces of `data`, none of which reaches beyond the end of its part."""
         while data:
             piece, data = data[: self._left], data[self._left :]
-            part = self._part
+            part: Part = self._part if self._greeted else "hello"
             self._left -= len(piece)
             self._kept += piece if part != "raw" else b""
             if not self._left:
@@ -83,6 +84,7 @@ class _Walk:
             self._part, self._left = "body", int.from_bytes(kept, "little")
             return
         self._part, self._left = "header", HEADER_BYTES
+        self._greeted = True
         raw = _raw_bytes(kept)
         if raw:
             self._part, self._left = "raw", raw

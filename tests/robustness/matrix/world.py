@@ -26,6 +26,7 @@ __all__ = ["World", "world"]
 
 PROMPTS = 12
 SEGMENTS = 4
+FRESH = 24
 
 
 class World:
@@ -40,6 +41,7 @@ class World:
         self.engines: list[Asker] = []
         self.askers: list[Asker] = []
         """These and all others."""
+        self.gone: list[Asker] = []
         self.outcome = Outcome()
         self._stack = stack
 
@@ -57,19 +59,53 @@ class World:
 
     def read(self, asker: Asker, number: int) -> None:
         """A request of one of the prompts."""
-        asker.read(self.prompts[number % PROMPTS])
+        asker.read(self.prompts[number % len(self.prompts)])
+
+    def leave(self, asker: Asker) -> None:
+        """Its session ends; it is asked no more, what it measured counts."""
+        asker.pool.close()
+        self.gone.append(asker)
 
     def proxy(self, number: int) -> Proxy:
         """In front of the socket where node `number` hears its engines."""
         path = self.cluster.directory / f"proxy{number}.sock"
         return self._stack.enter_context(Proxy(self.nodes[number].socket, path, self.seed))
 
-    def fill(self) -> None:
-        """Each engine stores its share of the prompts; pushes are done."""
+    def fill(self, *askers: Asker) -> None:
+        """Each of these, or without any the engine of each node, stores its share of the prompts; pushes are done."""
+        by = askers or self.engines
         for number, prompt in enumerate(self.prompts):
-            codes = self.engines[number % len(self.engines)].store(prompt, patience=LIMIT_S)
+            codes = by[number % len(by)].store(prompt, patience=LIMIT_S)
             assert codes == {Code.COMMITTED}
         wait_pushed(self.cluster)
+
+    def read_and_store(self, asker: Asker, number: int) -> None:
+        """The same, and one that stores; no more in all than the arena has room for."""
+        self.read(asker, number)
+        asker.store(self.fresh(number % FRESH))
+
+    def hand_over(self, asker: Asker, number: int) -> None:
+        """The engine of node 1 stores what this one reads: bytes are pushed and fetched."""
+        self.engines[1].store(self.fresh(number % FRESH))
+        asker.read(self.fresh(number % FRESH))
+
+    def fill_partly_at(self, number: int) -> None:
+        """The engine of this node stores all prompts, half of them while the other node is down: nobody else holds
+        those."""
+        here, other = self.engines[number], 1 - number
+        self.nodes[other].kill()
+        alone = self.prompts[: PROMPTS // 2]
+        for prompt in alone:
+            wait_until(lambda prompt=prompt: here.store(prompt) <= DONE, "it stores alone")  # type: ignore[misc]
+        wait_pushed(self.cluster)
+        self.nodes[other].start()
+        self.cluster.wait_ready()
+        wait_until(self.engines[other].answered, "the other engine is back")
+        for prompt in self.prompts[PROMPTS // 2 :]:
+            assert here.store(prompt, patience=LIMIT_S) == {Code.COMMITTED}
+        wait_pushed(self.cluster)
+        wait_until(lambda: len(self.listed()) == PROMPTS * SEGMENTS, "all is found")
+        assert self.only_at(number) >= len(alone) * SEGMENTS
 
     def metric(self, number: int, name: str) -> float:
         """Of one node, summed over its labels."""
@@ -101,7 +137,7 @@ class World:
 
     def serves(self) -> None:
         """Each engine stores afresh and reads it, and the slots of every daemon add up."""
-        for number, asker in enumerate(self.askers):
+        for number, asker in enumerate(asker for asker in self.askers if asker not in self.gone):
             fresh = Prompt(1000 * self.seed + 900 + number, SEGMENTS)
             wait_until(lambda asker=asker, fresh=fresh: asker.store(fresh) <= DONE, "it stores")  # type: ignore[misc]
             wait_until(lambda asker=asker, fresh=fresh: asker.whole([fresh]), "it reads")  # type: ignore[misc]

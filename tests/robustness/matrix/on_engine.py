@@ -1,0 +1,194 @@
+"""Faults of an engine at node 0; another engine of that node, whose calls count, must not notice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.robustness.live import EngineProcess, Prompt, flip, local_keys, match, outcomes, store, wait_until
+from tests.robustness.matrix.measure import Outcome, asking
+from tests.robustness.matrix.proxy import Cut, Flip, Trickle
+from tests.robustness.matrix.world import World, world
+from tokenlake.errors import TokenLakeError
+from tokenlake.wire import Code
+
+__all__ = ["cut_in_body", "cut_in_header", "flipped_in_arena", "flipped_on_wire", "full", "killed", "slow", "stopped"]
+
+HELD = 6
+"""Segments that the engine has leased, and as many that it has reserved, when the fault comes."""
+
+
+def _reserved(at: World) -> int:
+    """Seed of the prompt that it has reserved."""
+    return 1000 * at.seed + 800
+
+
+@contextmanager
+def _busy(at: World) -> Iterator[EngineProcess]:
+    """An engine in a process of its own, with a lease and a reservation."""
+    with EngineProcess(at.nodes[0].socket) as engine:
+        engine.ask("store", seed=at.seed, segments=HELD)
+        assert engine.ask("match", seed=at.seed, segments=HELD)["hits"] == HELD
+        assert engine.ask("prepare", seed=_reserved(at), segments=HELD)["codes"] == [Code.RESERVED] * HELD
+        yield engine
+
+
+def killed(seed: int) -> Outcome:
+    """It has a lease and a reservation, and is storing."""
+    with world(seed, 1) as at:
+        at.fill()
+        before = at.found()
+        with _busy(at) as engine:
+            at.begin()
+            with asking(at.engines, at.read_and_store) as wait:
+                wait(3)
+                engine.begin("store", seed=at.seed + 1, segments=40)
+                engine.kill()
+                wait(10)
+            at.find_again(before)
+            at.serves()
+        assert outcomes(store(at.engines[0].pool, Prompt(_reserved(at), HELD))) == {Code.COMMITTED}, (
+            "nobody writes it now"
+        )
+    return at.outcome
+
+
+def stopped(seed: int) -> Outcome:
+    """It sleeps past its deadlines, others take what it had; then it writes into its slots and reads its lease."""
+    with world(seed, 1, "1MiB", lease_s="0.4", reservation_s="0.4") as at:
+        at.fill()
+        mine = at.engines[0]
+        with _busy(at) as engine:
+            at.begin()
+            engine.freeze()
+            wait_until(lambda: at.metric(0, "tokenlake_quarantined_slots") == HELD, "what it reserved is in quarantine")
+            assert mine.store(Prompt(_reserved(at), HELD), patience=5.0) == {Code.COMMITTED}
+            # More than the arena holds: whatever is not kept for the sleeper gets new owners.
+            for number in range(40):
+                assert mine.store(at.fresh(number), patience=5.0) == {Code.COMMITTED}
+            at.prompts = [at.fresh(number) for number in range(30, 40)]
+            before = at.found()
+            leases = [match(mine.pool, prompt) for prompt in at.prompts]
+            engine.thaw()
+            engine.ask("fill")
+            for prompt, lease in zip(at.prompts, leases, strict=True):
+                mine.check(prompt, lease.fetch())
+                lease.release()
+            assert engine.ask("commit")["codes"] == [Code.EXPIRED] * HELD
+            assert engine.ask("compare") == {"hits": HELD, "wrong": 0}, "what it leased before it slept"
+            engine.ask("release")
+            assert engine.ask("state")["connected"]
+            at.find_again(before)
+            at.serves()
+    return at.outcome
+
+
+def slow(seed: int) -> Outcome:
+    """What it asks trickles."""
+    with world(seed, 1) as at:
+        at.fill()
+        before = at.found()
+        proxy = at.proxy(0)
+        engine = at.engine(0, "engine behind the trickle", proxy)
+        at.begin()
+        with asking(at.askers, at.read_and_store) as wait:
+            wait(2)
+            proxy.fault = Trickle("up", 1)
+            wait(2)
+            proxy.fault = None
+        wait_until(engine.answered, "it is answered in time again")
+        at.find_again(before, engine)
+        at.serves()
+    return at.outcome
+
+
+def cut_in_header(seed: int) -> Outcome:
+    """Five times its connection ends in the middle of a request's length."""
+    return _cut(seed, Cut("up", "header"))
+
+
+def cut_in_body(seed: int) -> Outcome:
+    """Five times its connection ends in the middle of a request."""
+    return _cut(seed, Cut("up", "body"))
+
+
+def _cut(seed: int, fault: Cut) -> Outcome:
+    with world(seed, 1) as at:
+        at.fill()
+        before = at.found()
+        proxy = at.proxy(0)
+        engine = at.engine(0, "engine that is cut off", proxy)
+        session = engine.pool.session
+        at.begin()
+        with asking(at.askers, at.read_and_store) as wait:
+            for made in range(1, 6):
+                wait(2)
+                proxy.fault = fault
+                wait_until(lambda made=made: proxy.done == made, "the connection is cut")  # type: ignore[misc]
+                wait_until(engine.answered, "it is connected again")
+        assert engine.pool.session == session, "its session goes on"
+        at.find_again(before, engine)
+        at.serves()
+    return at.outcome
+
+
+def full(seed: int) -> Outcome:
+    """Its address space is used up: it can map no region, neither to store nor to read."""
+    with world(seed, 1, "64MiB", "64MiB") as at, EngineProcess(at.nodes[0].socket) as engine:
+        at.fill()
+        before = at.found()
+        engine.ask("limit", nbytes=32 << 20)
+        at.begin()
+        for command, number in (("store", seed), ("match", 1000 * seed)):
+            engine.begin(command, seed=number, segments=4)
+            assert engine.finish()["error"] == "OSError"
+        engine.ask("release")
+        with asking(at.engines, at.read_and_store) as wait:
+            wait(5)
+        at.find_again(before)
+        at.serves()
+        engine.ask("limit", nbytes=None)
+        assert set(engine.ask("store", seed=seed, segments=4)["codes"]) == {Code.COMMITTED}
+        assert engine.ask("match", seed=seed, segments=4)["wrong"] == 0
+    return at.outcome
+
+
+def flipped_in_arena(seed: int) -> Outcome:
+    """It writes into what it has committed: engines that verify, and those of other nodes, read nothing of it."""
+    with world(seed) as at:
+        at.fill_partly_at(0)
+        before, only_there = at.listed(), at.only_at(0)
+        writer, elsewhere = at.engines
+        reader = at.engine(0, "engine that verifies", verify=True)
+        here = local_keys(writer.pool, at.prompts)
+        for key in [key for prompt in at.prompts for key in writer.pool.prefix(prompt.tokens).keys if key in here]:
+            assert flip(writer.pool, key)
+        at.begin()
+        for prompt in at.prompts:
+            reader.read(prompt)
+            elsewhere.read(prompt)
+        at.find_again(before, reader, elsewhere, may_lose=only_there)
+        at.serves()
+    return at.outcome
+
+
+def flipped_on_wire(seed: int) -> Outcome:
+    """A bit flips in one of three of its requests; it verifies what it reads."""
+    with world(seed, 1, lease_s="1") as at:
+        at.fill()
+        before = at.found()
+        proxy = at.proxy(0)
+        engine = at.engine(0, "engine whose requests are damaged", proxy, verify=True)
+        assert engine.whole(at.prompts)
+        engine.store(at.fresh(50))
+        engine.misses = TokenLakeError
+        at.begin()
+        with asking(at.askers, at.read_and_store) as wait:
+            proxy.fault = Flip("up", "body", 3)
+            wait(40)
+            proxy.fault = None
+        wait_until(engine.answered, "it is answered again")
+        at.leave(engine)
+        at.find_again(before)
+        at.serves()
+    return at.outcome

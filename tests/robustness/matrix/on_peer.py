@@ -1,0 +1,164 @@
+"""Faults of another node, which is node 1; the engine of node 0 asks."""
+
+from __future__ import annotations
+
+from tests.robustness.live import flip, local_keys, wait_pushed, wait_until
+from tests.robustness.matrix.measure import Outcome, asking
+from tests.robustness.matrix.proxy import Cut, Flip, Trickle
+from tests.robustness.matrix.world import world
+from tokenlake.wire import Code
+
+__all__ = [
+    "cut_in_header",
+    "cut_in_payload",
+    "flipped_in_arena",
+    "flipped_on_wire",
+    "full",
+    "killed",
+    "slow",
+    "stopped",
+]
+
+
+def killed(seed: int) -> Outcome:
+    """The engine reads and stores; the node starts again."""
+    with world(seed) as at:
+        at.fill_partly_at(1)
+        before, only_there = at.listed(), at.only_at(1)
+        at.begin()
+        with asking(at.engines[:1], at.read_and_store) as wait:
+            wait(3)
+            at.nodes[1].kill()
+            wait(len(at.prompts))
+            at.nodes[1].start()
+            at.cluster.wait_ready()
+        wait_until(at.engines[1].answered, "its engine is back")
+        at.find_again(before, may_lose=only_there)
+        at.serves()
+    return at.outcome
+
+
+def stopped(seed: int) -> Outcome:
+    """The engine reads and stores while the node is stopped, and after it goes on."""
+    with world(seed) as at:
+        at.fill_partly_at(1)
+        before = at.listed()
+        at.begin()
+        with asking(at.engines[:1], at.read_and_store) as wait:
+            wait(3)
+            at.nodes[1].freeze()
+            wait(len(at.prompts))
+            at.nodes[1].thaw()
+            wait_until(at.engines[1].answered, "it answers")
+        at.find_again(before)
+        at.serves()
+    return at.outcome
+
+
+def slow(seed: int) -> Outcome:
+    """What the node says and sends trickles."""
+    with world(seed, linked=True) as at:
+        at.fill()
+        before = at.listed()
+        at.begin()
+        with asking(at.engines[:1], at.hand_over) as wait:
+            wait(2)
+            at.links[1].fault = Trickle("down", 64)
+            wait(10)
+            at.links[1].fault = None
+        at.find_again(before)
+        at.serves()
+    return at.outcome
+
+
+def cut_in_header(seed: int) -> Outcome:
+    """Five times a connection between the nodes ends in the middle of a frame's length."""
+    return _cut(seed, Cut("down", "header"))
+
+
+def cut_in_payload(seed: int) -> Outcome:
+    """Five times a connection between the nodes ends in the middle of a segment's bytes."""
+    return _cut(seed, Cut("down", "raw"))
+
+
+def _cut(seed: int, fault: Cut) -> Outcome:
+    with world(seed, linked=True) as at:
+        at.fill()
+        before = at.listed()
+        at.begin()
+        with asking(at.engines[:1], at.hand_over):
+            for made in range(1, 6):
+                at.links[1].fault = fault
+                wait_until(lambda made=made: at.links[1].done == made, "a connection is cut")  # type: ignore[misc]
+        at.cluster.wait_ready()
+        at.find_again(before)
+        at.serves()
+    return at.outcome
+
+
+def full(seed: int) -> Outcome:
+    """An engine of the node has leased all its slots: what it would hold stays where it is written."""
+    with world(seed, memory="1MiB", session_lease_share="1") as at:
+        mine, other = at.engines
+        filled = 0
+        while at.metric(1, "tokenlake_free_slots"):
+            assert other.store(at.fresh(filled), patience=5.0) == {Code.COMMITTED}
+            filled += 1
+        wait_pushed(at.cluster)
+        there = local_keys(other.pool, [at.fresh(number) for number in range(filled)])
+        leases = [
+            other.pool.match([key])
+            for number in range(filled)
+            for key in other.pool.prefix(at.fresh(number).tokens).keys
+            if key in there
+        ]
+        slots = at.metric(1, "tokenlake_slots")
+        assert sum(lease.hits for lease in leases) == slots
+        at.begin()
+        received = at.metric(1, "tokenlake_received_segments_total")
+        for prompt in at.prompts[:6]:
+            assert mine.store(prompt, patience=5.0) == {Code.COMMITTED}
+        wait_pushed(at.cluster)
+        before = {key for prompt in at.prompts[:6] for key in map(bytes, mine.pool.prefix(prompt.tokens).keys)}
+        at.find_again(before, mine)
+        assert at.metric(1, "tokenlake_received_segments_total") == received, "it took nothing"
+        for lease in leases:
+            lease.release()
+        assert other.answered()
+        at.serves()
+    return at.outcome
+
+
+def flipped_in_arena(seed: int) -> Outcome:
+    """A bit flips in every segment that the node holds; what is recomputed is served again."""
+    with world(seed) as at:
+        at.fill_partly_at(1)
+        before, only_there = at.listed(), at.only_at(1)
+        mine, other = at.engines
+        flipped = [flip(other.pool, key) for prompt in at.prompts for key in other.pool.prefix(prompt.tokens).keys]
+        assert sum(flipped) >= only_there > 0
+        at.begin()
+        for prompt in at.prompts:
+            mine.read(prompt)
+        assert at.metric(0, "tokenlake_corrupt_segments_total") > 0
+        at.find_again(before, mine, may_lose=only_there)
+        for prompt in at.prompts:
+            mine.store(prompt)
+        assert mine.whole(at.prompts), "recomputed"
+        at.serves()
+    return at.outcome
+
+
+def flipped_on_wire(seed: int) -> Outcome:
+    """A bit flips in every second piece of a segment on its way."""
+    with world(seed, linked=True) as at:
+        at.fill()
+        before = at.listed()
+        at.begin()
+        with asking(at.engines[:1], at.hand_over):
+            at.links[1].fault = Flip("down", "raw", 2)
+            wait_until(lambda: at.metric(0, "tokenlake_corrupt_segments_total") >= 5, "five segments are refused")
+            at.links[1].fault = None
+        at.find_again(before)
+        at.serves()
+    return at.outcome

@@ -1,0 +1,169 @@
+"""The table: what is promised for each subject and fault, and the scenario that shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from tests.robustness.live import LIMIT_S
+from tests.robustness.matrix import on_daemon, on_engine, on_peer
+from tests.robustness.matrix.measure import Outcome
+
+__all__ = ["CELLS", "FOUND", "MEANINGLESS", "Cell"]
+
+ANY = 1 << 30
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One scenario. `timeouts`: how many calls of an engine may wait for their whole deadline, by its name; none of all
+    others."""
+
+    subject: str
+    fault: str
+    promise: str
+    scenario: Callable[[int], Outcome]
+    timeouts: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """As the command takes it."""
+        return f"{self.subject}/{self.fault}"
+
+    @property
+    def seed(self) -> int:
+        """Unless another is given."""
+        return 1 + CELLS.index(self)
+
+    def check(self, outcome: Outcome) -> None:
+        """AssertionError for a promise that was not kept."""
+        assert outcome.compared > 0
+        assert outcome.wrong == 0, "wrong bytes"
+        assert outcome.lost <= outcome.may_lose, "segments lost"
+        assert outcome.longest_s < LIMIT_S, "a call that hung"
+        late = {name: count for name, count in outcome.timeouts.items() if count > self.timeouts.get(name, 0)}
+        assert not late, f"calls that waited for their whole deadline: {late}"
+
+
+AT_ONCE = "calls fail at once, none waits for its deadline"
+RESUMED = "one call fails at once; the session goes on, what was leased stays leased and readable; nothing is lost"
+UNNOTICED = "other engines notice nothing"
+
+CELLS = (
+    Cell(
+        "daemon",
+        "kill",
+        f"{AT_ONCE}; arrays stay readable; lost is at most what only it held; its engine reconnects by itself",
+        on_daemon.killed,
+    ),
+    Cell(
+        "daemon",
+        "stop",
+        "its engine waits for one deadline, then calls fail at once; engines elsewhere see misses; nothing is lost",
+        on_daemon.stopped,
+        {"engine of node0": 1},
+    ),
+    Cell(
+        "daemon",
+        "slow",
+        "each call ends at its deadline; late answers grant nothing; the daemon's other engines notice nothing",
+        on_daemon.slow,
+        {"engine behind the trickle": ANY},
+    ),
+    Cell("daemon", "half-header", RESUMED, on_daemon.cut_in_header),
+    Cell("daemon", "half-payload", RESUMED, on_daemon.cut_in_body),
+    Cell(
+        "daemon",
+        "full",
+        "stores are refused at once with NO_SLOT; what is leased stays and is read; a released slot is given again",
+        on_daemon.full,
+    ),
+    Cell(
+        "daemon",
+        "flip-arena",
+        "an engine that verifies reads none of it; lost are the segments hit",
+        on_daemon.flipped_in_arena,
+    ),
+    Cell(
+        "peer",
+        "kill",
+        f"misses: {AT_ONCE}; lost is at most what only it held; copies elsewhere are found",
+        on_peer.killed,
+    ),
+    Cell(
+        "peer",
+        "stop",
+        "the calls under way wait for one match deadline, answered by their own daemon; then misses; nothing is lost",
+        on_peer.stopped,
+    ),
+    Cell("peer", "slow", "a transfer ends at its deadline and is a miss; nothing is lost", on_peer.slow),
+    Cell("peer", "half-header", "misses until the nodes are connected again; nothing is lost", on_peer.cut_in_header),
+    Cell("peer", "half-payload", "the cut transfer is a miss, its bytes reach nobody", on_peer.cut_in_payload),
+    Cell("peer", "full", "pushes are refused: every segment stays where it was written", on_peer.full),
+    Cell(
+        "peer",
+        "flip-arena",
+        "bytes with a wrong checksum are a miss; lost are the segments that only it held, until recomputed",
+        on_peer.flipped_in_arena,
+    ),
+    Cell("peer", "flip-wire", "bytes with a wrong checksum are a miss; nothing is lost", on_peer.flipped_on_wire),
+    Cell("engine", "kill", f"{UNNOTICED}; its leases and reservations come back", on_engine.killed),
+    Cell(
+        "engine",
+        "stop",
+        f"{UNNOTICED}; its reservations expire into quarantine; awake, it harms nobody and reads what it had leased",
+        on_engine.stopped,
+    ),
+    Cell(
+        "engine",
+        "slow",
+        f"{UNNOTICED}; its own calls end at their deadlines",
+        on_engine.slow,
+        {"engine behind the trickle": ANY},
+    ),
+    Cell("engine", "half-header", f"{RESUMED}; {UNNOTICED}", on_engine.cut_in_header),
+    Cell("engine", "half-payload", f"{RESUMED}; {UNNOTICED}", on_engine.cut_in_body),
+    Cell(
+        "engine",
+        "full",
+        f"the call that cannot map raises, what it was granted is given back; {UNNOTICED}",
+        on_engine.full,
+    ),
+    Cell(
+        "engine",
+        "flip-arena",
+        "what it wrote over after its commit is a miss for engines that verify and for all of other nodes",
+        on_engine.flipped_in_arena,
+    ),
+    Cell(
+        "engine",
+        "flip-wire",
+        f"damaged requests are refused or miss; {UNNOTICED}; what it is granted ends with its session",
+        on_engine.flipped_on_wire,
+        {"engine whose requests are damaged": ANY},
+    ),
+)
+"""In the order of the page."""
+
+MEANINGLESS = {
+    "daemon/flip-wire": "no segment travels between a daemon and its engine, and a frame does not leave the memory of "
+    "one machine: a bit that flips there is one that flips in the engine. Frames that are malformed, either way: "
+    "`tests/server/test_noise.py`, `tests/rules/test_wire.py`",
+}
+"""Why there is no scenario."""
+
+FOUND = (
+    (
+        "what was granted in an answer that was cut off stayed leased or reserved for as long as the engine lived",
+        "test_an_answer_that_was_cut_off_grants_nothing",
+    ),
+    (
+        "a request whose answer never came was the last one: no other was sent until it came, no heartbeat either",
+        "test_an_answer_that_never_comes_ends_no_service",
+    ),
+    (
+        "a connection closed by one thread left another waiting, for a whole deadline, on the number of a new socket",
+        "test_a_broken_connection_is_closed_by_its_reader",
+    ),
+)
+"""(Fault of ours, the test that names it), all in tests/robustness/test_findings.py."""

@@ -1,0 +1,39 @@
+"""Every cell of the fault matrix keeps its promise; `python -m tests.robustness.matrix` writes the page."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from tests.robustness import test_findings
+from tests.robustness.matrix.table import CELLS, FOUND, MEANINGLESS, Cell
+
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "faults.md"
+SUBJECTS = ("daemon", "peer", "engine")
+FAULTS = ("kill", "stop", "slow", "half-header", "half-payload", "full", "flip-arena", "flip-wire")
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_a_promise_is_kept(cell: Cell) -> None:
+    print(f"seed {cell.seed}")
+    outcome = cell.scenario(cell.seed)
+    print(outcome)
+    cell.check(outcome)
+
+
+def test_each_subject_meets_each_fault() -> None:
+    names = [cell.name for cell in CELLS] + list(MEANINGLESS)
+    assert sorted(names) == sorted(f"{subject}/{fault}" for subject, fault in product(SUBJECTS, FAULTS))
+
+
+def test_the_page_has_a_row_for_each() -> None:
+    page = PAGE.read_text()
+    assert [cell.name for cell in CELLS if f"| {cell.name} | {cell.promise} |" not in page] == []
+    assert [name for name in MEANINGLESS if f"`{name}`" not in page] == []
+
+
+def test_what_was_found_has_its_test() -> None:
+    assert [test for _, test in FOUND if not hasattr(test_findings, test)] == []
