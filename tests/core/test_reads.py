@@ -103,6 +103,17 @@ def test_the_home_names_the_node_that_has_it() -> None:
     assert [lookup for lookup in said(cluster, 2, peer.Lookup) if lookup.keys == keys[1]]
 
 
+def test_a_home_asks_the_node_it_names_also_while_the_other_candidate_is_silent() -> None:
+    """Its own directory waits for the first answer, but not for all of the deadline."""
+    cluster = calm(4, run_length=4)
+    writer, reader = cluster.join(2), cluster.join(0)
+    keys = placed(cluster, 1, 2) + placed(cluster, 0, 3)
+    store(cluster, writer, keys)
+    assert kinds(cluster, keys[1])[1] is Kind.HOME
+    cluster.node(3).freeze()
+    assert list(match(cluster, reader, keys[1:]).codes) == [Code.REMOTE]
+
+
 def test_a_home_is_told_that_the_node_it_names_has_nothing() -> None:
     """Also when it names the node that asks: nobody else would find out."""
     for asking in (1, 2):
