@@ -10,7 +10,20 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tokenlake.identity import NodeId, SegmentKey
-from tokenlake.planner import Batch, Costs, Model, PrefixTree, Rates, Request, Run, Way, choose, gen_plans, grow
+from tokenlake.planner import (
+    Batch,
+    Costs,
+    Model,
+    PrefixTree,
+    Rates,
+    Request,
+    Run,
+    Way,
+    cache_load,
+    choose,
+    gen_plans,
+    grow,
+)
 
 MODEL = Model(layers=4, segment_bytes=1 << 20, query_bytes=1 << 12)
 TOKENS = 16
@@ -217,6 +230,23 @@ def test_the_same_plans_for_the_same_question() -> None:
         gen_plans([[index] for index in range(12)], [1] * 12, tree, instances, MODEL, rates()) for _ in range(2)
     )
     assert first == second
+
+
+# -- load
+
+
+def test_the_load_of_a_node_is_what_attention_over_its_segments_takes() -> None:
+    requests = [request("abcd"), request("ab"), request("xy")]
+    holders = {**everything(requests[:2], B), **everything(requests[2:], C)}
+    tree = grow(requests, holders, TOKENS)
+    made = rates()
+    load = cache_load([0, 1, 2], tree, {"i0": A, "i1": B}, MODEL.layers, made)
+    of = made.peer(B).attention
+    spent = MODEL.layers * (of.seconds(5 + 5, 32) + of.seconds(5, 32))
+    least = 3 * made.prefill.seconds(5, 0) / 2
+    assert load == {A: 0.0, B: pytest.approx(spent / (spent + least)), C: pytest.approx(load[C])}
+    assert 0 < load[C] < load[B] < 1
+    assert cache_load([0], tree, {"i0": A}, MODEL.layers, Rates()) == {A: 0.0, B: 1.0}
 
 
 # -- what is measured

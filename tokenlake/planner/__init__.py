@@ -2,6 +2,7 @@
 
 from tokenlake.planner.choose import Decision, Way, choose
 from tokenlake.planner.costs import Batch, Costs, Model
+from tokenlake.planner.load import cache_load
 from tokenlake.planner.plans import Plans, QueryPlan, TransferPlan, gen_plans
 from tokenlake.planner.rates import Estimate, PeerRates, PrefillFit, Rates
 from tokenlake.planner.tree import PrefixTree, Request, Run, grow
@@ -22,6 +23,7 @@ __all__ = [
     "Run",
     "TransferPlan",
     "Way",
+    "cache_load",
     "choose",
     "gen_plans",
     "grow",
