@@ -133,6 +133,11 @@ def soak(**arguments: object) -> None:
 @click.option("--tokens", default="4096,32768", show_default=True, help="Of the cache.")
 @click.option("--queries", default="1,16,512", show_default=True, help="Query tokens per call.")
 @click.option("--seconds", default=4.0, show_default=True, help="About so long per row.")
+@click.option(
+    "--processor-time",
+    is_flag=True,
+    help="Of all threads, instead of the time that passed: with OMP_NUM_THREADS=1, what a busy machine disturbs less.",
+)
 @_json
 def attention(**arguments: object) -> None:
     """Attention over segments where they lie, against torch's fused kernel over one contiguous cache.

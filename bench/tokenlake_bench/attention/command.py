@@ -33,6 +33,7 @@ class AttentionArguments:
     queries: str
     seconds: float
     json_file: Path | None
+    processor_time: bool = False
 
     def __post_init__(self) -> None:
         for dtype in self.dtypes.split(","):
@@ -47,7 +48,10 @@ class AttentionArguments:
         from tokenlake_bench.attention.local import local_cases
 
         yield from local_cases(
-            self.dtypes.split(","), _numbers("tokens", self.tokens), _numbers("queries", self.queries)
+            self.dtypes.split(","),
+            _numbers("tokens", self.tokens),
+            _numbers("queries", self.queries),
+            time.process_time if self.processor_time else time.perf_counter,
         )
 
 

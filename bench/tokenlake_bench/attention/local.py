@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,6 +28,10 @@ _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
+Clock = Callable[[], float]
+"""Seconds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cache:
     """`tokens` of a model with 32 query and 8 KV heads of 128: in the slots of an arena, and once more contiguous."""
@@ -46,12 +49,13 @@ class LocalCase:
 
     bytes_formula = 0
 
-    def __init__(self, cache: Cache, kernel: Kernel, queries: int, scattered: bool) -> None:
+    def __init__(self, cache: Cache, kernel: Kernel, queries: int, scattered: bool, clock: Clock) -> None:
         layout = cache.layout
         tokens = cache.contiguous[0][0].shape[2]
         self.name = f"local_{layout.dtype}_{tokens}_q{queries}{'_scattered' if scattered else ''}"
         self._cache = cache
         self._kernel = kernel
+        self._clock = clock
         self._slots = cache.scattered if scattered else cache.neighbours
         drawn = np.random.default_rng(queries).standard_normal((queries, Q_HEADS, layout.key_dim), np.float32)
         self._queries = from_float32(drawn, layout.dtype)
@@ -63,15 +67,15 @@ class LocalCase:
 
     def sample(self, turn: int) -> float:
         """See `Case`."""
-        began = time.perf_counter()
+        began = self._clock()
         self._attend(turn % LAYERS)
-        return time.perf_counter() - began
+        return self._clock() - began
 
     def ceiling(self, turn: int) -> float:
         """See `Case`."""
-        began = time.perf_counter()
+        began = self._clock()
         self._fuse(turn % LAYERS)
-        return time.perf_counter() - began
+        return self._clock() - began
 
     def bytes(self) -> int:
         """See `Case`: nothing travels."""
@@ -93,7 +97,9 @@ class LocalCase:
             raise TokenLakeError(f"{self.name}: differs by {worst} from attention over the contiguous cache")
 
 
-def local_cases(dtypes: Sequence[str], tokens: Sequence[int], queries: Sequence[int]) -> Iterator[LocalCase]:
+def local_cases(
+    dtypes: Sequence[str], tokens: Sequence[int], queries: Sequence[int], clock: Clock
+) -> Iterator[LocalCase]:
     """Every combination; the memory of one dtype and number of tokens at a time. Scattered slots for up to 16 queries:
     more gather their segments first."""
     for dtype in dtypes:
@@ -101,9 +107,9 @@ def local_cases(dtypes: Sequence[str], tokens: Sequence[int], queries: Sequence[
             cache = _cache(dtype, length)
             kernel = kernel_for(cache.layout, AttentionShape.of(cache.layout, Q_HEADS))
             for count in queries:
-                yield LocalCase(cache, kernel, count, scattered=False)
+                yield LocalCase(cache, kernel, count, scattered=False, clock=clock)
                 if count <= 16:
-                    yield LocalCase(cache, kernel, count, scattered=True)
+                    yield LocalCase(cache, kernel, count, scattered=True, clock=clock)
 
 
 def _cache(dtype: str, tokens: int) -> Cache:
