@@ -22,6 +22,7 @@ beyond the prefix is given back at once.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
 
@@ -66,7 +67,7 @@ class _Match:
         self.keys = keys
         self.segments = segments
         self.remotes: list[NodeId | None] = [None] * len(keys)
-        self.codes = bytearray([_UNKNOWN]) * len(keys)
+        self.codes = bytearray([_LOCAL]) * len(keys)
         """The most telling of the answers: LOCAL, REMOTE, PENDING, MISSING, UNKNOWN, ..."""
         self.leases: dict[NodeId, list[int]] = {}
         self.waiting = 0
@@ -119,12 +120,11 @@ class Matches:
         self._context.counters.add(ASKED, len(keys) * session.segment_tokens)
         match = _Match(process, request, keys, self._context.ready(session.tenant, keys))
         self._under_way[match] = None
-        if None in match.segments:
-            self._context.store.pin(*(segment for segment in match.segments if segment is not None))
+        here = [segment for segment in match.segments if segment is not None]
+        self._context.store.pin(*here)
+        if len(here) < len(keys):
             self._ask(match)
         else:
-            self._context.store.pin(*match.segments)  # type: ignore[arg-type]
-            match.codes = bytearray([_LOCAL]) * len(keys)
             self._finish(match)
 
     def _ask(self, match: _Match) -> None:
@@ -135,15 +135,14 @@ class Matches:
         match.deadline = self._context.now + limit
         match.arrivals = self._context.store.arrivals
         missing = match.missing()
-        match.codes = bytearray([_LOCAL]) * len(match.keys)
         candidates = self._context.ring.candidates(join_keys([match.keys[index] for index in missing]))
         match.candidates = dict(zip(missing, candidates, strict=True))
-        wanted: dict[NodeId, list[int]] = {}
+        wanted: defaultdict[NodeId, list[int]] = defaultdict(list)
         for index, (home, other) in match.candidates.items():
             match.codes[index] = _UNKNOWN
-            wanted.setdefault(home, []).append(index)
+            wanted[home].append(index)
             if other != home:
-                wanted.setdefault(other, []).append(index)
+                wanted[other].append(index)
         match.own = wanted.pop(self._context.node, [])
         if wanted:
             # Mostly those who are asked have everything, and there is nothing left to look up here.

@@ -37,9 +37,11 @@ _pool = operator.attrgetter("pool")
 
 
 class _PeerLease:
-    def __init__(self, node: NodeId, segments: list[Segment], timer: Timer) -> None:
+    def __init__(self, node: NodeId, segments: list[Segment], counts: Counter[SlotPool], timer: Timer) -> None:
         self.node = node
         self.segments = segments
+        self.counts = counts
+        """How many of them in each pool."""
         self.timer = timer
 
 
@@ -96,9 +98,8 @@ class Serving:
     def _within_room(self, found: list[Segment | None], codes: bytearray) -> list[Segment]:
         """What of the segments found other nodes may lease now; the others become UNKNOWN."""
         leased = [segment for segment in found if segment is not None]
-        counts = Counter(map(_pool, leased))
-        rooms = {pool: self._room(pool) for pool in counts}
-        if all(counts[pool] <= room for pool, room in rooms.items()):
+        rooms = {pool: self._room(pool) for pool in dict.fromkeys(map(_pool, leased))}
+        if all(len(leased) <= room for room in rooms.values()):
             return leased
         leased.clear()
         for index, segment in enumerate(found):
@@ -118,8 +119,9 @@ class Serving:
     def _grant(self, node: NodeId, segments: list[Segment]) -> LeaseId:
         lease = LeaseId(self._context.next_id())
         self._context.store.pin(*segments)
-        self._leased.update(map(_pool, segments))
-        self._leases[lease] = _PeerLease(node, segments, self._expire_later(lease))
+        counts = Counter(map(_pool, segments))
+        self._leased += counts
+        self._leases[lease] = _PeerLease(node, segments, counts, self._expire_later(lease))
         return lease
 
     def _expire_later(self, lease: LeaseId) -> Timer:
@@ -140,7 +142,7 @@ class Serving:
             return
         del self._leases[lease_id]
         lease.timer.cancel()
-        self._leased -= Counter(map(_pool, lease.segments))
+        self._leased -= lease.counts
         self._context.store.unpin(*lease.segments)
 
     def release_all(self, node: NodeId) -> None:
