@@ -1,0 +1,136 @@
+"""Sends that wait for nobody, and a reader that puts frames and raw bytes together again."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.robustness.live import wait_until
+from tokenlake.errors import ProtocolRefused
+from tokenlake.wire import pack_frame
+from tokenlake.wire import query as wire
+from tokenlake.wire.frames import decode
+from tokenlake_query import connection as module
+from tokenlake_query.connection import MAX_FRAME, Connection, FrameReader
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture(params=[socket.AF_UNIX, socket.AF_INET])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    if request.param == socket.AF_UNIX:
+        ours, theirs = socket.socketpair()
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            ours = socket.create_connection(listener.getsockname())
+            theirs, _ = listener.accept()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def ended(connection: Connection) -> threading.Event:
+    """Start reading; set when it ended."""
+    event = threading.Event()
+    connection.serve(lambda body: None, event.set)
+    return event
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_frames_and_payloads_in_pieces_of_any_size(pair: Pair, seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = [draw.choice([0, 1, 100, 65_000, 70_000, 300_000]) for _ in range(30)]
+    payloads = [draw.randbytes(size) for size in sizes]
+    stream = b"".join(
+        pack_frame(wire.Refused(number, "x" * draw.choice([1, 1000, 80_000]), "")) + payload
+        for number, payload in enumerate(payloads)
+    )
+
+    def send() -> None:
+        start = 0
+        while start < len(stream):
+            size = draw.choice([1, 3, 1000, 65_536, 200_000])
+            pair[0].sendall(stream[start : start + size])
+            start += size
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    reader = FrameReader(pair[1])
+    for number, payload in enumerate(payloads):
+        message = decode(wire.query_reply_decoder, reader.frame())
+        assert isinstance(message, wire.Refused)
+        assert message.view == number
+        target = bytearray(len(payload))
+        reader.into(memoryview(target))
+        assert target == payload
+    sender.join()
+    pair[0].close()
+    with pytest.raises(EOFError):
+        reader.frame()
+
+
+def test_a_frame_over_the_bound_is_refused_before_it_is_read(pair: Pair) -> None:
+    pair[0].sendall((MAX_FRAME + 1).to_bytes(4, "little"))
+    with pytest.raises(ProtocolRefused, match=f"at most {MAX_FRAME}"):
+        FrameReader(pair[1]).frame()
+
+
+def test_a_send_does_not_wait_and_the_rest_arrives_in_order(pair: Pair) -> None:
+    """Far more than a socket takes, of many buffers, to somebody who reads nothing yet."""
+    connection = Connection(pair[0].dup(), "test")
+    end = ended(connection)
+    payloads = [random.Random(number).randbytes(3_000) for number in range(5_000)]
+    expected = b""
+    for start in range(0, len(payloads), 1_000):
+        message = wire.Result(start, 0, b"", 3_000_000)
+        chunk = payloads[start : start + 1_000]
+        sent = connection.send(message, [memoryview(payload) for payload in chunk])
+        expected += pack_frame(message) + b"".join(chunk)
+        assert sent == len(pack_frame(message)) + 3_000_000
+    received = bytearray(len(expected))
+    FrameReader(pair[1]).into(memoryview(received))
+    assert received == expected
+    connection.wait_unsent(0)
+    connection.close()
+    assert end.wait(10)
+
+
+def test_who_takes_nothing_is_cut_off(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STALLED_S", 1)
+    connection = Connection(pair[0].dup(), "test")
+    end = ended(connection)
+    connection.send(wire.CloseView((1,)), [memoryview(bytes(64 << 20))])
+    assert end.wait(30)
+    assert not connection.open
+    connection.send(wire.CloseView((2,)))
+
+
+def test_who_leaves_too_much_is_cut_off(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_UNSENT_BYTES", 32 << 20)
+    connection = Connection(pair[0].dup(), "test")
+    end = ended(connection)
+    payload = memoryview(bytes(16 << 20))
+    for _ in range(4):
+        connection.send(wire.CloseView((1,)), [payload])
+    assert end.wait(30)
+
+
+def test_the_other_sides_end_and_ours(pair: Pair) -> None:
+    """The descriptor is closed once, after the reading thread is done with it."""
+    connection = Connection(pair[0].dup(), "test")
+    before = len(os.listdir("/proc/self/fd"))
+    end = ended(connection)
+    pair[1].shutdown(socket.SHUT_RDWR)
+    assert end.wait(10)
+    connection.close()
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) == before - 1, "it is closed")
+    assert not [thread for thread in threading.enumerate() if thread.name == "read test" and _lives(thread)]
+
+
+def _lives(thread: threading.Thread) -> bool:
+    thread.join(10)
+    return thread.is_alive()
