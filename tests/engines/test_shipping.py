@@ -37,7 +37,13 @@ def cluster() -> Iterator[Cluster]:
 
 
 def engine_at(cluster: Cluster, node: int, model: Any, mode: Any = "ship", **options: Any) -> TokenLakeEngine:
-    settings = {"segment_tokens": SEGMENT, "prefill_chunk": 24, "query_deadline": 10.0, **options}
+    settings: dict[str, Any] = {
+        "segment_tokens": SEGMENT,
+        "prefill_chunk": 24,
+        "query_deadline": 10.0,
+        "write_patience": 30.0,
+    }
+    settings |= options
     return TokenLakeEngine(model, cluster.nodes[node].socket, EngineOptions(mode=mode, **settings))
 
 

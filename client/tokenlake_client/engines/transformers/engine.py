@@ -247,9 +247,11 @@ class TokenLakeEngine:
             storage = allocate(self._shape, len(rows), room)
             place_rows(rows, storage, before, length)
             self._filler.fill(pool, rows, shipment)
-        except Exception as error:
+        except BaseException as error:
             if shipment is not None:
                 shipment.close()
+            if not isinstance(error, Exception):
+                raise
             if isinstance(error, NotServed):
                 self._say(f"served without the pool: {error}")
             else:
