@@ -19,7 +19,7 @@ from tokenlake.core.instructions import ReplaceRegion, Stamp
 from tokenlake.errors import ConfigurationError, ProtocolRefused, Unreachable
 from tokenlake.identity import Incarnation, NodeId
 from tokenlake.wire import supervision
-from tokenlake.wire.peer import PeerHello
+from tokenlake.wire.peer import PeerHello, Purpose
 from tokenlake.wire.slots import unpack_slots
 from tokenlake_server import failpoints, garbage
 from tokenlake_server.arena import Arena
@@ -28,7 +28,7 @@ from tokenlake_server.driver import Driver
 from tokenlake_server.engines import EngineListener, EngineSettings
 from tokenlake_server.memory import require_memory
 from tokenlake_server.metrics import MetricsServer, Snapshot
-from tokenlake_server.peers import PeerIdentity, PeerListener, ring_members
+from tokenlake_server.peers import Adopt, PeerIdentity, PeerListener, ring_members
 from tokenlake_server.query_engine import QueryEngine
 from tokenlake_server.recording import Recorder
 from tokenlake_server.tenants import Tenants
@@ -98,7 +98,7 @@ class Daemon:
         addresses = {peer.name: Address(peer.host, peer.port) for peer in config.peers}
         self.receivers = Receivers(identity, addresses, arena, self.driver)
         self.senders = Senders(identity, len(addresses), arena, self.driver)
-        adopt = {"bulk": self.senders.adopt, "query": self._query_asked}
+        adopt: dict[Purpose, Adopt] = {"bulk": self.senders.adopt, "query": self._query_asked}
         self.peers = PeerListener(identity, parse_address(config.listen), addresses, self.driver, loop, adopt)
         self.metrics = (
             MetricsServer(parse_address(config.metrics), loop, self.snapshot, config.node) if config.metrics else None

@@ -20,7 +20,7 @@ from tokenlake_server.driver import Driver
 from tokenlake_server.frames import FrameConnection
 from tokenlake_server.proof import NONCE_BYTES, Acceptor, Dialler, PeerIdentity
 
-__all__ = ["PeerIdentity", "PeerListener", "ring_members"]
+__all__ = ["Adopt", "PeerIdentity", "PeerListener", "ring_members"]
 
 log = logging.getLogger(__name__)
 
