@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import mmap
 import os
 from collections.abc import Callable
@@ -18,6 +18,9 @@ MADV_POPULATE_READ = 22
 MADV_POPULATE_WRITE = 23
 """Not named by Python 3.11."""
 
+_libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
 
 class Mapping:
     """One mapping of one region; unmapped when the last array over it is gone."""
@@ -32,10 +35,10 @@ class Mapping:
             os.close(descriptor)
         # A forked child would keep the memory after its parent, which the daemon watches, is dead.
         self._map.madvise(mmap.MADV_DONTFORK)
-        with contextlib.suppress(OSError):
-            # Page tables now, not at the first read of each page; kernels before 5.14 do not know it.
-            self._map.madvise(MADV_POPULATE_WRITE if write else MADV_POPULATE_READ)
         whole: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+        # Page tables now, not at the first read of each page; kernels before 5.14 do not know it. Through ctypes, which
+        # releases the GIL: an engine's other threads do not wait.
+        _libc.madvise(whole.ctypes.data, region_bytes, MADV_POPULATE_WRITE if write else MADV_POPULATE_READ)
         shape = self.shape
         rows = whole[shape.header_bytes : shape.header_bytes + shape.slots * shape.stride]
         self.slots = rows.reshape(shape.slots, shape.stride)[:, :slot_bytes]
