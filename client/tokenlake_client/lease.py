@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenlake.errors import ProtocolRefused
 from tokenlake.identity import LeaseId, SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
@@ -108,6 +109,8 @@ class Lease:
         Raises `Unreachable`."""
         link = self._books.current(self.link)
         placed = link.call(lambda number: Where(number, self.id), Placed)
+        if any(HERE != owner >= len(placed.nodes) for owner in placed.owners):
+            raise ProtocolRefused("the daemon names nodes that it does not list")
         return [link.node if owner == HERE else placed.nodes[owner] for owner in placed.owners]
 
     def fetch(self, start: int = 0, stop: int | None = None, deadline_s: float = 0.0) -> list[NDArray[np.uint8]]:
@@ -183,6 +186,8 @@ class Lease:
         return link.expect(link.wait_while_alive(pending), Fetched)
 
     def _note(self, start: int, stop: int, codes: bytes, slots: bytes, checksums: bytes) -> None:
+        if len(codes) > stop - start:
+            raise ProtocolRefused("the daemon answered for more segments than were asked for")
         # A lease that ended at the daemon is answered with fewer codes: the rest is lost as well.
         end = min(stop, start + len(codes))
         size = CHECKSUM_BYTES * self._reading.layout.shards
@@ -202,7 +207,10 @@ class Lease:
     def _mappings(self, places: NDArray[np.void]) -> dict[int, Mapping]:
         """Of the regions that they are in. Raises `Unreachable`."""
         regions = self._books.current(self.link).regions
-        return {region: regions.get(region) for region in dict.fromkeys(places["region"].tolist())}
+        mappings = {region: regions.get(region) for region in dict.fromkeys(places["region"].tolist())}
+        if places["slot"].max(initial=0) >= min((each.shape.slots for each in mappings.values()), default=1):
+            raise ProtocolRefused("the daemon names a slot that its region does not have")
+        return mappings
 
     def _look(self, start: int, stop: int) -> list[NDArray[np.uint8]]:
         """Arrays over the segments up to the first that was given back meanwhile."""

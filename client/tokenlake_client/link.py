@@ -11,6 +11,7 @@ from tokenlake.identity import Incarnation, SessionId, TenantId
 from tokenlake.keys import probe
 from tokenlake.layout import Layout
 from tokenlake.wire import engine
+from tokenlake.wire.slots import SLOT_BYTES
 from tokenlake.wire.version import OLDEST_VERSION, PROTOCOL_VERSION
 from tokenlake_client.channel import Channel, Pending
 from tokenlake_client.regions import Mapping, Regions
@@ -19,6 +20,8 @@ __all__ = ["STORE_S", "Link", "open_link"]
 
 R = TypeVar("R")
 
+MAX_SECRET_BYTES = 64
+"""The longest key of blake2b."""
 CONNECT_S = 5.0
 LOCAL_S = 0.250
 """For calls that the daemon answers from its own memory."""
@@ -59,9 +62,11 @@ class Link:
 
     @staticmethod
     def expect(reply: engine.EngineReply, expected: type[R]) -> R:
-        """`reply` as what it must be. Raises `ProtocolRefused`."""
+        """`reply` as what it must be, of fields that fit each other. Raises `ProtocolRefused`."""
         if not isinstance(reply, expected):
             raise ProtocolRefused(f"the daemon answered with {type(reply).__name__}, not {expected.__name__}")
+        if not _adds_up(reply):
+            raise ProtocolRefused(f"the fields of a {expected.__name__} do not add up")
         return reply
 
     def wait(self, pending: Pending, deadline_s: float | None = None) -> engine.EngineReply:
@@ -85,7 +90,22 @@ class Link:
         reply = self.expect(self.channel.wait(pending, STORE_S if write else LOCAL_S), engine.Region)
         if pending.descriptor is None:
             raise ProtocolRefused(f"the daemon sent no descriptor of region {region}")
-        return Mapping(pending.descriptor, reply.region_bytes, reply.slot_bytes, write=write)
+        try:
+            return Mapping(pending.descriptor, reply.region_bytes, reply.slot_bytes, write=write)
+        except (OSError, OverflowError, ValueError) as error:
+            raise ProtocolRefused(f"region {region} is not what the daemon says: {error}") from error
+
+
+def _adds_up(reply: engine.EngineReply) -> bool:
+    """Who reads it takes memory for its hits, and looks at one slot per code."""
+    match reply:
+        case engine.Matched():
+            return reply.hits * SLOT_BYTES == len(reply.slots) <= len(reply.codes) * SLOT_BYTES
+        case engine.Fetched() | engine.Prepared():
+            return len(reply.slots) == len(reply.codes) * SLOT_BYTES
+        case engine.Welcome():
+            return len(reply.secret) <= MAX_SECRET_BYTES
+    return True
 
 
 def open_link(

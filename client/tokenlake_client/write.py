@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenlake.errors import ProtocolRefused
 from tokenlake.identity import SegmentKey, WriteId
 from tokenlake.wire import Code
 from tokenlake.wire.engine import Commit, Committed, Prepared
@@ -47,6 +48,8 @@ class Write:
         """(index into `keys`, array)."""
         self._checksums: list[bytes] = []
         """All shards' of the slots that `fill` filled."""
+        if len(self.codes) != len(keys):
+            raise ProtocolRefused(f"the daemon answered for {len(self.codes)} segments, not {len(keys)}")
         if self._done:
             return
         with books.lock:
@@ -58,9 +61,11 @@ class Write:
                 for index, place in enumerate(unpack_slots(prepared.slots))
                 if self.codes[index] == Code.RESERVED
             )
-        except BaseException:
+        except BaseException as error:
             self.slots.clear()
             self.abort()
+            if isinstance(error, IndexError):
+                raise ProtocolRefused("the daemon names a slot that its region does not have") from error
             raise
 
     @property
@@ -135,7 +140,10 @@ class Write:
         link = self._books.link
         if self._link.life != link.life:
             return bytes([Code.EXPIRED]) * len(indices)
-        return link.call(lambda number: Commit(number, self.id, indices, mask, checksums), Committed, STORE_S).codes
+        reply = link.call(lambda number: Commit(number, self.id, indices, mask, checksums), Committed, STORE_S)
+        if len(reply.codes) != len(indices):
+            raise ProtocolRefused(f"the daemon answered for {len(reply.codes)} segments, not {len(indices)}")
+        return reply.codes
 
 
 class Reservation:
