@@ -11,6 +11,7 @@ import torch
 from tests.engines.models import FAMILIES, PAD, family, prompt
 from tests.query.scene import serving
 from tests.robustness.live import wait_pushed
+from tokenlake.errors import ConfigurationError
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake_bench.cluster import Cluster
@@ -237,3 +238,36 @@ def test_other_bytes_give_other_tokens(cluster: Cluster, model: Any) -> None:
         assert engine.counts.tokens_shipped == shipped(rows)
         assert engine.counts.failures == 0
     assert tokens != expected
+
+
+@pytest.mark.parametrize("after", [0, 5])
+@pytest.mark.parametrize("call", ["prefix", "match", "open_view", "init_query", "query"])
+def test_a_failing_pool_changes_no_token(
+    cluster: Cluster, model: Any, monkeypatch: pytest.MonkeyPatch, call: str, after: int
+) -> None:
+    rows = [prompt(3 * SEGMENT + 20, 90), prompt(2 * SEGMENT + 3, 91)]
+    put(cluster, model, rows)
+    expected, _ = generate(model.generate, rows)
+    with cluster.connect(READER, layout_of(model, segment_tokens=SEGMENT)) as pool:
+        right, calls = getattr(pool, call), 0
+
+        def broken(*args: Any, **arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > after:
+                raise OSError(f"{call} is broken")
+            return right(*args, **arguments)
+
+        monkeypatch.setattr(pool, call, broken)
+        with TokenLakeEngine(model, pool, EngineOptions(mode="ship", prefill_chunk=8)) as engine:
+            while calls <= after:
+                assert generate(engine.generate, rows)[0] == expected
+            counts = engine.counts
+            assert counts.failures
+            assert counts.tokens_asked == counts.tokens_hit + counts.tokens_shipped + counts.tokens_computed
+            assert bool(counts.steps_void) == (call in ("init_query", "query"))
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="one of fetch, ship"):
+        EngineOptions(mode="teleport")  # type: ignore[arg-type]
