@@ -28,6 +28,8 @@ LIMIT_S = 0.001
 LOG_S = 60.0
 """Between two lines of the log."""
 COLLECTION = "garbage collection"
+STARTED = "start"
+"""Of the callback in which the daemon is made: nobody waits for it yet."""
 
 
 class Watchdog:
@@ -44,8 +46,9 @@ class Watchdog:
         self._untold = 0
 
     def use(self, counters: Counters) -> None:
-        """From now on count there."""
+        """From now on count there: the daemon is made, and about to serve."""
         self._counters = counters
+        self._event = STARTED
 
     def watch(self, callback: Callable[..., Any]) -> Callable[..., Any]:
         """The same callback, timed."""
@@ -77,7 +80,7 @@ class Watchdog:
             self._event = COLLECTION
 
     def _took(self, callback: Callable[..., Any], seconds: float) -> None:
-        if seconds <= LIMIT_S:
+        if seconds <= LIMIT_S or self._event is STARTED:
             return
         kind = _kind(self._event, callback)
         self._counters.add(LONG)

@@ -84,6 +84,19 @@ def test_a_full_collection_accuses_nobody_else() -> None:
     assert watched.kinds() == {"garbage collection": 1}
 
 
+def test_the_start_is_not_counted() -> None:
+    watched = Watched()
+
+    def start() -> None:
+        watched.watchdog.use(watched.counters)
+        busy()
+
+    watched.watchdog.watch(start)()
+    assert not watched.kinds()
+    watched.watchdog.watch(busy)()
+    assert watched.kinds() == {"busy": 1}
+
+
 def test_an_error_passes_through_and_is_timed() -> None:
     watched = Watched()
 
