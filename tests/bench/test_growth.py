@@ -21,21 +21,21 @@ def arguments(**changed: object) -> GrowthArguments:
     return GrowthArguments(**{**plain, **changed})  # type: ignore[arg-type]
 
 
-def kind(name: str, keys: int, clients: int = 1) -> Kind:
+def kind(name: str, keys: int, together: bool = False) -> Kind:
     """A row that nobody runs."""
-    return Kind("series", name, keys, None, lambda: [], clients)  # type: ignore[arg-type]
+    return Kind("series", name, keys, None, lambda: [], together)  # type: ignore[arg-type]
 
 
 def test_a_ratio_is_to_the_cheapest_of_the_smaller_rows() -> None:
     cheapest: dict[str, tuple[float, float]] = {}
-    one = row_of(kind("one", 1), Taken([2e-4], [1e-4]), cheapest)
-    many = row_of(kind("many", 100), Taken([1e-3] * 99 + [1.0], [3e-6]), cheapest)
-    more = row_of(kind("more", 1000), Taken([3e-2], [3e-6]), cheapest)
+    one = row_of(kind("one", 1), Taken([2e-4], [9.0], [1e-4]), cheapest)
+    many = row_of(kind("many", 100), Taken([1e-3] * 99 + [1.0], [9.0], [3e-6]), cheapest)
+    more = row_of(kind("more", 1000), Taken([3e-2], [9.0], [3e-6]), cheapest)
     assert (one.us_per_key, one.daemon_us_per_key, one.ratio, one.daemon_ratio) == pytest.approx((200, 100, 1, 1))
     assert (many.us_per_key, many.ratio, many.daemon_ratio) == pytest.approx((10, 0.05, 0.03))
     assert (more.us_per_key, more.ratio, more.daemon_ratio) == pytest.approx((30, 3, 1)), "not to the first row"
-    shared = row_of(kind("clients", 100, clients=10), Taken([1e-2], [3e-6]), {})
-    assert shared.us_per_key == pytest.approx(10), "ten clients that wait for each other"
+    shared = row_of(kind("clients", 100, together=True), Taken([1e-2], [1e-5], [3e-6]), {})
+    assert shared.us_per_key == pytest.approx(10), "clients wait for each other: what passed counts"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import Final
 
 from rich.console import Console
 
-from tokenlake.config import parse_size
-from tokenlake.errors import ConfigurationError
+from tokenlake.config import format_size, parse_size
+from tokenlake.errors import ConfigurationError, Unreachable
 from tokenlake_bench.growth.daemons import GrowthDaemon, start_seconds
 from tokenlake_bench.growth.results import GrowthResult, Memory, Start, tables, write_growth
 from tokenlake_bench.growth.rows import HELD, matches, measure, stores
@@ -59,7 +60,7 @@ def run_growth(arguments: GrowthArguments) -> GrowthResult:
     """Runs, prints, writes the file that was asked for. Raises TokenLakeError."""
     console = Console()
     # Before anything else takes memory.
-    starts = [Start(arena_bytes=size, seconds=start_seconds(size)) for size in arguments.sizes()]
+    starts = _starts(arguments.sizes(), console)
     with ExitStack() as stack:
         numbers = sorted({*arguments.numbers("segments"), HELD})
         daemons = {number: stack.enter_context(closing(GrowthDaemon(number))) for number in numbers}
@@ -81,3 +82,14 @@ def run_growth(arguments: GrowthArguments) -> GrowthResult:
     if arguments.json_file is not None:
         write_growth(result, arguments.json_file)
     return result
+
+
+def _starts(sizes: Sequence[int], console: Console) -> list[Start]:
+    """Of the sizes for which this machine has memory now."""
+    starts = []
+    for size in sizes:
+        try:
+            starts.append(Start(arena_bytes=size, seconds=start_seconds(size)))
+        except Unreachable as error:
+            console.print(f"{format_size(size)}: {error}", soft_wrap=True, markup=False)
+    return starts

@@ -20,9 +20,10 @@ GROWS: Final = 1.2
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """`p50_us` and `p99_us`: of one call. `us_per_key`: the median over the keys, and over the clients, which wait for
-    each other; `daemon_us_per_key`: processor time of the daemon. The ratios are to the cheapest of the smaller rows of
-    the series: above 1, the cost grows."""
+    """`p50_us` and `p99_us`: of one call. `us_per_key`: the 10th percentile of the calls, which other programs disturb
+    least, over the keys; with several clients that of the turns, all their keys together. `daemon_us_per_key`:
+    processor time of the daemon. The ratios are to the cheapest of the smaller rows of the series: above 1, the cost
+    grows."""
 
     series: str
     name: str

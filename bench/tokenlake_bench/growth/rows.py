@@ -38,27 +38,31 @@ MOST_CALLS: Final = 200
 CLIENT_CALLS: Final = 256
 """In a turn of the rows with several clients."""
 WARM_TURNS: Final = 1
+UNDISTURBED: Final = 0.1
+"""Quantile of the calls, or of the turns, that tells what one takes when other programs let it run."""
 
 
 @dataclass
 class Taken:
-    """Of one row, over all counted turns: seconds of each call; per turn, the daemon's seconds per key."""
+    """Of one row, over all counted turns: seconds of each call; per turn, seconds per key that passed, and that the
+    daemon used."""
 
     calls: list[float] = field(default_factory=list)
+    per_key: list[float] = field(default_factory=list)
     daemon_per_key: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A row. `run` makes the calls of a turn and returns the seconds of each; `keys` in each of them; `clients` make
-    theirs at the same time."""
+    """A row. `run` makes the calls of a turn and returns the seconds of each; `keys` in each of them; `together`:
+    client processes make them at the same time."""
 
     series: str
     name: str
     keys: int
     daemon: GrowthDaemon
     run: Callable[[], list[float]]
-    clients: int = 1
+    together: bool = False
 
 
 def matches(
@@ -81,7 +85,7 @@ def matches(
             worker = Worker("tokenlake_bench.growth.client", str(middle.socket), str(HELD), str(len(workers)))
             workers.append(stack.enter_context(closing(worker)))
         run = partial(_together, threads, tuple(workers))
-        yield Kind("match, client processes", f"match_{MIDDLE}_by_{count}", MIDDLE, middle, run, count)
+        yield Kind("match, client processes", f"match_{MIDDLE}_by_{count}", MIDDLE, middle, run, together=True)
     for number in segments:
         daemon = daemons[number]
         yield Kind("match, segments held", f"match_{MIDDLE}_of_{number}", MIDDLE, daemon, matching(daemon, MIDDLE))
@@ -130,11 +134,12 @@ def measure(kinds: Sequence[Kind], rounds: int, title: str, console: Console) ->
     with LiveProgress(console, title, rounds + WARM_TURNS) as progress:
         for turn in range(rounds + WARM_TURNS):
             for kind in kinds:
-                used = kind.daemon.processor_s()
+                used, began = kind.daemon.processor_s(), time.perf_counter()
                 calls = kind.run()
-                used = kind.daemon.processor_s() - used
+                passed, used = time.perf_counter() - began, kind.daemon.processor_s() - used
                 if turn >= WARM_TURNS:
                     taken[kind.name].calls += calls
+                    taken[kind.name].per_key.append(passed / kind.keys / len(calls))
                     taken[kind.name].daemon_per_key.append(used / kind.keys / len(calls))
             progress.update(turn + 1, "")
     cheapest: dict[str, tuple[float, float]] = {}
@@ -144,7 +149,8 @@ def measure(kinds: Sequence[Kind], rounds: int, title: str, console: Console) ->
 def row_of(kind: Kind, taken: Taken, cheapest: dict[str, tuple[float, float]]) -> Row:
     """`cheapest`: per series, what a key cost at least in the rows so far."""
     p50, p99 = np.quantile(taken.calls, (0.5, 0.99)).tolist()
-    per_key, daemon_per_key = p50 / kind.keys / kind.clients, median(taken.daemon_per_key)
+    costs = taken.per_key if kind.together else [took / kind.keys for took in taken.calls]
+    per_key, daemon_per_key = float(np.quantile(costs, UNDISTURBED)), median(taken.daemon_per_key)
     base, daemon_base = cheapest.get(kind.series, (per_key, daemon_per_key))
     cheapest[kind.series] = min(base, per_key), min(daemon_base, daemon_per_key)
     return Row(
