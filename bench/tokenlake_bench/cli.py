@@ -132,17 +132,20 @@ def soak(**arguments: object) -> None:
 @click.option("--dtypes", default="float32,bfloat16", show_default=True, help="Element types of the cache.")
 @click.option("--tokens", default="4096,32768", show_default=True, help="Of the cache.")
 @click.option("--queries", default="1,16,512", show_default=True, help="Query tokens per call.")
+@click.option("--nodes", default="1,2,4", show_default=True, help="Ask so many others; '' starts no daemons.")
 @click.option("--seconds", default=4.0, show_default=True, help="About so long per row.")
 @click.option(
     "--processor-time",
     is_flag=True,
-    help="Of all threads, instead of the time that passed: with OMP_NUM_THREADS=1, what a busy machine disturbs less.",
+    help="Of all threads, instead of the time that passed: with OMP_NUM_THREADS=1, what a busy machine disturbs less. "
+    "Without the rows of other nodes.",
 )
 @_json
 def attention(**arguments: object) -> None:
-    """Attention over segments where they lie, against torch's fused kernel over one contiguous cache.
+    """Attention over segments where they lie, against torch's fused kernel over one contiguous cache; then over those of
+    other nodes, against the kernel and a bare transfer.
 
-    32 query and 8 KV heads of 128; up to 1.5 GiB of memory.
+    32 query and 8 KV heads of 128; up to 1.5 GiB of memory, then five daemons of 320 MiB.
     """
     from tokenlake_bench.attention.command import AttentionArguments, run_attention
 

@@ -54,7 +54,12 @@ def test_call_and_ceiling_take_turns_in_being_first_and_the_first_turn_is_not_co
 
 @pytest.mark.parametrize(
     ("changed", "named"),
-    [({"dtypes": "int8"}, "dtypes"), ({"tokens": "1000"}, "tokens"), ({"queries": "1,x"}, "queries")],
+    [
+        ({"dtypes": "int8"}, "dtypes"),
+        ({"tokens": "1000"}, "tokens"),
+        ({"queries": "1,x"}, "queries"),
+        ({"nodes": "3"}, "nodes"),
+    ],
 )
 def test_arguments_are_refused_by_name(changed: dict[str, str], named: str) -> None:
     good = {"dtypes": "float32", "tokens": "256", "queries": "1"}
@@ -89,6 +94,27 @@ def test_a_short_run_writes_a_row_per_combination(tmp_path: Path) -> None:
         "bytes",
         "bytes_formula",
     }
+
+
+@pytest.mark.slow
+@pytest.mark.live
+def test_other_nodes_are_asked_for_no_more_bytes_than_the_formula_says(tmp_path: Path) -> None:
+    """5 % for frames. The results are compared with the kernel's on the way."""
+    pytest.importorskip("torch")
+    file = tmp_path / "rows.json"
+    arguments = command.AttentionArguments(
+        dtypes="float32", tokens="256", queries="1", nodes="1,4", seconds=0, json_file=file
+    )
+    command.run_attention(arguments)
+    rows = {row["name"]: row for row in json.loads(file.read_text())["rows"] if row["name"].startswith("query_")}
+    assert set(rows) == {
+        f"query_{case}{busy}"
+        for case in ("here_256_q1", "remote1_256_q1", "here_4096_q1", "remote1_4096_q1", "remote4_4096_q1")
+        for busy in ("", "_busy")
+    }
+    for name, row in rows.items():
+        assert (row["bytes_formula"] == 0) == ("here" in name)
+        assert row["bytes_formula"] <= row["bytes"] <= 1.05 * row["bytes_formula"]
 
 
 @pytest.mark.slow

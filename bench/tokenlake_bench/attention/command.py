@@ -22,6 +22,7 @@ MOST_TURNS = 200
 WARM_TURNS = 1
 """Not counted."""
 DTYPES = ("float32", "bfloat16")
+OWNERS = (1, 2, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,8 @@ class AttentionArguments:
     queries: str
     seconds: float
     json_file: Path | None
+    nodes: str = ""
+    """How many others a query engine asks, separated by commas; none: no daemons are started."""
     processor_time: bool = False
 
     def __post_init__(self) -> None:
@@ -42,6 +45,8 @@ class AttentionArguments:
         if any(count % 256 for count in _numbers("tokens", self.tokens)):
             raise ConfigurationError("tokens", self.tokens, "multiples of 256, the tokens of a segment")
         _numbers("queries", self.queries)
+        if not set(self._nodes()) <= set(OWNERS):
+            raise ConfigurationError("nodes", self.nodes, f"of {', '.join(map(str, OWNERS))}, or nothing")
 
     def cases(self) -> Iterator[Case]:
         """In the order in which they run; each needs its memory only until the next is asked for."""
@@ -53,6 +58,16 @@ class AttentionArguments:
             _numbers("queries", self.queries),
             time.process_time if self.processor_time else time.perf_counter,
         )
+        # Processor time would be of this process alone.
+        if self.nodes and not self.processor_time:
+            from tokenlake_bench.attention.remote import remote_cases
+
+            yield from remote_cases(
+                self._nodes(), [count for count in _numbers("queries", self.queries) if count <= 16]
+            )
+
+    def _nodes(self) -> Sequence[int]:
+        return _numbers("nodes", self.nodes) if self.nodes else ()
 
 
 def run_attention(arguments: AttentionArguments) -> list[Row]:

@@ -1,0 +1,60 @@
+"""Bare transfers to measure against: so many bytes to another process over TCP, so many back."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import struct
+from typing import Final
+
+__all__ = ["Echo"]
+
+HEADER: Final = struct.Struct("<QQ")
+MOST_BYTES: Final = 64 << 20
+
+
+class Echo:
+    """The other process; ends with `close`."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            address = listener.getsockname()
+            context = multiprocessing.get_context("spawn")
+            self._process = context.Process(target=_serve, args=(address,), daemon=True)
+            self._process.start()
+            self._sock, _ = listener.accept()
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._memory = memoryview(bytearray(MOST_BYTES))
+
+    def exchange(self, there: int, back: int) -> None:
+        """Send `there` bytes, receive `back` bytes."""
+        self._sock.sendmsg([HEADER.pack(there, back)])
+        self._sock.sendall(self._memory[:there])
+        _receive(self._sock, self._memory[:back])
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._sock.close()
+        self._process.join()
+
+
+def _serve(address: tuple[str, int]) -> None:
+    memory = memoryview(bytearray(MOST_BYTES))
+    header = memoryview(bytearray(HEADER.size))
+    with socket.create_connection(address) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while _receive(sock, header):
+            there, back = HEADER.unpack(header)
+            _receive(sock, memory[:there])
+            sock.sendall(memory[:back])
+
+
+def _receive(sock: socket.socket, target: memoryview) -> bool:
+    """Fill it; False at the end of the stream."""
+    done = 0
+    while done < len(target):
+        count = sock.recv_into(target[done:], 0, socket.MSG_WAITALL)
+        if not count:
+            return False
+        done += count
+    return True

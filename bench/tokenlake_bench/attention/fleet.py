@@ -1,0 +1,186 @@
+"""Daemons with query engines, segments at each of them, and engines that keep them busy."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Final, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tokenlake.attention import AttentionShape, from_float32
+from tokenlake.errors import TokenLakeError, Unreachable
+from tokenlake.identity import SegmentKey
+from tokenlake.layout import Layout
+from tokenlake.wire import Code
+from tokenlake_bench.attention.echo import Echo
+from tokenlake_bench.cluster import Cluster
+from tokenlake_client import Pool
+from tokenlake_client.queries import View
+from tokenlake_query.kernels import kernel_for
+
+__all__ = ["LAYERS", "Q_HEADS", "SEGMENTS", "Fleet"]
+
+Q_HEADS: Final = 32
+LAYERS: Final = 2
+SEGMENTS: Final = 16
+"""Of a view, at most: 4,096 tokens."""
+NODES: Final = 5
+STORED: Final = 10 * SEGMENTS
+"""So many that each node has a view's worth."""
+START_S: Final = 60.0
+STEP_S: Final = 10.0
+LOAD_SEGMENTS: Final = 4
+
+
+class Fleet:
+    """Node 0 asks; every node has `keys` of its own. A context manager."""
+
+    asking: Final = 0
+    others: Final = tuple(range(1, NODES))
+
+    def __init__(self) -> None:
+        self.layout = Layout(
+            model_id="bench",
+            weights_digest="00",
+            dtype="bfloat16",
+            layers=LAYERS,
+            kv_heads=8,
+            key_dim=128,
+            value_dim=128,
+            position="none",
+        )
+        self.shape = AttentionShape.of(self.layout, Q_HEADS)
+        self.kernel = kernel_for(self.layout, self.shape)
+        memory = STORED * self.layout.segment_bytes
+        self._cluster = Cluster(NODES, str(memory), str(memory), query_engine="true", suspect_ms="5000")
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            # As many as a query engine has.
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
+            self.echo = stack.enter_context(contextlib.closing(Echo()))
+            stack.enter_context(self._cluster)
+            self._pools = [stack.enter_context(self._cluster.connect(node, self.layout)) for node in range(NODES)]
+            self.keys = self._spread()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    @property
+    def asker(self) -> Pool:
+        """A client of the node that asks."""
+        return self._pools[self.asking]
+
+    def slots(self, node: int, count: int) -> list[NDArray[np.uint8]]:
+        """The first segments of a node, where they lie."""
+        with self._pools[node].match(self.keys[node][:count]) as lease:
+            return lease.fetch()
+
+    def open_view(self, nodes: Sequence[int], each: int) -> View:
+        """Of so many segments of each node; waits for query engines that are starting."""
+        keys = [key for node in nodes for key in self.keys[node][:each]]
+        names = {self._cluster.nodes[node].name for node in nodes}
+        return _open_view(self.asker, keys, self.shape, names)
+
+    @contextlib.contextmanager
+    def load(self) -> Iterator[None]:
+        """Meanwhile an engine per node asks that node's query engine about segments there, without a pause."""
+        context = multiprocessing.get_context("spawn")
+        stop = context.Event()
+        busy = [context.Event() for _ in range(NODES)]
+        engines = [
+            context.Process(
+                target=_ask_on,
+                args=(self._cluster.nodes[node].socket, self.layout.encode(), self.keys[node][-LOAD_SEGMENTS:], stop,
+                      busy[node]),
+                daemon=True,
+            )
+            for node in range(NODES)
+        ]  # fmt: skip
+        for process in engines:
+            process.start()
+        try:
+            for started in busy:
+                if not started.wait(START_S):
+                    raise Unreachable("an engine that is to keep a node busy does not start")
+            yield
+        finally:
+            stop.set()
+            for process in engines:
+                process.join()
+
+    def _spread(self) -> list[list[SegmentKey]]:
+        """Store one long prompt; the keys that lie at each node."""
+        writer = self._pools[1]
+        tokens = np.random.default_rng(0).integers(0, 1 << 17, STORED * self.layout.segment_tokens)
+        keys = writer.prefix(tokens).keys
+        draw = np.random.default_rng(1)
+
+        def fill(_: int, slot: NDArray[np.uint8]) -> None:
+            slot[:] = from_float32(draw.standard_normal(len(slot) // 2, np.float32), "bfloat16").view(np.uint8)
+
+        codes = writer.store_all(keys, fill, patience=START_S)
+        if set(codes) != {Code.COMMITTED}:
+            raise TokenLakeError(f"segments could not be stored: {[Code(code).name for code in set(codes)]}")
+        until = time.monotonic() + START_S
+        while True:
+            found = self._where(keys)
+            if all(len(at_node) >= SEGMENTS + LOAD_SEGMENTS for at_node in found):
+                return found
+            if time.monotonic() > until:
+                raise Unreachable(f"segments at the nodes: {[len(at_node) for at_node in found]}")
+            time.sleep(0.1)
+
+    def _where(self, keys: Sequence[SegmentKey]) -> list[list[SegmentKey]]:
+        """By node, the keys that the asker is told lie there."""
+        found: dict[str, list[SegmentKey]] = {node.name: [] for node in self._cluster.nodes}
+        # As many as one session may lease.
+        for start in range(0, len(keys), SEGMENTS):
+            with self.asker.match(keys[start : start + SEGMENTS], deadline_s=STEP_S) as lease:
+                for key, node in zip(lease.keys, lease.nodes(), strict=False):
+                    found[node].append(key)
+        return list(found.values())
+
+
+def _open_view(pool: Pool, keys: Sequence[SegmentKey], shape: AttentionShape, nodes: set[str]) -> View:
+    until = time.monotonic() + START_S
+    while True:
+        lease = pool.match(keys, deadline_s=STEP_S)
+        try:
+            view = pool.open_view(lease, shape.q_heads, shape.scale)
+            # A holder that was late was passed over for another copy.
+            if view.hits == len(keys) and set(lease.nodes()) == nodes:
+                return view
+            view.close()
+        except TokenLakeError:
+            lease.release()
+        if time.monotonic() > until:
+            raise Unreachable(f"no view of {len(keys)} segments")
+        time.sleep(0.05)
+
+
+def _ask_on(path: Path, layout: bytes, keys: Sequence[SegmentKey], stop: Event, started: Event) -> None:
+    """In a process of its own, until `stop`."""
+    shape = AttentionShape.of(Layout.decode(layout), Q_HEADS)
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(Pool.connect(path, Layout.decode(layout)))
+        view = stack.enter_context(_open_view(pool, keys, shape, {pool.node}))
+        buffer = stack.enter_context(pool.init_query([(view, 1)]))
+        buffer.queries[...] = 0
+        started.set()
+        layer = 0
+        while not stop.is_set():
+            pool.query(buffer, layer, deadline_s=STEP_S).wait()
+            layer = (layer + 1) % LAYERS
