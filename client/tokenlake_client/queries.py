@@ -123,8 +123,8 @@ class QueryBuffer:
         self.attempt = 0
         self.spent = memory is None
         """No query of it can succeed any more."""
-        self.out = False
-        """A query is out: the query engine may write here."""
+        self.out: Expected | None = None
+        """A query that is out: until it is answered, in time or late, the query engine may write here."""
         tokens, heads = sum(tokens for _, tokens in parts), parts[0][0].heads
         self.offsets, self.nbytes = owner.geometry(tokens, heads, dtype)
         layout, of_queries = owner.layout, stored_dtype(dtype)
@@ -149,7 +149,7 @@ class QueryBuffer:
         """Give the memory back for other batches: no array over it may be used any more. Idempotent."""
         if self._memory is not None:
             memory, self._memory = self._memory, None
-            self._owner.give_back(self.link, memory, reusable=not self.spent, out=self.out)
+            self._owner.give_back(self.link, memory, self.out, reusable=not self.spent)
         self.spent = True
 
     def __enter__(self) -> Self:
@@ -175,7 +175,6 @@ class Ticket:
             # An answer that came while the engine computed is read in any case.
             reply = buffer.link.wait(expected, max(self._until - time.monotonic(), GRACE_S))
         if isinstance(reply, wire.Answered) and len(reply.codes) == len(buffer.parts):
-            buffer.out = False
             buffer.spent = reply.codes.count(Code.LOCAL) < len(reply.codes)
             return Answer(buffer.output, buffer.sums, reply.codes, reply.sent_bytes, reply.received_bytes)
         if isinstance(reply, wire.Refused):
@@ -197,8 +196,8 @@ class Queries:
         self._link: QueryLink | None = None
         self._lock = threading.Lock()
         self._free: list[QueryMemory] = []
-        self._owed: dict[int, QueryMemory] = {}
-        """What a query is still out for, after its buffer was closed: the other side may write there."""
+        self._owed: list[tuple[QueryMemory, Expected]] = []
+        """Of buffers that were closed while a query of theirs was out: the other side may write there."""
 
     def open_view(self, lease: Lease, heads: int, scale: float, deadline_s: float = VIEW_S) -> View:
         """A view of the segments of `lease`, for queries of `heads` heads; logits are `scale` x query . key.
@@ -220,7 +219,7 @@ class Queries:
         if isinstance(reply, wire.Refused):
             raise _as_error(reply)
         if not isinstance(reply, wire.Viewed):
-            # Closed when it comes: only then is the link known to be in time again.
+            # It is closed when it comes: were it closed now, no answer would say that the link is in time again.
             link.check()
             raise DeadlinePassed(f"the query engine opened no view within {deadline_s * 1e3:.0f} ms")
         return View(link, lease, number, heads, reply)
@@ -260,7 +259,7 @@ class Queries:
         try:
             link.check()
             expected = link.expect((buffer.number, buffer.step, layer, buffer.attempt))
-            buffer.out = True
+            buffer.out = expected
             link.send(wire.Query(buffer.number, buffer.step, layer, buffer.attempt, deadline_s))
         except Unreachable:
             return Ticket(buffer, None, 0.0)
@@ -281,13 +280,13 @@ class Queries:
         sums = outputs + _aligned(tokens * heads * self.layout.value_dim * 4)
         return (0, outputs, sums), sums + _aligned(tokens * heads * 4)
 
-    def give_back(self, link: QueryLink, memory: QueryMemory, *, reusable: bool, out: bool) -> None:
-        """A buffer does not use `memory` any more. `out`: a query of it is not answered yet."""
+    def give_back(self, link: QueryLink, memory: QueryMemory, out: Expected | None, *, reusable: bool) -> None:
+        """A buffer does not use `memory` any more; `out` was its last query."""
         with self._lock:
             if link is not self._link or not link.alive:
                 return
-            if out:
-                self._owed[memory.number] = memory
+            if out is not None and out.reply is None:
+                self._owed.append((memory, out))
                 return
             if reusable and len(self._free) < FREE_BUFFERS:
                 self._free.append(memory)
@@ -296,12 +295,13 @@ class Queries:
 
     def _sweep(self, link: QueryLink) -> None:
         """Give back what late answers are about."""
-        while link.orphans:
-            late = link.orphans.popleft()
-            if isinstance(late, wire.Viewed):
-                _tell(link, wire.CloseView((late.view,)))
-            elif self._owed.pop(late.buffer, None) is not None:
-                _tell(link, wire.OpenBuffer(late.buffer, 0))
+        while link.late_views:
+            _tell(link, wire.CloseView((link.late_views.popleft(),)))
+        with self._lock:
+            answered = [memory for memory, out in self._owed if out.reply is not None]
+            self._owed = [(memory, out) for memory, out in self._owed if out.reply is None]
+        for memory in answered:
+            _tell(link, wire.OpenBuffer(memory.number, 0))
 
     def _memory(self, link: QueryLink, nbytes: int) -> QueryMemory:
         """The smallest free one that is large enough, or a new one. Raises `Unreachable`."""

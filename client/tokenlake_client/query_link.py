@@ -32,13 +32,14 @@ SEND_S = 1.0
 
 
 class Expected:
-    """An answer to come, or one that will never come."""
+    """An answer to come, in time or late, or one that will never come."""
 
-    __slots__ = ("key", "reply")
+    __slots__ = ("given_up", "reply")
 
-    def __init__(self, key: Hashable) -> None:
-        self.key = key
+    def __init__(self) -> None:
         self.reply: QueryReply | None = None
+        self.given_up = False
+        """Nobody waits for it any more."""
 
 
 class QueryLink:
@@ -57,8 +58,8 @@ class QueryLink:
         self.ended = ""
         """Why the connection ended; empty while it is there."""
         self.overdue = False
-        self.orphans: deque[Viewed | Answered] = deque()
-        """Answers that nobody waited for any more, for whoever gives back what they are about."""
+        self.late_views: deque[int] = deque()
+        """That were opened when nobody waited for them any more."""
 
     def __del__(self) -> None:
         self._sock.close()
@@ -80,7 +81,7 @@ class QueryLink:
     def expect(self, key: Hashable) -> Expected:
         """Before the request is sent: its answer goes to `wait`. `key`: ("view", number) or
         (buffer, step, layer, attempt)."""
-        expected = Expected(key)
+        expected = Expected()
         with self._changed:
             self._waiting[key] = expected
         return expected
@@ -101,7 +102,7 @@ class QueryLink:
                 raise Unreachable(f"the query engine does not read: {error}") from error
 
     def wait(self, expected: Expected, deadline_s: float) -> QueryReply | None:
-        """The answer; None when the deadline passed or the connection ended. A late one is an orphan."""
+        """The answer; None when the deadline passed or the connection ended. A late one comes all the same."""
         until = time.monotonic() + deadline_s
         while expected.reply is None and self.alive:
             left = max(0.0, until - time.monotonic())
@@ -109,9 +110,8 @@ class QueryLink:
             if not left:
                 break
         with self._changed:
-            self._waiting.pop(expected.key, None)
             if expected.reply is None and not self.ended:
-                self.overdue = True
+                expected.given_up = self.overdue = True
         return expected.reply
 
     def close(self) -> None:
@@ -159,15 +159,15 @@ class QueryLink:
     def _deliver(self, reply: QueryReply) -> None:
         if isinstance(reply, Refused) and not reply.view:
             # About a step or a query, and it does not say which: whoever waits for a result has lost it.
-            for key, expected in self._waiting.items():
-                if not _is_view(key):
-                    expected.reply = reply
+            for key in [key for key in self._waiting if not _is_view(key)]:
+                self._waiting.pop(key).reply = reply
             return
-        answered = self._waiting.pop(_key_of(reply), None)
-        if answered is not None:
-            answered.reply = reply
-        elif not isinstance(reply, Refused):
-            self.orphans.append(reply)
+        expected = self._waiting.pop(_key_of(reply), None)
+        if expected is None:
+            return
+        expected.reply = reply
+        if expected.given_up and isinstance(reply, Viewed):
+            self.late_views.append(reply.view)
 
     def _end(self, reason: str) -> None:
         with self._changed:
