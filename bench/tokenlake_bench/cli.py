@@ -142,8 +142,9 @@ def soak(**arguments: object) -> None:
 )
 @_json
 def attention(**arguments: object) -> None:
-    """Attention over segments where they lie, against torch's fused kernel over one contiguous cache; then over those of
-    other nodes, against the kernel and a bare transfer.
+    """Attention over segments where they lie, against torch's fused kernel over one contiguous cache.
+
+    Then over segments of other nodes, up to 16 query tokens, against the kernel and a bare transfer.
 
     32 query and 8 KV heads of 128; up to 1.5 GiB of memory, then five daemons of 320 MiB.
     """
