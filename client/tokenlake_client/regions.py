@@ -43,6 +43,9 @@ class Mapping:
         rows = whole[shape.header_bytes : shape.header_bytes + shape.slots * shape.stride]
         self.slots = rows.reshape(shape.slots, shape.stride)[:, :slot_bytes]
         """The bytes of each slot, shape [slots, slot_bytes]; no copy."""
+        interface = self.slots.__array_interface__
+        self.read_only = interface | {"data": (interface["data"][0], True)}
+        """`__array_interface__` of `slots` as others may have them."""
         self.generations = whole[: shape.slots * GENERATION_BYTES].view(np.uint64)
         """Which use of each slot is current, shape [slots]."""
 
@@ -55,8 +58,7 @@ class Window:
     __slots__ = ("__array_interface__", "_mapping", "_owner")
 
     def __init__(self, mapping: Mapping, owner: object) -> None:
-        slots = mapping.slots
-        self.__array_interface__ = slots.__array_interface__ | {"data": (slots.ctypes.data, True)}
+        self.__array_interface__ = mapping.read_only
         self._mapping = mapping
         self._owner = owner
 
