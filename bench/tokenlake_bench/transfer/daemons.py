@@ -64,6 +64,7 @@ class Daemons:
                     "listen": f"127.0.0.1:{port}",
                     # A machine that stands still for a moment is no frozen peer.
                     "suspect-ms": "5000",
+                    "match-deadline-ms": "1000",
                     # The asker would refuse to stage once home copies fill it; here it must stage in every turn.
                     "staged-share": ASKER_STAGED if name == "asker" else "0.1",
                     "peers": f"alone=127.0.0.1:{port}" if name == "alone" else pair,
