@@ -102,6 +102,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     record: str = ""
     # A daemon that serves users must not end by itself.
     failpoint: str = ""
+    # A line per request would cost more than many a request does.
+    log_level: str = "info"
 
 
 _SECRETIVE = ("tenant", "secret", "token", "credential")
@@ -137,6 +139,7 @@ _KINDS: dict[str, Kind] = {
     "query_engine": kinds.truth(),
     "record": kinds.path("a path, or nothing", optional=True),
     "failpoint": kinds.failpoint(),
+    "log_level": kinds.one_of("debug", "info", "warning", "error"),
 }
 
 

@@ -196,6 +196,17 @@ def path(expected: str, *, longest: int = 4095, absolute: bool = False, optional
     return Kind(parse)
 
 
+def one_of(*words: str) -> Kind:
+    """One of these."""
+
+    def parse(value: object) -> str:
+        if isinstance(value, str) and value in words:
+            return value
+        raise ValueError(f"one of {', '.join(words)}")
+
+    return Kind(parse)
+
+
 def failpoint() -> Kind:
     """Where a daemon ends itself; it knows the edges' names."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,6 +21,8 @@ from tokenlake_client.link import Link
 from tokenlake_client.regions import Mapping, Window
 
 __all__ = ["Lease", "PendingMatch", "Reading"]
+
+log = logging.getLogger(__name__)
 
 COPY_BYTES = 4 << 20
 """At most, at a time: what two threads share."""
@@ -68,8 +71,11 @@ class Lease:
         link: Link,
         keys: Sequence[SegmentKey],
         matched: Matched,
+        request: str = "",
     ) -> None:
         """`link`: what the answer `matched` came over."""
+        self.request = request
+        """What the logs of the nodes call it by; empty for one that another process made."""
         hits = matched.hits
         self.id = LeaseId(matched.lease)
         """For another process of the session: `Pool.attach`."""
@@ -180,7 +186,9 @@ class Lease:
         self._books.sweep()
         link = self._books.current(self.link)
         verify = self._reading.verify
-        pending = link.channel.begin(lambda number: Fetch(number, self.id, start, stop, deadline_s, verify))
+        pending = link.channel.begin(
+            lambda number: Fetch(number, self.id, start, stop, deadline_s, verify, self.request)
+        )
         if deadline_s:
             return link.expect(link.channel.wait(pending, deadline_s + GRACE_S), Fetched)
         return link.expect(link.wait_while_alive(pending), Fetched)
@@ -242,28 +250,35 @@ def _copy_part(part: tuple[NDArray[np.uint8], NDArray[np.uint8]]) -> None:
 class PendingMatch:
     """A match that was begun. For one thread."""
 
-    def __init__(self, reading: Reading, keys: Sequence[SegmentKey], deadline_s: float) -> None:
+    def __init__(self, reading: Reading, keys: Sequence[SegmentKey], deadline_s: float, request: str) -> None:
+        self._request = request
         self._reading = reading
         self._keys = keys
         self._deadline_s = deadline_s
         self._lease: Lease | None = None
         packed = join_keys(keys)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("request %r: match of %d segments", request, len(keys))
         self._link = reading.books.link
-        self._pending = self._link.channel.begin(lambda number: Match(number, packed, deadline_s, reading.verify))
+        self._pending = self._link.channel.begin(
+            lambda number: Match(number, packed, deadline_s, reading.verify, request)
+        )
 
     def poll(self) -> Lease | None:
         """The lease once the answer is here, None before. Never waits. Raises `Unreachable`."""
         if self._lease is None:
             reply = self._link.channel.poll(self._pending)
             if reply is not None:
-                self._lease = Lease(self._reading, self._link, self._keys, self._link.expect(reply, Matched))
+                self._lease = Lease(
+                    self._reading, self._link, self._keys, self._link.expect(reply, Matched), self._request
+                )
         return self._lease
 
     def wait(self) -> Lease:
         """The lease. Raises `Unreachable`, after the deadline at the latest."""
         if self._lease is None:
             reply = self._link.channel.wait(self._pending, self._deadline_s + GRACE_S)
-            self._lease = Lease(self._reading, self._link, self._keys, self._link.expect(reply, Matched))
+            self._lease = Lease(self._reading, self._link, self._keys, self._link.expect(reply, Matched), self._request)
         return self._lease
 
     def cancel(self) -> None:

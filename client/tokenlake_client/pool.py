@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -12,6 +15,7 @@ from tokenlake.identity import LeaseId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.keys import Prefix, TokenIds, root_key
 from tokenlake.layout import Layout
 from tokenlake.wire import Code, engine
+from tokenlake.wire.fields import MAX_REQUEST_NAME
 from tokenlake.wire.slots import join_keys
 from tokenlake_client.books import Books
 from tokenlake_client.heart import Heart, Wake
@@ -21,6 +25,8 @@ from tokenlake_client.queries import QUERY_S, VIEW_S, Queries, QueryBuffer, Tick
 from tokenlake_client.write import Reservation, Source, Write
 
 __all__ = ["Pool"]
+
+log = logging.getLogger(__name__)
 
 MATCH_S = 0.020
 RETRY_S = 0.002
@@ -50,6 +56,8 @@ class Pool:
         self._heart = Heart(self._books, connect, wake, self._reading)
         self._heart.start()
         self._queries = Queries(self._books, layout)
+        self._name = secrets.token_hex(4)
+        self._requests = itertools.count(1)
 
     @classmethod
     def connect(
@@ -96,15 +104,18 @@ class Pool:
 
     # -- reading
 
-    def match(self, keys: Sequence[SegmentKey], *, deadline_s: float = MATCH_S) -> Lease:
+    def match(self, keys: Sequence[SegmentKey], *, deadline_s: float = MATCH_S, request: str | None = None) -> Lease:
         """Lease the longest prefix of `keys` that the pool has; `hits` may be 0. Other nodes are asked for at
-        most `deadline_s`. Raises `Unreachable`."""
-        return self.begin_match(keys, deadline_s=deadline_s).wait()
+        most `deadline_s`. `request`: what the logs of all nodes are to call it by; without one it gets a name. Raises
+        `Unreachable`."""
+        return self.begin_match(keys, deadline_s=deadline_s, request=request).wait()
 
-    def begin_match(self, keys: Sequence[SegmentKey], *, deadline_s: float = MATCH_S) -> PendingMatch:
+    def begin_match(
+        self, keys: Sequence[SegmentKey], *, deadline_s: float = MATCH_S, request: str | None = None
+    ) -> PendingMatch:
         """The same without waiting: `poll` the result. Raises `Unreachable`."""
         self._books.sweep()
-        return PendingMatch(self._reading, keys, deadline_s)
+        return PendingMatch(self._reading, keys, deadline_s, self._named(request))
 
     def attach(self, lease: LeaseId) -> Lease:
         """Hold a lease that another process of this session made. Its keys are not known here; `hits` is 0 when
@@ -115,17 +126,22 @@ class Pool:
 
     # -- writing
 
-    def store(self, keys: Sequence[SegmentKey], first: int = 0, patience: float = 0.0) -> Write:
+    def store(
+        self, keys: Sequence[SegmentKey], first: int = 0, patience: float = 0.0, *, request: str | None = None
+    ) -> Write:
         """Reserve slots for consecutive segments of one prompt, the first at index `first`; fill and commit
         them. What is there already, or refused, has no slot. `patience`: how many seconds to go on trying
-        while only the write budget stands in the way. Raises `Unreachable`."""
+        while only the write budget stands in the way. `request`: as of `match`. Raises `Unreachable`."""
         self._books.sweep()
+        name = self._named(request)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("request %r: store of %d segments", name, len(keys))
         until = time.monotonic() + patience
         pause = RETRY_S
         packed = join_keys(keys)
         while True:
             link = self._link
-            reply = link.call(lambda number: engine.Prepare(number, packed, first), engine.Prepared, STORE_S)
+            reply = link.call(lambda number: engine.Prepare(number, packed, first, name), engine.Prepared, STORE_S)
             stuck = not reply.write and Code.WRITE_BUDGET in reply.codes
             if not stuck or time.monotonic() + pause > until:
                 return Write(self._reading, link, self.layout.shards, keys, reply)
@@ -208,6 +224,9 @@ class Pool:
     @property
     def _link(self) -> Link:
         return self._books.link
+
+    def _named(self, request: str | None) -> str:
+        return f"{self._name}-{next(self._requests)}" if request is None else request[:MAX_REQUEST_NAME]
 
     @property
     def verify(self) -> bool:

@@ -130,7 +130,8 @@ class Receivers:
         try:
             self._pull(job, part)
         except (OSError, TokenLakeError) as error:
-            log.info("fetch %d from %s ended early: %s", instruction.fetch, instruction.node, error)
+            named = f" for request {instruction.request!r}" if instruction.request else ""
+            log.info("fetch %d from %s%s ended early: %s", instruction.fetch, instruction.node, named, error)
         except Exception:
             log.exception("fetch %d from %s failed", instruction.fetch, instruction.node)
         if job.end_part():
@@ -143,7 +144,7 @@ class Receivers:
         sock = self._borrow(instruction.node, job)
         try:
             keys = instruction.keys[part.start * KEY_BYTES : part.stop * KEY_BYTES]
-            sock.sendall(pack_frame(peer.Pull(instruction.tenant, keys)))
+            sock.sendall(pack_frame(peer.Pull(instruction.tenant, keys, instruction.request)))
             self._receive(sock, job, part)
             whole = True
         finally:
@@ -264,6 +265,9 @@ class Senders:
                 request = decode(peer.bulk_request_decoder, body)
                 if len(request.keys) % KEY_BYTES:
                     raise ProtocolRefused("keys of a Pull do not add up")
+                if request.request and log.isEnabledFor(logging.DEBUG):
+                    count = len(request.keys) // KEY_BYTES
+                    log.debug("request %r: %s pulls %d segments", request.request, node, count)
                 self._driver.post(events.PullAsked(stream, node, request.tenant, request.keys))
                 grant = grants.get()
                 if grant is None:

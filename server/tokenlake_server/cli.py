@@ -49,6 +49,7 @@ _HELP = {
     "query_engine": "true or false: compute attention over this node's segments for engines anywhere.",
     "record": "Write an event log to this file.",
     "failpoint": "For tests: EDGE[:N], where this daemon ends itself.",
+    "log_level": "debug, info, warning or error; debug has a line per request.",
 }
 """Every field of `ServerConfig` but the secrets: other users can read a command line."""
 
@@ -75,6 +76,7 @@ def serve(file: Path | None, **flags: object) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         settings = _load(file, flags)
+        logging.getLogger().setLevel(settings.config.log_level.upper())
         _serve(settings)
     except TokenLakeError as error:
         raise click.ClickException(str(error)) from error

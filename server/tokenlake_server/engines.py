@@ -158,6 +158,9 @@ class EngineListener:
         if own is not None:
             own(connection, message)
             return
+        if log.isEnabledFor(logging.DEBUG) and isinstance(message, engine.Match | engine.Prepare | engine.Fetch):
+            kind = type(message).__name__
+            log.debug("request %r: a %s of connection %d", message.request, kind, connection.number)
         number = getattr(message, "id", None)
         if number is not None:
             reason = _beyond(connection, message)

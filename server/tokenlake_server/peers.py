@@ -252,6 +252,8 @@ class PeerListener:
         except ProtocolRefused as error:
             connection.close(str(error))
             return
+        if log.isEnabledFor(logging.DEBUG) and isinstance(message, peer.Lookup | peer.Offer):
+            log.debug("request %r: a %s of %s", message.request, type(message).__name__, node)
         self._driver.handle(events.PeerSaid(node, message))
 
     def _lost(self, connection: FrameConnection, node: str, incarnation: int, reason: str) -> None:

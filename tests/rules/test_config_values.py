@@ -74,6 +74,8 @@ from tokenlake.errors import ConfigurationError
         ("failpoint", "commit"),
         ("failpoint", "commit.asked:0"),
         ("failpoint", 1),
+        ("log_level", "DEBUG"),
+        ("log_level", 10),
         ("peers", "b"),
         ("peers", "b=127.0.0.1"),
         ("peers", "b=127.0.0.1:0"),
@@ -124,6 +126,7 @@ def test_values_that_are_refused(field: str, value: object) -> None:
         ("peers", ["b=localhost:1"], (Peer("b", "localhost", 1),)),
         ("record", "events.log", "events.log"),
         ("failpoint", "commit.asked:3", "commit.asked:3"),
+        ("log_level", "debug", "debug"),
     ],
 )
 def test_values_that_are_taken(field: str, value: object, parsed: object) -> None:

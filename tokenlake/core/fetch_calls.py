@@ -79,6 +79,7 @@ class FetchCall:
                 slot_bytes=session.slot_bytes,
                 shards=session.shards,
                 wait_s=limit_s,
+                request=self.request.request,
             )
         if not self.waiting:
             self._answer()

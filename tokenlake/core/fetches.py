@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from tokenlake.core.context import Context
-from tokenlake.core.instructions import AbortFetch, StartFetch
+from tokenlake.core.instructions import AbortFetch, Note, StartFetch
 from tokenlake.core.peers import Peers
 from tokenlake.core.timers import Timer
 from tokenlake.identity import NodeId, SegmentKey, TenantId
@@ -36,11 +36,12 @@ def deadline_s(predicted_s: float) -> float:
 
 
 class _Flight:
-    def __init__(self, node: NodeId, tenant: TenantId, kind: Kind, began: float) -> None:
+    def __init__(self, node: NodeId, tenant: TenantId, kind: Kind, began: float, request: str) -> None:
         self.node = node
         self.tenant = tenant
         self.kind = kind
         self.began = began
+        self.request = request
         self.segments: list[Segment] = []
         self.timer: Timer | None = None
 
@@ -64,10 +65,11 @@ class Fetches:
         slot_bytes: int,
         shards: int,
         wait_s: float,
+        request: str = "",
     ) -> None:
         """Fetch (key, depth) each from `node` as copies of `kind`. Those that are here or on their way already
         are not fetched again; those without a slot are refused at once. `wait_s`: give up after this."""
-        flight = _Flight(node, tenant, kind, self._context.now)
+        flight = _Flight(node, tenant, kind, self._context.now, request)
         refused: list[tuple[OnArrival, Code]] = []
         for key, depth, on_arrival in wanted:
             known = self._context.store.get(tenant, key)
@@ -102,13 +104,20 @@ class Fetches:
         flight.timer = self._context.after(wait_s, lambda: self._abort(fetch))
         keys = join_keys(segment.key for segment in flight.segments)
         slots = b"".join(segment.packed for segment in flight.segments)
-        self._context.emit(StartFetch(fetch, flight.node, flight.tenant, keys, slots, slot_bytes, shards))
+        self._context.emit(
+            StartFetch(fetch, flight.node, flight.tenant, keys, slots, slot_bytes, shards, flight.request)
+        )
 
     def _abort(self, fetch: int) -> None:
         self._context.counters.add(ABORTED)
         flight = self._flights[fetch]
         self._peers.silent_since(flight.node, flight.began)
         self._context.emit(AbortFetch(fetch))
+        self._note(flight, "missed its deadline")
+
+    def _note(self, flight: _Flight, what: str) -> None:
+        named = f" for request {flight.request!r}" if flight.request else ""
+        self._context.emit(Note(f"a fetch of {len(flight.segments)} segments from {flight.node}{named}: {what}"))
 
     def done(self, fetch: int, codes: bytes, checksums: bytes) -> None:
         """The receiver returned: publish what arrived, give back the rest, tell the waiters."""
@@ -125,6 +134,8 @@ class Fetches:
                 self._context.counters.add(CORRUPT, codes[index] == Code.BAD_CHECKSUM)
                 store.unpin(segment)
                 store.discard(segment)
+        if Code.BAD_CHECKSUM in codes:
+            self._note(flight, f"{codes.count(Code.BAD_CHECKSUM)} arrived with a wrong checksum")
         store.touch([s for s in arrived if s.kind is not Kind.DIRTY], self._context.now)
         nbytes = sum(segment.slot_bytes for segment in arrived)
         self._context.counters.add(ARRIVED, len(arrived))

@@ -56,6 +56,8 @@ class StartFetch(_Instruction, frozen=True, tag=4):
     slots: bytes
     slot_bytes: int
     shards: int
+    request: str = ""
+    """What the logs call the engine's request by; empty: it has no name."""
 
 
 class AbortFetch(_Instruction, frozen=True, tag=5):

@@ -199,7 +199,7 @@ class Matches:
             packed = join_keys([match.keys[index] for index in indices])
             self._peers.call(
                 node,
-                partial(_lookup, tenant=tenant, keys=packed),
+                partial(_lookup, tenant=tenant, keys=packed, request=match.request.request),
                 match.deadline - self._context.now,
                 partial(self._heard, match, node, indices),
             )
@@ -338,5 +338,5 @@ class Matches:
         return {"matches": len(self._under_way)}
 
 
-def _lookup(call: int, *, tenant: TenantId, keys: bytes) -> peer_wire.Lookup:
-    return peer_wire.Lookup(call, tenant, keys)
+def _lookup(call: int, *, tenant: TenantId, keys: bytes, request: str) -> peer_wire.Lookup:
+    return peer_wire.Lookup(call, tenant, keys, request)

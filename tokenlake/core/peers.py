@@ -187,11 +187,16 @@ class Peers:
             # Only a call that had the usual time says something of the peer, not one that came late or was cut short.
             in_full = deadline_s >= 0.9 * self._context.config.match_deadline_s
             peer.overdue = peer.overdue or (proves_life and in_full)
+            request = getattr(message, "request", "")
+            if request:
+                asked = f"{type(message).__name__} to {peer.node}"
+                self._context.emit(Note(f"request {request!r}: no answer to a {asked} in {deadline_s:.3f} s"))
             on_reply(None)
 
+        message = make(call)
         peer.calls[call] = (on_reply, self._context.after(deadline_s, expire))
         self._context.counters.add(CALLS)
-        self._context.emit(Say(peer.node, make(call)))
+        self._context.emit(Say(peer.node, message))
 
     def replied(self, node: NodeId, message: Reply) -> None:
         """Hand a reply to its caller. A late `LookupReply` leased what nobody waits for: give it back."""

@@ -53,7 +53,8 @@ ADOPT_SLOTS = 256
 class _Parcel:
     """What one store has for one holder."""
 
-    def __init__(self, session: Session, segments: list[Segment]) -> None:
+    def __init__(self, session: Session, segments: list[Segment], request: str) -> None:
+        self.request = request
         self.tenant = session.tenant
         self.slot_bytes = session.slot_bytes
         self.shards = session.shards
@@ -78,8 +79,8 @@ class Pushes:
 
     # -- commit
 
-    def add(self, session: Session, segments: list[Segment]) -> None:
-        """Newly committed dirty copies of one write, in prompt order."""
+    def add(self, session: Session, segments: list[Segment], request: str = "") -> None:
+        """Newly committed dirty copies of one write, in prompt order. `request`: for the logs."""
         if not segments:
             return
         self._asking.update(dict.fromkeys(segments))
@@ -95,7 +96,7 @@ class Pushes:
                 self._stage(by_key.pop(key), NodeId(next(named, "")) or None)
                 self._context.counters.add(DUPLICATES)
             if not waiting:
-                self._place(session, [segment for segment in segments if segment.key in by_key])
+                self._place(session, [segment for segment in segments if segment.key in by_key], request)
 
         for home, keys in grouped.items():
             if home == self._context.node:
@@ -108,7 +109,7 @@ class Pushes:
                     partial(_ready_codes, partial(answered, keys), len(keys)),
                 )
 
-    def _place(self, session: Session, segments: list[Segment]) -> None:
+    def _place(self, session: Session, segments: list[Segment], request: str) -> None:
         """Choose a holder for each run."""
         for segment in segments:
             self._asking.pop(segment)
@@ -126,7 +127,7 @@ class Pushes:
                 queued.setdefault(holder, []).extend(chosen)
         self._keep(session.tenant, kept)
         for holder, offered in queued.items():
-            self._queues.setdefault(holder, deque()).append(_Parcel(session, offered))
+            self._queues.setdefault(holder, deque()).append(_Parcel(session, offered, request))
             self._offer_next(holder)
 
     def _holder(self, candidates: Iterable[NodeId]) -> NodeId:
@@ -162,6 +163,7 @@ class Pushes:
                     depths=tuple(segment.depth for segment in parcel.segments),
                     slot_bytes=parcel.slot_bytes,
                     shards=parcel.shards,
+                    request=parcel.request,
                 ),
                 wait,
                 partial(self._answered, holder, parcel),
@@ -303,6 +305,7 @@ class Pushes:
             slot_bytes=message.slot_bytes,
             shards=message.shards,
             wait_s=deadline_s(predicted) + OFFER_GRACE_S / 2,
+            request=message.request,
         )
 
     @property
@@ -325,9 +328,9 @@ def _ready(call: int, *, tenant: TenantId, keys: bytes) -> wire.Ready:
 
 
 def _offer(
-    call: int, *, tenant: TenantId, keys: bytes, depths: tuple[int, ...], slot_bytes: int, shards: int
+    call: int, *, tenant: TenantId, keys: bytes, depths: tuple[int, ...], slot_bytes: int, shards: int, request: str
 ) -> wire.Offer:
-    return wire.Offer(call, tenant, keys, depths, slot_bytes, shards)
+    return wire.Offer(call, tenant, keys, depths, slot_bytes, shards, request)
 
 
 def _ready_codes(answered: Callable[[bytes, Sequence[str]], None], count: int, reply: Reply | None) -> None:

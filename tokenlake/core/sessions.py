@@ -72,6 +72,8 @@ class Write:
         """Per process, the open ones of which it committed its shards: it does not touch them again."""
         self.expired = False
         self.timer: Timer | None = None
+        self.request = ""
+        """What the logs call it by."""
 
 
 class Process:

@@ -52,6 +52,7 @@ class Writes:
         session = process.session
         keys = split_keys(request.keys)
         write = Write(WriteId(self._context.next_id()), session.tenant, request.first, process.connection)
+        write.request = request.request
         codes = bytearray()
         slots: list[bytes] = []
         room = self._sessions.reserve_room(session)
@@ -147,7 +148,7 @@ class Writes:
                 self._sessions.committed(session, write, index)
                 whole.append(segment)
         self._context.counters.add(STORED, len(whole))
-        self._pushes.add(session, whole)
+        self._pushes.add(session, whole, write.request)
         return bytes(codes)
 
     def abort(self, process: Process, request: wire.Abort) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tokenlake.wire.fields import Index, Seconds, SlotBytes
+from tokenlake.wire.fields import Index, RequestName, Seconds, SlotBytes
 
 __all__ = [
     "HERE",
@@ -101,6 +101,7 @@ class Match(_Message, frozen=True, tag=4):
     deadline_s: Seconds
     checksums: bool = True
     """Does the caller want them?"""
+    request: RequestName = ""
 
 
 class Matched(_Message, frozen=True, tag=5):
@@ -138,6 +139,7 @@ class Fetch(_Message, frozen=True, tag=7):
     """0: the daemon predicts it."""
     checksums: bool = True
     """Does the caller want them?"""
+    request: RequestName = ""
 
 
 class Fetched(_Message, frozen=True, tag=8):
@@ -161,6 +163,7 @@ class Prepare(_Message, frozen=True, tag=10):
     id: int
     keys: bytes
     first: Index
+    request: RequestName = ""
 
 
 class Prepared(_Message, frozen=True, tag=11):

@@ -8,7 +8,18 @@ from msgspec import Meta
 
 from tokenlake.layout import MAX_SEGMENT_BYTES, MAX_SHARDS
 
-__all__ = ["Index", "Name", "Nonce", "Proof", "Seconds", "Shards", "Share", "SlotBytes"]
+__all__ = [
+    "MAX_REQUEST_NAME",
+    "Index",
+    "Name",
+    "Nonce",
+    "Proof",
+    "RequestName",
+    "Seconds",
+    "Shards",
+    "Share",
+    "SlotBytes",
+]
 
 Index = Annotated[int, Meta(ge=0, lt=1 << 32)]
 """Of a segment in its prompt, of a key in a batch, of a region; a bit mask of shards."""
@@ -21,6 +32,10 @@ Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 Proof = Annotated[bytes, Meta(min_length=32, max_length=32)]
 """Keyed hash of a handshake."""
+
+MAX_REQUEST_NAME = 64
+RequestName = Annotated[str, Meta(max_length=MAX_REQUEST_NAME)]
+"""What the logs of engine, daemon and peers call a request by, chosen by the engine; empty: it has no name."""
 
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 """A duration; not a number and infinity are refused, so that every deadline made of it comes."""

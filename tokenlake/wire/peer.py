@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from tokenlake.wire.fields import Index, Name, Nonce, Proof, Seconds, Shards, Share, SlotBytes
+from tokenlake.wire.fields import Index, Name, Nonce, Proof, RequestName, Seconds, Shards, Share, SlotBytes
 
 __all__ = [
     "Advertised",
@@ -104,6 +104,7 @@ class Lookup(_Message, frozen=True, tag=4):
     call: int
     tenant: str
     keys: bytes
+    request: RequestName = ""
 
 
 class LookupReply(_Message, frozen=True, tag=5):
@@ -172,6 +173,8 @@ class Offer(_Message, frozen=True, tag=11):
     """Index of each segment in its prompt."""
     slot_bytes: SlotBytes
     shards: Shards
+    request: RequestName = ""
+    """That wrote them."""
 
 
 class OfferReply(_Message, frozen=True, tag=12):
@@ -236,6 +239,7 @@ class Pull(_Message, frozen=True, tag=20):
 
     tenant: str
     keys: bytes
+    request: RequestName = ""
 
 
 class Pulled(_Message, frozen=True, tag=21):
