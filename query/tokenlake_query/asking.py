@@ -53,8 +53,8 @@ class Asker:
 
     def __init__(self, sock: socket.socket, node: str) -> None:
         self.node = node
-        self.overdue = False
-        """It let a deadline pass and has said nothing since."""
+        self._overdue = False
+        """It let a deadline pass, and still owes an answer: whatever it says next ends that."""
         self._connection = Connection(sock, f"query engine of {node}")
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -68,12 +68,17 @@ class Asker:
     @property
     def answers(self) -> bool:
         """Worth asking: connected and not overdue."""
-        return self._connection.open and not self.overdue
+        return self._connection.open and not self._overdue
 
     @property
     def open(self) -> bool:
         """Connected, as far as anybody noticed."""
         return self._connection.open
+
+    def let_deadline_pass(self) -> None:
+        """It has not answered in time: it is not asked until it says anything."""
+        with self._lock:
+            self._overdue = bool(self._asked or self._opening)
 
     def open_view(self, message: Callable[[int], wire.OpenView]) -> tuple[int, Future[bytes]]:
         """Its number there, and one code per key."""
@@ -119,11 +124,11 @@ class Asker:
 
     def _handle(self, body: bytes) -> None:
         message = decode(wire.ask_reply_decoder, body)
-        self.overdue = False
         if isinstance(message, wire.Result):
             self._result(message, HEADER_BYTES + len(body))
             return
         with self._lock:
+            self._overdue = False
             opened = self._opening.pop(message.view, None)
         if isinstance(message, wire.Refused):
             if opened is None:
@@ -134,32 +139,29 @@ class Asker:
 
     def _result(self, result: wire.Result, frame: int) -> None:
         with self._lock:
-            asked = self._asked.pop(result.number, None)
+            asked = self._asked.get(result.number)
         if asked is None or len(result.codes) != len(asked.tokens):
             raise ProtocolRefused(f"a result {result.number} that was not asked for")
-        shape = asked.shape
-        size = stored_dtype(asked.dtype).itemsize
+        shape, stored = asked.shape, stored_dtype(asked.dtype)
         there = [tokens if code == Code.LOCAL else 0 for code, tokens in zip(result.codes, asked.tokens, strict=True)]
-        outputs = sum(there) * shape.q_heads * shape.value_dim * size
+        outputs = sum(there) * shape.q_heads * shape.value_dim * stored.itemsize
         if result.nbytes != outputs + sum(there) * shape.q_heads * LSE_BYTES:
-            with self._lock:
-                self._asked[result.number] = asked
             raise ProtocolRefused(f"a result of {result.nbytes} bytes for {sum(there)} query tokens")
         if len(self._scratch) < result.nbytes:
             self._scratch = memoryview(bytearray(result.nbytes))
         payload = self._scratch[: result.nbytes]
-        try:
-            self._connection.reader.into(payload)
-        except (EOFError, OSError):
-            with self._lock:
-                self._asked[result.number] = asked
-            raise
+        self._connection.reader.into(payload)
+        with self._lock:
+            # Only now: a connection that ends before tells that it is missing.
+            self._overdue = False
+            if self._asked.pop(result.number, None) is None:
+                return
         if not asked.question.wants():
             self.late += 1
             return
-        outs = np.frombuffer(payload[:outputs], stored_dtype(asked.dtype)).reshape(-1, shape.q_heads, shape.value_dim)
-        lses = np.frombuffer(payload[outputs:], np.float32).reshape(-1, shape.q_heads)
         asked.question.received(frame + result.nbytes)
+        outs = np.frombuffer(payload[:outputs], stored).reshape(-1, shape.q_heads, shape.value_dim)
+        lses = np.frombuffer(payload[outputs:], np.float32).reshape(-1, shape.q_heads)
         start = 0
         for index, (tokens, code) in enumerate(zip(asked.tokens, result.codes, strict=True)):
             if code != Code.LOCAL:

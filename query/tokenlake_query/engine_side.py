@@ -175,7 +175,8 @@ class EngineSide:
         if closed:
             view.close()
         # Also then: whoever waited too long learns that this process lives.
-        hits = len(view.segments) + sum(len(share.keys) for share in view.shares)
+        segments, shares = view.holding
+        hits = len(segments) + sum(len(share.keys) for share in shares)
         self._connection.send(wire.Viewed(message.view, hits, codes))
 
     def _close_views(self, numbers: tuple[int, ...]) -> None:

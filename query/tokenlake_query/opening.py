@@ -112,7 +112,7 @@ class Opener:
             try:
                 held = _prefix(opened.result(max(0.0, until - time.monotonic())))
             except TimeoutError:
-                asker.overdue = True
+                asker.let_deadline_pass()
             except TokenLakeError as error:
                 log.warning("no view at %s: %s", node, error)
                 continue

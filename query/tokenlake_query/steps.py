@@ -99,7 +99,7 @@ class Round:
         gone: list[tuple[int, Share]] = []
         for number, part in enumerate(step.parts):
             view = part.view
-            shares, segments = view.shares, view.segments
+            segments, shares = view.holding
             if view.lost:
                 self._codes[number] = Code.LOST
                 continue
@@ -210,7 +210,7 @@ class Round:
         for ask in asks:
             unanswered = [(number, share) for number, share in ask.parts if share in self._awaited[number]]
             if unanswered and self.wanted():
-                unanswered[0][1].asker.overdue = True
+                unanswered[0][1].asker.let_deadline_pass()
                 for number, share in unanswered:
                     self.replace(number, share)
 

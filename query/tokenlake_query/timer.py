@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable
 
 __all__ = ["Timer"]
+
+log = logging.getLogger(__name__)
 
 
 class Timer:
@@ -37,4 +40,10 @@ class Timer:
                 while not self._due or self._due[0][0] > time.monotonic():
                     self._changed.wait(self._due[0][0] - time.monotonic() if self._due else None)
                 _, _, call = heapq.heappop(self._due)
-            call()
+            try:
+                call()
+            except Exception:
+                # The other deadlines are others'.
+                log.exception("a deadline could not be dealt with")
+            # Nothing is kept while it waits.
+            del call

@@ -17,7 +17,7 @@ from tokenlake_query.asking import Asker
 from tokenlake_query.segments import Segments, bring_here
 from tokenlake_query.work import Attention
 
-__all__ = ["Share", "View"]
+__all__ = ["Holding", "Share", "View"]
 
 
 class Share(NamedTuple):
@@ -30,14 +30,22 @@ class Share(NamedTuple):
     keys: Sequence[SegmentKey]
 
 
+class Holding(NamedTuple):
+    """Where the segments of a view are, each once."""
+
+    segments: Segments
+    """Here."""
+    shares: tuple[Share, ...]
+
+
 class View:
-    """Of one engine. `segments` and `shares` are replaced, never changed, so that whoever read them may go on."""
+    """Of one engine."""
 
     def __init__(self, pool: Pool, attention: Attention, segments: Segments, shares: Sequence[Share]) -> None:
         self.pool = pool
         self.attention = attention
-        self.segments = segments
-        self.shares: tuple[Share, ...] = tuple(shares)
+        self.holding = Holding(segments, tuple(shares))
+        """Replaced as a whole: whoever reads it once counts no segment twice, and none not at all."""
         self.lost = False
         """Some of it is nowhere any more: every query of it is LOST."""
         self._bringing = threading.Lock()
@@ -59,8 +67,8 @@ class View:
                     self.lost = time.monotonic() < until
                     return None
                 self._brought[share] = segments
-                self.segments = self.segments + segments
-                self.shares = tuple(other for other in self.shares if other is not share)
+                others = tuple(other for other in self.holding.shares if other is not share)
+                self.holding = Holding(self.holding.segments + segments, others)
             return self._brought[share]
         except TokenLakeError:
             return None
@@ -69,5 +77,5 @@ class View:
 
     def close(self) -> None:
         """Tell the other query engines. The segments here are given back when nobody computes over them any more."""
-        for share in self.shares:
+        for share in self.holding.shares:
             share.asker.close_view(share.view)

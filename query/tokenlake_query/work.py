@@ -17,7 +17,6 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -72,14 +71,18 @@ class Worker:
 
     def _run(self) -> None:
         while True:
-            tasks = list(self._queue.get())
-            while not self._queue.empty():
-                tasks += self._queue.get()
-            tasks.sort(key=_together)
-            for _, batch in groupby(tasks, _together):
-                self._compute(list(batch))
-            # A waiting thread keeps no segment leased.
-            del tasks, batch, _
+            self._compute_all()
+
+    def _compute_all(self) -> None:
+        """Wait for tasks, and compute what is there. Nothing of it is kept: a thread that waits leases no segment."""
+        tasks = list(self._queue.get())
+        while not self._queue.empty():
+            tasks += self._queue.get()
+        batches: dict[tuple[Attention, int], list[Task]] = {}
+        for task in tasks:
+            batches.setdefault((task.attention, task.layer), []).append(task)
+        for batch in batches.values():
+            self._compute(batch)
 
     def _compute(self, batch: Sequence[Task]) -> None:
         wanted = [task for task in batch if task.wanted()]
@@ -92,17 +95,16 @@ class Worker:
             # One task that cannot be computed ends nobody else's work.
             log.exception("attention over layer %d failed", wanted[0].layer)
         for task in batch:
-            task.done(partials.get(task))
+            try:
+                task.done(partials.get(task))
+            except Exception:
+                log.exception("a result over layer %d could not be taken", task.layer)
 
     def _kernel(self, attention: Attention) -> Kernel:
         kernel = self._kernels.get(attention)
         if kernel is None:
             kernel = self._kernels[attention] = kernel_for(attention.layout, attention.shape)
         return kernel
-
-
-def _together(task: Task) -> tuple[int, int]:
-    return hash(task.attention), task.layer
 
 
 def attend_together(kernel: Kernel, batch: Sequence[Task]) -> list[Partial]:
