@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.robustness.live import flip, local_keys, wait_pushed, wait_until
 from tests.robustness.matrix.measure import Outcome, asking
-from tests.robustness.matrix.proxy import Cut, Flip, Trickle
+from tests.robustness.matrix.proxy import Cut, Direction, Flip, Trickle
 from tests.robustness.matrix.world import world
 from tokenlake.wire import Code
 
@@ -18,6 +18,8 @@ __all__ = [
     "slow",
     "stopped",
 ]
+
+DIRECTIONS: tuple[Direction, ...] = ("down", "up")
 
 
 def killed(seed: int) -> Outcome:
@@ -150,14 +152,18 @@ def flipped_in_arena(seed: int) -> Outcome:
 
 
 def flipped_on_wire(seed: int) -> Outcome:
-    """A bit flips in every second piece of a segment on its way."""
+    """A bit flips in every second piece of a segment on its way, then in one of four frames, first of those that come
+    back, then of those that go out."""
     with world(seed, linked=True) as at:
         at.fill()
         before = at.listed()
         at.begin()
-        with asking(at.engines[:1], at.hand_over):
+        with asking(at.engines[:1], at.hand_over) as wait:
             at.links[1].fault = Flip("down", "raw", 2)
             wait_until(lambda: at.metric(0, "tokenlake_corrupt_segments_total") >= 5, "five segments are refused")
+            for direction in DIRECTIONS:
+                at.links[1].fault = Flip(direction, "body", 4)
+                wait(20)
             at.links[1].fault = None
         at.find_again(before)
         at.serves()

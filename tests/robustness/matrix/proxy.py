@@ -17,7 +17,7 @@ from tokenlake.errors import ProtocolRefused
 from tokenlake.wire import HEADER_BYTES, Code, peer
 from tokenlake.wire.frames import decode
 
-__all__ = ["Cut", "Fault", "Flip", "Proxy", "Trickle"]
+__all__ = ["Cut", "Direction", "Fault", "Flip", "Proxy", "Trickle"]
 
 CHUNK = 64 << 10
 TICK_S = 0.01

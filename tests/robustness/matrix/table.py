@@ -106,7 +106,12 @@ CELLS = (
         "bytes with a wrong checksum are a miss; lost are the segments that only it held, until recomputed",
         on_peer.flipped_in_arena,
     ),
-    Cell("peer", "flip-wire", "bytes with a wrong checksum are a miss; nothing is lost", on_peer.flipped_on_wire),
+    Cell(
+        "peer",
+        "flip-wire",
+        "bytes with a wrong checksum are a miss; damaged frames are refused, or what they ask misses; nothing is lost",
+        on_peer.flipped_on_wire,
+    ),
     Cell("engine", "kill", f"{UNNOTICED}; its leases and reservations come back", on_engine.killed),
     Cell(
         "engine",

@@ -27,6 +27,9 @@ __all__ = ["World", "world"]
 PROMPTS = 12
 SEGMENTS = 4
 FRESH = 24
+"""Further prompts, of which requests that store take turns: the arena has room for all."""
+ENDED_S = 2 * LIMIT_S
+"""A lease between nodes of which the other never learned ends by itself, after 30 s."""
 
 
 class World:
@@ -80,7 +83,7 @@ class World:
         wait_pushed(self.cluster)
 
     def read_and_store(self, asker: Asker, number: int) -> None:
-        """The same, and one that stores; no more in all than the arena has room for."""
+        """The same, and one that stores."""
         self.read(asker, number)
         asker.store(self.fresh(number % FRESH))
 
@@ -142,7 +145,7 @@ class World:
             wait_until(lambda asker=asker, fresh=fresh: asker.store(fresh) <= DONE, "it stores")  # type: ignore[misc]
             wait_until(lambda asker=asker, fresh=fresh: asker.whole([fresh]), "it reads")  # type: ignore[misc]
         for node in self.nodes:
-            wait_until(lambda node=node: accounted(node), f"the slots of {node.name} add up")  # type: ignore[misc]
+            wait_until(lambda node=node: accounted(node), f"the slots of {node.name} add up", ENDED_S)  # type: ignore[misc]
 
     def collect(self) -> None:
         """What the engines measured becomes the outcome."""
