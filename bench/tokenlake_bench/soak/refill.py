@@ -22,8 +22,9 @@ from tokenlake_client import Pool
 
 __all__ = ["Refilled", "displace", "refill"]
 
-SEGMENTS: Final = 4
-"""Of a fresh prompt."""
+SEGMENTS: Final = 2
+"""Of a fresh prompt: no more than the least budget of staged copies. With more, the lease of the last ones, staged
+here, could hold the places that the first ones need to be fetched into."""
 LIMIT_S: Final = 15.0
 """For one prompt. A write budget that is used up, or a region that changes hands, makes a store wait."""
 _REFILL: Final = 1
