@@ -25,7 +25,7 @@ def _one_thread() -> Iterator[None]:
 def _patient_matches() -> Iterator[None]:
     """On a machine that runs something else as well, 20 ms without a turn are no reason for a miss."""
     defaults = Pool.match.__kwdefaults__
-    Pool.match.__kwdefaults__ = {"deadline_s": 2.0}
+    Pool.match.__kwdefaults__ = {**(defaults or {}), "deadline_s": 2.0}
     yield
     Pool.match.__kwdefaults__ = defaults
 

@@ -24,7 +24,8 @@ class EngineOptions:
     mode: Mode = "fetch"
     """`fetch` copies the known prefix of a prompt into the engine's cache. `ship` leaves it where it is, on this node
     or another: `generate` sends each layer's queries there, by the query engine of its node. Where none runs, or a
-    model's attention cannot be served so, the log says why, and the prefix is fetched."""
+    model's attention cannot be served so, the log says why, and the prefix is fetched. Nobody else may run the model
+    while `generate` does."""
     segment_tokens: int = 256
     weights_digest: str | None = None
     """From `tokenlake_client.weights`; computed from the model where None."""
