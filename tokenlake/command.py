@@ -56,23 +56,23 @@ def _ordered(commands: dict[str, EntryPoint]) -> list[str]:
 
 
 def _extras(entry: EntryPoint, missing: str) -> str:
-    """The extras to install, comma separated: the one named like the command's package, and the one that
-    brings the missing module where that is another."""
+    """The extras to install, comma separated: the one named like the command's package, and where that does not bring
+    the missing module, the one that does. Of several the largest: who misses one module of it likely misses all."""
     own = entry.module.partition(".")[0].removeprefix("tokenlake_")
-    owners = _extras_with(missing)
-    return own if not owners or own in owners else f"{own},{owners[0]}"
+    modules = _modules_of_extras()
+    owners = [extra for extra, brought in modules.items() if missing.replace("_", "-").lower() in brought]
+    return own if not owners or own in owners else f"{own},{max(owners, key=lambda extra: len(modules[extra]))}"
 
 
-def _extras_with(module: str) -> list[str]:
-    """The extras of this distribution that require the module's distribution by the same name."""
-    wanted = module.replace("_", "-").lower()
-    owners = []
+def _modules_of_extras() -> dict[str, list[str]]:
+    """The distributions that each extra of this one requires."""
+    modules: dict[str, list[str]] = {}
     for requirement in requires("tokenlake") or ():
         name = re.match(r"[\w.-]+", requirement)
         extra = re.search(r"""extra == ['"]([\w-]+)['"]""", requirement)
-        if name and extra and name[0].replace("_", "-").lower() == wanted:
-            owners.append(extra[1])
-    return owners
+        if name and extra:
+            modules.setdefault(extra[1], []).append(name[0].replace("_", "-").lower())
+    return modules
 
 
 def _fail(message: str) -> NoReturn:

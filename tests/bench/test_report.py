@@ -18,6 +18,7 @@ from tokenlake_bench.report import (
     DemoDetails,
     DemoResult,
     Quantiles,
+    ShipResult,
     UntilKill,
     cache_hit_table,
     demo_table,
@@ -91,6 +92,17 @@ DEMO = DemoResult(
     control_changed_tokens=7,
     longest_call_ms=400.0,
     errors=0,
+    ship=ShipResult(
+        requests=6,
+        cached_tokens=12_288,
+        fetch_bytes=9 << 20,
+        fetch_formula_bytes=9 << 20,
+        ship_bytes=3 << 20,
+        ship_formula_bytes=3 << 20,
+        fetch_ttft_ms=170.0,
+        ship_ttft_ms=300.0,
+        tokens_equal=True,
+    ),
 )
 DEMO_DETAILS = DemoDetails(
     workload="built-in",
