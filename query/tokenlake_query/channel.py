@@ -4,6 +4,7 @@ and ends the process at once: what it maps is nobody's any more."""
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import socket
@@ -12,10 +13,12 @@ import threading
 from tokenlake.errors import TokenLakeError
 from tokenlake.wire import pack_frame
 from tokenlake.wire.frames import decode
-from tokenlake.wire.supervision import Dial, ToQueryEngine, Unreached, query_engine_decoder
+from tokenlake.wire.supervision import Connected, Dial, EngineCame, PeerCame, ToQueryEngine, query_engine_decoder
 from tokenlake_query.connection import FrameReader
 
 __all__ = ["DaemonChannel", "die_with_parent"]
+
+log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 
@@ -34,20 +37,19 @@ class DaemonChannel:
         """The next message and the connection that came with it. Ends the process with the channel."""
         try:
             message = decode(query_engine_decoder, self._reader.frame())
-            if isinstance(message, Unreached) or not _brings_connection(message):
-                return message, None
-            return message, socket.socket(fileno=self._reader.descriptor())
-        except (EOFError, OSError, TokenLakeError):
+            if isinstance(message, EngineCame | PeerCame | Connected):
+                return message, socket.socket(fileno=self._reader.descriptor())
+            return message, None
+        except (EOFError, OSError):
             os._exit(0)
+        except TokenLakeError:
+            log.exception("the daemon is of another version")
+            os._exit(1)
 
     def dial(self, node: str) -> None:
         """Ask for a connection to the query engine of `node`; `read` tells. A frame of some bytes: it never waits."""
         with self._sending:
             self._sock.sendall(pack_frame(Dial(node)))
-
-
-def _brings_connection(message: ToQueryEngine) -> bool:
-    return type(message).__name__ in ("EngineCame", "PeerCame", "Connected")
 
 
 def die_with_parent() -> None:

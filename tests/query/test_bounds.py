@@ -38,7 +38,7 @@ def test_a_thousand_views() -> None:
             before, after, strict=True
         ):
             assert memory_now - memory < GROWTH
-            assert descriptors_now <= descriptors
+            assert descriptors_now <= descriptors + 4, "a connection with each other node"
             # Pools of threads start their members when they need them.
             assert threads_now <= threads + 16
 
@@ -61,7 +61,8 @@ def test_engines_that_go_leave_nothing() -> None:
             come_and_go()
 
         def closed() -> bool:
-            return all(descriptors_of(pid) <= most for pid, most in zip(processes, before, strict=True))
+            # A connection with each other node may have been needed since; a leak has thirty times as many.
+            return all(descriptors_of(pid) <= most + 4 for pid, most in zip(processes, before, strict=True))
 
         wait_until(closed, "their connections and buffers are closed")
         fillers = itertools.count(1000)
