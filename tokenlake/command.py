@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points, requires
 from typing import NoReturn
@@ -57,11 +58,15 @@ def _ordered(commands: dict[str, EntryPoint]) -> list[str]:
 
 def _extras(entry: EntryPoint, missing: str) -> str:
     """The extras to install, comma separated: the one named like the command's package, and where that does not bring
-    the missing module, the one that does. Of several the largest: who misses one module of it likely misses all."""
+    the missing module, the one that does. Of several the one with most modules of its own: what a
+    command misses first is seldom all that it misses."""
     own = entry.module.partition(".")[0].removeprefix("tokenlake_")
     modules = _modules_of_extras()
     owners = [extra for extra, brought in modules.items() if missing.replace("_", "-").lower() in brought]
-    return own if not owners or own in owners else f"{own},{max(owners, key=lambda extra: len(modules[extra]))}"
+    if not owners or own in owners:
+        return own
+    brought_by = Counter(module for brought in modules.values() for module in brought)
+    return f"{own},{max(owners, key=lambda extra: sum(brought_by[module] == 1 for module in modules[extra]))}"
 
 
 def _modules_of_extras() -> dict[str, list[str]]:

@@ -55,6 +55,7 @@ DEMO_KEYS = [
     "control_changed_tokens",
     "longest_call_ms",
     "errors",
+    "ship",
 ]
 CACHE_HIT = CacheHitResult(
     token_hit_rate=0.298,
