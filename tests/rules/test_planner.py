@@ -13,11 +13,14 @@ from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.planner import (
     Batch,
     Costs,
+    DecodeFit,
     Model,
     PrefixTree,
+    QueryFit,
     Rates,
     Request,
     Run,
+    TransferFit,
     Way,
     cache_load,
     choose,
@@ -47,6 +50,12 @@ def rates(prefills: bool = True) -> Rates:
     for new in range(100, 900, 100) if prefills else ():
         made.prefill.add(new, 0, 1e-3 + 2e-4 * new + 1e-8 * new * new / 2, 0.0)
     return made
+
+
+def link(of: Rates, node: NodeId, round_trip_s: float, bytes_per_s: float) -> None:
+    """The way to `node`."""
+    of.peer(node).fetch = TransferFit(round_trip_s, 1 / bytes_per_s)
+    of.peer(node).queries = QueryFit(round_trip_s, 1 / bytes_per_s)
 
 
 def everything(requests: Sequence[Request], *nodes: NodeId) -> dict[SegmentKey, tuple[NodeId, ...]]:
@@ -122,8 +131,13 @@ def test_the_ways_chosen_are_as_cheap_as_brute_force_finds(data: st.DataObject) 
     known = rates(prefills=data.draw(st.booleans()))
     for node in (B, C, D):
         peer = known.peer(node)
-        peer.round_trip_s.add(data.draw(st.sampled_from([1e-5, 1e-3])), 0.0)
-        peer.bytes_per_s.add(data.draw(st.sampled_from([1e8, 1e9, 1e10])), 0.0)
+        link(
+            known,
+            node,
+            data.draw(st.sampled_from([1e-5, 1e-3])),
+            data.draw(st.sampled_from([1e8, 1e9, 1e10])),
+        )
+        peer.open_s.add(data.draw(st.sampled_from([0.0, 1e-2])), 0.0)
         peer.backlog_s.add(data.draw(st.sampled_from([0.0, 1e-3])), 0.0)
     where = st.lists(st.sampled_from([A, B, C, D]), min_size=1, max_size=2, unique=True).map(tuple)
     holders = {each: data.draw(where) for made in requests for each in made.keys}
@@ -149,28 +163,28 @@ def test_what_is_here_is_read_here() -> None:
 
 def test_a_slow_link_makes_recomputing_cheaper_and_short_answers_ship() -> None:
     made = rates()
-    made.peer(B).bytes_per_s.add(1e6, 0.0)
+    link(made, B, 400e-6, 1e6)
     assert decide(made, [request("abcdefgh")], B) == [Way.RECOMPUTE]
     made = rates()
-    made.peer(B).round_trip_s.add(2e-5, 0.0)
-    made.peer(B).bytes_per_s.add(1e8, 0.0)
+    link(made, B, 2e-5, 1e8)
+    made.peer(B).open_s.add(1e-3, 0.0)
     assert decide(made, [request("abcdefgh", answer=0)], B) == [Way.SHIP]
     assert decide(made, [request("abcdefgh", answer=3000)], B) in ([Way.FETCH], [Way.RECOMPUTE])
 
 
 def test_nothing_is_recomputed_before_prefills_were_measured() -> None:
     made = rates(prefills=False)
-    made.peer(B).bytes_per_s.add(1e3, 0.0)
-    made.peer(B).round_trip_s.add(10.0, 0.0)
+    link(made, B, 10.0, 1e3)
     assert decide(made, [request("abcdefgh")], B) == [Way.FETCH]
 
 
 def test_what_many_share_is_fetched_once_for_all() -> None:
     """Alone each would send its queries; together they bring the segments."""
     made = rates()
-    made.peer(B).round_trip_s.add(1e-5, 0.0)
-    made.peer(B).bytes_per_s.add(1e9, 0.0)
-    alone = request("abcd", tokens=80, answer=50)
+    link(made, B, 1e-5, 1e9)
+    made.peer(B).open_s.add(0.0, 0.0)
+    made.decode = DecodeFit(1e-8)
+    alone = request("abcd", tokens=80, answer=20)
     assert decide(made, [alone], B) == [Way.SHIP]
     assert decide(made, [alone] * 60, B) == [Way.FETCH]
 
@@ -241,8 +255,8 @@ def test_the_load_of_a_node_is_what_attention_over_its_segments_takes() -> None:
     tree = grow(requests, holders, TOKENS)
     made = rates()
     load = cache_load([0, 1, 2], tree, {"i0": A, "i1": B}, MODEL.layers, made)
-    of = made.peer(B).attention
-    spent = MODEL.layers * (of.seconds(5 + 5, 32) + of.seconds(5, 32))
+    of = made.peer(B).queries
+    spent = MODEL.layers * (of.seconds(2, 5 + 5, 0, 32) + of.seconds(1, 5, 0, 32))
     least = 3 * made.prefill.seconds(5, 0) / 2
     assert load == {A: 0.0, B: pytest.approx(spent / (spent + least)), C: pytest.approx(load[C])}
     assert 0 < load[C] < load[B] < 1
@@ -266,8 +280,14 @@ def test_no_coefficient_of_the_prefill_is_below_zero() -> None:
 
 def test_every_input_has_an_age() -> None:
     made = Rates()
-    made.peer(B).round_trip_s.add(1e-3, 5.0)
-    ages = made.ages(7.0)
-    assert ages["round_trip_s b"] == 2.0
+    made.peer(B).open_s.add(1e-3, 5.0)
+    for at in range(8):
+        made.peer(B).fetch.add(1000 * at, 1e-3 + 1e-6 * at, at)
+    ages = made.ages(9.0)
+    assert (ages["open_s b"], ages["fetch b"]) == (4.0, 2.0)
     assert ages["prefill"] is None
-    assert made.peer(B).round_trip_s.value == 1e-3
+    assert made.peer(B).open_s.value == 1e-3
+    assert set(ages) == {
+        *("copy", "prefill", "decode", "answer_tokens"),
+        *(f"{name} b" for name in ("fetch", "queries", "open_s", "backlog_s")),
+    }

@@ -2,25 +2,29 @@
 
 from tokenlake.planner.choose import Decision, Way, choose
 from tokenlake.planner.costs import Batch, Costs, Model
+from tokenlake.planner.fits import DecodeFit, PrefillFit, QueryFit, TransferFit
 from tokenlake.planner.load import cache_load
 from tokenlake.planner.plans import Plans, QueryPlan, TransferPlan, gen_plans
-from tokenlake.planner.rates import Estimate, PeerRates, PrefillFit, Rates
+from tokenlake.planner.rates import Estimate, PeerRates, Rates
 from tokenlake.planner.tree import PrefixTree, Request, Run, grow
 
 __all__ = [
     "Batch",
     "Costs",
     "Decision",
+    "DecodeFit",
     "Estimate",
     "Model",
     "PeerRates",
     "Plans",
     "PrefillFit",
     "PrefixTree",
+    "QueryFit",
     "QueryPlan",
     "Rates",
     "Request",
     "Run",
+    "TransferFit",
     "TransferPlan",
     "Way",
     "cache_load",

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from itertools import combinations
-from operator import itemgetter
 from typing import NamedTuple
 
 import msgspec
@@ -98,8 +97,9 @@ def _options(costs: Costs, sharers: Sequence[int] | None) -> dict[int, _Options]
         moved = _Option(costs.local(run), Way.LOCAL, costs.node)
         if len(others) == len(holders):
             shared = 1 if sharers is None else sharers[run]
-            seconds, owner = min(((costs.fetch(run, each, shared), each) for each in others), key=itemgetter(0))
-            moved = _Option(moved.seconds + seconds, Way.FETCH, owner)
+            fetched = [costs.fetch(run, each, shared) for each in others]
+            least = min(fetched)
+            moved = _Option(moved.seconds + least, Way.FETCH, others[fetched.index(least)])
         shipped: dict[NodeId, float] = {}
         recomputed = float("inf")
         if known:
@@ -130,7 +130,7 @@ def _best(costs: Costs, options: Mapping[int, _Options], asked: Sequence[NodeId]
     total = 0.0
     for run, (moved, shipped, recomputed) in options.items():
         best = moved
-        for peer in asked:
+        for peer in asked if shipped else ():
             if shipped.get(peer, best.seconds) < best.seconds:
                 best = _Option(shipped[peer], Way.SHIP, peer)
         seconds = best.seconds + behind[run]

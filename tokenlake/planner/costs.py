@@ -1,9 +1,10 @@
 """What each way to use a cached run costs one batch on one node, in seconds (design section 8).
 
-Attention over the run is part of each: once for all requests of the batch, in the prefill and in each decode step, here
-or where the run is shipped to. Costs of a batch add up over its runs, but for one part: the round trips to a peer are
-paid once per step and layer, however many runs are shipped to it. Left out: the queries that recomputed tokens send to
-shipped runs before them.
+Attention over the run is part of each, in the prefill and in each decode step: in the engine, where each request has a
+copy of its own in its cache, or where the run is shipped to, once for all requests of the batch that are in a step.
+Prompts are prefilled one after the other and decoded together. Costs of a batch add up over its runs, but for one part:
+the round trips to a peer are paid once per forward pass and layer, however many runs are shipped to it. Left out: the
+queries that recomputed tokens send to shipped runs before them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgspec
 from tokenlake.attention import AttentionShape
 from tokenlake.identity import NodeId
 from tokenlake.layout import DTYPE_BYTES, Layout
-from tokenlake.planner.rates import Attention, Rates
+from tokenlake.planner.rates import Rates
 from tokenlake.planner.tree import PrefixTree
 
 __all__ = ["Batch", "Costs", "Model"]
@@ -61,10 +62,8 @@ class Batch:
         """Per run, query tokens over it in the prefill."""
         self.longest = {run: max(self.steps[index] for index in group) for run, group in self.readers.items()}
         """Per run, decode steps until its last reader is done."""
-        self.tokens = {
-            run: self.queries[run] + sum(self.steps[i] for i in group) for run, group in self.readers.items()
-        }
-        """Per run, query tokens over it in all steps."""
+        self.decoded = {run: sum(self.steps[index] for index in group) for run, group in self.readers.items()}
+        """Per run, decode steps of all its readers, in sum."""
 
 
 class Costs:
@@ -76,39 +75,47 @@ class Costs:
         self.node = node
         self.model = model
         self.rates = rates
+        self._attention: dict[int, float] = {}
 
-    def attention(self, run: int, of: Attention | None = None) -> float:
-        """Over a run, in all steps and layers. `of`: a peer's query engine; this node's unless given."""
-        of, cached = of or self.rates.attention, self.tree.tokens[run]
-        prefill = of.seconds(self.batch.queries[run], cached)
-        decode = self.batch.longest[run] * of.seconds(len(self.batch.readers[run]), cached)
-        return self.model.layers * (prefill + decode)
+    def attention(self, run: int) -> float:
+        """Over a run that is in the engine's own cache, in all steps: each reader has its own."""
+        known = self._attention.get(run)
+        if known is None:
+            cached, batch = self.tree.tokens[run], self.batch
+            prefill = self.rates.prefill.attention(len(batch.readers[run]), batch.queries[run], cached)
+            known = self._attention[run] = prefill + self.rates.decode.attention(batch.decoded[run], cached)
+        return known
 
     def nbytes(self, run: int) -> int:
         """Of its segments."""
         return len(self.tree.runs[run].keys) * self.model.segment_bytes
 
     def local(self, run: int) -> float:
-        """Read here, where the run lies: copied to the engine, attended there."""
-        return self.nbytes(run) / self.rates.copy_bytes_per_s.value + self.attention(run)
+        """Read here, where the run lies: copied to the engine for each reader, attended there."""
+        readers = len(self.batch.readers[run])
+        # A prompt is matched once, which nothing behind its first run pays again.
+        starts = readers if self.tree.runs[run].parent < 0 else 0
+        return self.rates.copy.seconds(readers * self.nbytes(run), starts) + self.attention(run)
 
     def fetch(self, run: int, owner: NodeId, sharers: int = 1) -> float:
         """Brought here once; then it is `local`, which comes on top. `sharers`: batches on this node that read the run
         and share its way."""
-        peer = self.rates.peer(owner)
-        return (peer.round_trip_s.value + self.nbytes(run) / peer.bytes_per_s.value) / max(1, sharers)
+        return self.rates.peer(owner).fetch.seconds(self.nbytes(run)) / max(1, sharers)
 
     def ship(self, run: int, owner: NodeId) -> float:
-        """Queries go to the run, in the prefill and in every decode step; without `round_trips`."""
-        peer = self.rates.peer(owner)
-        moving = self.model.layers * self.batch.tokens[run] * self.model.query_bytes / peer.bytes_per_s.value
-        waiting = self.model.layers * (1 + self.batch.longest[run]) * peer.backlog_s.value
-        return moving + waiting + self.attention(run, peer.attention)
+        """Queries go to the run, in each reader's prefill and in every decode step of the batch; without
+        `round_trips`."""
+        batch, peer = self.batch, self.rates.peer(owner)
+        passes = len(batch.readers[run]) + batch.longest[run]
+        queries = batch.queries[run] + batch.decoded[run]
+        layer = peer.queries.seconds(passes, queries, queries * self.model.query_bytes, self.tree.tokens[run])
+        return self.model.layers * (layer + passes * peer.backlog_s.value)
 
     def round_trips(self, owner: NodeId) -> float:
-        """Of all steps and layers of the batch to one peer."""
-        steps = 1 + max(self.batch.steps.values(), default=0.0)
-        return self.model.layers * steps * self.rates.peer(owner).round_trip_s.value
+        """Of all forward passes and layers of the batch to one peer, and opening its views."""
+        peer = self.rates.peer(owner)
+        passes = len(self.batch.requests) + max(self.batch.steps.values(), default=0.0)
+        return peer.open_s.value + self.model.layers * passes * peer.queries.round_trip_s
 
     def recompute(self, run: int) -> float:
         """Prefill all cached tokens from `run` on as well, each reader for itself; without attention over them in the

@@ -26,8 +26,8 @@ def cache_load(
     seconds = dict.fromkeys(instances.values(), 0.0)
     for run, queries in batch.queries.items():
         holder = tree.runs[run].holders[0]
-        attention = rates.peer(holder).attention
-        seconds[holder] = seconds.get(holder, 0.0) + layers * attention.seconds(queries, tree.tokens[run])
+        layer = rates.peer(holder).queries.seconds(len(batch.readers[run]), queries, 0, tree.tokens[run])
+        seconds[holder] = seconds.get(holder, 0.0) + layers * layer
     least = 0.0
     if rates.prefill.known:
         least = sum(rates.prefill.seconds(new, 0) for new in batch.new.values()) / max(1, len(instances))

@@ -96,7 +96,7 @@ def _bytes(tree: PrefixTree, batch: Batch, nodes: Sequence[NodeId], model: Model
     at = {node: column for column, node in enumerate(nodes)}
     moved = np.zeros(len(nodes))
     for run in batch.readers:
-        queries = model.layers * batch.tokens[run] * model.query_bytes
+        queries = model.layers * (batch.queries[run] + batch.decoded[run]) * model.query_bytes
         nbytes = min(len(tree.runs[run].keys) * model.segment_bytes, queries)
         moved += nbytes
         for holder in tree.runs[run].holders:
