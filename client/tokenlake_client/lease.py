@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenlake.errors import ProtocolRefused
+from tokenlake.errors import ProtocolRefused, Unreachable
 from tokenlake.identity import LeaseId, SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
-from tokenlake.wire.engine import HERE, Fetch, Fetched, Match, Matched, Placed, Where
+from tokenlake.wire.engine import HERE, Fetch, Fetched, Match, Matched, Placed, Shipped, Where
 from tokenlake.wire.slots import join_keys, slot_array
 from tokenlake_client.books import Books, Holding
 from tokenlake_client.checksums import CHECKSUM_BYTES, shard_checksums
@@ -164,6 +165,11 @@ class Lease:
                 if not self._is_right(start + at, arrays[at]):
                     return at
         return count
+
+    def shipped(self, stop: int) -> None:
+        """The segments up to `stop` were attended to where they lie: for the daemon's counts. Never raises."""
+        with contextlib.suppress(Unreachable):
+            self._books.current(self.link).channel.tell(Shipped(self.id, stop))
 
     def release(self, start: int = 0, stop: int | None = None) -> None:
         """Give back the segments `start` to `stop` (default: all). Idempotent; never raises."""

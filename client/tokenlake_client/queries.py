@@ -83,6 +83,8 @@ class View:
         """LOCAL, REMOTE or MISSING, one `Code` per segment of the lease."""
         self.number = number
         self.link = link
+        self.asked = False
+        """Were queries prepared for it?"""
         self._open = True
 
     @property
@@ -95,6 +97,8 @@ class View:
         if self._open:
             self._open = False
             _tell(self.link, wire.CloseView((self.number,)))
+            if self.asked:
+                self.lease.shipped(self.hits)
             self.lease.release()
 
     def __enter__(self) -> Self:
@@ -239,6 +243,8 @@ class Queries:
         link = parts[0][0].link
         if any(view.link is not link or not view.alive for view, _ in parts):
             return QueryBuffer(self, None, parts, dtype)
+        for view, _ in parts:
+            view.asked = True
         _, nbytes = self.geometry(sum(tokens for _, tokens in parts), heads.pop(), dtype)
         try:
             link.check()

@@ -238,7 +238,8 @@ class EngineListener:
                 connection.tenant,
                 layout.segment_bytes,
                 layout.shards,
-                layout.segment_tokens,
+                # What a query engine reads is counted where it was asked for.
+                0 if self._tenants.is_query_engine(message.token) else layout.segment_tokens,
                 message.session,
                 resumed.number if resumed else 0,
             )

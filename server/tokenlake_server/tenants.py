@@ -29,6 +29,11 @@ class Tenants:
         self.query_credential = secrets.token_hex(32)
         self._allowed = (*allowed, *(uid for tenant in self._tenants for uid in tenant.uids))
 
+    def is_query_engine(self, token: str | None) -> bool:
+        """Is it this daemon's query engine that shows `token`?"""
+        credential = (token or "").partition(":")[0]
+        return hmac.compare_digest(credential.encode(), self.query_credential.encode())
+
     def identify(self, uid: int, token: str | None) -> Tenant:
         """The tenant of a process. Raises `CredentialRefused`; a refusal never quotes a token."""
         if uid not in self._allowed:
@@ -39,8 +44,8 @@ class Tenants:
             for tenant in self._tenants:
                 if any(hmac.compare_digest(token.encode(), known.encode()) for known in tenant.tokens):
                     return tenant
-            credential, _, name = token.partition(":")
-            if hmac.compare_digest(credential.encode(), self.query_credential.encode()):
+            if self.is_query_engine(token):
+                name = token.partition(":")[2]
                 for tenant in self._tenants:
                     if tenant.name == name:
                         return tenant

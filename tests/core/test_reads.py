@@ -8,7 +8,7 @@ from tokenlake.core import events
 from tokenlake.core.fetch_calls import FETCHED, MISSING
 from tokenlake.core.instructions import StartFetch
 from tokenlake.core.matches import ASKED, LOCAL
-from tokenlake.core.sessions import SKIPPED
+from tokenlake.core.sessions import SHIPPED, SKIPPED
 from tokenlake.store import Kind
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import SLOT_BYTES, join_keys, unpack_slots
@@ -66,6 +66,20 @@ def test_where_the_segments_of_a_lease_lie() -> None:
     assert later.owners[0] == engine.HERE
     assert [later.nodes[owner] for owner in later.owners[1:]] == [reply.nodes[owner] for owner in reply.owners[1:]]
     assert not answer(cluster, reader.processes[0], engine.Where, 999).owners
+
+
+def test_what_was_attended_elsewhere_is_not_counted_as_skipped() -> None:
+    cluster = calm()
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 3)
+    store(cluster, writer, keys)
+    lease = match(cluster, reader, keys).lease
+    tell(cluster, reader.processes[0], engine.Shipped(lease, 2))
+    tell(cluster, reader.processes[0], engine.Release(((lease, 0, 1), (lease, 1, 3))))
+    counters = cluster.core(2).counters
+    size = counters[ASKED] // 3
+    assert size > 0
+    assert (counters[SHIPPED], counters[SKIPPED]) == (2 * size, size)
 
 
 def test_one_flight_serves_waiters_of_two_sessions() -> None:

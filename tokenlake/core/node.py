@@ -73,6 +73,7 @@ class NodeCore:
             engine.Fetch: self._reads.fetch,
             engine.Release: self._reads.release,
             engine.Where: self._reads.where,
+            engine.Shipped: self._reads.shipped,
             engine.Prepare: self._writes.prepare,
             engine.Commit: self._writes.commit,
             engine.Abort: self._writes.abort,

@@ -56,6 +56,12 @@ class Reads:
                 break
         self._context.emit(Answer(process.connection, wire.Placed(request.id, tuple(nodes), bytes(owners))))
 
+    def shipped(self, process: Process, request: wire.Shipped) -> None:
+        """What is given back without having been fetched was of use all the same."""
+        lease = process.session.leases.get(LeaseId(request.lease))
+        if lease is not None:
+            lease.shipped = max(lease.shipped, request.stop)
+
     def release(self, process: Process, request: wire.Release) -> None:
         """This process no longer looks at these."""
         for lease_id, start, stop in request.ranges:

@@ -20,6 +20,10 @@ from tokenlake.wire import Code
 __all__ = ["Lease", "Process", "Session", "Sessions", "Write"]
 
 EXPIRED = Metric("tokenlake_expired_sessions_total", "Sessions that missed their heartbeats for a whole lease")
+SHIPPED = Metric(
+    "tokenlake_shipped_tokens_total",
+    "Tokens found at another node and attended to there",
+)
 SKIPPED = Metric(
     "tokenlake_skipped_by_cost_tokens_total",
     "Tokens found at another node and released without being fetched",
@@ -42,6 +46,8 @@ class Lease:
         self.remotes: list[NodeId | None] = [None] * len(keys)
         """Where an item still has to be fetched from."""
         self.remote_leases: list[tuple[NodeId, int]] = []
+        self.shipped = 0
+        """Items, from the first on, that an engine attended to where they lie."""
         self.held: dict[ConnectionId, bytearray] = {connection: bytearray(b"\1" * len(keys))}
         """Per process, 1 for each item it holds."""
 
@@ -284,10 +290,12 @@ class Sessions:
         """A range of which nobody holds any more the `count` items that are left in it."""
         session.leased -= count
         dropped = [segment for segment in lease.segments[start:stop] if segment is not None]
-        unfetched = stop - start - lease.remotes[start:stop].count(None)
+        boundary = max(start, min(stop, lease.shipped))
+        for metric, first, last in ((SHIPPED, start, boundary), (SKIPPED, boundary, stop)):
+            unfetched = last - first - lease.remotes[first:last].count(None)
+            self._context.counters.add(metric, unfetched * session.segment_tokens)
         lease.segments[start:stop] = [None] * (stop - start)
         lease.remotes[start:stop] = [None] * (stop - start)
-        self._context.counters.add(SKIPPED, unfetched * session.segment_tokens)
         self._context.store.unpin(*dropped)
         # Until now they were in use, and nothing could displace them: their turn is counted from here.
         self._touches.read(dropped)

@@ -37,6 +37,7 @@ __all__ = [
     "QueryOpened",
     "Region",
     "Release",
+    "Shipped",
     "Welcome",
     "Where",
     "reply_decoder",
@@ -243,6 +244,13 @@ class Where(_Message, frozen=True, tag=20):
     lease: int
 
 
+class Shipped(_Message, frozen=True, tag=25):
+    """The first `stop` segments of a lease were attended to where they lie, on this node or others. Not answered."""
+
+    lease: int
+    stop: Index
+
+
 class Placed(_Message, frozen=True, tag=21):
     """Answers `Where`: one byte per segment, an index into `nodes`, or `HERE` for this node's arena, up to the first
     segment that is lost; a lease that has ended has none."""
@@ -284,6 +292,7 @@ EngineRequest = (
     | Heartbeat
     | OpenRegion
     | Where
+    | Shipped
     | OpenQuery
     | Holds
     | Bye
