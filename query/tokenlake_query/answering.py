@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
+from functools import partial as bind
 from typing import NamedTuple
 
 import numpy as np
@@ -107,7 +108,13 @@ class Answerer:
         self._connection.send(wire.Refused(view, kind, str(error)))
 
     def _ask(self, ask: wire.Ask) -> None:
-        served = [self._served(view, ask) for view, _ in ask.parts]
+        views = [self._views.get(view) for view, _ in ask.parts]
+        served = [self._fitting(one, ask) for one in views if one is not None]
+        if len(served) < len(views):
+            # Closed while it was asked about.
+            self._connection.reader.skip(ask.nbytes)
+            self._connection.send(wire.Result(ask.number, ask.layer, bytes([Code.LOST]) * len(views), 0))
+            return
         item = stored_dtype(ask.dtype).itemsize
         sizes = [
             tokens * one.attention.shape.q_heads * one.attention.shape.key_dim * item
@@ -121,7 +128,7 @@ class Answerer:
         answer = _Answer(ask, len(served), lambda result, payload: self._answer(buffer, result, payload))
         tasks = []
         start = 0
-        for number, ((_, tokens), one, size) in enumerate(zip(ask.parts, served, sizes, strict=True)):
+        for number, ((view, tokens), one, size) in enumerate(zip(ask.parts, served, sizes, strict=True)):
             shape = one.attention.shape
             queries: Stored = np.frombuffer(buffer, stored_dtype(ask.dtype), size // item, start)
             start += size
@@ -131,16 +138,14 @@ class Answerer:
                     ask.layer,
                     one.segments,
                     queries.reshape(tokens, shape.q_heads, shape.key_dim),
-                    self._is_open,
+                    bind(self._is_wanted, view),
                     answer.taker(number),
                 )
             )
         self._worker.submit(tasks)
 
-    def _served(self, view: int, ask: wire.Ask) -> _Served:
-        one = self._views.get(view)
-        if one is None:
-            raise ProtocolRefused(f"view {view} is not open")
+    @staticmethod
+    def _fitting(one: _Served, ask: wire.Ask) -> _Served:
         layout = one.attention.layout
         if ask.layer >= layout.layers or ask.dtype != layout.dtype:
             raise LayoutRefused(
@@ -149,8 +154,8 @@ class Answerer:
             )
         return one
 
-    def _is_open(self) -> bool:
-        return self._connection.open
+    def _is_wanted(self, view: int) -> bool:
+        return self._connection.open and view in self._views
 
     def _take(self, nbytes: int) -> bytearray:
         with self._room:

@@ -67,6 +67,13 @@ class FrameReader:
         while held < len(target):
             held += self._receive(target[held:])
 
+    def skip(self, size: int) -> None:
+        """Drop so many bytes."""
+        target = memoryview(bytearray(min(size, READ_BYTES)))
+        while size:
+            self.into(target[: min(size, READ_BYTES)])
+            size -= min(size, READ_BYTES)
+
     def descriptor(self) -> int:
         """The one beside the frame that was read; the caller owns it."""
         if not self._descriptors:

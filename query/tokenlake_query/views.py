@@ -69,6 +69,8 @@ class View:
                 self._brought[share] = segments
                 others = tuple(other for other in self.holding.shares if other is not share)
                 self.holding = Holding(self.holding.segments + segments, others)
+                # Whoever wakes up need not compute what it still owes, nor keep it leased.
+                share.asker.close_view(share.view)
             return self._brought[share]
         except TokenLakeError:
             return None

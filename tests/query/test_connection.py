@@ -64,6 +64,9 @@ def test_frames_and_payloads_in_pieces_of_any_size(pair: Pair, seed: int) -> Non
         message = decode(wire.query_reply_decoder, reader.frame())
         assert isinstance(message, wire.Refused)
         assert message.view == number
+        if number % 5 == 4:
+            reader.skip(len(payload))
+            continue
         target = bytearray(len(payload))
         reader.into(memoryview(target))
         assert target == payload

@@ -141,7 +141,6 @@ def test_between_nodes_too(cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     ("ask", "expected"),
     [
-        (wire.Ask(1, 0, "float32", ((9, 1),), 512), "view 9 is not open"),
         (wire.Ask(1, LAYOUT.layers, "float32", ((1, 1),), 512), f"layers 0 to {LAYOUT.layers - 1}"),
         (wire.Ask(1, 0, "float16", ((1, 1),), 256), "expected float32"),
         (wire.Ask(1, 0, "float32", ((1, 1),), 511), "expected 512"),
@@ -156,6 +155,20 @@ def test_asks_that_do_not_fit_end_the_connection(cluster: Cluster, ask: wire.Ask
         raw.send(ask, bytes(ask.nbytes))
         assert expected in raw.refused().reason
         raw.wait_for_end()
+
+
+def test_a_view_that_was_closed_has_lost_what_is_asked_about_it(cluster: Cluster) -> None:
+    """It may have been closed while it was asked about: the connection goes on, behind the queries."""
+    with raw_peer(cluster, 0, asker=1) as raw:
+        raw.send(wire.OpenView(1, "default", LAYOUT.encode(), bytes(32), (), b"", HEADS, SCALE))
+        assert isinstance(raw.receive(), wire.Viewed)
+        for number, parts in enumerate([((9, 1),), ((1, 1), (9, 200))]):
+            nbytes = 512 * sum(tokens for _, tokens in parts)
+            raw.send(wire.Ask(number, 0, "float32", parts, nbytes), bytes(nbytes))
+            assert raw.receive() == wire.Result(number, 0, bytes([Code.LOST]) * len(parts), 0)
+        raw.send(wire.CloseView((1,)))
+        raw.send(wire.Ask(5, 0, "float32", ((1, 1),), 512), bytes(512))
+        assert raw.receive() == wire.Result(5, 0, bytes([Code.LOST]), 0)
 
 
 def test_segments_of_another_layout_are_not_attended_to(cluster: Cluster) -> None:
