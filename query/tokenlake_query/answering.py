@@ -89,6 +89,8 @@ class Answerer:
             layout = Layout.decode(message.layout)
             shape = AttentionShape.of(layout, message.heads, message.scale)
             keys = split_keys(message.keys)
+            if len(set(keys)) < len(keys):
+                raise ProtocolRefused("a key is named twice; expected each once")
             segments = open_here(self._pools.get(message.tenant, layout), keys)
         except (TokenLakeError, ValueError) as error:
             with self._lock:

@@ -138,6 +138,8 @@ def _keys_of(message: wire.OpenView) -> list[SegmentKey]:
         raise ProtocolRefused(str(error)) from error
     if len(message.owners) != len(keys):
         raise ProtocolRefused(f"{len(message.owners)} owners for {len(keys)} keys; expected one each")
+    if len(set(keys)) < len(keys) or len(set(message.nodes)) < len(message.nodes):
+        raise ProtocolRefused("a key or a node is named twice; expected each once")
     if any(owner != HERE and owner >= len(message.nodes) for owner in message.owners):
         raise ProtocolRefused(f"an owner beyond the {len(message.nodes)} nodes")
     return keys

@@ -24,6 +24,7 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.live
 
 NBYTES = 1 << 16
+TWO_KEYS = bytes(range(64))
 STEP = wire.Step(1, 1, "float32", ((1, 2),), 0, 8192, 16384)
 """Two tokens of four heads of 32."""
 
@@ -54,8 +55,10 @@ def engine(cluster: Cluster) -> Iterator[Raw]:
         assert raw.receive() == wire.Answered(1, 1, 0, 9, bytes([Code.LOCAL]), 0, 0)
 
 
-def open_message(view: int, keys: bytes, owners: bytes, heads: int = HEADS) -> wire.OpenView:
-    return wire.OpenView(view, "", b"", keys, (), owners, heads, SCALE)
+def open_message(
+    view: int, keys: bytes, owners: bytes, heads: int = HEADS, nodes: tuple[str, ...] = ()
+) -> wire.OpenView:
+    return wire.OpenView(view, "", b"", keys, nodes, owners, heads, SCALE)
 
 
 @pytest.mark.parametrize(
@@ -96,10 +99,12 @@ def test_queries(engine: Raw, query: wire.Query, expected: str) -> None:
 @pytest.mark.parametrize(
     ("message", "kind", "expected"),
     [
-        (open_message(2, bytes(64), bytes([HERE, HERE]), heads=3), "LayoutRefused", "a multiple of its 2 KV heads"),
-        (open_message(2, bytes(63), bytes([HERE, HERE])), "ProtocolRefused", "no multiple of 32"),
-        (open_message(2, bytes(64), bytes([HERE])), "ProtocolRefused", "1 owners for 2 keys"),
-        (open_message(2, bytes(64), bytes([HERE, 0])), "ProtocolRefused", "beyond the 0 nodes"),
+        (open_message(2, TWO_KEYS, bytes([HERE, HERE]), heads=3), "LayoutRefused", "a multiple of its 2 KV heads"),
+        (open_message(2, TWO_KEYS[1:], bytes([HERE, HERE])), "ProtocolRefused", "no multiple of 32"),
+        (open_message(2, TWO_KEYS, bytes([HERE])), "ProtocolRefused", "1 owners for 2 keys"),
+        (open_message(2, TWO_KEYS, bytes([HERE, 0])), "ProtocolRefused", "beyond the 0 nodes"),
+        (open_message(2, bytes(64), bytes([HERE, HERE])), "ProtocolRefused", "named twice"),
+        (open_message(2, TWO_KEYS, bytes([0, 1]), nodes=("b", "b")), "ProtocolRefused", "named twice"),
         (open_message(1, bytes(32), bytes([HERE])), "ProtocolRefused", "open already"),
     ],
 )
@@ -111,7 +116,7 @@ def test_views(engine: Raw, message: wire.OpenView, kind: str, expected: str) ->
 
 
 def test_a_view_of_what_nobody_has_is_empty(engine: Raw) -> None:
-    engine.send(open_message(2, bytes(64), bytes([HERE, HERE])))
+    engine.send(open_message(2, TWO_KEYS, bytes([HERE, HERE])))
     assert engine.receive() == wire.Viewed(2, 0, bytes([Code.MISSING]) * 2)
 
 
@@ -134,6 +139,8 @@ def test_between_nodes_too(cluster: Cluster) -> None:
         assert raw.refused().kind == LayoutRefused.__name__
         raw.send(wire.OpenView(3, "nobody", layout, bytes(32), (), b"", HEADS, SCALE))
         assert raw.refused().kind == "CredentialRefused"
+        raw.send(wire.OpenView(5, "default", layout, bytes(64), (), b"", HEADS, SCALE))
+        assert "named twice" in raw.refused().reason
         raw.send(wire.OpenView(4, "default", layout, bytes(32), (), b"", HEADS, SCALE))
         assert raw.receive() == wire.Viewed(4, 0, bytes([Code.MISSING]))
 
