@@ -73,6 +73,11 @@ class MeasuredPool:
         """See `CachePool`."""
         return self._pool.layout
 
+    @property
+    def node(self) -> str:
+        """See `CachePool`."""
+        return self._pool.node
+
     def prefix(self, tokens: TokenIds = (), *, adapter: str | None = None, salt: str | None = None) -> Prefix:
         """See `CachePool`."""
         return self._pool.prefix(tokens, adapter=adapter, salt=salt)
@@ -117,6 +122,15 @@ class MeasuredLease:
     def hits(self) -> int:
         """See `CacheLease`."""
         return self._lease.hits
+
+    @property
+    def local_hits(self) -> int:
+        """See `CacheLease`."""
+        return self._lease.local_hits
+
+    def nodes(self) -> list[str]:
+        """See `CacheLease`."""
+        return self._lease.nodes()
 
     def fetch(self, start: int, stop: int) -> list[NDArray[np.uint8]]:
         """See `CacheLease`."""

@@ -73,7 +73,9 @@ class View:
     """A run of segments that every query of it attends to, all tokens of them. Holds its lease, and gives it back when
     it is closed. Usable from several threads."""
 
-    def __init__(self, link: QueryLink, lease: Lease, number: int, heads: int, viewed: wire.Viewed) -> None:
+    def __init__(
+        self, link: QueryLink, lease: Lease, number: int, heads: int, viewed: wire.Viewed, nodes: Sequence[str]
+    ) -> None:
         """Use `Pool.open_view`."""
         self.lease = lease
         self.heads = heads
@@ -81,6 +83,8 @@ class View:
         """Segments of the lease, from the first on, that queries attend to."""
         self.codes = viewed.codes
         """LOCAL, REMOTE or MISSING, one `Code` per segment of the lease."""
+        self.nodes = nodes
+        """Where each segment of the lease lay when this was opened."""
         self.number = number
         self.link = link
         self.asked = False
@@ -226,7 +230,8 @@ class Queries:
             # It is closed when it comes: were it closed now, no answer would say that the link is in time again.
             link.check()
             raise DeadlinePassed(f"the query engine opened no view within {deadline_s * 1e3:.0f} ms")
-        return View(link, lease, number, heads, reply)
+        nodes = [lease.link.node if owner == engine.HERE else placed.nodes[owner] for owner in placed.owners]
+        return View(link, lease, number, heads, reply, nodes)
 
     def init_query(self, parts: Sequence[tuple[View, int]], dtype: str | None = None) -> QueryBuffer:
         """A buffer for the queries of these (view, tokens), views of one number of heads; `dtype`: of the queries,

@@ -26,6 +26,7 @@ class MemoryPool:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
+        self.node = "memory"
         self.segments: dict[SegmentKey, NDArray[np.uint8]] = {}
         self.broken: set[str] = set()
         self.lose_after: int | None = None
@@ -85,6 +86,11 @@ class MemoryLease:
 
     def __init__(self, pool: MemoryPool, keys: Sequence[SegmentKey], hits: int) -> None:
         self.pool, self.keys, self.hits = pool, keys, hits
+        self.local_hits = hits
+
+    def nodes(self) -> list[str]:
+        self.pool.fail("nodes")
+        return [self.pool.node] * self.hits
 
     def fetch(self, start: int, stop: int) -> list[NDArray[np.uint8]]:
         self.pool.fail("fetch")

@@ -62,15 +62,15 @@ class _Options(NamedTuple):
     """With everything behind it; infinite where that is not known."""
 
 
-def choose(costs: Costs, sharers: Sequence[int] | None = None) -> tuple[list[Decision], float]:
+def choose(costs: Costs, sharers: Sequence[int] | None = None, *, ship: bool = True) -> tuple[list[Decision], float]:
     """Decisions for all runs of the batch, parents first, and their cost in seconds. `sharers`: per run of the tree,
-    how many batches on this node read it (default: this one alone).
+    how many batches on this node read it (default: this one alone). `ship`: can queries of this model be shipped?
 
     While the time of a prefill is not known runs are read here or fetched. Of several holders the one that is cheapest
     to fetch from, or to ship to, is taken, the first where they are equal.
     """
     options = _options(costs, sharers)
-    peers = _peers(costs, options)
+    peers = _peers(costs, options) if ship else []
     chosen: dict[int, _Option] = {}
     least = float("inf")
     for count in range(len(peers) + 1):

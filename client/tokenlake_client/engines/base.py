@@ -24,6 +24,15 @@ class CacheLease(Protocol):
         """Leased segments, counted from the first key without a gap."""
         ...
 
+    @property
+    def local_hits(self) -> int:
+        """Those of them that lie on this node."""
+        ...
+
+    def nodes(self) -> list[str]:
+        """The node of each; fewer than `hits` where one was lost."""
+        ...
+
     def fetch(self, start: int, stop: int) -> list[NDArray[np.uint8]]:
         """Read-only views, one per segment; fewer than asked when the rest was lost."""
         ...
@@ -45,6 +54,11 @@ class CachePool(Protocol):
     @property
     def layout(self) -> Layout:
         """The layout of every segment read or written here."""
+        ...
+
+    @property
+    def node(self) -> str:
+        """The daemon's."""
         ...
 
     def prefix(self, tokens: TokenIds = (), *, adapter: str | None = None, salt: str | None = None) -> Prefix:
@@ -80,6 +94,11 @@ class PrefixView(Protocol):
     @property
     def hits(self) -> int:
         """How many, from the first of the lease on."""
+        ...
+
+    @property
+    def nodes(self) -> Sequence[str]:
+        """Where each of them was when it was opened."""
         ...
 
     def close(self) -> None:

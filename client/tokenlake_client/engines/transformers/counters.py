@@ -23,6 +23,8 @@ class Counts:
     tokens_shipped: int = 0
     """Whose cache was attended where it lies, on this node or another, to the end of the request."""
     tokens_computed: int = 0
+    tokens_skipped: int = 0
+    """Those among `tokens_computed` that the pool had: mode `auto` found them faster to compute."""
     tokens_stored: int = 0
     tokens_not_stored: int = 0
     """New tokens whose segment was refused, was there already, or found the writer's queue full."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
 
+from tokenlake.attention import AttentionShape
 from tokenlake.errors import LayoutRefused, Refused
 from tokenlake.layout import Layout
+from tokenlake.planner import Rates
 from tokenlake_client.engines.base import CachePool, QueryPool
 from tokenlake_client.engines.connection import Connection
 from tokenlake_client.engines.transformers.attention import query_shape
@@ -18,7 +21,9 @@ from tokenlake_client.engines.transformers.cache import CacheShape, RoomyCache, 
 from tokenlake_client.engines.transformers.counters import Counters, Counts
 from tokenlake_client.engines.transformers.filling import Batch, Filler
 from tokenlake_client.engines.transformers.layout import cache_shape, check_model, layout_of
+from tokenlake_client.engines.transformers.measured import Measured
 from tokenlake_client.engines.transformers.options import EngineOptions
+from tokenlake_client.engines.transformers.planning import Plan, Planning
 from tokenlake_client.engines.transformers.request import NotServed, check_state, read_request
 from tokenlake_client.engines.transformers.rows import Row, place_rows
 from tokenlake_client.engines.transformers.shipping import Shipping, shipped_cache
@@ -71,10 +76,14 @@ class TokenLakeEngine:
             tasks=self.options.write_queue,
             patience=self.options.write_patience,
         )
-        self._filler = Filler(model, self.options, self._writer, self._counters, self._pool_failed)
+        self.rates = Rates()
+        """What this engine measures as it serves: for its own plans, and for a scheduler's."""
+        self._measured = Measured(self.rates)
+        self._filler = Filler(model, self.options, self._writer, self._counters, self._measured, self._pool_failed)
         self._connection = Connection(None, self._failed)
         self._shape: CacheShape | None = None
         self._shipping: Shipping | None = None
+        self._planning: Planning | None = None
         self._base_digest = ""
         if pool is not None:
             self._open(self.options.weights_digest)
@@ -120,6 +129,7 @@ class TokenLakeEngine:
                 generate_kwargs["attention_mask"] = attention_mask
             return self.model.generate(input_ids, **generate_kwargs)
         mask, shipment = batch.request.attention_mask, batch.shipment
+        began = time.perf_counter()
         try:
             with nullcontext() if shipment is None else shipment.serving(batch.cache):
                 output = self.model.generate(
@@ -132,6 +142,10 @@ class TokenLakeEngine:
                 shipment.close()
         try:
             sequences = output if not hasattr(output, "sequences") else output.sequences
+            steps = sequences.shape[1] - mask.shape[1]
+            self._measured.answered(steps)
+            if shipment is None:
+                self._measured.decode(len(sequences), mask.shape[1] + steps // 2, steps, time.perf_counter() - began)
             self._filler.store_decoded(batch, sequences.tolist())
         except Exception as error:
             self._failed("storing what decode completed", error)
@@ -189,20 +203,32 @@ class TokenLakeEngine:
         except Exception as error:
             self._failed(f"serving {type(self.model).__name__} with the pool", error)
             return
-        if options.mode == "ship":
-            self._shipping = self._begin_shipping(self._shape)
+        if options.mode != "fetch":
+            self._begin_shipping(self._shape, self.layout)
         if isinstance(source, (str, Path)):
             self._connection = Connection(lambda: self._connect(source), self._failed)
         elif given is not None:
             self._connection = Connection(None, self._failed, given)
 
-    def _begin_shipping(self, shape: CacheShape) -> Shipping | None:
+    def _begin_shipping(self, shape: CacheShape, layout: Layout) -> None:
+        attention = None
         try:
-            shapes = shape, query_shape(self.model, shape)
+            queries = query_shape(self.model, shape)
+            attention = AttentionShape.of(layout, queries.heads, queries.scale)
+            self._shipping = Shipping(
+                self.model,
+                (shape, queries),
+                self.options,
+                self._writer,
+                self._counters,
+                self._measured,
+                self._failed,
+                self._pool_failed,
+            )
         except Exception as error:
-            self._say(f"mode 'ship': prefixes of {type(self.model).__name__} are fetched: {error}")
-            return None
-        return Shipping(self.model, shapes, self.options, self._writer, self._counters, self._failed, self._pool_failed)
+            self._say(f"mode '{self.options.mode}': prefixes of {type(self.model).__name__} are fetched: {error}")
+        if self.options.mode == "auto":
+            self._planning = Planning(layout, attention, self.rates, self._counters, self._pool_failed)
 
     def _segment_tokens(self, given: CachePool | None) -> int:
         """A given pool's, else what the engine used so far, else the option."""
@@ -235,11 +261,14 @@ class TokenLakeEngine:
         pool, shipment = self._usable_pool(), None
         if pool is None or self._shape is None:
             return None
+        plan = Plan(ship=True)
         try:
             request = read_request(self.model, input_ids, attention_mask, arguments)
             rows = [Row(*row) for row in zip(request.tokens, request.padding, strict=True)]
             self._filler.hash(pool, rows)
-            if self._shipping is not None:
+            if self._planning is not None:
+                plan = self._planning.plan(pool, rows, request.new_tokens)
+            if self._shipping is not None and plan.ship:
                 shipment = self._shipping.begin(cast(QueryPool, pool), rows)
             length = request.input_ids.shape[1] - 1
             before = 0 if shipment is None else min(row.padding + row.start for row in rows)
@@ -257,6 +286,8 @@ class TokenLakeEngine:
             else:
                 self._failed("prefill", error)
             return None
+        finally:
+            plan.close()
         if shipment is None:
             cache = RoomyCache([RoomyLayer(keys, values, length) for keys, values in storage])
         else:

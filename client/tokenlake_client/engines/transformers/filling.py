@@ -12,6 +12,7 @@ from tokenlake.keys import Prefix
 from tokenlake_client.engines.base import CachePool
 from tokenlake_client.engines.transformers.cache import RoomyCache, RoomyLayer
 from tokenlake_client.engines.transformers.counters import Counters
+from tokenlake_client.engines.transformers.measured import Measured
 from tokenlake_client.engines.transformers.options import EngineOptions
 from tokenlake_client.engines.transformers.prefill import PartialLoad, compute, load
 from tokenlake_client.engines.transformers.request import Request
@@ -44,12 +45,14 @@ class Filler:
         options: EngineOptions,
         writer: Writer,
         counters: Counters,
+        measured: Measured,
         pool_failed: Callable[[str, BaseException], None],
     ) -> None:
         self._model = model
         self._options = options
         self._writer = writer
         self._counters = counters
+        self._measured = measured
         self._pool_failed = pool_failed
 
     def hash(self, pool: CachePool, rows: list[Row]) -> None:
@@ -69,12 +72,12 @@ class Filler:
         for row in rows:
             if shipment is not None and row.shared is not None:
                 after = shipped_cache([Row(row.tokens, shared=row.shared)], row.layers, row.start, row.start)
-                compute(self._model, row.tokens[:-1], after, chunk, partial(shipment.run, after))
+                compute(self._model, row.tokens[:-1], after, chunk, self._measured, partial(shipment.run, after))
                 continue
             if pool is not None and row.chain is not None:
-                self._load(pool, row, row.chain)
+                self._load(pool, row)
             cache = RoomyCache([RoomyLayer(keys, values, row.loaded) for keys, values in row.layers])
-            compute(self._model, row.tokens[:-1], cache, chunk)
+            compute(self._model, row.tokens[:-1], cache, chunk, self._measured)
         for row in rows:
             if pool is not None and row.chain is not None:
                 layers = [(keys[0], values[0]) for keys, values in row.layers]
@@ -101,13 +104,13 @@ class Filler:
     def _chain(self, pool: CachePool, tokens: list[int]) -> Prefix:
         return pool.prefix(tokens, adapter=self._options.adapter, salt=self._options.salt)
 
-    def _load(self, pool: CachePool, row: Row, chain: Prefix) -> None:
-        """Set what the pool had of the row. At least the last token stays to compute."""
+    def _load(self, pool: CachePool, row: Row) -> None:
+        """Set what the pool had of the row."""
         started = time.perf_counter()
         try:
-            keys = chain.keys[: (len(row.tokens) - 1) // pool.layout.segment_tokens]
+            keys = row.wanted(pool.layout.segment_tokens)
             layers = [(keys_[0], values[0]) for keys_, values in row.layers]
-            row.loaded = load(pool, keys, layers, self._options.window) if keys else 0
+            row.loaded = load(pool, keys, layers, self._options.window, self._measured) if keys else 0
         except PartialLoad as error:
             row.loaded = error.tokens
             self._pool_failed("reading segments", error.__cause__ or error)

@@ -9,7 +9,7 @@ from tokenlake.errors import ConfigurationError
 
 __all__ = ["EngineOptions"]
 
-Mode = Literal["fetch", "ship"]
+Mode = Literal["auto", "fetch", "ship"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,8 @@ class EngineOptions:
     """`fetch` copies the known prefix of a prompt into the engine's cache. `ship` leaves it where it is, on this node
     or another: `generate` sends each layer's queries there, by the query engine of its node. Where none runs, or a
     model's attention cannot be served so, the log says why, and the prefix is fetched. Nobody else may run the model
-    while `generate` does."""
+    while `generate` does. `auto` lets the planner choose for each batch, and recompute what would take longer to bring
+    (`tokenlake.planner`), from what this engine measures as it serves."""
     segment_tokens: int = 256
     weights_digest: str | None = None
     """From `tokenlake_client.weights`; computed from the model where None."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from tokenlake.identity import SegmentKey
 from tokenlake_client.engines.base import CachePool
+from tokenlake_client.engines.transformers.measured import Measured
 from tokenlake_client.engines.transformers.slots import LayerPair, read_segments
 
 __all__ = ["PartialLoad", "compute", "load"]
@@ -24,7 +26,9 @@ class PartialLoad(Exception):
         self.tokens = tokens
 
 
-def load(pool: CachePool, keys: Sequence[SegmentKey], layers: Sequence[LayerPair], window: int) -> int:
+def load(
+    pool: CachePool, keys: Sequence[SegmentKey], layers: Sequence[LayerPair], window: int, measured: Measured
+) -> int:
     """Copy the longest known prefix of `keys` into `layers` ([heads, tokens, dim] each) and return its
     length in tokens. Leases at most `window` segments longer than their copy takes.
 
@@ -32,11 +36,15 @@ def load(pool: CachePool, keys: Sequence[SegmentKey], layers: Sequence[LayerPair
     """
     layout = pool.layout
     loaded = 0
+    began = time.perf_counter()
     try:
         with pool.match(keys) as lease:
+            nodes = lease.nodes() if lease.local_hits < lease.hits else []
             while loaded < lease.hits:
                 stop = min(loaded + window, lease.hits)
-                segments = lease.fetch(loaded, stop)
+                remote = [node for node in nodes[loaded:stop] if node != pool.node]
+                with measured.fetch(remote, layout.segment_bytes):
+                    segments = lease.fetch(loaded, stop)
                 count = len(segments)
                 read_segments(segments, layout, layers, loaded * layout.segment_tokens)
                 lost = count < stop - loaded
@@ -48,14 +56,21 @@ def load(pool: CachePool, keys: Sequence[SegmentKey], layers: Sequence[LayerPair
                     break
     except Exception as error:
         raise PartialLoad(loaded * layout.segment_tokens) from error
+    if not nodes:
+        measured.copy(loaded * layout.segment_bytes, time.perf_counter() - began)
     return loaded * layout.segment_tokens
 
 
 def compute(
-    model: Any, tokens: Sequence[int], cache: Any, chunk: int, run: Callable[[Callable[[], Any]], Any] | None = None
+    model: Any,
+    tokens: Sequence[int],
+    cache: Any,
+    chunk: int,
+    measured: Measured,
+    run: Callable[[Callable[[], Any]], Any] | None = None,
 ) -> None:
     """Extend `cache`, which holds the first of `tokens`, by the others, with forward passes of one row and at most
-    `chunk` tokens. `run` calls each of them (default: as it is)."""
+    `chunk` tokens. `run` calls each of them (default: as it is, and then it is measured)."""
     known = cache.get_seq_length()
     if known == len(tokens):
         return
@@ -74,4 +89,8 @@ def compute(
                 use_cache=True,
                 **extras,
             )
-            forward() if run is None else run(forward)
+            if run is not None:
+                run(forward)
+                continue
+            with measured.prefill(stop - start, start, model.device):
+                forward()

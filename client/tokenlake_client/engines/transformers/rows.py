@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix
 from tokenlake_client.engines.transformers.cache import row_cache
 from tokenlake_client.engines.transformers.shipped import SharedPrefix
@@ -22,10 +23,19 @@ class Row:
     layers: list[LayerPair] = field(default_factory=list)
     chain: Prefix | None = None
     """The keys of its segments, once the pool told them."""
+    limit: int | None = None
+    """Segments of its prefix that are worth using; None: all."""
     shared: SharedPrefix | None = None
     """What it begins with and is not in `layers`."""
     loaded: int = 0
     """Tokens at the beginning of `layers` that came from the pool."""
+
+    def wanted(self, segment_tokens: int) -> Sequence[SegmentKey]:
+        """The keys of what is to be read of it. At least the last token stays to compute."""
+        if self.chain is None:
+            return ()
+        whole = (len(self.tokens) - 1) // segment_tokens
+        return self.chain.keys[: whole if self.limit is None else min(whole, self.limit)]
 
     @property
     def start(self) -> int:

@@ -11,6 +11,7 @@ took longer: no token, no random number, no call of a streamer happens between t
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -21,6 +22,7 @@ import torch
 from tokenlake_client.engines.base import QueryPool
 from tokenlake_client.engines.transformers.attention import QueryShape, attending
 from tokenlake_client.engines.transformers.counters import Counters
+from tokenlake_client.engines.transformers.measured import Measured
 from tokenlake_client.engines.transformers.partial import Part, attend, attend_own, merge_rows
 from tokenlake_client.engines.transformers.shipped import SharedPrefix, ShippedCache
 
@@ -46,6 +48,8 @@ class _Asked:
 
     prefixes: list[tuple[SharedPrefix, list[int]]]
     ticket: Any
+    nbytes: int = 0
+    """That went over the network."""
 
 
 class Shipment:
@@ -57,6 +61,7 @@ class Shipment:
         pool: QueryPool,
         shape: QueryShape,
         counters: Counters,
+        measured: Measured,
         deadline_s: float,
         recover: Callable[[SharedPrefix], None],
         report: Callable[[str, BaseException], None],
@@ -67,6 +72,7 @@ class Shipment:
         self._pool = pool
         self._shape = shape
         self._counters = counters
+        self._measured = measured
         self._deadline_s = deadline_s
         self._recover = recover
         self._report = report
@@ -130,15 +136,19 @@ class Shipment:
     def attend(self, module: Any, query: Any, keys: Any, values: Any, scale: float, others: dict[str, Any]) -> Any:
         """Attention over prefixes and own tokens. Raises `Void`."""
         assert self._cache is not None
+        began = time.perf_counter()
         asked = self._ask(self._cache, module.layer_idx, query)
         mask = self._cache.mask(query.shape[2], keys.shape[2], query.device)
+        own = time.perf_counter()
         whole = attend_own(query, keys, values, scale, mask)
+        began += time.perf_counter() - own
         for prefix, rows in self._cache.prefixes:
             if prefix.local is not None:
                 whole = merge_rows(whole, rows, _over_local(query[rows], prefix.local[module.layer_idx], scale))
         if asked is not None:
             for rows, part in self._answered(asked, query):
                 whole = merge_rows(whole, rows, part)
+            self._note(asked, query.shape[2], time.perf_counter() - began)
         return whole.out
 
     def _ask(self, cache: ShippedCache, layer: int, query: Any) -> _Asked | None:
@@ -166,6 +176,7 @@ class Shipment:
     def _answered(self, asked: _Asked, query: Any) -> Iterator[tuple[list[int], Part]]:
         """Of each prefix, its rows and the result. Raises `Void` before the first, or never."""
         answer = asked.ticket.wait()
+        asked.nbytes = answer.sent_bytes + answer.received_bytes
         self._counters.add(bytes_sent=answer.sent_bytes, bytes_received=answer.received_bytes)
         if answer.lost:
             raise Void([asked.prefixes[part][0] for part in answer.lost])
@@ -177,6 +188,13 @@ class Shipment:
             lse = sums[at:stop].view(len(rows), count, -1).transpose(1, 2)
             yield rows, Part(out.to(query.device), lse.to(query.device))
             at = stop
+
+    def _note(self, asked: _Asked, count: int, seconds: float) -> None:
+        """A layer took so much longer than attention over its own tokens."""
+        elsewhere = [node for prefix, _ in asked.prefixes for node in prefix.elsewhere]
+        if elsewhere:
+            queries = count * sum(len(rows) for prefix, rows in asked.prefixes if prefix.elsewhere)
+            self._measured.queried(elsewhere, self._pool.layout.segment_tokens, queries, asked.nbytes, seconds)
 
     def _prepare(self, parts: list[tuple[Any, int]]) -> None:
         """A buffer for these (view, tokens): the one of the step before when they are the same."""

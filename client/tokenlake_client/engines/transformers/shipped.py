@@ -31,6 +31,8 @@ class SharedPrefix:
     tokens: list[int]
     keys: Sequence[SegmentKey]
     view: PrefixView | None
+    elsewhere: Sequence[str] = ()
+    """The node of each of its segments that lies on another, when the view was opened."""
     local: list[LayerPair] | None = None
     loaded: int = 0
     """Of `local`, tokens that came from the pool; the others were computed."""

@@ -11,6 +11,7 @@ from tokenlake_client.engines.base import QueryPool
 from tokenlake_client.engines.transformers.attention import QueryShape
 from tokenlake_client.engines.transformers.cache import CacheShape, RoomyCache, RoomyLayer, allocate
 from tokenlake_client.engines.transformers.counters import Counters
+from tokenlake_client.engines.transformers.measured import Measured
 from tokenlake_client.engines.transformers.options import EngineOptions
 from tokenlake_client.engines.transformers.prefill import PartialLoad, compute, load
 from tokenlake_client.engines.transformers.rows import Row
@@ -34,6 +35,7 @@ class Shipping:
         options: EngineOptions,
         writer: Writer,
         counters: Counters,
+        measured: Measured,
         failed: Report,
         pool_failed: Report,
     ) -> None:
@@ -43,6 +45,7 @@ class Shipping:
         self._options = options
         self._writer = writer
         self._counters = counters
+        self._measured = measured
         self._failed = failed
         self._pool_failed = pool_failed
 
@@ -55,13 +58,14 @@ class Shipping:
             pool,
             self._query_shape,
             self._counters,
+            self._measured,
             self._options.query_deadline,
             lambda prefix: self._recover(pool, prefix),
             self._failed,
         )
         opened: dict[tuple[SegmentKey, ...], SharedPrefix] = {}
         for row in rows:
-            if row.chain is not None and not self._open(pool, row, row.chain.keys, opened):
+            if not self._open(pool, row, opened):
                 break
         for prefix in opened.values():
             shipment.add(prefix)
@@ -72,12 +76,11 @@ class Shipping:
         self,
         pool: QueryPool,
         row: Row,
-        keys: Sequence[SegmentKey],
         opened: dict[tuple[SegmentKey, ...], SharedPrefix],
     ) -> bool:
         """False where something failed: further rows would only cost time."""
         size = pool.layout.segment_tokens
-        wanted = keys[: (len(row.tokens) - 1) // size]
+        wanted = row.wanted(size)
         if not wanted:
             return True
         try:
@@ -90,6 +93,7 @@ class Shipping:
             lease.release()
             row.shared = opened.get(found)
             return True
+        began = time.perf_counter()
         try:
             view = pool.open_view(lease, self._query_shape.heads, self._query_shape.scale)
         except Exception as error:
@@ -99,7 +103,11 @@ class Shipping:
         if not view.hits:
             view.close()
             return True
-        row.shared = opened[found] = SharedPrefix(row.tokens[: view.hits * size], found[: view.hits], view)
+        elsewhere = [node for node in view.nodes[: view.hits] if node != pool.node]
+        self._measured.opened(elsewhere, time.perf_counter() - began)
+        row.shared = opened[found] = SharedPrefix(
+            row.tokens[: view.hits * size], found[: view.hits], view, elsewhere=elsewhere
+        )
         return True
 
     def _recover(self, pool: QueryPool, prefix: SharedPrefix) -> None:
@@ -111,12 +119,12 @@ class Shipping:
         storage = allocate(self._cache_shape, 1, len(prefix.tokens))
         layers = [(keys[0], values[0]) for keys, values in storage]
         try:
-            prefix.loaded = load(pool, prefix.keys, layers, self._options.window)
+            prefix.loaded = load(pool, prefix.keys, layers, self._options.window, self._measured)
         except PartialLoad as error:
             prefix.loaded = error.tokens
             self._pool_failed("reading segments", error.__cause__ or error)
         cache = RoomyCache([RoomyLayer(keys, values, prefix.loaded) for keys, values in storage])
-        compute(self._model, prefix.tokens, cache, self._options.prefill_chunk)
+        compute(self._model, prefix.tokens, cache, self._options.prefill_chunk, self._measured)
         prefix.local = storage
         first = prefix.loaded // size
         if first < len(prefix.keys):

@@ -1,0 +1,123 @@
+"""Mode `auto`: the planner chooses from what was measured, and the tokens are those of the model alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.engines.memory_pool import MemoryPool
+from tests.engines.models import family, prompt
+from tests.engines.test_shipping import READER, SEGMENT, batch, check, engine_at, put, shipped
+from tests.query.scene import serving
+from tokenlake.identity import NodeId
+from tokenlake.planner import Rates
+from tokenlake_bench.cluster import Cluster
+from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
+
+pytestmark = pytest.mark.live
+
+SAMPLES = 64
+"""All that a fit is made of: what the engine measures meanwhile changes little."""
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return family("llama-gqa")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with serving(3, "64MiB") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def rows(cluster: Cluster, model: Any, request: pytest.FixtureRequest) -> list[list[int]]:
+    """Stored, and spread over the nodes."""
+    # Of each test its own: what one fetched the next would find at home.
+    seed = 10 * sum(map(ord, request.node.name))
+    made = [prompt(6 * SEGMENT + 1 + number, seed + number) for number in range(3)]
+    put(cluster, model, made)
+    return made
+
+
+def measured(engine: TokenLakeEngine, cluster: Cluster, prefill_s: float, byte_s: float, query_s: float) -> Rates:
+    """As if so many seconds had been measured: per new token, per byte from any node, per query and layer there."""
+    rates = engine.rates
+    for sample in range(SAMPLES):
+        count = 1 + sample % 7
+        rates.prefill.add(64 * count, 16 * (sample % 5), prefill_s * 64 * count, 0.0)
+        rates.copy.add(count << 14, 1e-6 + 1e-12 * (count << 14), 0.0)
+        rates.decode.add(count, 64, 1e-5 * count, 0.0)
+        for node in cluster.nodes:
+            peer = rates.peer(NodeId(node.name))
+            peer.fetch.add(count << 14, byte_s * (count << 14), 0.0)
+            peer.queries.add(count, count << 10, 16 * count, query_s, 0.0)
+    for node in cluster.nodes:
+        rates.peer(NodeId(node.name)).open_s.add(query_s, 0.0)
+    return rates
+
+
+def test_with_nothing_measured_prefixes_are_fetched(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
+    with engine_at(cluster, READER, model, mode="auto") as engine:
+        counts = check(engine, model, rows)
+        assert counts.tokens_hit == shipped(rows)
+        assert counts.tokens_shipped == counts.tokens_skipped == 0
+
+
+def test_what_is_slower_to_bring_is_computed(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
+    with engine_at(cluster, READER, model, mode="auto") as engine:
+        measured(engine, cluster, prefill_s=1e-6, byte_s=1.0, query_s=100.0)
+        counts = check(engine, model, rows)
+        assert counts.tokens_shipped == 0
+        # What lies at home may be read all the same.
+        assert counts.tokens_skipped > 0
+        assert counts.tokens_hit + counts.tokens_skipped == shipped(rows)
+
+
+def test_queries_travel_where_that_is_cheapest(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
+    with engine_at(cluster, READER, model, mode="auto") as engine:
+        measured(engine, cluster, prefill_s=10.0, byte_s=1.0, query_s=1e-5)
+        counts = check(engine, model, rows)
+        assert counts.tokens_shipped == shipped(rows)
+        assert counts.bytes_sent > 0
+        assert counts.tokens_skipped == 0
+
+
+def test_where_fetching_is_cheapest_it_is_fetched(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
+    with engine_at(cluster, READER, model, mode="auto") as engine:
+        measured(engine, cluster, prefill_s=10.0, byte_s=1e-12, query_s=10.0)
+        counts = check(engine, model, rows)
+        assert counts.tokens_hit == shipped(rows)
+        assert counts.bytes_sent == 0
+
+
+def test_what_an_engine_does_is_measured(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
+    with engine_at(cluster, READER, model, mode="ship") as engine:
+        check(engine, model, rows)
+        others = [engine.rates.peer(NodeId(node.name)) for node in cluster.nodes if node is not cluster.nodes[READER]]
+        assert any(peer.queries.at is not None and peer.open_s.samples for peer in others)
+    with engine_at(cluster, READER, model, mode="fetch") as engine:
+        check(engine, model, rows)
+        others = [engine.rates.peer(NodeId(node.name)) for node in cluster.nodes if node is not cluster.nodes[READER]]
+        assert any(peer.fetch.at is not None for peer in others)
+        check(engine, model, rows)
+        rates = engine.rates
+        assert None not in (rates.copy.at, rates.prefill.at, rates.decode.at)
+        assert rates.answer_tokens.samples == 2
+
+
+@pytest.mark.parametrize("call", ["match", "nodes", "fetch", "prefix"])
+def test_a_pool_that_fails_while_it_is_planned_changes_no_token(model: Any, call: str) -> None:
+    pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
+    row = prompt(4 * SEGMENT + 3, 5)
+    ids, mask = batch([row])
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, attention_mask=mask, **settings).tolist()
+    with TokenLakeEngine(model, pool, EngineOptions(mode="auto", segment_tokens=SEGMENT)) as engine:
+        assert engine.generate(ids, attention_mask=mask, **settings).tolist() == expected
+        assert engine.flush(30)
+        pool.broken.add(call)
+        assert engine.generate(ids, attention_mask=mask, **settings).tolist() == expected
