@@ -38,6 +38,8 @@ class Driver:
         self._running = False
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = float("inf")
+        self._rang = False
+        """A Tick comes within two turns of the loop."""
         self._recorder: Recorder | None = None
 
     def carry_out(self, kind: type[Instruction], sink: Sink) -> None:
@@ -112,7 +114,7 @@ class Driver:
 
     def _rearm(self) -> None:
         wake = self.core.next_wake()
-        if wake is None or wake == self._alarm_at:
+        if wake is None or wake == self._alarm_at or self._rang:
             return
         # An alarm that comes too early only costs a Tick; re-arming for every later deadline would cost more.
         if self._alarm is not None and self._alarm_at < wake and self._alarm_at > self._loop.time():
@@ -124,9 +126,11 @@ class Driver:
 
     def _ring(self) -> None:
         # A loop that stood still looks at its timers before all that came meanwhile is read. After two turns it is.
+        self._rang = True
         self._loop.call_soon(self._loop.call_soon, self._tick)
 
     def _tick(self) -> None:
+        self._rang = False
         if self._alarm is not None:
             self._alarm = None
             self._alarm_at = float("inf")

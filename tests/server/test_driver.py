@@ -1,0 +1,80 @@
+"""The driver's alarm: one Tick per deadline, whatever is read between the alarm and its Tick."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.robustness.live import LAYOUT
+from tokenlake.core import CoreConfig, NodeCore, events
+from tokenlake.core.events import Event
+from tokenlake.core.instructions import Answer, Instruction, Say, Stamp, Welcomed
+from tokenlake.wire import Code, engine, peer
+from tokenlake_server.driver import Driver, Handle
+
+
+class SteppedLoop(asyncio.SelectorEventLoop):
+    """Its time stands until it is set."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_an_answer_between_alarm_and_tick_leaves_one_alarm() -> None:
+    """Each such answer made one more alarm for good: after hours of matches every deadline cost thousands of ticks."""
+    loop = SteppedLoop()
+    said: list[peer.PeerMessage] = []
+    ticks: list[float] = []
+
+    def counting(handle: Handle) -> Handle:
+        def counted(event: Event, now: float) -> list[Instruction]:
+            if isinstance(event, events.Tick):
+                ticks.append(now)
+            return handle(event, now)
+
+        return counted
+
+    def failed(event: Event, error: Exception) -> None:
+        raise AssertionError(event) from error
+
+    async def scene() -> None:
+        # Nobody pings, so that the deadlines are the match's and those that come after seconds.
+        core = NodeCore(CoreConfig("a", 1, {"a": 1, "b": 1}, regions=1, region_bytes=1 << 20, gossip_s=5.0))
+        core.start(0.0)
+        driver = Driver(core, loop, failed)
+        driver.carry_out(Say, lambda say: said.append(say.message))
+        for kind in (Answer, Welcomed, Stamp):
+            driver.carry_out(kind, lambda _: None)
+        driver.wrap(counting, lambda sink: sink)
+        driver.start(None)
+        driver.handle(events.PeerUp("b", 1))
+        driver.handle(events.Joined(1, 1, "t", LAYOUT.segment_bytes, LAYOUT.shards, LAYOUT.segment_tokens, 0, 0))
+        for round_ in range(5):
+            driver.handle(events.Requested(1, engine.Match(2, bytes([round_]) * 32, 0.0)))
+            lookup = said[-1]
+            assert isinstance(lookup, peer.Lookup)
+            loop.now += 0.010
+            await turns(4)
+            loop.now += 0.010
+            # The alarm rang, and the answer is read before the Tick.
+            await turns(2)
+            driver.handle(events.PeerSaid("b", peer.LookupReply(lookup.call, 0, bytes([Code.MISSING]), (), (1.0, 0.0))))
+            await turns(4)
+        ticks.clear()
+        wake = core.next_wake()
+        assert wake is not None
+        loop.now = wake
+        await turns(10)
+        assert ticks == [wake]
+        driver.stop()
+
+    try:
+        loop.run_until_complete(scene())
+    finally:
+        loop.close()
