@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import itertools
 import logging
 import os
 import socket
@@ -240,7 +241,7 @@ class Connection:
 
     def _send_some(self, buffers: deque[memoryview], flags: int) -> None:
         """One system call; what was sent leaves `buffers`."""
-        chunk = [buffers[index] for index in range(min(len(buffers), MAX_BUFFERS))]
+        chunk = list(itertools.islice(buffers, MAX_BUFFERS))
         _drop(buffers, self._sock.sendmsg(chunk, [], flags | socket.MSG_NOSIGNAL))
 
 

@@ -116,15 +116,17 @@ class Round:
                     gone.append((number, share))
         for ask in asks.values():
             self._sent_bytes += ask.send(step, self._query.layer)
-        if tasks:
-            self._tools.worker.submit(tasks)
         for number, share in gone:
             self.replace(number, share)
         if asks:
             self._tools.timer.at(self._patient_until, bind(self._impatient, list(asks.values())))
         self._tools.timer.at(self._until, self._expire)
-        with self._lock:
-            self._finish_if_done()
+        if tasks:
+            # Last: this thread would keep the interpreter from the one that computes.
+            self._tools.worker.submit(tasks)
+        else:
+            with self._lock:
+                self._finish_if_done()
 
     def void(self) -> None:
         """Nobody wants the answer, and the buffer belongs to another round."""
