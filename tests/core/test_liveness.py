@@ -6,7 +6,7 @@ from tests.core.scenes import answer, ask, calm, copies, fetch, kinds, match, pl
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Storing
 from tokenlake.core import events, instructions
-from tokenlake.core.fetches import ABORTED
+from tokenlake.core.fetches import ABORTED, deadline_s
 from tokenlake.core.peers import SUSPECTED
 from tokenlake.identity import LeaseId, NodeId, SegmentKey
 from tokenlake.store import Kind
@@ -308,3 +308,18 @@ def test_leases_at_other_nodes_live_as_long_as_the_engine() -> None:
     reader.die()
     cluster.run_for(1.5)
     assert sum(cluster.core(node).census()["leases to peers"] for node in (0, 1)) == 0
+
+
+def test_a_network_that_became_slower_is_given_longer_deadlines_until_fetches_end_in_time() -> None:
+    peers = calm(2).core(0)._peers
+    node, nbytes = NodeId("n1"), 16 << 20
+    slow_s = nbytes / 10e6
+    missed = 0
+    while (wait_s := deadline_s(peers.predict_s(node, nbytes))) < slow_s:
+        peers.missed(node, nbytes, wait_s)
+        missed += 1
+        assert missed < 10
+    assert missed > 1
+    before = peers.predict_s(node, nbytes)
+    peers.missed(node, 1000, 1.0)
+    assert peers.predict_s(node, nbytes) == before

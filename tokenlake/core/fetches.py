@@ -112,6 +112,8 @@ class Fetches:
         self._context.counters.add(ABORTED)
         flight = self._flights[fetch]
         self._peers.silent_since(flight.node, flight.began)
+        nbytes = sum(segment.slot_bytes for segment in flight.segments)
+        self._peers.missed(flight.node, nbytes, self._context.now - flight.began)
         self._context.emit(AbortFetch(fetch))
         self._note(flight, "missed its deadline")
 

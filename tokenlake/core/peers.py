@@ -37,6 +37,8 @@ DEFAULT_RATE = 500e6
 first deadline is not missed on a slower network."""
 MEASURED_BYTES = 1 << 20
 """A smaller fetch tells the delay of the network, not its rate."""
+MOST_SLOWER = 4
+"""By one fetch that missed its deadline."""
 SWEPT = 1024
 """Entries of the directory looked at at a time when a peer came back as another."""
 RATE_WEIGHT = 0.2
@@ -263,6 +265,13 @@ class Peers:
         peer = self._peers[node]
         rate = nbytes / max(seconds, 1e-6)
         peer.rate += RATE_WEIGHT * (rate - peer.rate)
+
+    def missed(self, node: NodeId, nbytes: int, seconds: float) -> None:
+        """A fetch of `nbytes` was not done after `seconds`. The next one is given longer: where the network became
+        slower than it was none would ever end in time. Not much longer, since the peer may only have stood still."""
+        if nbytes >= MEASURED_BYTES:
+            peer = self._peers[node]
+            peer.rate = max(peer.rate / MOST_SLOWER, min(peer.rate, nbytes / seconds))
 
     def census(self) -> dict[str, int]:
         """Entries of each map; one call to each peer that is up may be a ping."""
