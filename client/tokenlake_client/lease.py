@@ -21,7 +21,7 @@ from tokenlake_client.hands import Hands
 from tokenlake_client.link import Link
 from tokenlake_client.regions import Mapping, Window
 
-__all__ = ["Lease", "PendingMatch", "Reading"]
+__all__ = ["Lease", "PendingMatch", "PendingNodes", "Reading"]
 
 log = logging.getLogger(__name__)
 
@@ -115,10 +115,11 @@ class Lease:
         """The node where each segment lies, this daemon's for what is here; fewer than `hits` where one was lost.
         Raises `Unreachable`."""
         link = self._books.current(self.link)
-        placed = link.call(lambda number: Where(number, self.id), Placed)
-        if any(HERE != owner >= len(placed.nodes) for owner in placed.owners):
-            raise ProtocolRefused("the daemon names nodes that it does not list")
-        return [link.node if owner == HERE else placed.nodes[owner] for owner in placed.owners]
+        return _node_names(link, link.call(lambda number: Where(number, self.id), Placed))
+
+    def begin_nodes(self) -> PendingNodes:
+        """The same without waiting: `poll` the result. Raises `Unreachable`."""
+        return PendingNodes(self._books.current(self.link), self.id)
 
     def fetch(self, start: int = 0, stop: int | None = None, deadline_s: float = 0.0) -> list[NDArray[np.uint8]]:
         """Read-only arrays of shape [segment_bytes] for the segments `start` to `stop` (default: `hits`), from
@@ -249,6 +250,12 @@ def _columns(places: NDArray[np.void]) -> tuple[list[int], list[int]]:
     return places["region"].tolist(), places["slot"].tolist()
 
 
+def _node_names(link: Link, placed: Placed) -> list[str]:
+    if any(HERE != owner >= len(placed.nodes) for owner in placed.owners):
+        raise ProtocolRefused("the daemon names nodes that it does not list")
+    return [link.node if owner == HERE else placed.nodes[owner] for owner in placed.owners]
+
+
 def _copy_part(part: tuple[NDArray[np.uint8], NDArray[np.uint8]]) -> None:
     np.copyto(*part)
 
@@ -293,3 +300,20 @@ class PendingMatch:
             self._lease.release()
         else:
             self._link.channel.drop(self._pending)
+
+
+class PendingNodes:
+    """`Lease.nodes` that was begun. For one thread."""
+
+    def __init__(self, link: Link, lease: LeaseId) -> None:
+        self._link = link
+        self._pending = link.channel.begin(lambda number: Where(number, lease))
+
+    def poll(self) -> list[str] | None:
+        """The nodes once the answer is here, None before. Never waits. Raises `Unreachable`."""
+        reply = self._link.channel.poll(self._pending)
+        return None if reply is None else _node_names(self._link, self._link.expect(reply, Placed))
+
+    def cancel(self) -> None:
+        """Nobody wants it."""
+        self._link.channel.drop(self._pending)

@@ -117,12 +117,13 @@ class Pool:
         self._books.sweep()
         return PendingMatch(self._reading, keys, deadline_s, self._named(request))
 
-    def attach(self, lease: LeaseId) -> Lease:
+    def attach(self, lease: LeaseId, *, request: str = "") -> Lease:
         """Hold a lease that another process of this session made. Its keys are not known here; `hits` is 0 when
-        the lease has ended. Raises `Unreachable`."""
+        the lease has ended. `request`: as of `match`. Raises `Unreachable`."""
         with self._books.attaching(lease, write=False) as (link, reply):
             matched = link.expect(reply, engine.Matched)
-            return Lease(self._reading, link, [SegmentKey(b"")] * matched.hits, matched)
+            keys = [SegmentKey(b"")] * matched.hits
+            return Lease(self._reading, link, keys, matched, request[:MAX_REQUEST_NAME])
 
     # -- writing
 
@@ -154,17 +155,20 @@ class Pool:
         fill: Source,
         first: int = 0,
         patience: float = 0.0,
+        *,
+        request: str | None = None,
     ) -> bytes:
         """Store consecutive segments a window at a time; one `Code` per key.
 
         `fill`: called as `fill(index into keys, slot)` for each slot, or an array for each key. Where the write budget
-        is full, goes on trying for at most `patience` seconds without progress. Raises `Unreachable`, and what `fill`
-        raises.
+        is full, goes on trying for at most `patience` seconds without progress. `request`: as of `match`. Raises
+        `Unreachable`, and what `fill` raises.
         """
         codes = bytearray()
         while len(codes) < len(keys):
             start = len(codes)
-            with self.store(keys[start : start + STORE_WINDOW], first + start, patience) as write:
+            window = keys[start : start + STORE_WINDOW]
+            with self.store(window, first + start, patience, request=request) as write:
                 write.fill(_from(fill, start))
             done = len(write.codes)
             if Code.COMMITTED in write.codes and Code.WRITE_BUDGET in write.codes:
@@ -173,11 +177,18 @@ class Pool:
             codes += write.codes[:done]
         return bytes(codes)
 
-    def reserve(self, keys: Sequence[SegmentKey], first: int = 0, *, deadline_s: float | None = None) -> Reservation:
+    def reserve(
+        self,
+        keys: Sequence[SegmentKey],
+        first: int = 0,
+        *,
+        deadline_s: float | None = None,
+        request: str | None = None,
+    ) -> Reservation:
         """Reserve slots, as `store` does, that other processes of this session fill. Raises `Unreachable`."""
         self._books.sweep()
-        link, packed = self._link, join_keys(keys)
-        reply = link.call(lambda number: engine.Prepare(number, packed, first), engine.Prepared, deadline_s)
+        link, packed, name = self._link, join_keys(keys), self._named(request)
+        reply = link.call(lambda number: engine.Prepare(number, packed, first, name), engine.Prepared, deadline_s)
         return Reservation(self._reading, link, reply)
 
     def attach_write(self, write: WriteId) -> Write:

@@ -30,15 +30,35 @@ class FakeLease:
     local_hits: int
     released: bool = False
     incarnation: int = 1
+    nodes: list[str] = field(default_factory=list)
+    released_from: int | None = None
+    answers: bool = True
 
-    def release(self) -> None:
-        self.released = True
+    def begin_nodes(self) -> FakeNodes:
+        return FakeNodes(self)
+
+    def release(self, start: int = 0) -> None:
+        self.released_from = start if self.released_from is None else min(start, self.released_from)
+        self.released = self.released_from == 0
+
+
+@dataclass
+class FakeNodes:
+    lease: FakeLease
+    cancelled: bool = False
+
+    def poll(self) -> list[str] | None:
+        return self.lease.nodes if self.lease.answers else None
+
+    def cancel(self) -> None:
+        self.cancelled = True
 
 
 @dataclass
 class FakeMatch:
     pool: FakePool
     keys: Sequence[SegmentKey]
+    request: str | None = None
     cancelled: bool = False
     lease: FakeLease | None = None
 
@@ -47,7 +67,10 @@ class FakeMatch:
             raise Unreachable("gone")
         if self.lease is None and self.pool.answers:
             hits = next((at for at, key in enumerate(self.keys) if key not in self.pool.known), len(self.keys))
-            self.lease = FakeLease(LeaseId(len(self.pool.leases) + 1), hits, hits)
+            nodes = [self.pool.places.get(key, self.pool.node) for key in self.keys[:hits]]
+            here = nodes.count(self.pool.node)
+            self.lease = FakeLease(LeaseId(len(self.pool.leases) + 1), hits, here, nodes=nodes)
+            self.lease.answers = self.pool.answers_where
             self.pool.leases.append(self.lease)
         return self.lease
 
@@ -61,6 +84,7 @@ class FakeMatch:
 class FakeReservation:
     id: WriteId
     codes: bytes
+    request: str | None = None
     released: bool = False
     incarnation: int = 1
 
@@ -70,11 +94,15 @@ class FakeReservation:
 
 @dataclass
 class FakePool:
+    node: str = "here"
     session: int = 7
     incarnation: int = 1
     connected: bool = True
     reachable: bool = True
     answers: bool = True
+    answers_where: bool = True
+    places: dict[SegmentKey, str] = field(default_factory=dict)
+    """The node of each segment that is not here."""
     known: set[SegmentKey] = field(default_factory=set)
     leases: list[FakeLease] = field(default_factory=list)
     matches: list[FakeMatch] = field(default_factory=list)
@@ -90,18 +118,22 @@ class FakePool:
         chain.extend(tokens)
         return chain
 
-    def begin_match(self, keys: Sequence[SegmentKey], *, deadline_s: float = 0.02) -> FakeMatch:
+    def begin_match(
+        self, keys: Sequence[SegmentKey], *, deadline_s: float = 0.02, request: str | None = None
+    ) -> FakeMatch:
         if not self.reachable:
             raise Unreachable("gone")
-        self.matches.append(FakeMatch(self, keys))
+        self.matches.append(FakeMatch(self, keys, request))
         return self.matches[-1]
 
-    def reserve(self, keys: Sequence[SegmentKey], first: int = 0, *, deadline_s: float = 0.02) -> FakeReservation:
+    def reserve(
+        self, keys: Sequence[SegmentKey], first: int = 0, *, deadline_s: float = 0.02, request: str | None = None
+    ) -> FakeReservation:
         if not self.reachable:
             raise Unreachable("gone")
         codes = bytes(Code.RESERVED if at < self.refuse_from else Code.WRITE_BUDGET for at in range(len(keys)))
         number = len(self.reservations) + 1 if Code.RESERVED in codes else 0
-        self.reservations.append(FakeReservation(WriteId(number), codes))
+        self.reservations.append(FakeReservation(WriteId(number), codes, request))
         return self.reservations[-1]
 
     def close(self) -> None: ...

@@ -9,8 +9,9 @@ import pytest
 from tests.connector.fakes import FakePool, FakeRequest
 from tokenlake.errors import Unreachable
 from tokenlake_client.engines.vllm.counters import Counters
+from tokenlake_client.engines.vllm.entry import Scheduled
 from tokenlake_client.engines.vllm.plan import StepPlan, StepReport
-from tokenlake_client.engines.vllm.scheduler import Scheduled, SchedulerSide
+from tokenlake_client.engines.vllm.scheduler import SchedulerSide
 from tokenlake_client.engines.vllm.settings import EngineSettings
 
 SEGMENT, BLOCK = 8, 4
@@ -32,6 +33,7 @@ class Bench:
             BLOCK,
             self.counters,
             lambda what, error: self.reported.append(what),
+            segment_bytes=1 << 20,
             shared=shared,
             clock=lambda: self.now,
         )
@@ -133,7 +135,7 @@ def test_hooks_on_a_prompt_of_32k_tokens_take_a_millisecond_at_most() -> None:
     tokens = list(range(32768))
     best = 1.0
     for number in range(5):
-        side = SchedulerSide(lambda: pool, settings, 128, Counters(), lambda what, error: None)
+        side = SchedulerSide(lambda: pool, settings, 128, Counters(), lambda what, error: None, segment_bytes=1)
         asked = FakeRequest(str(number), tokens)
         started = time.perf_counter()
         side.new_request(asked)
@@ -283,7 +285,7 @@ def test_what_was_promised_to_vllm_reaches_the_ranks_whatever_fails(monkeypatch:
     bench.know(asked.all_token_ids)
     bench.side.new_request(asked)
     assert bench.side.matched(asked, 0) == 32
-    monkeypatch.setattr("tests.connector.fakes.FakeLease.local_hits", property(lambda lease: 1 // 0), raising=False)
+    monkeypatch.setattr("tests.connector.fakes.FakeLease.incarnation", property(lambda lease: 1 // 0), raising=False)
     bench.side.allocated(asked, blocks_of(asked), 32)
     assert bench.reported == ["preparing a load"]
     (load,) = bench.side.step([], lambda name: []).loads

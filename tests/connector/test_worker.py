@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,12 @@ class Blocks:
 
     def finish(self) -> None: ...
 
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def between(self, first: float, last: float) -> float:
+        return last - first
+
 
 class Lease:
     def __init__(self, hits: int, incarnation: int, arrives: int) -> None:
@@ -43,7 +50,7 @@ class Lease:
 
 
 def worker(lease: Lease | Exception) -> tuple[WorkerSide, Blocks]:
-    def attach(number: int) -> Lease:
+    def attach(number: int, *, request: str) -> Lease:
         if isinstance(lease, Exception):
             raise lease
         return lease
@@ -99,7 +106,7 @@ def test_an_error_is_an_error_of_the_blocks() -> None:
 def test_a_rank_that_cannot_serve_says_so_for_every_block() -> None:
     rank = AbsentWorker()
     plan = load()
-    save = SavePlan(3, 0, (b"k",), (1, 2))
+    save = SavePlan(3, "r", 0, (b"k",), (1, 2))
     rank.begin(StepPlan(2, loads=plan.loads, saves=(save,), held=(("done", 3),)))
     rank.load()
     rank.save()

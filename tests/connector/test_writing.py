@@ -43,7 +43,7 @@ def writer(recorder: Recorder, queue: int = 8, errors: list[str] | None = None) 
 
 
 def plan(job: int, segments: int = 2) -> SavePlan:
-    return SavePlan(job, 0, (b"k",) * segments, tuple(range(10 * job, 10 * job + segments)))
+    return SavePlan(job, "r", 0, (b"k",) * segments, tuple(range(10 * job, 10 * job + segments)))
 
 
 def submit(saves: SaveWriter, *plans: SavePlan) -> None:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 __all__ = ["ENOUGH", "DecodeFit", "Fit", "PrefillFit", "QueryFit", "TransferFit"]
 
@@ -16,6 +17,8 @@ NEWEST = 64
 FIRM = 1.5
 """Times the median relative error: what is further off counts less, in proportion. A busy machine makes outliers."""
 ROUNDS = 3
+LEAST_SHARE = 0.1
+"""Of the median time: an error of a shorter one counts as if that long."""
 
 
 class Fit:
@@ -34,6 +37,12 @@ class Fit:
         self._samples.append((*terms, max(seconds, 1e-7)))
         self._stale = True
         self.at = now
+
+    def forget(self) -> None:
+        """Begin anew: there are no samples, and until there are enough the coefficients stay as they are."""
+        self._samples.clear()
+        self._stale = False
+        self.at = None
 
     @property
     def known(self) -> bool:
@@ -64,7 +73,14 @@ class PrefillFit(Fit):
 
     def add(self, new: int, prefix: int, seconds: float, now: float) -> None:
         """What an engine reports of one prefill, alone on its processor."""
-        self.add_terms((1.0, new, new * (prefix + new / 2), prefix), seconds, now)
+        self.add_step([(new, prefix)], seconds, now)
+
+    def add_step(self, parts: Sequence[tuple[int, int]], seconds: float, now: float) -> None:
+        """What an engine reports of one step that computed (new, prefix) tokens of each of several prompts: the terms
+        of all, and `a` once."""
+        tokens = sum(new for new, _ in parts)
+        pairs = sum(new * (prefix + new / 2) for new, prefix in parts)
+        self.add_terms((1.0, tokens, pairs, sum(prefix for _, prefix in parts)), seconds, now)
 
     def seconds(self, new: float, prefix: float) -> float:
         """Of one prompt. Only where it is `known`."""
@@ -145,21 +161,21 @@ class TransferFit(Fit):
 
 def _fitted(samples: Sequence[Sequence[float]]) -> tuple[float, ...]:
     table = np.array(samples, dtype=np.float64)
-    # Relative errors count: else the longest alone decide.
-    terms = table[:, :-1] / table[:, -1:]
+    terms, seconds = table[:, :-1], table[:, -1]
+    # Relative errors count, else the longest alone decide; but not those of what is next to nothing.
+    each = 1 / np.maximum(seconds, LEAST_SHARE * np.median(seconds))
+    terms, wanted = terms * each[:, None], seconds * each
     scale = np.maximum(terms.max(0), 1e-30)
     terms /= scale
     weights = np.ones(len(terms))
     for _ in range(ROUNDS):
-        found = _not_negative(terms * weights[:, None], weights)
-        off = np.abs(terms @ found - 1)
+        found = _not_negative(terms * weights[:, None], wanted * weights)
+        off = np.abs(terms @ found - wanted)
         weights = np.sqrt(np.minimum(1.0, FIRM * max(float(np.median(off)), 1e-9) / np.maximum(off, 1e-12)))
     return tuple((found / scale).tolist())
 
 
-def _not_negative(
-    terms: np.typing.NDArray[np.float64], wanted: np.typing.NDArray[np.float64]
-) -> np.typing.NDArray[np.float64]:
+def _not_negative(terms: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
     """The least squares, where the most negative coefficient is set to 0 until none is negative."""
     found = np.zeros(terms.shape[1])
     kept = list(range(terms.shape[1]))

@@ -23,13 +23,14 @@ from tokenlake.layout import Layout
 from tokenlake_client.engines.connection import Connection
 from tokenlake_client.engines.slots import TORCH_DTYPES
 from tokenlake_client.engines.vllm.counters import Counters, Counts
+from tokenlake_client.engines.vllm.entry import Scheduled
 from tokenlake_client.engines.vllm.host_copy import HostCopy
 from tokenlake_client.engines.vllm.identity import block_tokens_of, layout_of
 from tokenlake_client.engines.vllm.membership import Membership
 from tokenlake_client.engines.vllm.paged import block_views, check_tensors, stack_layers
 from tokenlake_client.engines.vllm.plan import StepPlan, StepReport
 from tokenlake_client.engines.vllm.ranks import rank_shards
-from tokenlake_client.engines.vllm.scheduler import Scheduled, SchedulerSide
+from tokenlake_client.engines.vllm.scheduler import SchedulerSide
 from tokenlake_client.engines.vllm.settings import read_settings
 from tokenlake_client.engines.vllm.trouble import Trouble, guarded
 from tokenlake_client.engines.vllm.worker import AbsentWorker, WorkerSide
@@ -253,6 +254,7 @@ class TokenLakeConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._block,
             self._counters,
             self._trouble.report,
+            segment_bytes=layout.segment_bytes,
             shared=rank_shards(layout, 0, ranks).writers > 1,
         )
 

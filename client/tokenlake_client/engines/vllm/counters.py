@@ -21,6 +21,8 @@ class Counts:
     """Found in vLLM's own prefix cache."""
     tokens_hit: int = 0
     """Taken from the pool."""
+    tokens_skipped_by_cost: int = 0
+    """Found in the pool and not taken, because computing them is expected to be faster."""
     lookups_late: int = 0
     """Answers of the daemon that came too late: the prompt counted as unknown."""
     loads_failed: int = 0

@@ -73,6 +73,14 @@ class CudaCopy:
         event = torch.cuda.current_stream(self._device).record_event()
         return lambda: self._mine()[0].wait_event(event)
 
+    def mark(self) -> Any:
+        """This place in the step's stream, for `between`."""
+        return torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
+
+    def between(self, first: Any, last: Any) -> float | None:
+        """Seconds that computing took from one mark to another; None while the second is still to come."""
+        return float(first.elapsed_time(last)) / 1e3 if last.query() else None
+
     def _mine(self) -> tuple[Any, Any]:
         """This thread's stream and buffer [shard, elements of one shard]."""
         if not hasattr(self._local, "stream"):

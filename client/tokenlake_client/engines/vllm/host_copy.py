@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -41,6 +42,14 @@ class HostCopy:
     def computed(self) -> Callable[[], None]:
         """What to call before reading blocks that the step just computed: on a CPU they are there."""
         return self.finish
+
+    def mark(self) -> Any:
+        """This moment of the step's thread, for `between`."""
+        return time.perf_counter()
+
+    def between(self, first: Any, last: Any) -> float | None:
+        """Seconds that computing took from one mark to another; None while the second is still to come."""
+        return float(last - first)
 
     def _pairs(self, slot: NDArray[np.uint8], blocks: Sequence[int], skip: int) -> Iterator[tuple[Any, Any]]:
         """(view of the slot, view of a block), each [group, layer, head in group, token, dim]."""

@@ -9,7 +9,10 @@ from tokenlake.errors import TokenLakeError
 from tokenlake.identity import LeaseId, SegmentKey, WriteId
 from tokenlake.keys import Prefix, TokenIds
 
-__all__ = ["AskedLease", "Desk", "Lookup", "LookupPool", "Reserved"]
+__all__ = ["HERE", "AskedLease", "Desk", "Lookup", "LookupPool", "Reserved"]
+
+HERE = ""
+"""For the name of this node."""
 
 
 class AskedLease(Protocol):
@@ -35,13 +38,23 @@ class AskedLease(Protocol):
         """How many of them lie in this node's arena."""
         ...
 
-    def release(self) -> None:
-        """End the promise. Idempotent; never raises."""
+    def begin_nodes(self) -> _PendingNodes:
+        """Ask for the node of each."""
+        ...
+
+    def release(self, start: int = 0) -> None:
+        """End the promise for the segments from `start` on. Idempotent; never raises."""
         ...
 
 
 class _Pending(Protocol):
     def poll(self) -> AskedLease | None: ...
+
+    def cancel(self) -> None: ...
+
+
+class _PendingNodes(Protocol):
+    def poll(self) -> list[str] | None: ...
 
     def cancel(self) -> None: ...
 
@@ -73,6 +86,11 @@ class LookupPool(Protocol):
     """What `tokenlake_client.pool.Pool` offers to a scheduler."""
 
     @property
+    def node(self) -> str:
+        """The daemon's name."""
+        ...
+
+    @property
     def session(self) -> int:
         """For the ranks, which join it."""
         ...
@@ -91,11 +109,15 @@ class LookupPool(Protocol):
         """The key chain of a prompt."""
         ...
 
-    def begin_match(self, keys: Sequence[SegmentKey], *, deadline_s: float = ...) -> _Pending:
-        """Ask which of these the pool has."""
+    def begin_match(
+        self, keys: Sequence[SegmentKey], *, deadline_s: float = ..., request: str | None = None
+    ) -> _Pending:
+        """Ask which of these the pool has. `request`: its name in the logs."""
         ...
 
-    def reserve(self, keys: Sequence[SegmentKey], first: int = 0, *, deadline_s: float = ...) -> Reserved:
+    def reserve(
+        self, keys: Sequence[SegmentKey], first: int = 0, *, deadline_s: float = ..., request: str | None = None
+    ) -> Reserved:
         """Reserve slots for other processes of the session."""
         ...
 
@@ -105,22 +127,57 @@ class LookupPool(Protocol):
 
 
 class Lookup:
-    """One question, and its answer once it is here."""
+    """One question, and its answer once it is here: a lease, and on which node each of its segments lies. The second is
+    asked for only when not all of them are here."""
 
-    def __init__(self, pending: _Pending, until: float) -> None:
+    def __init__(self, pending: _Pending, here: str, deadline_s: float, clock: Callable[[], float]) -> None:
+        """`here`: this node's name."""
         self.pending = pending
-        self.until = until
+        self._here = here
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._nodes: _PendingNodes | None = None
+        self.until = clock() + deadline_s
+        """When it is late."""
         self.lease: AskedLease | None = None
+        self.owners: tuple[str, ...] = ()
+        """The node of each segment that is leased and wanted, or `HERE`."""
+        self.hits = 0
+        """Segments that were found."""
+        self._done = False
 
     def poll(self) -> bool:
         """Is the answer here? Raises `TokenLakeError` when it will never be."""
         if self.lease is None:
             self.lease = self.pending.poll()
-        return self.lease is not None
+        if self.lease is not None and not self._done:
+            self._find(self.lease)
+        return self._done
+
+    def keep(self, count: int) -> None:
+        """Only the first `count` segments are wanted: the others are given back at once."""
+        if count < len(self.owners):
+            assert self.lease is not None
+            self.lease.release(count)
+            self.owners = self.owners[:count]
 
     def drop(self) -> None:
         """Nobody wants the answer: what was leased is given back, now or when it comes."""
         self.pending.cancel()
+        if self._nodes is not None:
+            self._nodes.cancel()
+
+    def _find(self, lease: AskedLease) -> None:
+        nodes: Sequence[str] | None = [self._here] * lease.hits
+        if lease.local_hits < lease.hits:
+            if self._nodes is None:
+                self._nodes = lease.begin_nodes()
+                self.until = max(self.until, self._clock() + self._deadline_s)
+            nodes = self._nodes.poll()
+        if nodes is not None:
+            self.owners = tuple(HERE if node == self._here else node for node in nodes)
+            self.hits = len(self.owners)
+            self._nodes, self._done = None, True
 
 
 class Desk:
@@ -132,12 +189,12 @@ class Desk:
         self._clock = clock
         self._owed: Lookup | None = None
 
-    def begin(self, pool: LookupPool, keys: Sequence[SegmentKey]) -> Lookup | None:
-        """None while an answer is owed. Raises `TokenLakeError`."""
+    def begin(self, pool: LookupPool, keys: Sequence[SegmentKey], request: str) -> Lookup | None:
+        """None while an answer is owed. `request`: its name in the logs. Raises `TokenLakeError`."""
         if self._owed is not None and not self._settled(self._owed):
             return None
-        pending = pool.begin_match(keys, deadline_s=self._deadline_s)
-        return Lookup(pending, self._clock() + self._deadline_s)
+        pending = pool.begin_match(keys, deadline_s=self._deadline_s, request=request)
+        return Lookup(pending, pool.node, self._deadline_s, self._clock)
 
     def late(self, lookup: Lookup) -> bool:
         """Give `lookup` up if its time is over; True then."""
@@ -156,6 +213,6 @@ class Desk:
             assert owed.lease is not None
             owed.lease.release()
         except TokenLakeError:
-            pass
+            owed.drop()
         self._owed = None
         return True

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-__all__ = ["LoadPlan", "SavePlan", "StepPlan", "StepReport"]
+__all__ = ["LoadPlan", "LoadTime", "SavePlan", "StepPlan", "StepReport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class SavePlan:
 
     job: int
     """Counts up from 1 within a session of plans; the ranks do jobs in this order."""
+    request: str
     first: int
     keys: tuple[bytes, ...]
     blocks: tuple[int, ...]
@@ -62,6 +64,20 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadTime:
+    """What one load took, once it began."""
+
+    fetch_s: float
+    """Until the segments were in this node's arena."""
+    copy_s: float
+    """The rest: until they were in the blocks."""
+
+    def longer(self, other: LoadTime) -> LoadTime:
+        """What the slower of two ranks took."""
+        return max(self, other, key=lambda took: took.fetch_s + took.copy_s)
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """One rank's answer, or what several ranks' answers have in common."""
 
@@ -70,7 +86,17 @@ class StepReport:
     """All jobs up to this one have let go of their blocks."""
     serves: bool = True
     """False: this rank cannot read or write the cache, and never will."""
+    computed: Mapping[int, float] = field(default_factory=dict)
+    """Seconds of the forward passes, by step, that were measured since the last report."""
+    loaded: Mapping[str, LoadTime] = field(default_factory=dict)
+    """By request, the loads that ended since the last report, whole."""
 
     def merged(self, other: StepReport) -> StepReport:
-        """What both have done."""
-        return StepReport(min(self.step, other.step), min(self.done, other.done), self.serves and other.serves)
+        """What both have done; of times the longer ones."""
+        computed, loaded = dict(self.computed), dict(self.loaded)
+        for step, seconds in other.computed.items():
+            computed[step] = max(seconds, computed.get(step, 0.0))
+        for request, took in other.loaded.items():
+            loaded[request] = took.longer(loaded.get(request, took))
+        serves = self.serves and other.serves
+        return StepReport(min(self.step, other.step), min(self.done, other.done), serves, computed, loaded)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tokenlake.identity import LeaseId
-from tokenlake_client.engines.vllm.plan import LoadPlan
+from tokenlake_client.engines.vllm.plan import LoadPlan, LoadTime
 
-__all__ = ["LoadPool", "Scatter", "load_blocks"]
+__all__ = ["Loaded", "LoadPool", "Scatter", "load_blocks"]
 
 WINDOW = 32
 """Segments that are fetched, and kept leased by their arrays, at a time."""
@@ -44,31 +46,42 @@ class _Lease(Protocol):
 class LoadPool(Protocol):
     """What is used of a pool here."""
 
-    def attach(self, lease: LeaseId) -> _Lease:
+    def attach(self, lease: LeaseId, *, request: str) -> _Lease:
         """Hold a lease of another process of this session."""
         ...
 
 
-def load_blocks(pool: LoadPool, plan: LoadPlan, copy: Scatter, segment: int, block: int) -> int:
-    """Fill the blocks of `plan`; how many of them are filled, from the first on. Fewer where segments were lost or
-    corrupt. Raises what the pool raises; nothing is known of the blocks then."""
-    lease = pool.attach(LeaseId(plan.lease))
-    filled = 0
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The outcome of one load."""
+
+    blocks: int
+    """That were filled, from the first on."""
+    took: LoadTime
+
+
+def load_blocks(pool: LoadPool, plan: LoadPlan, copy: Scatter, segment: int, block: int) -> Loaded:
+    """Fill the blocks of `plan`; fewer where segments were lost or corrupt. Raises what the pool raises; nothing is
+    known of the blocks then."""
+    began = time.perf_counter()
+    lease = pool.attach(LeaseId(plan.lease), request=plan.request)
+    filled, fetch_s = 0, 0.0
     try:
-        if lease.incarnation != plan.incarnation:
-            return 0
-        first, last = plan.start // segment, -(-plan.stop // segment)
-        for start in range(first, min(last, lease.hits), WINDOW):
-            stop = min(start + WINDOW, last, lease.hits)
-            arrays = lease.fetch(start, stop)
-            for index, array in enumerate(arrays, start):
-                skip = max(0, plan.start - index * segment)
-                count = (min(plan.stop, (index + 1) * segment) - max(plan.start, index * segment)) // block
-                copy.from_slot(array, plan.blocks[filled : filled + count], skip)
-                filled += count
-            copy.finish()
-            if len(arrays) < stop - start:
-                break
+        if lease.incarnation == plan.incarnation:
+            first, last = plan.start // segment, -(-plan.stop // segment)
+            for start in range(first, min(last, lease.hits), WINDOW):
+                stop = min(start + WINDOW, last, lease.hits)
+                fetching = time.perf_counter()
+                arrays = lease.fetch(start, stop)
+                fetch_s += time.perf_counter() - fetching
+                for index, array in enumerate(arrays, start):
+                    skip = max(0, plan.start - index * segment)
+                    count = (min(plan.stop, (index + 1) * segment) - max(plan.start, index * segment)) // block
+                    copy.from_slot(array, plan.blocks[filled : filled + count], skip)
+                    filled += count
+                copy.finish()
+                if len(arrays) < stop - start:
+                    break
     finally:
         lease.release()
-    return filled
+    return Loaded(filled, LoadTime(fetch_s, time.perf_counter() - began - fetch_s))

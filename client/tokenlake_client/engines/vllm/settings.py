@@ -28,6 +28,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Engines share when it is equal; a multiple of vLLM's block size."""
     load: Literal["sync", "async"] = "async"
     """`sync`: the step that needs the cache waits for it. `async`: other requests run meanwhile."""
+    weigh_loads: bool = True
+    """False: what the pool has is loaded also where computing it is expected to be faster."""
     save: bool = True
     """False: read from the pool and store nothing."""
     verify: bool = False

@@ -15,10 +15,11 @@ from tokenlake.errors import Unreachable
 from tokenlake.identity import SegmentKey, WriteId
 from tokenlake_client.engines.vllm.counters import Counters
 from tokenlake_client.engines.vllm.membership import Membership
-from tokenlake_client.engines.vllm.plan import LoadPlan, SavePlan, StepPlan, StepReport
+from tokenlake_client.engines.vllm.plan import LoadPlan, LoadTime, SavePlan, StepPlan, StepReport
 from tokenlake_client.engines.vllm.ranks import RankShards
 from tokenlake_client.engines.vllm.reading import load_blocks
 from tokenlake_client.engines.vllm.settings import EngineSettings
+from tokenlake_client.engines.vllm.timing import StepWatch
 from tokenlake_client.engines.vllm.writing import SaveWriter
 
 __all__ = ["AbsentWorker", "WorkerSide"]
@@ -51,11 +52,13 @@ class WorkerSide:
         self._report = report
         self._writer = SaveWriter(copy, self._store, counters, report, tokens=self._segment, queue=settings.write_queue)
         self._loader = _Loader(self._load)
+        self._watch = StepWatch(copy)
         self._plan = StepPlan(0)
         self._held: dict[str, int] = {}
         self._lock = threading.Lock()
         self._errors: set[int] = set()
         self._received: set[str] = set()
+        self._loaded: dict[str, LoadTime] = {}
 
     # -- a step
 
@@ -64,20 +67,28 @@ class WorkerSide:
         self._plan = plan
         self._held.update(plan.held)
         self._writer.take_back(plan.reused)
+        self._watch.start()
 
     def load(self) -> None:
         """Fill blocks: now where the step waits, or has nothing else to do and needs no transfer; else behind it."""
         plan = self._plan
+        before = plan.wait and bool(plan.loads)
+        if not before:
+            # vLLM calls this behind the forward pass where nothing in it needs a load.
+            self._watch.stop(plan.step)
         for load in plan.loads:
             if plan.wait or (plan.idle and load.here) or not self._loader.submit(plan, load):
                 self._load(plan, load)
         if plan.wait:
             with self._lock:
                 self._received.clear()
+        if before:
+            self._watch.start()
 
     def save(self) -> None:
         """Queue what the step computed."""
         plan = self._plan
+        self._watch.stop(plan.step)
         if not plan.saves:
             return
         if not self._shards.writes:
@@ -106,7 +117,9 @@ class WorkerSide:
 
     def report(self) -> StepReport:
         """For the scheduler's side."""
-        return StepReport(self._plan.step, self._writer.done)
+        with self._lock:
+            loaded, self._loaded = self._loaded, {}
+        return StepReport(self._plan.step, self._writer.done, computed=self._watch.take(), loaded=loaded)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all segments are stored; False when `timeout` seconds were not enough."""
@@ -124,16 +137,20 @@ class WorkerSide:
         """Never raises: what is not filled is an error of its blocks."""
         started = time.perf_counter()
         filled = 0
+        took: LoadTime | None = None
         try:
             wait = {} if plan.wait else {"wait_s": JOIN_S}
             pool = self._members.get(plan.session, load.incarnation, **wait)
             if pool is not None:
-                filled = load_blocks(pool, load, self._copy, self._segment, self._block)
+                loaded = load_blocks(pool, load, self._copy, self._segment, self._block)
+                filled, took = loaded.blocks, loaded.took
         except Exception as error:
             self._report("loading segments", error)
         with self._lock:
             self._errors.update(load.blocks[filled:])
             self._received.add(load.request)
+            if took is not None and filled == len(load.blocks):
+                self._loaded[load.request] = took
         self._counters.add(
             loads_failed=filled < len(load.blocks),
             tokens_loaded=filled * self._block,
@@ -144,7 +161,7 @@ class WorkerSide:
         codes: bytes
         if not plan.write:
             keys = [SegmentKey(key) for key in plan.keys]
-            codes = pool.store_all(keys, fill, plan.first, self._settings.write_patience_s)
+            codes = pool.store_all(keys, fill, plan.first, self._settings.write_patience_s, request=plan.request)
             return codes
         write = pool.attach_write(WriteId(plan.write))
         try:

@@ -1,0 +1,109 @@
+"""How much of what the pool has of a prompt is worth loading: what would take longer to bring than to compute is not.
+
+A prompt's end is computed, not its middle, so what is loaded is the part of the hit up to one of its segments. ::
+
+    0      local      stop                 hit           total
+    |------|------------|-------------------|--------------|
+    | vLLM | loaded     | found, and skipped| computed     |
+           |  seconds of loading            |
+                        |    seconds of prefill            |   the sum is the least of all stops
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from tokenlake.identity import NodeId
+from tokenlake.planner import PrefillFit, Rates, TransferFit
+from tokenlake_client.engines.vllm.lookup import HERE
+from tokenlake_client.engines.vllm.plan import LoadTime
+
+__all__ = ["RETRY_S", "Loads"]
+
+RETRY_S = 60.0
+"""A source that nothing was loaded from for so long may have changed: one hit of it is loaded in any case."""
+
+
+class Loads:
+    """What loads take, and what they are worth. Not thread-safe."""
+
+    def __init__(self, rates: Rates, segment_tokens: int, segment_bytes: int, clock: Callable[[], float]) -> None:
+        self._rates = rates
+        self._segment = segment_tokens
+        self._bytes = segment_bytes
+        self._clock = clock
+        self._tried: dict[str, float] = {}
+        """When a hit was loaded in any case, by source; as many as there are nodes."""
+
+    def worth(self, owners: Sequence[str], start: int, until: int, total: int) -> int:
+        """The token up to which a load pays that would fill the tokens `start` to `until` of a prompt of `total`;
+        `start` where none of it does. `owners`: the node of each segment of the hit, or `HERE`.
+
+        All of it while the prefill's time is not known. A source that was read too seldom counts nothing, so that it is
+        read and measured.
+        """
+        first, last = start // self._segment, -(-until // self._segment)
+        needed = owners[first:last]
+        if not needed or not self._rates.prefill.known:
+            return until
+        stop = self._cheapest(needed, start, until, total, self._rates.prefill)
+        return until if stop < until and self._try_again(needed) else stop
+
+    def measured(self, owners: Sequence[str], took: LoadTime) -> None:
+        """A load of these segments, whole."""
+        now = self._clock()
+        remote = {owner: count * self._bytes for owner, count in Counter(owners).items() if owner != HERE}
+        nbytes = len(owners) * self._bytes
+        self._add(HERE, nbytes, took.copy_s + (0.0 if remote else took.fetch_s), now)
+        # All peers sent at once: who was expected to take longer is taken to have.
+        expected = {owner: self._fit(owner).seconds(part) + 1e-12 * part for owner, part in remote.items()}
+        for owner, part in remote.items():
+            self._add(owner, part, took.fetch_s * expected[owner] / sum(expected.values()), now)
+
+    def _cheapest(self, owners: Sequence[str], start: int, until: int, total: int, prefill: PrefillFit) -> int:
+        best, least = start, prefill.seconds(total - start, start)
+        seconds, copy_byte_s = self._known(HERE)
+        byte_s = {HERE: copy_byte_s}
+        for index, owner in enumerate(owners, start // self._segment):
+            if owner not in byte_s:
+                begin, fetch_byte_s = self._known(owner)
+                seconds += begin
+                byte_s[owner] = fetch_byte_s + copy_byte_s
+            seconds += byte_s[owner] * self._bytes
+            stop = min((index + 1) * self._segment, until)
+            cost = seconds + prefill.seconds(total - stop, stop)
+            if cost <= least:
+                best, least = stop, cost
+        return best
+
+    def _fit(self, source: str) -> TransferFit:
+        return self._rates.copy if source == HERE else self._rates.peer(NodeId(source)).fetch
+
+    def _known(self, source: str) -> tuple[float, float]:
+        """Seconds to begin, and per byte; nothing while it was measured too seldom."""
+        fit = self._fit(source)
+        if not fit.known:
+            return 0.0, 0.0
+        begin, per_byte = fit.coefficients
+        return begin, per_byte
+
+    def _add(self, source: str, nbytes: int, seconds: float, now: float) -> None:
+        fit = self._fit(source)
+        age = fit.age(now)
+        if age is not None and age > RETRY_S and seconds < fit.seconds(nbytes) / 2:
+            # Samples from before it changed would outweigh the new ones for a long time.
+            fit.forget()
+        fit.add(nbytes, seconds, now)
+
+    def _try_again(self, owners: Sequence[str]) -> bool:
+        """Was one of the sources neither read nor tried for `RETRY_S`? Then it is tried now."""
+        now = self._clock()
+        found = False
+        for source in {HERE: None, **dict.fromkeys(owners)}:
+            age = self._fit(source).age(now)
+            if age is not None and age > RETRY_S and now - self._tried.get(source, -math.inf) > RETRY_S:
+                self._tried[source] = now
+                found = True
+        return found
