@@ -156,6 +156,26 @@ def attention(**arguments: object) -> None:
         raise click.ClickException(str(error)) from error
 
 
+@bench.command("planner")
+@click.option("--bandwidths", default="5,50,2000", show_default=True, help="Of the links, in MB/s.")
+@click.option("--delays", default="0.05,2", show_default=True, help="That the links add in each direction, in ms.")
+@click.option("--prefixes", default="512,1536,3072", show_default=True, help="Cached tokens, multiples of 256.")
+@click.option("--new", default="16,128", show_default=True, help="Tokens behind them.")
+@click.option("--decode", default="4,32", show_default=True, help="Tokens that are generated.")
+@click.option("--sharing", default="1,4", show_default=True, help="Requests of a batch, with one prefix.")
+@click.option("--turns", default=3, show_default=True, help="Runs of each way of each batch.")
+@_json
+@click.option("--plot", "plot_file", type=_FILE, help="Draw where each way wins as this .png file.")
+def planner(**arguments: object) -> None:
+    """Every way to use a cached prefix, timed over shaped links between real daemons; the planner's regret."""
+    from tokenlake_bench.planner.command import PlannerArguments, run_planner
+
+    try:
+        run_planner(PlannerArguments(**arguments))  # type: ignore[arg-type]
+    except TokenLakeError as error:
+        raise click.ClickException(str(error)) from error
+
+
 @click.command()
 @_trace
 @click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Directory of a model.")

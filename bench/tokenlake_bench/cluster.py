@@ -102,19 +102,32 @@ class Node:
 class Cluster:
     """`nodes` daemons that know each other. As a context manager: started and ready inside, ended after."""
 
-    def __init__(self, nodes: int, memory: str, region_size: str, **settings: str) -> None:
-        """`settings`: further flags of every daemon, with underscores."""
+    def __init__(
+        self,
+        nodes: int,
+        memory: str,
+        region_size: str,
+        via: Mapping[tuple[str, str], int] | None = None,
+        /,
+        **settings: str,
+    ) -> None:
+        """`via`: the ports at which nodes reach others, by (node, other); without one a node's own, see `ports`.
+        `settings`: further flags of every daemon, with underscores."""
         self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-")
         self.directory = Path(self._directory.name)
-        ports = [free_port() for _ in range(nodes)]
-        names = [f"node{number}" for number in range(nodes)]
-        peers = ",".join(f"{name}=127.0.0.1:{port}" for name, port in zip(names, ports, strict=True))
-        common = {"memory": memory, "region-size": region_size, "peers": peers}
+        self.ports = {f"node{number}": free_port() for number in range(nodes)}
+        """At which the nodes listen."""
+        common = {"memory": memory, "region-size": region_size}
         common |= {name.replace("_", "-"): value for name, value in settings.items()}
-        self.nodes = [
-            Node(name, self.directory, {**common, "listen": f"127.0.0.1:{port}"})
-            for name, port in zip(names, ports, strict=True)
-        ]
+        self.nodes = []
+        for node, own in self.ports.items():
+            reached = (
+                self.ports
+                if via is None
+                else {other: port if other == node else via[node, other] for other, port in self.ports.items()}
+            )
+            peers = ",".join(f"{other}=127.0.0.1:{port}" for other, port in reached.items())
+            self.nodes.append(Node(node, self.directory, {**common, "listen": f"127.0.0.1:{own}", "peers": peers}))
 
     def __enter__(self) -> Cluster:
         try:

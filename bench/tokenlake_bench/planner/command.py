@@ -1,0 +1,230 @@
+"""The command `bench planner`: measure the inputs of each link, then time every way of every batch."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tokenlake.errors import ConfigurationError
+from tokenlake.identity import NodeId
+from tokenlake.planner import Model, Rates
+from tokenlake_bench.planner.judging import Prediction, Result, Row, Totals, predict, result_of, row_of
+from tokenlake_bench.planner.measuring import measure
+from tokenlake_bench.planner.picture import check_plot, plot_regions
+from tokenlake_bench.planner.rig import HOLDER, READER, SEGMENT_TOKENS, Rig, Timed, Use, Work
+from tokenlake_bench.planner.shaping import Shape
+from tokenlake_bench.report import format_bytes
+
+__all__ = ["PlannerArguments", "run_planner"]
+
+LEARNT = (
+    Work(768, 32, 8, 1),
+    Work(2560, 96, 8, 1),
+    Work(1280, 64, 16, 3),
+    Work(2560, 24, 24, 2),
+    Work(768, 96, 24, 3),
+    Work(3840, 64, 12, 1),
+)
+"""What the inputs are measured with: no batch of the grid."""
+LEARNING_TURNS = 2
+DOCUMENT = Work(2048, 24, 4, 1)
+"""As the demo's second part asks about its documents."""
+QUESTIONS = 6
+MISSES = 4
+"""Fetches that may miss their deadline while a daemon learns how slow a link has become."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerArguments:
+    """As on the command line."""
+
+    bandwidths: str
+    delays: str
+    prefixes: str
+    new: str
+    decode: str
+    sharing: str
+    turns: int
+    json_file: Path | None = None
+    plot_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if any(length % SEGMENT_TOKENS or length > 4096 for length in _numbers("prefixes", self.prefixes)):
+            raise ConfigurationError("prefixes", self.prefixes, "multiples of 256 up to 4096")
+        for field in ("bandwidths", "new", "decode", "sharing"):
+            _numbers(field, getattr(self, field))
+        if min(_numbers("new", self.new)) < 2 or max(_numbers("new", self.new)) >= SEGMENT_TOKENS:
+            raise ConfigurationError("new", self.new, "numbers from 2 to 255, less than a segment")
+        if self.turns < 1:
+            raise ConfigurationError("turns", str(self.turns), "a number above 0")
+        self.links()
+
+    def links(self) -> list[Shape]:
+        """Every bandwidth with every delay."""
+        try:
+            delays = [float(part) for part in self.delays.split(",")]
+        except ValueError:
+            raise ConfigurationError("delays", self.delays, "milliseconds, separated by commas") from None
+        rates = _numbers("bandwidths", self.bandwidths)
+        return [Shape(rate * 1e6, delay / 1e3) for rate in rates for delay in delays]
+
+    def works(self) -> list[Work]:
+        """The grid."""
+        fields = ("prefixes", "new", "decode", "sharing")
+        return [Work(*each) for each in itertools.product(*(_numbers(name, getattr(self, name)) for name in fields))]
+
+
+def run_planner(arguments: PlannerArguments) -> Result:
+    """Runs, prints, writes the files that were asked for. Raises TokenLakeError."""
+    check_plot(arguments.plot_file)
+    console = Console()
+    works = arguments.works()
+    lengths = {work.prefix for work in (*works, *LEARNT, DOCUMENT)}
+    rows: list[Row] = []
+    documents: list[Totals] = []
+    coefficients: dict[str, dict[str, list[float]]] = {}
+    with Rig(sorted(lengths)) as rig:
+        bench = _Bench(rig)
+        bench.learn_here()
+        for link in arguments.links():
+            rates = bench.learn_link(link)
+            name = f"{link.bytes_per_s / 1e6:.0f} MB/s, {link.delay_s * 1e3:g} ms"
+            coefficients[name] = _coefficients(rates)
+            for work in works:
+                for row in bench.judge(link, work, rates, arguments.turns):
+                    rows.append(row)
+                    console.print(_line(row), markup=False, highlight=False)
+            documents += bench.documents(link, rates)
+        result = result_of(rows, documents, coefficients, bench.unequal)
+    _show(console, result)
+    if arguments.json_file is not None:
+        arguments.json_file.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+    if arguments.plot_file is not None:
+        plot_regions(result.rows, arguments.plot_file)
+    return result
+
+
+class _Bench:
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self._model = Model.of(rig.layout, rig.attention)
+        self._here: list[Timed] = []
+        self.unequal = 0
+        """Turns in which not all ways gave the same tokens."""
+
+    def learn_here(self) -> None:
+        """What does not depend on a link."""
+        for work in (LEARNT[0], *LEARNT * LEARNING_TURNS):
+            self._here += self._turn(work, (Use.LOCAL, Use.RECOMPUTE)).values()
+        # The first of all also set up torch and the connections.
+        del self._here[:2]
+
+    def learn_link(self, link: Shape) -> Rates:
+        """All inputs, those of the peer measured over `link`, which is as it is from now on."""
+        self._rig.shape(link)
+        for _ in range(MISSES):
+            if self._turn(DOCUMENT, (Use.FETCH,))[Use.FETCH].served:
+                break
+        timed: list[Timed] = []
+        for work in LEARNT * LEARNING_TURNS:
+            timed += self._turn(work, (Use.FETCH, Use.SHIP)).values()
+        rates = Rates()
+        measure(rates, self._model, [*self._here, *timed])
+        return rates
+
+    def judge(self, link: Shape, work: Work, rates: Rates, turns: int) -> Iterator[Row]:
+        """Two rows: for a prefix at the other node, and for one here."""
+        keys = self._rig.keys(work)
+        timed: list[Timed] = []
+        for turn in range(turns):
+            # Whoever is first finds other caches warm than the next.
+            uses = list(Use)[turn % 4 :] + list(Use)[: turn % 4]
+            taken = self._turn(work, uses)
+            self.unequal += len({one.tokens for one in taken.values()}) > 1
+            timed += taken.values()
+        seconds = {use: [one.seconds for one in timed if one.use is use] for use in Use}
+        for at in (HOLDER, READER):
+            prediction = predict(work, keys, at, self._model, rates)
+            ways = [Use(way) for way in prediction.seconds]
+            unserved = sum(not one.served for one in timed if one.use in ways)
+            yield row_of((link.bytes_per_s, link.delay_s), work, prediction, seconds, unserved)
+
+    def documents(self, link: Shape, rates: Rates) -> Iterator[Totals]:
+        """The demo's documents: always fetched, always shipped, and as the planner chooses."""
+        prediction: Prediction = predict(DOCUMENT, self._rig.keys(DOCUMENT), HOLDER, self._model, rates)
+        taken: dict[Use, list[Timed]] = {}
+        for _ in range(QUESTIONS):
+            for use, one in self._turn(DOCUMENT, {Use.FETCH, Use.SHIP, prediction.chosen}).items():
+                taken.setdefault(use, []).append(one)
+        for name, use in (("fetch only", Use.FETCH), ("ship only", Use.SHIP), ("planner", prediction.chosen)):
+            yield Totals(
+                megabytes_per_s=link.bytes_per_s / 1e6,
+                delay_ms=link.delay_s * 1e3,
+                way=name,
+                moved_bytes=sum(one.moved_bytes for one in taken[use]),
+                ttft_ms=statistics.median(one.ttft_s for one in taken[use]) * 1e3,
+                ways={use.value: QUESTIONS},
+            )
+
+    def _turn(self, work: Work, uses: Sequence[Use] | set[Use]) -> dict[Use, Timed]:
+        suffixes = [self._rig.draw(work.new) for _ in range(work.sharing)]
+        ordered = sorted(uses, key=lambda use: use.value) if isinstance(uses, set) else uses
+        return {use: self._rig.run(use, work, suffixes) for use in ordered}
+
+
+def _numbers(field: str, text: str) -> list[int]:
+    numbers = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
+    if not all(numbers):
+        raise ConfigurationError(field, text, "numbers above 0, separated by commas")
+    return numbers
+
+
+def _coefficients(rates: Rates) -> dict[str, list[float]]:
+    peer = rates.peer(NodeId(HOLDER))
+    fits = {"copy": rates.copy, "prefill": rates.prefill, "decode": rates.decode}
+    fits |= {"fetch": peer.fetch, "queries": peer.queries}
+    return {name: list(fit.coefficients) for name, fit in fits.items()} | {"open_s": [peer.open_s.value]}
+
+
+def _line(row: Row) -> str:
+    times = ", ".join(
+        f"{way} {taken:.0f} ({row.predicted_ms[way]:.0f})" for way, taken in sorted(row.measured_ms.items())
+    )
+    link = f"{row.megabytes_per_s:.0f} MB/s {row.delay_ms:g} ms"
+    work = f"{row.prefix} + {row.new}, {row.decode} steps, {row.sharing} share"
+    place = "here" if row.here else "there"
+    return f"{link}, {work}, {place}: {times} ms; {row.chosen}, regret {row.regret:.0%}"
+
+
+def _show(console: Console, result: Result) -> None:
+    there = [row for row in result.rows if not row.here]
+    table = Table(title="regret of the planner's choice", title_justify="left")
+    for title in ("link", "rows", "best: fetch", "ship", "recompute", "mean", "worst"):
+        table.add_column(title, justify="left" if title == "link" else "right")
+    for link, grouped in itertools.groupby(there, key=lambda row: (row.megabytes_per_s, row.delay_ms)):
+        rows = list(grouped)
+        counts = [str(sum(row.best == way.value for row in rows)) for way in (Use.FETCH, Use.SHIP, Use.RECOMPUTE)]
+        mean, worst = statistics.mean(row.regret for row in rows), max(row.regret for row in rows)
+        name = f"{link[0]:.0f} MB/s, {link[1]:g} ms"
+        table.add_row(name, str(len(rows)), *counts, f"{mean:.1%}", f"{worst:.0%}")
+    console.print(table)
+    console.print(
+        f"prefix at another node: mean {result.planner_mean_regret:.1%}, worst {result.planner_max_regret:.0%}; here: "
+        f"mean {result.here_mean_regret:.1%}, worst {result.here_max_regret:.0%}; by the model's own figures at most "
+        f"{result.model_regret:.2%}\nat most 1.05 x recomputing and 50 ms: {result.promise_rows} of "
+        f"{len(result.rows)} rows; turns with unequal tokens: {result.unequal_turns}",
+        highlight=False,
+    )
+    shown = Table("link", "way", "bytes moved", "TTFT, median", title="the demo's documents", title_justify="left")
+    for each in result.documents:
+        way = each.way if each.way != "planner" else f"planner: {', '.join(each.ways)}"
+        link_name = f"{each.megabytes_per_s:.0f} MB/s, {each.delay_ms:g} ms"
+        shown.add_row(link_name, way, format_bytes(each.moved_bytes), f"{each.ttft_ms:.0f} ms")
+    console.print(shown)

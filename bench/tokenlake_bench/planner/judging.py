@@ -1,0 +1,169 @@
+"""Whether the planner chose well: one row per link and batch."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from tokenlake.identity import NodeId, SegmentKey
+from tokenlake.planner import Batch, Costs, Model, PrefixTree, Rates, Request, choose, grow
+from tokenlake_bench.planner.rig import HOLDER, READER, SEGMENT_TOKENS, Use, Work
+
+__all__ = ["Prediction", "Result", "Row", "Totals", "predict", "result_of", "row_of"]
+
+BOUND = 1.05
+"""A request takes at most so many times what recomputing takes, and the deadline."""
+DEADLINE_S = 0.050
+"""The constant part of a fetch's deadline: what a request may lose to a node that does not answer, beyond what the
+fetch was predicted to take."""
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """Of one batch whose prefix lies at one node."""
+
+    chosen: Use
+    seconds: dict[str, float]
+    """Per way, from the request to the last token."""
+
+    @property
+    def regret(self) -> float:
+        """By its own figures: of the way chosen, against the best."""
+        return self.seconds[self.chosen.value] / min(self.seconds.values()) - 1
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One link and batch; the prefix lies at another node, or here."""
+
+    megabytes_per_s: float
+    delay_ms: float
+    prefix: int
+    new: int
+    decode: int
+    sharing: int
+    here: bool
+    chosen: str
+    best: str
+    measured_ms: dict[str, float]
+    """Per way, medians."""
+    predicted_ms: dict[str, float]
+    regret: float
+    model_regret: float
+    promise_held: bool
+    unserved: int
+    """Runs in which the prefix did not come as it was meant to, their times included."""
+
+
+class Totals(msgspec.Struct, frozen=True):
+    """One way of using the pool on the demo's documents, over one link."""
+
+    megabytes_per_s: float
+    delay_ms: float
+    way: str
+    moved_bytes: int
+    ttft_ms: float
+    """Median."""
+    ways: dict[str, int]
+    """How many requests were served in which way."""
+
+
+class Result(msgspec.Struct, frozen=True):
+    """Of `--json`. The first three are over rows whose prefix lies at another node."""
+
+    planner_mean_regret: float
+    planner_max_regret: float
+    model_regret: float
+    """Greatest."""
+    here_mean_regret: float
+    here_max_regret: float
+    promise_rows: int
+    """Rows, of all, in which the way chosen took at most 1.05 x recomputing, and the deadline."""
+    tokens_equal: bool
+    """Every way gave the same tokens in every turn."""
+    unequal_turns: int
+    coefficients: dict[str, dict[str, list[float]]]
+    """Per link, the inputs that the rows were judged with."""
+    rows: list[Row]
+    documents: list[Totals]
+
+
+def predict(work: Work, keys: Sequence[SegmentKey], at: str, model: Model, rates: Rates) -> Prediction:
+    """What the planner at the reader's node would choose for a batch whose prefix `keys` lies at the node `at`."""
+    requests = [
+        Request(name=str(row), keys=tuple(keys), tokens=work.prefix + work.new, answer_tokens=work.decode)
+        for row in range(work.sharing)
+    ]
+    tree = grow(requests, dict.fromkeys(keys, (NodeId(at),)), SEGMENT_TOKENS)
+    costs = Costs(tree, Batch(tree, range(work.sharing), rates), NodeId(READER), model, rates)
+    (decision,), _ = choose(costs)
+    recomputed = costs.recompute(0) + costs.attention(0)
+    whole = work.sharing * rates.prefill.seconds(work.prefix + work.new, 0)
+    whole += work.decode * rates.decode.seconds(work.sharing, work.prefix + work.new + work.decode / 2)
+    ways = {way.value: whole + cost - recomputed for way, cost in _costs(tree, costs, at).items()}
+    return Prediction(Use(decision.way.value), ways)
+
+
+def _costs(tree: PrefixTree, costs: Costs, at: str) -> dict[Use, float]:
+    """Of each way for the whole of it."""
+    found = {Use.RECOMPUTE: costs.recompute(0) + costs.attention(0)}
+    if at == READER:
+        found[Use.LOCAL] = costs.local(0)
+    else:
+        found[Use.FETCH] = costs.fetch(0, NodeId(HOLDER)) + costs.local(0)
+        found[Use.SHIP] = costs.ship(0, NodeId(HOLDER)) + costs.round_trips(NodeId(HOLDER))
+    return found
+
+
+def row_of(
+    link: tuple[float, float],
+    work: Work,
+    prediction: Prediction,
+    measured: Mapping[Use, Sequence[float]],
+    unserved: int,
+) -> Row:
+    """`link`: (bytes per second, delay in seconds). `measured`: seconds of each turn; ways that `prediction` does not
+    know are left out."""
+    seconds = {use.value: statistics.median(measured[use]) for use in measured if use.value in prediction.seconds}
+    best = min(seconds, key=lambda way: seconds[way])
+    chosen = seconds[prediction.chosen.value]
+    return Row(
+        megabytes_per_s=link[0] / 1e6,
+        delay_ms=link[1] * 1e3,
+        prefix=work.prefix,
+        new=work.new,
+        decode=work.decode,
+        sharing=work.sharing,
+        here=Use.LOCAL.value in seconds,
+        chosen=prediction.chosen.value,
+        best=best,
+        measured_ms={way: value * 1e3 for way, value in seconds.items()},
+        predicted_ms={way: value * 1e3 for way, value in prediction.seconds.items()},
+        regret=chosen / seconds[best] - 1,
+        model_regret=prediction.regret,
+        promise_held=chosen <= BOUND * seconds[Use.RECOMPUTE.value] + DEADLINE_S,
+        unserved=unserved,
+    )
+
+
+def result_of(
+    rows: Sequence[Row],
+    documents: Sequence[Totals],
+    coefficients: dict[str, dict[str, list[float]]],
+    unequal_turns: int,
+) -> Result:
+    """`rows`: at least one of each place."""
+    there, here = ([row.regret for row in rows if row.here is place] for place in (False, True))
+    return Result(
+        planner_mean_regret=statistics.mean(there),
+        planner_max_regret=max(there),
+        model_regret=max(row.model_regret for row in rows),
+        here_mean_regret=statistics.mean(here),
+        here_max_regret=max(here),
+        promise_rows=sum(row.promise_held for row in rows),
+        tokens_equal=not unequal_turns,
+        unequal_turns=unequal_turns,
+        coefficients=coefficients,
+        rows=list(rows),
+        documents=list(documents),
+    )

@@ -1,0 +1,68 @@
+"""From what served batches took to the planner's inputs, as an engine that serves would add them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from tokenlake.identity import NodeId
+from tokenlake.planner import Model, Rates
+from tokenlake_bench.planner.passes import Pass, mean_pass
+from tokenlake_bench.planner.rig import HOLDER, SEGMENT_TOKENS, Timed, Use
+
+__all__ = ["measure"]
+
+
+def measure(rates: Rates, model: Model, timed: Sequence[Timed]) -> None:
+    """Add what was measured; what did not come as it was meant to is left out.
+
+    What a fetch and a query to a peer take longer is what is left when this node's own part is taken away, so
+    samples of reading here and of prefills come first.
+    """
+    whole = [one for one in timed if one.served]
+    for one in whole:
+        if one.use is not Use.SHIP:
+            _own(rates, one)
+        if one.use is Use.LOCAL:
+            rates.copy.add(_nbytes(model, one, 1), one.pool_s / one.work.sharing, time.monotonic())
+    peer = rates.peer(NodeId(HOLDER))
+    for one in whole:
+        if one.use is Use.FETCH:
+            here = rates.copy.seconds(_nbytes(model, one, one.work.sharing), one.work.sharing)
+            peer.fetch.add(_nbytes(model, one, 1), one.pool_s - here, time.monotonic())
+        elif one.use is Use.SHIP:
+            peer.open_s.add(one.pool_s, time.monotonic())
+            prefill, decode = _passes(one)
+            if prefill is not None:
+                own = rates.prefill.seconds(prefill.tokens, prefill.cached - one.work.prefix)
+                _queries(rates, model, one, prefill, own)
+            if decode is not None:
+                own = rates.decode.seconds(round(decode.rows), decode.cached - one.work.prefix)
+                _queries(rates, model, one, decode, own)
+
+
+def _own(rates: Rates, one: Timed) -> None:
+    """Forward passes over the engine's own cache."""
+    prefill, decode = _passes(one)
+    # A prefill of several rows at once is what no integration does.
+    if prefill is not None and prefill.rows == 1:
+        rates.prefill.add(round(prefill.tokens), round(prefill.cached), prefill.seconds, time.monotonic())
+    if decode is not None:
+        rates.decode.add(round(decode.rows), round(decode.cached), decode.seconds, time.monotonic())
+
+
+def _queries(rates: Rates, model: Model, one: Timed, passes: Pass, own_s: float) -> None:
+    queries = round(passes.rows * passes.tokens)
+    seconds = (passes.seconds - own_s) / model.layers
+    nbytes = queries * model.query_bytes
+    rates.peer(NodeId(HOLDER)).queries.add(queries, nbytes, one.work.prefix, seconds, time.monotonic())
+
+
+def _passes(one: Timed) -> tuple[Pass | None, Pass | None]:
+    """Means of the prefills and of the decode steps."""
+    prefills = [each for each in one.passes if each.tokens > 1]
+    return mean_pass(prefills), mean_pass([each for each in one.passes if each.tokens == 1])
+
+
+def _nbytes(model: Model, one: Timed, times: int) -> int:
+    return times * one.work.prefix // SEGMENT_TOKENS * model.segment_bytes

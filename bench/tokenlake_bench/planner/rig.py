@@ -1,0 +1,338 @@
+"""Two daemons with query engines behind shaped links, one model, and documents whose cache lies where we want it.
+
+The engine is at node 1. Documents at node 0 are fetched from there or asked there; those at node 1 are read in place.
+What was fetched stays at node 1 as a copy while there is room. So that node is full but for a little, and there are
+several copies of each document under keys of their own (a salt): the one that was used longest ago has been evicted
+when its turn comes again.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Final, Literal, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from tokenlake.attention import AttentionShape
+from tokenlake.errors import TokenLakeError
+from tokenlake.identity import SegmentKey
+from tokenlake.keys import Prefix, TokenIds
+from tokenlake.layout import Layout
+from tokenlake.wire import Code
+from tokenlake_bench.cluster import Cluster, Node, free_port
+from tokenlake_bench.engine_process import TINY, FirstToken
+from tokenlake_bench.load_meter import settle
+from tokenlake_bench.planner.passes import Pass, PassClock
+from tokenlake_bench.planner.shaping import Route, Shape, Shaping
+from tokenlake_bench.tiny_model import save_tiny_model
+from tokenlake_client import Pool
+from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
+from tokenlake_client.engines.transformers.cache import RoomyCache, RoomyLayer, allocate
+from tokenlake_client.engines.transformers.layout import cache_shape
+from tokenlake_client.engines.transformers.slots import LayerPair, write_segment
+from tokenlake_client.lease import Lease
+
+__all__ = ["HOLDER", "READER", "SEGMENT_TOKENS", "Rig", "Timed", "Use", "Work"]
+
+HOLDER: Final = "node0"
+READER: Final = "node1"
+SEGMENT_TOKENS: Final = 256
+STAGED_BYTES: Final = 16 << 20
+"""Copies that the reader's node keeps: more than the longest document, or its end would evict its beginning."""
+MEMORY: Final = 384 << 20
+REGIONS: Final = 8
+FILLING: Final = 8
+"""Segments at a time."""
+PATIENCE_S: Final = 10.0
+LONGEST: Final = 4864
+SEED: Final = 5
+
+
+class Use(Enum):
+    """How a cached prefix is used."""
+
+    LOCAL = "local"
+    FETCH = "fetch"
+    SHIP = "ship"
+    RECOMPUTE = "recompute"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One batch."""
+
+    prefix: int
+    """Cached tokens, the same of all rows."""
+    new: int
+    """Tokens behind them, of each row."""
+    decode: int
+    """Tokens that each row generates."""
+    sharing: int
+    """Rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One batch served in one way."""
+
+    use: Use
+    work: Work
+    seconds: float
+    """To the last token."""
+    ttft_s: float
+    passes: tuple[Pass, ...]
+    pool_s: float
+    """Matching, fetching, copying, opening views; not attention."""
+    moved_bytes: int
+    """Between the nodes: segments, queries, outputs."""
+    tokens: tuple[tuple[int, ...], ...]
+    served: bool
+    """All of the prefix came as it was meant to."""
+
+
+class _SaltedPool:
+    """A pool whose keys have a salt that changes from request to request. Closing it does nothing."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self.salt = ""
+        self.open_view = pool.open_view
+        self.init_query = pool.init_query
+        self.query = pool.query
+
+    @property
+    def layout(self) -> Layout:
+        return self._pool.layout
+
+    @property
+    def node(self) -> str:
+        return self._pool.node
+
+    def match(self, keys: Sequence[SegmentKey]) -> Lease:
+        return self._pool.match(keys)
+
+    def prefix(self, tokens: TokenIds = (), *, adapter: str | None = None, salt: str | None = None) -> Prefix:
+        return self._pool.prefix(tokens, adapter=adapter, salt=self.salt)
+
+    def store_all(
+        self,
+        keys: Sequence[SegmentKey],
+        fill: Callable[[int, NDArray[np.uint8]], None],
+        first: int = 0,
+        patience: float = 0.0,
+    ) -> bytes:
+        # What a request adds would be evicted by nobody and stand in the way of the documents.
+        return bytes([Code.EXISTS]) * len(keys)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class _Document:
+    """Copies of one prefix, by where they are: salts, the one that was used longest ago first."""
+
+    tokens: list[int]
+    cache: list[LayerPair]
+    there: list[str] = field(default_factory=list)
+    here: list[str] = field(default_factory=lambda: ["here"])
+
+
+class Rig:
+    """As a context manager: everything runs inside, and ends after."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        """`lengths`: of the documents, in tokens, multiples of `SEGMENT_TOKENS`."""
+        if any(length % SEGMENT_TOKENS or not SEGMENT_TOKENS <= length <= LONGEST for length in lengths):
+            raise ValueError(f"documents of {list(lengths)} tokens; expected multiples of 256 up to {LONGEST}")
+        torch.set_num_threads(1)
+        transformers_logging.disable_progress_bar()
+        with tempfile.TemporaryDirectory(prefix="tokenlake-model-") as scratch:
+            directory = save_tiny_model(scratch, TINY)
+            self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+            self.layout = layout_of(self.model, segment_tokens=SEGMENT_TOKENS)
+        self.attention = AttentionShape.of(self.layout, TINY.heads)
+        self._cache_shape = cache_shape(self.model)
+        self._draw = random.Random(SEED)
+        self._stack = ExitStack()
+        self._documents = {length: self._document(length) for length in sorted(set(lengths))}
+
+    def _document(self, length: int) -> _Document:
+        tokens = self.draw(length)
+        with TokenLakeEngine(self.model) as alone:
+            return _Document(tokens, alone.prefill([*tokens, 0]).cache.row(0))
+
+    def draw(self, count: int) -> list[int]:
+        """Random tokens."""
+        return [self._draw.randrange(TINY.vocabulary) for _ in range(count)]
+
+    def __enter__(self) -> Self:
+        try:
+            self._open()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _open(self) -> None:
+        via = {(HOLDER, READER): free_port(), (READER, HOLDER): free_port()}
+        self.cluster = Cluster(
+            2,
+            str(MEMORY),
+            str(MEMORY // REGIONS),
+            via,
+            query_engine="true",
+            # Beyond it copies take free room only, and no home copy's.
+            staged_share=str(STAGED_BYTES / 2 / MEMORY),
+            # One holder for all of a document.
+            run_length=str(LONGEST // SEGMENT_TOKENS),
+        )
+        self._stack.callback(self.cluster.close)
+        routes = [Route(node, other, port, self.cluster.ports[other]) for (node, other), port in via.items()]
+        self._shaping = Shaping(routes)
+        self._stack.callback(self._shaping.close)
+        holder, reader = self.cluster.nodes
+        reader.start()
+        self._reader = self._stack.enter_context(self.cluster.connect(1, self.layout))
+        # Alone, it keeps what is written there; once it is full, the other one keeps what is written at the other.
+        for document in self._documents.values():
+            self._store(self._reader, document, "here")
+        self._fill(reader)
+        holder.start()
+        self.cluster.wait_ready()
+        self._writer = self._stack.enter_context(self.cluster.connect(0, self.layout))
+        for document in self._documents.values():
+            # So many that all but the first fill what the reader's node keeps.
+            room = STAGED_BYTES + 2 * FILLING * self.layout.segment_bytes
+            document.there += [f"there {number}" for number in range(2 + room // self._nbytes(document))]
+            for salt in document.there:
+                self._store(self._writer, document, salt)
+        self._pool = _SaltedPool(self._reader)
+        digest = self.layout.weights_digest
+        modes: tuple[tuple[Use, Literal["fetch", "ship"]], ...] = ((Use.FETCH, "fetch"), (Use.SHIP, "ship"))
+        self._engines = {
+            use: self._stack.enter_context(
+                TokenLakeEngine(
+                    self.model,
+                    self._pool,
+                    EngineOptions(mode=mode, segment_tokens=SEGMENT_TOKENS, weights_digest=digest),
+                )
+            )
+            for use, mode in modes
+        }
+        self._engines[Use.LOCAL] = self._engines[Use.FETCH]
+
+    def shape(self, shape: Shape) -> None:
+        """All links, from now on."""
+        self._shaping.shape(shape)
+
+    def _store(self, pool: Pool, document: _Document, salt: str) -> None:
+        layers = document.cache
+
+        def fill(index: int, slot: NDArray[np.uint8]) -> None:
+            write_segment(slot, self.layout, layers, index * SEGMENT_TOKENS)
+
+        codes = pool.store_all(self._keys(document, salt), fill, patience=PATIENCE_S)
+        if set(codes) != {Code.COMMITTED}:
+            raise TokenLakeError(f"a document was not stored: {[Code(code).name for code in codes]}")
+        settle(self.cluster)
+
+    def _fill(self, node: Node) -> None:
+        """Store noise until so much is free as copies may take."""
+        draw = np.random.default_rng(SEED)
+        size = self.layout.segment_bytes
+        noise = draw.standard_normal((FILLING, size // 4), np.float32).view(np.uint8)
+        slots = MEMORY // REGIONS // size * REGIONS
+        while slots - _held(node) > STAGED_BYTES // size + FILLING:
+            keys = self._reader.prefix(self.draw(FILLING * SEGMENT_TOKENS)).keys
+            self._reader.store_all(keys, list(noise), patience=PATIENCE_S)
+            settle(self.cluster)
+
+    def _nbytes(self, document: _Document) -> int:
+        return len(document.tokens) // SEGMENT_TOKENS * self.layout.segment_bytes
+
+    def _keys(self, document: _Document, salt: str) -> list[SegmentKey]:
+        return self._reader.prefix(document.tokens, salt=salt).keys
+
+    def _where(self, document: _Document, salt: str) -> bytes:
+        with self._reader.match(self._keys(document, salt)) as lease:
+            return bytes(lease.codes)
+
+    def keys(self, work: Work) -> tuple[SegmentKey, ...]:
+        """Of the prefix of `work`, as any copy of it."""
+        return tuple(self._keys(self._documents[work.prefix], ""))
+
+    def run(self, use: Use, work: Work, suffixes: Sequence[Sequence[int]]) -> Timed:
+        """Serve one batch, whose rows end with `suffixes`. Raises TokenLakeError where no copy lies where it has to."""
+        document = self._documents[work.prefix]
+        wanted = Code.LOCAL if use is Use.LOCAL else Code.REMOTE
+        if use is not Use.RECOMPUTE:
+            self._pool.salt = self._copy(document, wanted)
+        ids = torch.tensor([[*document.tokens, *suffix] for suffix in suffixes])
+        first = FirstToken()
+        arguments: dict[str, Any] = {
+            "attention_mask": torch.ones_like(ids),
+            "max_new_tokens": work.decode,
+            "min_new_tokens": work.decode,
+            "do_sample": False,
+            "streamer": first,
+        }
+        engine = self._engines.get(use)
+        before = None if engine is None else engine.counts
+        sent = self._sent()
+        with PassClock(self.model) as clock:
+            began = time.perf_counter()
+            if engine is None:
+                storage = allocate(self._cache_shape, len(ids), ids.shape[1] + work.decode)
+                cache = RoomyCache([RoomyLayer(keys, values, 0) for keys, values in storage])
+                output = self.model.generate(ids, past_key_values=cache, **arguments)
+            else:
+                output = engine.generate(ids, **arguments)
+            seconds = time.perf_counter() - began
+        pool_s, queries, served = 0.0, 0, True
+        if engine is not None and before is not None:
+            counts = engine.counts
+            pool_s = counts.pool_seconds - before.pool_seconds
+            queries = counts.bytes_sent + counts.bytes_received - before.bytes_sent - before.bytes_received
+            name = "tokens_shipped" if use is Use.SHIP else "tokens_hit"
+            served = getattr(counts, name) - getattr(before, name) == work.prefix * work.sharing
+        return Timed(
+            use=use,
+            work=work,
+            seconds=seconds,
+            ttft_s=first.at - began,
+            passes=tuple(clock.passes),
+            pool_s=pool_s,
+            moved_bytes=queries + self._sent() - sent,
+            tokens=tuple(tuple(row) for row in output[:, ids.shape[1] :].tolist()),
+            served=served,
+        )
+
+    def _copy(self, document: _Document, wanted: Code) -> str:
+        salts = document.here if wanted is Code.LOCAL else document.there
+        for index, salt in enumerate(salts):
+            if set(self._where(document, salt)) == {wanted}:
+                salts.append(salts.pop(index))
+                return salt
+        raise TokenLakeError(f"no copy of the document of {len(document.tokens)} tokens is {wanted.name}")
+
+    def _sent(self) -> int:
+        return int(self.cluster.totals()["tokenlake_sent_bytes_total"])
+
+
+def _held(node: Node) -> int:
+    """Segments at a node."""
+    return int(sum(value for name, value in node.metrics().items() if name.startswith("tokenlake_segments{")))

@@ -1,0 +1,214 @@
+"""Links of a given bandwidth and delay between daemons on one machine: TCP connections through a process of ours.
+
+::
+
+    node a -- connect --> port of (a, b) ==[ link a>b: first in, first out ]==> listen address of b
+                                         <=[ link b>a ]=======================
+
+All connections between two nodes share the two links between them, in either direction one. Bytes leave a link in the
+order in which they entered it, no faster than its bandwidth, and no sooner than its delay after they were read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, BinaryIO
+
+import msgspec
+
+__all__ = ["FREE", "Line", "Route", "Shape", "Shaper", "Shaping"]
+
+CHUNK = 256 << 10
+QUEUE_S = 0.005
+"""What a link holds before it stops reading: what the queue of a switch may hold."""
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """Of all links, in each direction."""
+
+    bytes_per_s: float
+    delay_s: float
+
+
+FREE = Shape(1e12, 0.0)
+
+
+class Route(msgspec.Struct, frozen=True):
+    """Connections to `port` go on to `target`, both on loopback."""
+
+    client: str
+    server: str
+    port: int
+    target: int
+
+
+class Line:
+    """One direction between two nodes: when what enters may leave. Does no I/O."""
+
+    def __init__(self) -> None:
+        self.shape = FREE
+        self._free_at = 0.0
+
+    def enter(self, nbytes: int, now: float) -> float:
+        """When the last of `nbytes` that enter now has arrived at the other end."""
+        self._free_at = max(self._free_at, now) + nbytes / self.shape.bytes_per_s
+        return self._free_at + self.shape.delay_s
+
+    def full(self, now: float) -> bool:
+        """Should what wants to enter wait?"""
+        return self._free_at - now > QUEUE_S
+
+
+class _Flow:
+    """One direction of one connection."""
+
+    def __init__(self, source: socket.socket, sink: socket.socket, line: Line) -> None:
+        self.source, self.sink, self.line = source, sink, line
+        self.waiting: deque[tuple[float, memoryview]] = deque()
+        """When each may leave. An empty one: the source has ended."""
+        self.blocked = False
+        self.ended = False
+
+    def read(self, now: float) -> None:
+        """What the source has. Raises OSError."""
+        # So little that a slow link's queue is not one chunk.
+        size = int(min(CHUNK, max(4096.0, self.line.shape.bytes_per_s * QUEUE_S / 4)))
+        part = self.source.recv(size)
+        self.waiting.append((self.line.enter(len(part), now), memoryview(part)))
+        self.ended = not part
+
+    def write(self, now: float) -> None:
+        """What may leave by now. Raises OSError."""
+        self.blocked = False
+        while self.waiting and self.waiting[0][0] <= now:
+            at, part = self.waiting[0]
+            if not part:
+                self.waiting.popleft()
+                self.sink.shutdown(socket.SHUT_WR)
+                continue
+            try:
+                sent = self.sink.send(part)
+            except BlockingIOError:
+                self.blocked = True
+                return
+            if sent < len(part):
+                self.waiting[0] = (at, part[sent:])
+            else:
+                self.waiting.popleft()
+
+
+class Shaper:
+    """The loop of the process. One thread."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self._lines: dict[tuple[str, str], Line] = {}
+        self._listeners: dict[socket.socket, Route] = {}
+        self._flows: list[_Flow] = []
+        for route in routes:
+            listener = socket.create_server(("127.0.0.1", route.port))
+            listener.setblocking(False)
+            self._listeners[listener] = route
+            self._lines[route.client, route.server] = Line()
+            self._lines[route.server, route.client] = Line()
+
+    def shape(self, shape: Shape) -> None:
+        """From now on, all links."""
+        for line in self._lines.values():
+            line.shape = shape
+
+    def run(self, orders: BinaryIO, answers: BinaryIO) -> None:
+        """Serve until `orders` ends; each line of it is a `Shape`, and is answered with an empty line."""
+        descriptor = orders.fileno()
+        while True:
+            now = time.monotonic()
+            reading = [flow for flow in self._flows if not flow.ended and not flow.line.full(now)]
+            blocked = [flow for flow in self._flows if flow.blocked]
+            due = [flow.waiting[0][0] for flow in self._flows if flow.waiting and not flow.blocked]
+            timeout = max(0.0, min(due) - now) if due else None
+            if len(reading) < len(self._flows):
+                timeout = QUEUE_S / 5 if timeout is None else min(timeout, QUEUE_S / 5)
+            sources: list[Any] = [descriptor, *self._listeners, *(flow.source for flow in reading)]
+            ready, _, _ = select.select(sources, [flow.sink for flow in blocked], [], timeout)
+            now, found = time.monotonic(), set(ready)
+            if descriptor in found:
+                line = orders.readline()
+                if not line:
+                    return
+                self.shape(msgspec.json.decode(line, type=Shape))
+                answers.write(b"\n")
+                answers.flush()
+            for listener in found & self._listeners.keys():
+                self._accept(listener)
+            for flow in list(self._flows):
+                try:
+                    if flow.source in found and flow in reading:
+                        flow.read(now)
+                    flow.write(now)
+                except OSError:
+                    self._end(flow)
+            self._flows = [flow for flow in self._flows if flow.waiting or not flow.ended]
+
+    def _accept(self, listener: socket.socket) -> None:
+        client, _ = listener.accept()
+        route = self._listeners[listener]
+        try:
+            server = socket.create_connection(("127.0.0.1", route.target))
+        except OSError:
+            client.close()
+            return
+        for sock in (client, server):
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._flows.append(_Flow(client, server, self._lines[route.client, route.server]))
+        self._flows.append(_Flow(server, client, self._lines[route.server, route.client]))
+
+    def _end(self, broken: _Flow) -> None:
+        """Both directions of its connection."""
+        ends = {broken.source, broken.sink}
+        for sock in ends:
+            sock.close()
+        self._flows = [flow for flow in self._flows if flow.source not in ends]
+
+
+class Shaping:
+    """The process, from outside. Close it."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, msgspec.json.encode(routes).decode()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.shape(FREE)
+
+    def shape(self, shape: Shape) -> None:
+        """Of all links, from the return of this call on."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(msgspec.json.encode(shape) + b"\n")
+        self._process.stdin.flush()
+        if not self._process.stdout.readline():
+            raise RuntimeError("the shaping process ended")
+
+    def close(self) -> None:
+        """End it, and with it all connections. Idempotent."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):
+                pipe.close()
+        self._process.wait()
+
+
+if __name__ == "__main__":
+    shaper = Shaper(msgspec.json.decode(sys.argv[1], type=list[Route]))
+    # Unbuffered: a line that waits in a buffer would not be seen by select.
+    with open(0, "rb", buffering=0, closefd=False) as orders:
+        shaper.run(orders, sys.stdout.buffer)
