@@ -46,9 +46,10 @@ class Link:
         self.regions = Regions(self._open_region)
 
     @property
-    def life(self) -> tuple[Incarnation, SessionId]:
-        """Which session of which daemon: what was granted in one is nothing in another."""
-        return self.incarnation, self.session
+    def life(self) -> tuple[Incarnation, SessionId, int]:
+        """Which session of which daemon, and as which of its processes: what was granted in one is nothing in
+        another."""
+        return self.incarnation, self.session, self.connection
 
     def forget(self) -> None:
         """Unmap what no array lies in."""
@@ -117,7 +118,7 @@ def open_link(
     resume: int = 0,
     incarnation: int = 0,
 ) -> Link:
-    """Connect and say hello. `session` 0 opens a new one; `resume`: the process's earlier connection, or 0;
+    """Connect and say hello. `session` 0 opens a new one; `resume`: `Link.connection` of the former, or 0;
     `incarnation`: of the daemon that named these two, 0 when it is not known; `on_end` is called when the connection
     breaks.
 

@@ -63,6 +63,9 @@ class _Connection:
 
     def __init__(self, number: int, process: PeerProcess) -> None:
         self.number = number
+        self.origin = number
+        """The first of the connections that this one goes on from, each from the one before: what the process calls it
+        by, which may never have heard of those in between (test_what_a_welcome_that_got_lost_had_taken_over)."""
         self.process = process
         self.frames: FrameConnection | None = None
         self.hello: engine.Hello | None = None
@@ -248,10 +251,11 @@ class EngineListener:
     def _resumed(self, connection: _Connection) -> _Connection | None:
         """The connection that the same process had before, and says it goes on from."""
         hello = connection.hello
-        former = self._connections.get(hello.resume) if hello else None
-        if hello is None or former is None or not former.joined or former.process.pid != connection.process.pid:
+        if hello is None or not hello.resume:
             return None
-        return former if former.session == hello.session else None
+        wanted = (hello.resume, hello.session, connection.process.pid)
+        others = (c for c in self._connections.values() if c.joined and c is not connection)
+        return next((c for c in others if (c.origin, c.session, c.process.pid) == wanted), None)
 
     def _identify(self, connection: _Connection, message: engine.Hello) -> None:
         connection.version = agree(message.oldest_version, message.newest_version)
@@ -291,9 +295,9 @@ class EngineListener:
         if connection.process.pidfd is not None:
             self._loop.add_reader(connection.process.pidfd, self._gone, connection)
         former = self._resumed(connection)
-        if former is not None and former.session == connection.session:
+        if former is not None:
             # The rules handed its holdings to the new connection.
-            connection.maps = former.maps
+            connection.maps, connection.origin = former.maps, former.origin
             self._forget(former)
         if connection.deadline is not None:
             connection.deadline.cancel()
@@ -305,7 +309,7 @@ class EngineListener:
                 node=self._settings.node,
                 incarnation=self._settings.incarnation,
                 session=instruction.session,
-                connection=connection.number,
+                connection=connection.origin,
                 tenant=connection.tenant,
                 secret=connection.secret,
                 probe=probe(connection.secret, connection.layout.fingerprint()),

@@ -63,7 +63,7 @@ class Hello(_Message, frozen=True, tag=1):
     session: int = 0
     """0 opens a session; else joins this one."""
     resume: int = 0
-    """The connection this process had before, whose leases it still holds; 0 for none."""
+    """What `Welcome.connection` was: the process holds still what it held over that one; 0 for none."""
     incarnation: int = 0
     """Of the daemon that named `session` and `resume`: another daemon takes neither. 0 when it is not known."""
 
@@ -77,6 +77,8 @@ class Welcome(_Message, frozen=True, tag=2):
     incarnation: int
     session: int
     connection: int
+    """Over which the process holds what it is granted, for `Hello.resume`. The one that was to be resumed, or another:
+    then what was granted over the former is gone."""
     tenant: str
     secret: bytes
     """The tenant's, for the root of the key chain."""
