@@ -109,7 +109,6 @@ class Books:
                 self._part(link)
                 return
             self._disown_orphans()
-            attaching = list(self._attaching.values())
             self._attaching.clear()
             if link.life != self.link.life:
                 self._leases.clear()
@@ -118,13 +117,14 @@ class Books:
                 self._releases.clear()
                 self._aborts.clear()
                 self._looking = self._writing = 0
-                attaching = []
             with contextlib.suppress(TokenLakeError):
                 # Before anything else: what it was granted in an answer that was cut off would stay granted.
                 link.channel.tell(engine.Holds(tuple(self._leases), tuple(self._writes)))
             self.link = link
-            for grant, write in attaching:
-                self._attached(grant, write)
+            # What was given back over the former connection may not have arrived.
+            self._leaving.intersection_update(self._writes)
+            for lease in self._leases:
+                self._release_unheld(lease)
 
     def current(self, link: Link) -> Link:
         """The link to use for what was granted over `link`. Raises `Unreachable` when that is gone, or the pool was
@@ -301,12 +301,15 @@ class Books:
                 self._leaving.discard(grant)
                 self._aborts.append(grant)
             return
-        holdings = self._leases.get(grant)
+        self._release_unheld(grant)
+
+    def _release_unheld(self, lease: int) -> None:
+        holdings = self._leases.get(lease)
         if not holdings:
-            self._releases.append((grant, 0, END))
+            self._releases.append((lease, 0, END))
             return
         free = ~np.logical_or.reduce([holding.held() for holding in holdings])
-        self._releases += [(grant, *span) for span in _ranges(0, free)]
+        self._releases += [(lease, *span) for span in _ranges(0, free)]
 
     def _is_attaching(self, grant: int) -> bool:
         return bool(self._attaching) and any(grant == other for other, _ in self._attaching.values())
