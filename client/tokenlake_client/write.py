@@ -87,6 +87,7 @@ class Write:
         them no more. Arrays are copied in two threads when they are large. The slots are read-only afterwards. Raises
         what `source` raises."""
         if callable(source):
+            self._checksums.clear()
             for index, array in self.slots:
                 source(index, array)
                 self._checksums.append(shard_checksums(array, self._shards))

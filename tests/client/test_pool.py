@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from tests.robustness.live import (
     LAYOUT,
@@ -260,6 +261,26 @@ def test_an_aborted_write_leaves_nothing(pool: Pool) -> None:
         pool.store_all(keys, lambda index, array: 1 // 0)  # type: ignore[arg-type]
     assert outcomes(store(pool, prompt)) == {Code.COMMITTED}
     assert read(pool, prompt) == 3
+
+
+def test_a_fill_that_failed_is_made_again(pool: Pool) -> None:
+    """The checksums of the first attempt were taken for those of the second's first segments: good bytes that no node
+    would take, and that nobody could store again."""
+    prompt = Prompt(6, 4)
+    failing = iter([False, True])
+
+    def prefill(index: int, slot: NDArray[np.uint8]) -> None:
+        if next(failing, False):
+            raise RuntimeError("mid-prefill")
+        prompt.fill(index, slot)
+
+    with pool.store(pool.prefix(prompt.tokens).keys) as write:
+        with pytest.raises(RuntimeError, match="mid-prefill"):
+            write.fill(prefill)
+        write.fill(prefill)
+    with Pool.connect(pool.socket, LAYOUT, verify=True) as careful, match(careful, prompt) as lease:
+        assert len(lease.fetch()) == 4
+        assert careful.corrupt == 0
 
 
 def test_a_committed_slot_cannot_be_written(pool: Pool) -> None:

@@ -83,9 +83,7 @@ def test_a_lease_of_a_process_that_had_mapped_nothing(cluster: Cluster) -> None:
             for seed in range(12):
                 store(scheduler, Prompt(5000 + seed, 32))
             with pytest.raises(Unreachable):
-                arrays = lease.fetch()
-                assert not any(PROMPT.wrong([array], start=at) for at, array in enumerate(arrays)), "bytes of others"
-                pytest.fail("nothing promised these segments any more")
+                lease.fetch()
             with pytest.raises(Unreachable):
                 lease.copy_into([np.empty(LAYOUT.segment_bytes, np.uint8)])
             lease.release()
