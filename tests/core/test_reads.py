@@ -231,6 +231,33 @@ def test_every_token_asked_for_is_counted_once() -> None:
     assert tokens == [4, 0, 2, 1, 1]
 
 
+def test_a_tail_that_is_here_keeps_nobody_from_reading_its_head() -> None:
+    """It filled the budget of staged copies and was leased with the prompt, at every attempt anew."""
+    cluster = calm(staged_share=0.1)
+    writer, reader = cluster.join(0), cluster.join(2)
+    for key in placed(cluster, 2, 0, 30, "others"):
+        store(cluster, writer, [key])
+    keys = placed(cluster, 0, 1, 4)
+    store(cluster, writer, keys)
+    tail = match(cluster, reader, keys[2:])
+    assert fetch(cluster, reader, tail.lease, 2).codes == bytes([Code.LOCAL] * 2)
+    tell(cluster, reader.processes[0], engine.Release(((tail.lease, 0, 2),)))
+    pool = copies(cluster, keys[3])[2].pool
+    assert (len(pool.free), pool.counts[Kind.STAGED]) == (0, pool.budget(pool.budgets.staged, pool.slots))
+
+    whole = match(cluster, reader, keys)
+    assert whole.codes == bytes([Code.REMOTE, Code.REMOTE, Code.LOCAL, Code.LOCAL])
+    assert fetch(cluster, reader, whole.lease, 4).codes == bytes([Code.LOCAL] * 4)
+    tell(cluster, reader.processes[0], engine.Release(((whole.lease, 0, 4),)))
+    # Nobody looks at them any more, so those beyond the budget take each other's slots again, and no home copy's.
+    homes = pool.counts[Kind.HOME]
+    more = placed(cluster, 1, 0, 2, "more")
+    store(cluster, writer, more)
+    assert fetch(cluster, reader, match(cluster, reader, more).lease, 2).codes == bytes([Code.LOCAL] * 2)
+    assert (pool.counts[Kind.HOME], pool.counts[Kind.STAGED]) == (homes, 4)
+    cluster.check()
+
+
 def test_a_fetch_of_a_lease_that_is_gone_is_lost() -> None:
     cluster = calm()
     reader = cluster.join(0)

@@ -94,10 +94,9 @@ class StoreModel:
             self._grow(pool)
         if self.free(pool):
             return None
-        victims = [Kind.STAGED, Kind.HOME]
-        if kind is Kind.STAGED:
-            within = self.count(pool, Kind.STAGED) < max(2, math.ceil(self.staged * len(self.places(pool))))
-            victims = [Kind.HOME, Kind.STAGED] if within else [Kind.STAGED]
+        budget = max(2, math.ceil(self.staged * len(self.places(pool))))
+        within = kind is Kind.STAGED and self.count(pool, Kind.STAGED) < budget
+        victims = [Kind.HOME, Kind.STAGED] if within else [Kind.STAGED, Kind.HOME]
         for victim in (self._coldest(pool, kind, now) for kind in victims):
             if victim is not None:
                 self._evict(victim)

@@ -21,7 +21,8 @@ class Budgets(msgspec.Struct, frozen=True):
     """Shares of a pool's slots; each is at least two slots, so that a tiny arena works."""
 
     staged: float = 0.10
-    """Staged copies may displace home copies up to this share; free slots they may use beyond it."""
+    """Staged copies may displace home copies up to this share. Beyond it they may use free slots, and displace home
+    copies when all staged ones are in use."""
     dirty: float = 0.10
     """Segments being written or waiting to be pushed."""
 

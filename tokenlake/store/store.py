@@ -129,7 +129,9 @@ class SegmentStore:
         """A slot for a new segment, RESERVED, indexed and pinned once for the caller; or the reason why not.
 
         The key must not be indexed. Victims: staged copies, then home copies by policy. A staged copy within
-        its budget takes a home copy's slot first, else the budget would never fill; beyond it, none.
+        its budget takes a home copy's slot first, else the budget would never fill; beyond it, only when all staged
+        copies are in use, else what is leased of a prompt could keep the rest of it from being read
+        (test_a_tail_that_is_here_keeps_nobody_from_reading_its_head).
         """
         pool = self.pool(tenant, slot_bytes)
         if pool is None:
@@ -268,12 +270,8 @@ class SegmentStore:
 
     def _make_room(self, pool: SlotPool, kind: Kind, now: float) -> bool:
         """Evict one segment so that one of `kind` can come. Nothing is evicted for a loser."""
-        order: tuple[Kind, ...] = (Kind.STAGED, Kind.HOME)
-        if kind is Kind.STAGED and pool.counts[kind] < pool.budget(pool.budgets.staged, pool.slots):
-            order = (Kind.HOME, Kind.STAGED)
-        elif kind is Kind.STAGED:
-            order = (Kind.STAGED,)
-        for victims in order:
+        within = kind is Kind.STAGED and pool.counts[kind] < pool.budget(pool.budgets.staged, pool.slots)
+        for victims in (Kind.HOME, Kind.STAGED) if within else (Kind.STAGED, Kind.HOME):
             victim = pool.victim(victims, now)
             if victim is not None:
                 self._evict(victim)
