@@ -118,6 +118,8 @@ class _Loaded(Protocol):
 
     def save(self, on: bool) -> None: ...
 
+    def slow_loads(self, seconds: float) -> None: ...
+
     def hook_ms(self, tokens: int) -> float | None: ...
 
 
@@ -192,6 +194,17 @@ class _Vllm:
 
         scheduler = self._side()._scheduler
         scheduler._settings = msgspec.structs.replace(scheduler._settings, save=on)
+
+    def slow_loads(self, seconds: float) -> None:
+        """From now on every segment takes so much longer to load."""
+        copy = self._rank()._worker._copy
+        load = type(copy).from_slot
+
+        def slow(*args: Any) -> None:
+            time.sleep(seconds)
+            load(copy, *args)
+
+        copy.from_slot = slow
 
     def _clock(self, owner: Any, name: str, counts: Callable[[Any], bool] = lambda result: True) -> None:
         function = getattr(owner, name)
@@ -276,6 +289,9 @@ class _Transformers:
     def save(self, on: bool) -> None:
         raise NotImplementedError
 
+    def slow_loads(self, seconds: float) -> None:
+        raise NotImplementedError
+
     def layout(self) -> str:
         assert self._engine is not None
         assert self._engine.layout is not None
@@ -316,6 +332,8 @@ def _answer(engine: _Loaded, request: dict[str, Any]) -> Any:
             return engine.clocks()
         case "save":
             return engine.save(request["on"])
+        case "slow loads":
+            return engine.slow_loads(request["seconds"])
         case "hook":
             return engine.hook_ms(request["tokens"])
     raise ValueError(request)

@@ -14,6 +14,8 @@ ENOUGH = 8
 """Below as many samples the defaults hold."""
 NEWEST = 64
 """Samples that a fit is made of."""
+MEMORY_S = 300.0
+"""Older samples are dropped as soon as there are `ENOUGH` newer ones: links and machines change."""
 FIRM = 1.5
 """Times the median relative error: what is further off counts less, in proportion. A busy machine makes outliers."""
 ROUNDS = 3
@@ -34,15 +36,16 @@ class Fit:
 
     def add_terms(self, terms: Sequence[float], seconds: float, now: float) -> None:
         """A measurement at `now`."""
-        self._samples.append((*terms, max(seconds, 1e-7)))
+        self._samples.append((now, *terms, max(seconds, 1e-7)))
+        while len(self._samples) > ENOUGH and self._samples[-ENOUGH][0] - MEMORY_S > self._samples[0][0]:
+            self._samples.popleft()
         self._stale = True
         self.at = now
 
-    def forget(self) -> None:
-        """Begin anew: there are no samples, and until there are enough the coefficients stay as they are."""
-        self._samples.clear()
-        self._stale = False
-        self.at = None
+    def forget(self, keep: int = 0) -> None:
+        """Begin anew, with the newest `keep` samples. Until there are enough the coefficients stay as they are."""
+        while len(self._samples) > keep:
+            self._samples.popleft()
 
     @property
     def known(self) -> bool:
@@ -161,7 +164,7 @@ class TransferFit(Fit):
 
 def _fitted(samples: Sequence[Sequence[float]]) -> tuple[float, ...]:
     table = np.array(samples, dtype=np.float64)
-    terms, seconds = table[:, :-1], table[:, -1]
+    terms, seconds = table[:, 1:-1], table[:, -1]
     # Relative errors count, else the longest alone decide; but not those of what is next to nothing.
     each = 1 / np.maximum(seconds, LEAST_SHARE * np.median(seconds))
     terms, wanted = terms * each[:, None], seconds * each

@@ -33,7 +33,7 @@ def cluster() -> Iterator[Cluster]:
 def behind(start: Callable[..., Engine], cluster: Cluster) -> Engine:
     """Starts while its daemon is down. Loads behind its steps; checks what it reads."""
     cluster.nodes[0].kill()
-    engine = start({"socket": str(cluster.nodes[0].socket), "verify": True, "write_patience_s": 20})
+    engine = start({"socket": str(cluster.nodes[0].socket), "verify": True, **PATIENT, "match_ms": 20})
     engine.generate([prompt(600, 1)])
     cluster.nodes[0].start()
     cluster.wait_ready()

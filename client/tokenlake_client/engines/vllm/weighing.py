@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 from tokenlake.identity import NodeId
 from tokenlake.planner import PrefillFit, Rates, TransferFit
+from tokenlake.planner.fits import ENOUGH
 from tokenlake_client.engines.vllm.lookup import HERE
 from tokenlake_client.engines.vllm.plan import LoadTime
 
@@ -24,6 +25,10 @@ __all__ = ["RETRY_S", "Loads"]
 
 RETRY_S = 60.0
 """A source that nothing was loaded from for so long may have changed: one hit of it is loaded in any case."""
+
+
+FAR = 2.0
+"""Times, or a part, of what was expected."""
 
 
 class Loads:
@@ -36,6 +41,8 @@ class Loads:
         self._clock = clock
         self._tried: dict[str, float] = {}
         """When a hit was loaded in any case, by source; as many as there are nodes."""
+        self._surprises: dict[str, int] = {}
+        """Samples in a row that were far off, by source."""
 
     def worth(self, owners: Sequence[str], start: int, until: int, total: int) -> int:
         """The token up to which a load pays that would fill the tokens `start` to `until` of a prompt of `total`;
@@ -90,12 +97,17 @@ class Loads:
         return begin, per_byte
 
     def _add(self, source: str, nbytes: int, seconds: float, now: float) -> None:
+        """What was true before a change would outweigh what is true now for a long time. So it is forgotten where the
+        first sample after a long time is far better, or the newest samples are all far off."""
         fit = self._fit(source)
-        age = fit.age(now)
-        if age is not None and age > RETRY_S and seconds < fit.seconds(nbytes) / 2:
-            # Samples from before it changed would outweigh the new ones for a long time.
+        expected, age = fit.seconds(nbytes), fit.age(now)
+        if age is not None and age > RETRY_S and seconds < expected / FAR:
             fit.forget()
         fit.add(nbytes, seconds, now)
+        far = not expected / FAR <= seconds <= expected * FAR
+        self._surprises[source] = self._surprises.get(source, 0) + 1 if far else 0
+        if self._surprises[source] >= ENOUGH:
+            fit.forget(keep=ENOUGH)
 
     def _try_again(self, owners: Sequence[str]) -> bool:
         """Was one of the sources neither read nor tried for `RETRY_S`? Then it is tried now."""

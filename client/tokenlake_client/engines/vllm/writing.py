@@ -12,12 +12,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code
 from tokenlake_client.engines.vllm.counters import Counters
 from tokenlake_client.engines.vllm.plan import SavePlan
 
-__all__ = ["Copier", "SaveWriter", "StorePool"]
+__all__ = ["Copier", "SaveWriter"]
 
 
 class Copier(Protocol):
@@ -25,20 +24,6 @@ class Copier(Protocol):
 
     def to_slot(self, slot: NDArray[np.uint8], blocks: Sequence[int]) -> None:
         """Fill this rank's shards of a slot from one segment's blocks."""
-        ...
-
-
-class StorePool(Protocol):
-    """What is used of a pool here."""
-
-    def store_all(
-        self,
-        keys: Sequence[SegmentKey],
-        fill: Callable[[int, NDArray[np.uint8]], None],
-        first: int = 0,
-        patience: float = 0.0,
-    ) -> bytes:
-        """Store consecutive segments; one `Code` per key."""
         ...
 
 

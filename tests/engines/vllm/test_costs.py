@@ -1,0 +1,69 @@
+"""What was measured decides whether a hit is loaded; the tokens are the same either way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.engines.vllm.conftest import PATIENT, prompt
+from tokenlake_bench.cluster import Cluster
+from tokenlake_bench.engine_lines import Engine
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+
+SEGMENT = 256
+ENOUGH = 8
+"""Prefills, and loads, before they are weighed."""
+SLOW_S = 0.1
+"""What loading a segment takes longer: many times what computing it takes."""
+PROMPTS = [prompt(1100 + 130 * number, number) for number in range(2 * ENOUGH)]
+WHOLE = sum(len(tokens) // SEGMENT * SEGMENT for tokens in PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Engine) -> list[list[int]]:
+    return [plain.generate([tokens])[0] for tokens in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def weighs(start: Callable[..., Engine], cluster: Cluster) -> Callable[[str], Engine]:
+    """Starts an engine that loads what pays."""
+    return lambda load: start({"socket": str(cluster.nodes[0].socket), "load": load, **PATIENT, "weigh_loads": True})
+
+
+def run(engine: Engine, expected: list[list[int]]) -> tuple[float, float]:
+    """(tokens taken from the pool, tokens found there and left) of all prompts, when vLLM itself has none of them."""
+    assert engine.call("flush")
+    assert engine.call("forget")
+    before = engine.call("counts")
+    assert [engine.generate([tokens])[0] for tokens in PROMPTS] == expected
+    after = engine.call("counts")
+    assert (after["failures"], after["loads_failed"]) == (0, 0)
+    hit, skipped = (after[name] - before[name] for name in ("tokens_hit", "tokens_skipped_by_cost"))
+    return hit, skipped
+
+
+def test_loads_that_are_faster_than_their_prefill_are_done(
+    weighs: Callable[[str], Engine], expected: list[list[int]]
+) -> None:
+    engine = weighs("async")
+    assert run(engine, expected) == (0, 0)
+    assert run(engine, expected) == (WHOLE, 0)
+    # By now both are known.
+    assert run(engine, expected) == (WHOLE, 0)
+
+
+@pytest.mark.parametrize("load", ["async", "sync"])
+def test_loads_that_are_slower_than_their_prefill_are_left_out(
+    load: str, weighs: Callable[[str], Engine], expected: list[list[int]], cluster: Cluster
+) -> None:
+    engine = weighs(load)
+    engine.call("slow loads", seconds=SLOW_S)
+    hit, skipped = run(engine, expected)
+    assert hit + skipped == WHOLE
+    assert hit >= sum(len(tokens) // SEGMENT * SEGMENT for tokens in PROMPTS[:ENOUGH])
+    before = cluster.totals()["tokenlake_stored_segments_total"]
+    assert run(engine, expected) == (0, WHOLE)
+    assert engine.call("flush")
+    assert cluster.totals()["tokenlake_stored_segments_total"] == before, "the pool has what was computed again"
