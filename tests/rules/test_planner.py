@@ -278,6 +278,25 @@ def test_no_coefficient_of_the_prefill_is_below_zero() -> None:
     assert made.seconds(5000, 0) >= made.seconds(100, 0) >= 0
 
 
+def test_what_was_true_long_ago_is_forgotten_once_enough_newer_is_known() -> None:
+    fit = TransferFit(0.0, 0.0)
+    for at in range(64):
+        fit.add(1000 * at, 1e-3 + 1e-6 * at, at)
+    for at in range(7):
+        fit.add(1000 * at, 1e-3 + 9e-6 * at, 1000.0 + at)
+    assert fit.seconds(100_000) < 1e-3 + 300e-6
+    fit.add(8000, 1e-3 + 72e-6, 1007.0)
+    assert fit.seconds(100_000) == pytest.approx(1e-3 + 900e-6)
+
+
+def test_one_sample_far_off_moves_a_fit_little() -> None:
+    fit = TransferFit(0.0, 0.0)
+    for at in range(20):
+        fit.add(1000 * at, (1e-3 + 1e-6 * at) * (1.01 if at % 2 else 0.99), at)
+    fit.add(10_000, 1.0, 20.0)
+    assert fit.seconds(10_000) == pytest.approx(1.01e-3, rel=0.05)
+
+
 def test_every_input_has_an_age() -> None:
     made = Rates()
     made.peer(B).open_s.add(1e-3, 5.0)
