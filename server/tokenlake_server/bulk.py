@@ -241,13 +241,18 @@ class Senders:
             # A peer that behaves waits for the welcome before it asks, and opens no more than it has threads.
             sock.close()
             return
+        try:
+            sock.settimeout(None)
+            _size_buffer(sock, socket.SO_SNDBUF)
+            # Not the socket's own time-out, which would make each send a poll and a part of what it was given.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_STALL_S, 0))
+        except OSError as error:
+            log.debug("bulk connection of %s ended: %s", who.node, error)
+            sock.close()
+            return
         self._last += 1
         stream = self._last
         grants: queue.SimpleQueue[SendBulk | None] = queue.SimpleQueue()
-        sock.settimeout(None)
-        _size_buffer(sock, socket.SO_SNDBUF)
-        # Not the socket's own time-out, which would make each send a poll and a part of what it was given.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_STALL_S, 0))
         thread = threading.Thread(
             target=self._serve, args=(stream, sock, who.node, grants), name=f"send-{stream}", daemon=True
         )

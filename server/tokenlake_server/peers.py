@@ -217,6 +217,9 @@ class PeerListener:
                 "needs a name of its own"
             )
         connection.send(pack_frame(peer.PeerWelcome()))
+        if connection not in self._strangers:
+            # The send found out that it is gone.
+            return
         if hello.purpose == "control":
             self._established(connection, hello.node, hello.incarnation)
         else:
