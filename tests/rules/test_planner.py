@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -27,6 +28,9 @@ from tokenlake.planner import (
     gen_plans,
     grow,
 )
+
+choosing = sys.modules["tokenlake.planner.choose"]
+"""Behind the function of the same name."""
 
 MODEL = Model(layers=4, segment_bytes=1 << 20, query_bytes=1 << 12)
 TOKENS = 16
@@ -176,6 +180,23 @@ def test_nothing_is_recomputed_before_prefills_were_measured() -> None:
     made = rates(prefills=False)
     link(made, B, 10.0, 1e3)
     assert decide(made, [request("abcdefgh")], B) == [Way.FETCH]
+
+
+def test_the_sets_of_peers_that_are_tried_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What bounds the time of a plan, however many nodes hold a part of a prefix."""
+    tried = []
+    best = choosing._best
+    monkeypatch.setattr(choosing, "_best", lambda *each: (tried.append(each[2]), best(*each))[1])
+    made = rates()
+    long = request("abcdefghij")
+    holders = {each: (NodeId(f"n{index}"),) for index, each in enumerate(long.keys)}
+    for (node,) in holders.values():
+        made.peer(node).fetch = TransferFit(1.0, 1.0)
+        made.peer(node).queries = QueryFit(1e-6, 1e-12, 0.0, 0.0)
+    tree = grow([long], holders, TOKENS)
+    choose(Costs(tree, Batch(tree, [0], made), A, MODEL, made))
+    assert len(tree.runs) == 10
+    assert len(tried) == len(set(tried)) == 2**choosing.MANY_PEERS
 
 
 def test_what_many_share_is_fetched_once_for_all() -> None:

@@ -93,7 +93,7 @@ def _options(costs: Costs, sharers: Sequence[int] | None) -> dict[int, _Options]
     behind = dict.fromkeys(costs.batch.readers, 0.0)
     for run in reversed(costs.batch.readers):
         holders = costs.tree.runs[run].holders
-        others = [holder for holder in holders if holder != costs.node]
+        others = [holder for holder in holders if holder != costs.node] if costs.node in holders else holders
         moved = _Option(costs.local(run), Way.LOCAL, costs.node)
         if len(others) == len(holders):
             shared = 1 if sharers is None else sharers[run]

@@ -93,16 +93,15 @@ def _check(batches: Sequence[Sequence[int]], dops: Sequence[int], instances: Map
 
 def _bytes(tree: PrefixTree, batch: Batch, nodes: Sequence[NodeId], model: Model) -> NDArray[np.float64]:
     """Bytes that the batch moves on each node. Shape [nodes]."""
-    at = {node: column for column, node in enumerate(nodes)}
-    moved = np.zeros(len(nodes))
+    total, held = 0.0, dict.fromkeys(nodes, 0.0)
     for run in batch.readers:
         queries = model.layers * (batch.queries[run] + batch.decoded[run]) * model.query_bytes
         nbytes = min(len(tree.runs[run].keys) * model.segment_bytes, queries)
-        moved += nbytes
+        total += nbytes
         for holder in tree.runs[run].holders:
-            if holder in at:
-                moved[at[holder]] -= nbytes
-    return moved
+            if holder in held:
+                held[holder] += nbytes
+    return total - np.array(list(held.values()))
 
 
 def _match(nbytes: NDArray[np.float64], dops: Sequence[int]) -> list[list[int]]:
