@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -75,6 +76,10 @@ def test_a_tree_names_the_nodes_that_have_what_was_stored(three: Cluster) -> Non
                 for _ in run.keys
             ]
             assert lease.nodes() == places
+            pending, until = lease.begin_nodes(), time.monotonic() + 10
+            while (nodes := pending.poll()) is None:
+                assert time.monotonic() < until
+            assert nodes == places
         plans = plane.gen_plans([[0, 1], [2]], [1, 1], tree)
         assert all(decision.way in (Way.LOCAL, Way.FETCH) for decision in plans.query_plans[0].decisions)
         assert plane.get_prefix_tree().hit_tokens == tree.hit_tokens

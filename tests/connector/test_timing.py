@@ -93,12 +93,13 @@ def test_decodes_are_no_samples_and_a_step_counts_once() -> None:
         # Nothing but decodes; more decodes than prompt; nothing at all.
         prefills.begins(step, [[part(1, 100)], [part(3), *[part(1, 100)] * 4], []][step % 3])
         prefills.took(step, 1.0)
-    assert fit.at is None
-    prefills.begins(20, [part(10)])
-    for _ in range(20):
-        prefills.took(20, 1.0)
-    assert fit.at is not None
     assert not fit.known
+    for step in range(20, 28):
+        prefills.begins(step, [part(10)])
+        assert not fit.known
+        prefills.took(step, 1.0)
+        prefills.took(step, 1.0)
+    assert fit.known
 
 
 def test_the_slowest_rank_counts() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,14 +50,15 @@ class Lease:
         self.released = True
 
 
-def worker(lease: Lease | Exception) -> tuple[WorkerSide, Blocks]:
+def worker(lease: Lease | Exception, blocks: Blocks | None = None) -> tuple[WorkerSide, Blocks]:
     def attach(number: int, *, request: str) -> Lease:
+        assert request == "r"
         if isinstance(lease, Exception):
             raise lease
         return lease
 
     members: Any = SimpleNamespace(get=lambda *args, **kwargs: SimpleNamespace(attach=attach), close=lambda: None)
-    blocks = Blocks()
+    blocks = blocks or Blocks()
     shards = RankShards(0, 1, 1, True)
     settings = EngineSettings(segment_tokens=8)
     return WorkerSide(members, blocks, shards, settings, 4, Counters(), lambda what, error: None), blocks
@@ -114,3 +116,42 @@ def test_a_rank_that_cannot_serve_says_so_for_every_block() -> None:
     assert rank.errors() == {50, 51, 52, 53, 54}
     report = rank.report()
     assert (report.step, report.done, report.serves) == (2, 3, False)
+
+
+class Ticking(Blocks):
+    """Every look at the clock is a second later; so is every block that is filled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def from_slot(self, slot: NDArray[np.uint8], blocks: Sequence[int], skip: int) -> None:
+        super().from_slot(slot, blocks, skip)
+        self.now += len(blocks)
+
+    def mark(self) -> float:
+        self.now += 1
+        return self.now
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_step_is_timed_without_its_loads(wait: bool) -> None:
+    side, _ = worker(Lease(3, 1, 3), Ticking())
+    plan = replace(load(), wait=wait, idle=True)
+    side.begin(plan)
+    # vLLM computes behind this where the step waits for it, else before it.
+    side.load()
+    side.save()
+    assert side.report().computed == {1: 1.0}
+    side.begin(StepPlan(2))
+    side.load()
+    side.save()
+    assert side.report().computed == {2: 1.0}
+
+
+def test_a_load_is_timed_when_it_filled_all_its_blocks() -> None:
+    for arrives, timed in ((3, {"r"}), (2, set())):
+        side, _ = worker(Lease(3, 1, arrives))
+        run(side, load())
+        assert side.report().loaded.keys() == timed
+        assert side.report().loaded == {}
