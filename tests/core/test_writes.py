@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 
+import pytest
+
 from tests.core.scenes import answer, ask, calm, copies, kinds, match, placed, prepare, said, store, tell
-from tests.sim.arena import SHARDS, content
+from tests.sim.arena import SHARDS, SLOTS, content
 from tests.sim.engine import Storing
 from tests.sim.prompts import prompt
 from tokenlake.core.instructions import ReplaceRegion
 from tokenlake.core.pushes import DUPLICATES
 from tokenlake.store import Kind
+from tokenlake.store import store as store_module
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import SLOT_BYTES, unpack_slots
 
@@ -184,6 +188,24 @@ def test_a_newcomer_gets_the_region_of_a_tenant_that_left() -> None:
     store(cluster, blue, keys)
     assert match(cluster, blue, keys).hits == 1
     assert not ask(red.processes[0], engine.Heartbeat)
+
+
+def test_a_newcomer_takes_from_one_tenant_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A region is emptied a part at a time: a part of every tenant's that left was evicted for the one that was needed."""
+    monkeypatch.setattr(store_module, "RECLAIM_EVICTIONS", 1)
+    cluster = calm(1, regions=3, dirty_share=1.0, session_reserve_share=1.0)
+    former = [cluster.join(0, tenant=tenant) for tenant in ("red", "blue", "grey")]
+    for each in former:
+        store(cluster, each, prompt("kept", SLOTS))
+        each.die()
+    cluster.run_for(0.01)
+    newcomer = cluster.join(0, tenant="green")
+    cluster.run_for(2.0)
+    assert len(said(cluster, 0, ReplaceRegion)) == 1
+    left = collections.Counter(segment.tenant for segment in cluster.core(0).store.segments())
+    assert list(left.values()) == [SLOTS, SLOTS]
+    store(cluster, newcomer, prompt("new", 1))
+    assert match(cluster, newcomer, prompt("new", 1)).hits == 1
 
 
 def test_a_key_that_comes_twice_in_one_prepare_leaks_nothing() -> None:

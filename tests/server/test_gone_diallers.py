@@ -1,4 +1,4 @@
-"""Other daemons that dial, prove themselves and are gone before they are welcomed: a fetch that was given up, a kill."""
+"""Daemons that dial, prove themselves and are gone before they are welcomed: a fetch was given up, or a kill."""
 
 from __future__ import annotations
 

@@ -160,11 +160,14 @@ class NodeCore:
         used = [(s.tenant, s.slot_bytes) for s in self._sessions]
         for pool in store.pools():
             if (pool.tenant, pool.slot_bytes) not in used and pool.regions:
+                free = len(pool.free)
                 self._replacing = store.reclaim(pool)
                 if self._replacing is not None:
                     fresh = self._context.config.regions + self._replaced
                     self._replaced += 1
                     self._context.emit(ReplaceRegion(self._replacing, fresh))
+                if self._replacing is not None or len(pool.free) > free:
+                    # It gave a region, or a part of one for now: no other pool has to lose anything.
                     return
 
     def _on_region_ready(self, event: events.RegionReady) -> None:
