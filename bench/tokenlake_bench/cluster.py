@@ -115,7 +115,12 @@ class Cluster:
         `settings`: further flags of every daemon, with underscores."""
         self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-")
         self.directory = Path(self._directory.name)
-        self.ports = {f"node{number}": free_port() for number in range(nodes)}
+        # The kernel may name a free port twice before anybody listens there.
+        taken = set(via.values()) if via else set[int]()
+        while len(taken) < nodes + len(via or ()):
+            taken.add(free_port())
+        free = sorted(taken.difference(via.values() if via else ()))
+        self.ports = {f"node{number}": port for number, port in enumerate(free)}
         """At which the nodes listen."""
         common = {"memory": memory, "region-size": region_size}
         common |= {name.replace("_", "-"): value for name, value in settings.items()}
@@ -143,13 +148,16 @@ class Cluster:
         self.close()
 
     def wait_ready(self) -> None:
-        """Until every running node serves and is connected with every other running one."""
+        """Until every running node serves, its query engine too where it has one, and is connected with every other
+        running one."""
         running = [node for node in self.nodes if node.running]
         until = time.monotonic() + START_S
         for node in running:
             while True:
                 with contextlib.suppress(OSError):
-                    if node.metrics()["tokenlake_peers_connected"] >= len(running) - 1:
+                    metrics = node.metrics()
+                    serves = metrics.get("tokenlake_query_engine_ready", 1.0)
+                    if metrics["tokenlake_peers_connected"] >= len(running) - 1 and serves:
                         break
                 if not node.running:
                     raise Unreachable(f"{node.name} ended: {node.log.read_text()[-2000:]}")

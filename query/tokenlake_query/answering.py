@@ -21,6 +21,7 @@ from tokenlake.wire.frames import decode
 from tokenlake.wire.slots import split_keys
 from tokenlake_query.connection import Connection
 from tokenlake_query.segments import Pools, Segments, open_here
+from tokenlake_query.tally import Tally
 from tokenlake_query.work import Attention, Task, Worker
 
 __all__ = ["Answerer"]
@@ -51,12 +52,12 @@ class Answerer:
         pools: Pools,
         worker: Worker,
         opening: Executor,
-        on_end: Callable[[], None],
+        tally: Tally,
     ) -> None:
         self._pools = pools
         self._worker = worker
         self._opening = opening
-        self._on_end = on_end
+        self._tally = tally
         self._lock = threading.Lock()
         self._views: dict[int, _Served | None] = {}
         """None while it is opened."""
@@ -82,7 +83,7 @@ class Answerer:
         else:
             with self._lock:
                 for view in message.views:
-                    self._views.pop(view, None)
+                    self._forget(view)
 
     def _open(self, message: wire.OpenView) -> None:
         try:
@@ -101,9 +102,15 @@ class Answerer:
             # Unless it was closed meanwhile.
             if message.view in self._views:
                 self._views[message.view] = _Served(Attention(layout, shape), segments)
+                self._tally.add(views=1)
         hits = len(segments)
         codes = bytes([Code.LOCAL]) * hits + bytes([Code.MISSING]) * (len(keys) - hits)
         self._connection.send(wire.Viewed(message.view, hits, codes))
+
+    def _forget(self, view: int) -> None:
+        """Under the lock."""
+        if self._views.pop(view, None) is not None:
+            self._tally.add(views=-1)
 
     def _refuse(self, view: int, error: Exception) -> None:
         kind = type(error).__name__ if isinstance(error, TokenLakeError) else ProtocolRefused.__name__
@@ -174,6 +181,7 @@ class Answerer:
             return buffer
 
     def _answer(self, buffer: bytearray, result: wire.Result, payload: list[memoryview]) -> None:
+        self._tally.add(results=1)
         self._connection.send(result, payload)
         with self._room:
             self._pending_bytes -= len(buffer)
@@ -182,8 +190,9 @@ class Answerer:
 
     def _ended(self) -> None:
         with self._lock:
-            self._views.clear()
-        self._on_end()
+            for view in list(self._views):
+                self._forget(view)
+        self._tally.add(connections=-1)
 
 
 class _Answer:

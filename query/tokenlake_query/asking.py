@@ -19,6 +19,7 @@ from tokenlake.wire import HEADER_BYTES, Code
 from tokenlake.wire import query as wire
 from tokenlake.wire.frames import decode
 from tokenlake_query.connection import Connection
+from tokenlake_query.tally import Tally
 
 __all__ = ["Asker", "Peers", "Question"]
 
@@ -51,7 +52,7 @@ class _Asked(NamedTuple):
 class Asker:
     """A connection to the query engine of `node`. From any thread; never waits."""
 
-    def __init__(self, sock: socket.socket, node: str) -> None:
+    def __init__(self, sock: socket.socket, node: str, tally: Tally) -> None:
         self.node = node
         self._overdue = False
         """It let a deadline pass, and still owes an answer: whatever it says next ends that."""
@@ -61,8 +62,7 @@ class Asker:
         self._opening: dict[int, Future[bytes]] = {}
         self._asked: dict[int, _Asked] = {}
         self._scratch = memoryview(bytearray())
-        self.late = 0
-        """Results that came when nobody waited for them any more."""
+        self._tally = tally
         self._connection.serve(self._handle, self._ended)
 
     @property
@@ -157,7 +157,7 @@ class Asker:
             if self._asked.pop(result.number, None) is None:
                 return
         if not asked.question.wants():
-            self.late += 1
+            self._tally.add(late_results=1)
             return
         asked.question.received(frame + result.nbytes)
         outs = np.frombuffer(payload[:outputs], stored).reshape(-1, shape.q_heads, shape.value_dim)
@@ -185,8 +185,9 @@ class Asker:
 class Peers:
     """Askers by node. `dial` asks the daemon for a connection; `connected` and `unreached` are its answers."""
 
-    def __init__(self, dial: Callable[[str], None]) -> None:
+    def __init__(self, dial: Callable[[str], None], tally: Tally) -> None:
         self._dial = dial
+        self._tally = tally
         self._lock = threading.Lock()
         self._askers: dict[str, Asker] = {}
         self._dialling: dict[str, Future[Asker]] = {}
@@ -211,7 +212,7 @@ class Peers:
 
     def connected(self, node: str, sock: socket.socket) -> None:
         """The daemon made a connection."""
-        asker = Asker(sock, node)
+        asker = Asker(sock, node, self._tally)
         with self._lock:
             self._askers[node] = asker
             future = self._dialling.pop(node, None)

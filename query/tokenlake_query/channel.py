@@ -3,6 +3,7 @@ and ends the process at once: what it maps is nobody's any more."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -13,7 +14,15 @@ import threading
 from tokenlake.errors import TokenLakeError
 from tokenlake.wire import pack_frame
 from tokenlake.wire.frames import decode
-from tokenlake.wire.supervision import Connected, Dial, EngineCame, PeerCame, ToQueryEngine, query_engine_decoder
+from tokenlake.wire.supervision import (
+    Connected,
+    Dial,
+    EngineCame,
+    PeerCame,
+    ToDaemon,
+    ToQueryEngine,
+    query_engine_decoder,
+)
 from tokenlake_query.connection import FrameReader
 
 __all__ = ["DaemonChannel", "die_with_parent"]
@@ -47,9 +56,13 @@ class DaemonChannel:
             os._exit(1)
 
     def dial(self, node: str) -> None:
-        """Ask for a connection to the query engine of `node`; `read` tells. A frame of some bytes: it never waits."""
-        with self._sending:
-            self._sock.sendall(pack_frame(Dial(node)))
+        """Ask for a connection to the query engine of `node`; `read` tells."""
+        self.tell(Dial(node))
+
+    def tell(self, message: ToDaemon) -> None:
+        """A frame of some bytes: it never waits. Nothing where the daemon is gone, which `read` learns."""
+        with self._sending, contextlib.suppress(OSError):
+            self._sock.sendall(pack_frame(message))
 
 
 def die_with_parent() -> None:

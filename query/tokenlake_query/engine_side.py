@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
 from concurrent.futures import Executor
 
 import numpy as np
 
 from tokenlake.attention import stored_dtype
 from tokenlake.errors import LayoutRefused, LimitReached, ProtocolRefused, TokenLakeError
+from tokenlake.wire import Code
 from tokenlake.wire import query as wire
 from tokenlake.wire.frames import decode
 from tokenlake_query.buffers import SharedBuffer
 from tokenlake_query.connection import Connection
 from tokenlake_query.opening import Opener
 from tokenlake_query.steps import Part, Round, Step, Tools
+from tokenlake_query.tally import Tally
 from tokenlake_query.views import View
 
 __all__ = ["EngineSide"]
@@ -49,12 +50,12 @@ class EngineSide:
         opener: Opener,
         opening: Executor,
         tools: Tools,
-        on_end: Callable[[], None],
+        tally: Tally,
     ) -> None:
         self._opener = opener
         self._opening = opening
         self._tools = tools
-        self._on_end = on_end
+        self._tally = tally
         self._buffers: dict[int, _Buffer] = {}
         self._lock = threading.Lock()
         self._views: dict[int, View | None] = {}
@@ -147,6 +148,7 @@ class EngineSide:
         buffer.round.begin()
 
     def _answer(self, answered: wire.Answered) -> None:
+        self._tally.add(answers=1, lost_parts=answered.codes.count(Code.LOST))
         self._connection.send(answered)
 
     # -- views
@@ -172,6 +174,7 @@ class EngineSide:
             closed = message.view not in self._views
             if not closed:
                 self._views[message.view] = view
+                self._tally.add(views=1)
         if closed:
             view.close()
         # Also then: whoever waited too long learns that this process lives.
@@ -184,6 +187,7 @@ class EngineSide:
             views = [self._views.pop(number, None) for number in numbers]
         for view in views:
             if view is not None:
+                self._tally.add(views=-1)
                 view.close()
         # A step with one of them means nothing any more, and would keep its segments leased.
         for buffer in self._buffers.values():
@@ -195,4 +199,4 @@ class EngineSide:
             buffer.void()
         self._buffers.clear()
         self._close_views(tuple(self._views))
-        self._on_end()
+        self._tally.add(connections=-1)

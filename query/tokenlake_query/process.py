@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import socket
-import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from tokenlake_query.engine_side import EngineSide
 from tokenlake_query.opening import Opener
 from tokenlake_query.segments import Pools
 from tokenlake_query.steps import Tools
+from tokenlake_query.tally import Tally
 from tokenlake_query.timer import Timer
 from tokenlake_query.work import Worker
 
@@ -32,6 +33,7 @@ FETCHING_THREADS = 8
 """Shares of views that are brought here at a time."""
 MAX_CONNECTIONS = 1024
 """Of engines and of other query engines."""
+REPORT_S = 1.0
 
 
 class QueryEngineProcess:
@@ -39,14 +41,13 @@ class QueryEngineProcess:
 
     def __init__(self, channel: DaemonChannel) -> None:
         self._channel = channel
-        self._peers = Peers(channel.dial)
+        self._tally = Tally()
+        self._peers = Peers(channel.dial, self._tally)
         # Two pools: an answerer's view must not wait for those that wait for other nodes.
         self._opening = ThreadPoolExecutor(OPENING_THREADS, "open")
         self._serving = ThreadPoolExecutor(OPENING_THREADS, "serve")
         self._tools = Tools(Worker(), Timer(), ThreadPoolExecutor(FETCHING_THREADS, "fetch"))
         self._names = itertools.count(1)
-        self._lock = threading.Lock()
-        self._connections = 0
 
     def run(self) -> None:
         """Does not return."""
@@ -56,6 +57,7 @@ class QueryEngineProcess:
         self._pools = Pools(Path(start.socket), start.credential)
         self._tools.worker.start()
         self._tools.timer.start()
+        self._report()
         while True:
             message, sock = self._channel.read()
             if isinstance(message, supervision.Unreached):
@@ -66,7 +68,7 @@ class QueryEngineProcess:
                 self._came(message, sock)
 
     def _came(self, message: supervision.ToQueryEngine, sock: socket.socket) -> None:
-        if self._connections >= MAX_CONNECTIONS:
+        if self._tally["connections"] >= MAX_CONNECTIONS:
             log.error("refused a connection: %d are open", MAX_CONNECTIONS)
             sock.close()
         elif isinstance(message, supervision.EngineCame):
@@ -78,15 +80,12 @@ class QueryEngineProcess:
                 return
             opener = Opener(message.tenant, layout, self._pools, self._peers)
             name = f"engine {next(self._names)}"
-            self._count(1)
-            EngineSide(sock, name, opener, self._opening, self._tools, self._gone)
+            self._tally.add(connections=1)
+            EngineSide(sock, name, opener, self._opening, self._tools, self._tally)
         elif isinstance(message, supervision.PeerCame):
-            self._count(1)
-            Answerer(sock, message.node, self._pools, self._tools.worker, self._serving, self._gone)
+            self._tally.add(connections=1)
+            Answerer(sock, message.node, self._pools, self._tools.worker, self._serving, self._tally)
 
-    def _gone(self) -> None:
-        self._count(-1)
-
-    def _count(self, change: int) -> None:
-        with self._lock:
-            self._connections += change
+    def _report(self) -> None:
+        self._channel.tell(self._tally.report())
+        self._tools.timer.at(time.monotonic() + REPORT_S, self._report)

@@ -128,8 +128,7 @@ class Daemon:
 
     def snapshot(self) -> Snapshot:
         """On the loop."""
-        starts = 0 if self.query_engine is None else self.query_engine.starts
-        snapshot = Snapshot(self.driver.core, self.engines.count, self.peers.connected, starts)
+        snapshot = Snapshot(self.driver.core, self.engines.count, self.peers.connected, self.query_engine)
         snapshot.gauges += self.watchdog.gauges()
         return snapshot
 

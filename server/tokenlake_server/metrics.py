@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+import msgspec
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
@@ -24,6 +25,8 @@ from tokenlake.core import NodeCore
 from tokenlake.errors import ConfigurationError
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind
+from tokenlake.wire import supervision
+from tokenlake_server.query_engine import QueryEngine
 
 __all__ = ["MetricsServer", "Snapshot"]
 
@@ -38,14 +41,15 @@ MAX_THREADS = 32
 class Snapshot:
     """Values of one moment, taken on the control loop."""
 
-    def __init__(self, core: NodeCore, processes: int, peers: list[str], query_engine_starts: int) -> None:
+    def __init__(self, core: NodeCore, processes: int, peers: list[str], query_engine: QueryEngine | None) -> None:
         self.counters = {metric: core.counters[metric] for metric in Metric.all()}
         self.gauges: list[tuple[str, str, dict[str, str], float]] = [
             ("tokenlake_processes", "Engines' processes that may look at the arena", {}, processes),
             ("tokenlake_peers_connected", "Other nodes with a connection", {}, len(peers)),
-            ("tokenlake_query_engine_starts", "Times the query engine was started", {}, query_engine_starts),
             ("tokenlake_spare_regions", "Regions that belong to no tenant yet", {}, core.store.spare_regions),
         ]
+        if query_engine is not None:
+            self._of_query_engine(query_engine)
         for name, entries in core.census().items():
             self._gauge("tokenlake_map_entries", "Entries of each map of the rules", {"map": name}, entries)
         for pool in core.store.pools():
@@ -56,6 +60,12 @@ class Snapshot:
             for kind in Kind:
                 at = labels | {"kind": kind.name.lower()}
                 self._gauge("tokenlake_segments", "Segments, being written ones included", at, pool.counts[kind])
+
+    def _of_query_engine(self, engine: QueryEngine) -> None:
+        report = engine.report or supervision.Report(0, 0, 0, 0, 0, 0)
+        values = {"starts": engine.starts, "ready": engine.ready, **msgspec.structs.asdict(report)}
+        for name, value in values.items():
+            self._gauge(f"tokenlake_query_engine_{name}", "Of the query engine's process", {}, value)
 
     def _gauge(self, name: str, help: str, labels: dict[str, str], value: float) -> None:
         self.gauges.append((name, help, labels, value))

@@ -61,21 +61,27 @@ class QueryEngine:
         self._closing = False
         self.starts = 0
         """Of the process, so far."""
+        self.report: supervision.Report | None = None
+        """The newest; None until the process serves."""
         self._task = loop.create_task(self._keep_running())
 
     @property
-    def running(self) -> bool:
-        """Is there a process, as far as its channel tells?"""
-        return self._channel is not None
+    def ready(self) -> bool:
+        """Does the process serve?"""
+        return self.report is not None
 
     def connect_engine(self, tenant: str, layout: bytes) -> socket.socket:
         """The engine's end of a connection to the query engine; the caller closes it. Raises `Unreachable`."""
+        refusal = Unreachable(f"the query engine of node '{self._start.node}' is not ready")
+        if not self.ready:
+            raise refusal
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             self._hand_over(supervision.EngineCame(tenant, layout), theirs)
         if self._channel is None:
+            # It broke over this.
             ours.close()
-            raise Unreachable(f"node '{self._start.node}' runs no query engine now")
+            raise refusal
         return ours
 
     def adopt(self, sock: socket.socket, who: peer.PeerHello, rest: bytes) -> None:
@@ -120,7 +126,7 @@ class QueryEngine:
         ended: asyncio.Future[None] = self._loop.create_future()
 
         def closed(reason: str) -> None:
-            self._channel = None
+            self._channel = self.report = None
             if not ended.done():
                 ended.set_result(None)
 
@@ -136,8 +142,11 @@ class QueryEngine:
             log.error("the query engine ended with status %d; starting another", status)
 
     def _asked(self, body: bytes) -> None:
-        node = decode(supervision.daemon_decoder, body).node
-        self._threads.submit(self._dial, node)
+        message = decode(supervision.daemon_decoder, body)
+        if isinstance(message, supervision.Report):
+            self.report = message
+        else:
+            self._threads.submit(self._dial, message.node)
 
     def _dial(self, node: str) -> None:
         """In a thread."""

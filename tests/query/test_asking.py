@@ -16,6 +16,7 @@ from tokenlake.errors import DeadlinePassed, LayoutRefused, Unreachable
 from tokenlake.wire import Code
 from tokenlake.wire import query as wire
 from tokenlake_query.asking import Asker, Peers
+from tokenlake_query.tally import Tally
 
 SHAPE = AttentionShape.of(LAYOUT, HEADS, SCALE)
 TOKENS = (2, 3)
@@ -48,7 +49,8 @@ class Told:
 class Scene:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        self.asker = Asker(ours, "b")
+        self.tally = Tally()
+        self.asker = Asker(ours, "b", self.tally)
         self.raw = Raw(theirs, wire.ask_decoder)
 
     def ask(self) -> tuple[Told, int]:
@@ -116,7 +118,7 @@ def test_a_late_result_is_counted_and_dropped(scene: Scene) -> None:
     told, number = scene.ask()
     told.wanted = False
     scene.raw.send(wire.Result(number, 1, FOUND, RESULT_BYTES), result()[1])
-    wait_until(lambda: scene.asker.late == 1, "it came")
+    wait_until(lambda: scene.tally["late_results"] == 1, "it came")
     assert not told.partials
     assert not told.lacking
     again, number = scene.ask()
@@ -189,7 +191,7 @@ def test_views_are_opened_refused_or_unreachable(scene: Scene) -> None:
 
 def test_a_node_is_dialled_once_and_again_when_its_connection_ended() -> None:
     dialled: list[str] = []
-    peers = Peers(dialled.append)
+    peers = Peers(dialled.append, Tally())
     first, second = peers.get("b"), peers.get("b")
     assert dialled == ["b"]
     ours, theirs = socket.socketpair()

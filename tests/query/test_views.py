@@ -18,6 +18,7 @@ from tokenlake.wire import query as wire
 from tokenlake_client import Pool
 from tokenlake_query.asking import Asker
 from tokenlake_query.segments import Segments, open_here
+from tokenlake_query.tally import Tally
 from tokenlake_query.views import Share, View
 from tokenlake_query.work import Attention
 
@@ -38,7 +39,7 @@ def pool() -> Iterator[Pool]:
 def there() -> Iterator[tuple[Asker, Raw]]:
     ours, theirs = socket.socketpair()
     with theirs:
-        asker = Asker(ours, "b")
+        asker = Asker(ours, "b", Tally())
         yield asker, Raw(theirs, wire.ask_decoder)
         asker.close()
 

@@ -42,13 +42,22 @@ def test_one_that_dies_is_started_again_and_one_ends_with_its_daemon() -> None:
     pytest.importorskip("torch")
     with Cluster(1, "8MiB", "1MiB", query_engine="true") as cluster, cluster.connect(0, LAYOUT) as pool:
         node = cluster.nodes[0]
-        wait_until(lambda: len(children(node)) == 1, "it is started")
-        first = children(node)[0]
+        (first,) = children(node)
         pool._link.call(engine.OpenQuery, engine.QueryOpened)
         os.kill(first, signal.SIGKILL)
         wait_until(lambda: children(node) not in ([], [first]), "another is started")
-        assert node.metrics()["tokenlake_query_engine_starts"] >= 2
-        second = children(node)[0]
+
+        def refused() -> bool:
+            try:
+                pool._link.call(engine.OpenQuery, engine.QueryOpened)
+            except Unreachable as error:
+                return "not ready" in str(error)
+            return False
+
+        wait_until(refused, "the daemon noticed, and torch is not loaded yet")
+        wait_until(lambda: node.metrics()["tokenlake_query_engine_ready"] == 1, "it serves")
+        assert node.metrics()["tokenlake_query_engine_starts"] == 2
+        (second,) = children(node)
         pool._link.call(engine.OpenQuery, engine.QueryOpened)
         node.kill()
         wait_until(lambda: not alive(second), "it ended with its daemon")

@@ -13,6 +13,8 @@ __all__ = [
     "Dial",
     "EngineCame",
     "PeerCame",
+    "Report",
+    "Start",
     "ToDaemon",
     "ToQueryEngine",
     "Unreached",
@@ -67,8 +69,25 @@ class Dial(_Message, frozen=True, tag=5):
     node: str
 
 
+class Report(_Message, frozen=True, tag=7):
+    """From the query engine, once it serves, and every second."""
+
+    connections: int
+    """Of engines and of other query engines that ask here."""
+    views: int
+    """Open here, for engines of this node and for other nodes."""
+    answers: int
+    """Queries of engines that were answered, one per step and layer."""
+    lost_parts: int
+    """Parts of these that were LOST."""
+    results: int
+    """Answers to other query engines."""
+    late_results: int
+    """From other query engines, when nobody waited any more."""
+
+
 ToQueryEngine = Start | EngineCame | PeerCame | Connected | Unreached
-ToDaemon = Dial
+ToDaemon = Dial | Report
 
 query_engine_decoder: msgspec.msgpack.Decoder[ToQueryEngine] = msgspec.msgpack.Decoder(ToQueryEngine)
 daemon_decoder: msgspec.msgpack.Decoder[ToDaemon] = msgspec.msgpack.Decoder(ToDaemon)
