@@ -164,6 +164,7 @@ def attention(**arguments: object) -> None:
 @click.option("--decode", default="4,32", show_default=True, help="Tokens that are generated.")
 @click.option("--sharing", default="1,4", show_default=True, help="Requests of a batch, with one prefix.")
 @click.option("--turns", default=3, show_default=True, help="Runs of each way of each batch.")
+@click.option("--minutes", default=60.0, show_default=True, help="At most; what is left out then is drawn by chance.")
 @_json
 @click.option("--plot", "plot_file", type=_FILE, help="Draw where each way wins as this .png file.")
 def planner(**arguments: object) -> None:

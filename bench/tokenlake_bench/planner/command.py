@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import random
 import statistics
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +37,7 @@ LEARNT = (
 )
 """What the inputs are measured with: no batch of the grid."""
 LEARNING_TURNS = 2
+REMEMBERED = 4 * len(LEARNT)
 DOCUMENT = Work(2048, 24, 4, 1)
 """As the demo's second part asks about its documents."""
 QUESTIONS = 6
@@ -52,6 +56,8 @@ class PlannerArguments:
     decode: str
     sharing: str
     turns: int
+    minutes: float = 60.0
+    """At most, beyond what the inputs of each link take to measure."""
     json_file: Path | None = None
     plot_file: Path | None = None
 
@@ -90,18 +96,23 @@ def run_planner(arguments: PlannerArguments) -> Result:
     rows: list[Row] = []
     documents: list[Totals] = []
     coefficients: dict[str, dict[str, list[float]]] = {}
+    links = arguments.links()
     with Rig(sorted(lengths)) as rig:
         bench = _Bench(rig)
         bench.learn_here()
-        for link in arguments.links():
+        began = time.monotonic()
+        for number, link in enumerate(links, 1):
             rates = bench.learn_link(link)
-            name = f"{link.bytes_per_s / 1e6:.0f} MB/s, {link.delay_s * 1e3:g} ms"
-            coefficients[name] = _coefficients(rates)
-            for work in works:
+            documents += bench.documents(link, rates)
+            until = began + arguments.minutes * 60 * number / len(links)
+            # Whatever the time does not suffice for is left out by chance.
+            for index, work in enumerate(random.Random(number).sample(works, len(works))):
+                if index and time.monotonic() > until:
+                    break
                 for row in bench.judge(link, work, rates, arguments.turns):
                     rows.append(row)
                     console.print(_line(row), markup=False, highlight=False)
-            documents += bench.documents(link, rates)
+            coefficients[f"{link.bytes_per_s / 1e6:.0f} MB/s, {link.delay_s * 1e3:g} ms"] = _coefficients(rates)
         result = result_of(rows, documents, coefficients, bench.unequal)
     _show(console, result)
     if arguments.json_file is not None:
@@ -115,16 +126,17 @@ class _Bench:
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
         self._model = Model.of(rig.layout, rig.attention)
-        self._here: list[Timed] = []
+        self._here: deque[Timed] = deque(maxlen=REMEMBERED)
+        """What does not depend on a link: the newest."""
         self.unequal = 0
         """Turns in which not all ways gave the same tokens."""
 
     def learn_here(self) -> None:
         """What does not depend on a link."""
-        for work in (LEARNT[0], *LEARNT * LEARNING_TURNS):
+        # The first also sets up torch and the connections.
+        self._turn(LEARNT[0], (Use.LOCAL, Use.RECOMPUTE))
+        for work in LEARNT * LEARNING_TURNS:
             self._here += self._turn(work, (Use.LOCAL, Use.RECOMPUTE)).values()
-        # The first of all also set up torch and the connections.
-        del self._here[:2]
 
     def learn_link(self, link: Shape) -> Rates:
         """All inputs, those of the peer measured over `link`, which is as it is from now on."""
@@ -140,8 +152,9 @@ class _Bench:
         return rates
 
     def judge(self, link: Shape, work: Work, rates: Rates, turns: int) -> Iterator[Row]:
-        """Two rows: for a prefix at the other node, and for one here."""
-        keys = self._rig.keys(work)
+        """Two rows: for a prefix at the other node, and for one here. Chosen by what `rates` said before; what is
+        measured here is added afterwards, as an engine adds what it serves."""
+        predictions = [predict(work, self._rig.keys(work), at, self._model, rates) for at in (HOLDER, READER)]
         timed: list[Timed] = []
         for turn in range(turns):
             # Whoever is first finds other caches warm than the next.
@@ -150,8 +163,9 @@ class _Bench:
             self.unequal += len({one.tokens for one in taken.values()}) > 1
             timed += taken.values()
         seconds = {use: [one.seconds for one in timed if one.use is use] for use in Use}
-        for at in (HOLDER, READER):
-            prediction = predict(work, keys, at, self._model, rates)
+        self._here += [one for one in timed if one.use in (Use.LOCAL, Use.RECOMPUTE)]
+        measure(rates, self._model, timed)
+        for prediction in predictions:
             ways = [Use(way) for way in prediction.seconds]
             unserved = sum(not one.served for one in timed if one.use in ways)
             yield row_of((link.bytes_per_s, link.delay_s), work, prediction, seconds, unserved)

@@ -83,7 +83,7 @@ class Result(msgspec.Struct, frozen=True):
     """Every way gave the same tokens in every turn."""
     unequal_turns: int
     coefficients: dict[str, dict[str, list[float]]]
-    """Per link, the inputs that the rows were judged with."""
+    """Per link, the inputs after its last row."""
     rows: list[Row]
     documents: list[Totals]
 

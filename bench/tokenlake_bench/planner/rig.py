@@ -54,6 +54,8 @@ REGIONS: Final = 8
 FILLING: Final = 8
 """Segments at a time."""
 PATIENCE_S: Final = 10.0
+PATIENT_S: Final = 1.0
+"""For a match: on a busy machine what is late must not look like a miss."""
 LONGEST: Final = 4864
 SEED: Final = 5
 
@@ -119,7 +121,7 @@ class _SaltedPool:
         return self._pool.node
 
     def match(self, keys: Sequence[SegmentKey]) -> Lease:
-        return self._pool.match(keys)
+        return self._pool.match(keys, deadline_s=PATIENT_S)
 
     def prefix(self, tokens: TokenIds = (), *, adapter: str | None = None, salt: str | None = None) -> Prefix:
         return self._pool.prefix(tokens, adapter=adapter, salt=self.salt)
@@ -188,13 +190,17 @@ class Rig:
         self._stack.close()
 
     def _open(self) -> None:
-        via = {(HOLDER, READER): free_port(), (READER, HOLDER): free_port()}
+        ports = {free_port(), free_port()}
+        while len(ports) < 2:
+            ports.add(free_port())
+        via = dict(zip(((HOLDER, READER), (READER, HOLDER)), sorted(ports), strict=True))
         self.cluster = Cluster(
             2,
             str(MEMORY),
             str(MEMORY // REGIONS),
             via,
             query_engine="true",
+            suspect_ms=str(round(PATIENT_S * 5e3)),
             # Beyond it copies take free room only, and no home copy's.
             staged_share=str(STAGED_BYTES / 2 / MEMORY),
             # One holder for all of a document.
@@ -268,7 +274,7 @@ class Rig:
         return self._reader.prefix(document.tokens, salt=salt).keys
 
     def _where(self, document: _Document, salt: str) -> bytes:
-        with self._reader.match(self._keys(document, salt)) as lease:
+        with self._reader.match(self._keys(document, salt), deadline_s=PATIENT_S) as lease:
             return bytes(lease.codes)
 
     def keys(self, work: Work) -> tuple[SegmentKey, ...]:
