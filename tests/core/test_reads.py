@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.core.scenes import answer, ask, calm, copies, fetch, kinds, match, placed, prepare, said, store, tell
 from tests.sim.arena import SHARDS, content
-from tokenlake.core import events
+from tokenlake.core import events, peers
 from tokenlake.core.fetch_calls import FETCHED, MISSING
-from tokenlake.core.instructions import StartFetch
+from tokenlake.core.instructions import AbortFetch, StartFetch
 from tokenlake.core.matches import ASKED, LOCAL
 from tokenlake.core.sessions import SHIPPED, SKIPPED
 from tokenlake.store import Kind
@@ -229,6 +231,19 @@ def test_every_token_asked_for_is_counted_once() -> None:
     counters = cluster.core(2).counters
     tokens = [counters[metric] // 16 for metric in (ASKED, LOCAL, FETCHED, SKIPPED, MISSING)]
     assert tokens == [4, 0, 2, 1, 1]
+
+
+def test_a_fetch_without_any_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rate of nothing in no time failed, and nobody ended the transfer."""
+    monkeypatch.setattr(peers, "MEASURED_BYTES", 1)
+    cluster = calm()
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 3)
+    store(cluster, writer, keys)
+    lease = match(cluster, reader, keys).lease
+    reply = answer(cluster, reader.processes[0], engine.Fetch, lease, 0, 3, 1e-300)
+    assert reply.codes == bytes([Code.LOST] * 3)
+    assert len(said(cluster, 2, AbortFetch)) == 1
 
 
 def test_a_tail_that_is_here_keeps_nobody_from_reading_its_head() -> None:

@@ -191,7 +191,7 @@ def test_a_newcomer_gets_the_region_of_a_tenant_that_left() -> None:
 
 
 def test_a_newcomer_takes_from_one_tenant_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A region is emptied a part at a time: a part of every tenant's that left was evicted for the one that was needed."""
+    """A region is emptied a part at a time, and each time a part of every tenant that left was evicted."""
     monkeypatch.setattr(store_module, "RECLAIM_EVICTIONS", 1)
     cluster = calm(1, regions=3, dirty_share=1.0, session_reserve_share=1.0)
     former = [cluster.join(0, tenant=tenant) for tenant in ("red", "blue", "grey")]

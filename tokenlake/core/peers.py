@@ -271,7 +271,7 @@ class Peers:
         slower than it was none would ever end in time. Not much longer, since the peer may only have stood still."""
         if nbytes >= MEASURED_BYTES:
             peer = self._peers[node]
-            peer.rate = max(peer.rate / MOST_SLOWER, min(peer.rate, nbytes / seconds))
+            peer.rate = max(peer.rate / MOST_SLOWER, min(peer.rate, nbytes / max(seconds, 1e-6)))
 
     def census(self) -> dict[str, int]:
         """Entries of each map; one call to each peer that is up may be a ping."""
