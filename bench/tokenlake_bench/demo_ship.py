@@ -90,23 +90,18 @@ def _ask(
     engine.attach(cluster.nodes[READER].socket, WINDOW, mode)
     served = _Served()
     size = DTYPE_BYTES[layout.dtype]
-    query_bytes = layout.layers * AttentionShape.of(layout, q_heads).query_bytes(size, size)
+    query_bytes = AttentionShape.of(layout, q_heads).query_bytes(size, size)
     sent = cluster.totals()["tokenlake_sent_bytes_total"]
     for prompt in prompts:
         with console.status(f"{mode}: {len(served.ttft_ms) + 1} of {len(prompts)}"):
-            remote = _remote_nodes(cluster, layout, prompt)
+            remote = _remote_segments(cluster, layout, prompt)
             ran = engine.run(wire.Run(prompt, NEW_TOKENS))
         cached = ran.shipped_tokens if mode == "ship" else ran.hit_tokens
         served.cached_tokens += cached
         served.ttft_ms.append(ran.ttft_ms)
         served.equal += not ran.error and ran.tokens == ran.cold_tokens
-        # Every token behind the prefix asks each other node that has a part of it, in every layer; the last token that
-        # is generated is fed to nobody.
-        queries = len(prompt) - cached + NEW_TOKENS - 1
         served.moved_bytes += ran.query_bytes
-        served.formula_bytes += (
-            queries * query_bytes * len(set(remote)) if mode == "ship" else len(remote) * layout.segment_bytes
-        )
+        served.formula_bytes += ran.queries_sent * query_bytes if mode == "ship" else remote * layout.segment_bytes
     engine.finish()
     settle(cluster)
     if mode == "fetch":
@@ -114,12 +109,12 @@ def _ask(
     return served
 
 
-def _remote_nodes(cluster: Cluster, layout: Layout, prompt: list[int]) -> list[str]:
-    """The other node of each cached segment of a prompt that the reader's node does not have."""
+def _remote_segments(cluster: Cluster, layout: Layout, prompt: list[int]) -> int:
+    """How many cached segments of a prompt lie on other nodes than the reader's."""
     with cluster.connect(READER, layout) as pool:
         keys = pool.prefix(prompt).keys[: (len(prompt) - 1) // layout.segment_tokens]
         with pool.match(keys) as lease:
-            return [node for node in lease.nodes() if node != cluster.nodes[READER].name]
+            return lease.hits - lease.local_hits
 
 
 def ship_table(result: ShipResult) -> RenderableType:

@@ -79,8 +79,9 @@ class Fetching(msgspec.Struct, frozen=True, tag=True):
 
 class Ran(msgspec.Struct, frozen=True, tag=True):
     """`tokens`: what was generated with the pool, `cold_tokens` without; TTFT in milliseconds. `shipped_tokens` of the
-    prompt were attended where they lie, for `query_bytes` to and from other nodes. `error` is '' unless generating with
-    the pool raised."""
+    prompt were attended where they lie, for `query_bytes` to and from other nodes; `queries_sent` as in `Counts`.
+    `error` is '' unless generating with the pool raised.
+    """
 
     tokens: list[int]
     ttft_ms: float
@@ -88,6 +89,7 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
     remote_segments: int
     read_segments: int
     shipped_tokens: int
+    queries_sent: int
     query_bytes: int
     cold_tokens: list[int] = []
     cold_ttft_ms: float = 0.0

@@ -123,6 +123,7 @@ class EngineProcess:
             ttft_ms=ttft_ms,
             hit_tokens=counts.tokens_hit - before.tokens_hit,
             shipped_tokens=counts.tokens_shipped - before.tokens_shipped,
+            queries_sent=counts.queries_sent - before.queries_sent,
             query_bytes=counts.bytes_sent + counts.bytes_received - before.bytes_sent - before.bytes_received,
             remote_segments=watch.remote - remote,
             read_segments=watch.remote + watch.local - remote - local,

@@ -30,6 +30,8 @@ class Counts:
     """New tokens whose segment was refused, was there already, or found the writer's queue full."""
     tokens_refused: int = 0
     """Those among `tokens_not_stored` that the pool refused; the log names each code once."""
+    queries_sent: int = 0
+    """Query tokens that went to other nodes, once for each layer and node."""
     bytes_sent: int = 0
     """Queries that went to other nodes."""
     bytes_received: int = 0

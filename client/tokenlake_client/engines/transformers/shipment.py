@@ -193,6 +193,8 @@ class Shipment:
         """A layer took so much longer than attention over its own tokens."""
         elsewhere = [node for prefix, _ in asked.prefixes for node in prefix.elsewhere]
         if elsewhere:
+            sent = count * sum(len(rows) * len(set(prefix.elsewhere)) for prefix, rows in asked.prefixes)
+            self._counters.add(queries_sent=sent)
             queries = count * sum(len(rows) for prefix, rows in asked.prefixes if prefix.elsewhere)
             self._measured.queried(elsewhere, self._pool.layout.segment_tokens, queries, asked.nbytes, seconds)
 
