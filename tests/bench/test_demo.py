@@ -75,8 +75,8 @@ def test_tokens_are_equal_though_a_node_is_killed(tmp_path: Path, capsys: pytest
     ship = result.ship
     assert ship.tokens_equal
     assert ship.cached_tokens > 0
-    # What a busy machine gave up was recomputed, or fetched instead: fewer bytes than the formulae say. With their frames
-    # they are a little more.
+    # What a busy machine gave up was recomputed, or fetched instead: fewer bytes than the formulae say. Frames
+    # are a little more.
     assert 0 < ship.ship_bytes <= 1.05 * ship.ship_formula_bytes
     assert ship.ship_bytes < ship.fetch_bytes
 
