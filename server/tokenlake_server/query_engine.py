@@ -104,7 +104,8 @@ class QueryEngine:
             began = self._loop.time()
             try:
                 await self._run()
-            except OSError as error:
+            except Exception as error:
+                # Whatever went wrong with one, the next may succeed; without it the node has none for good.
                 log.error("the query engine could not be started: %s", error)
             lasted = self._loop.time() - began
             pause = FIRST_PAUSE_S if lasted > LONGEST_PAUSE_S else min(2 * pause, LONGEST_PAUSE_S)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests.robustness.live import LAYOUT, wait_until
+from tests.robustness.live import LAYOUT, LIMIT_S, wait_until
 from tokenlake.errors import Unreachable
 from tokenlake.wire import engine
+from tokenlake.wire.supervision import Start
 from tokenlake_bench.cluster import Cluster, Node
+from tokenlake_server import query_engine as query_engine_module
+from tokenlake_server.proof import PeerIdentity
+from tokenlake_server.query_engine import QueryEngine
 
 pytestmark = pytest.mark.live
 
@@ -36,6 +46,30 @@ def test_without_one_an_engine_is_told_why() -> None:
         with pytest.raises(Unreachable, match="query_engine"):
             pool._link.call(engine.OpenQuery, engine.QueryOpened)
         assert pool.connected
+
+
+def test_one_that_could_not_be_started_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what the operating system refused as such was survived; for want of a thread there was none ever again."""
+    pytest.importorskip("torch")
+    failures: list[Exception] = [RuntimeError("can't start new thread"), BlockingIOError("no process")]
+    started = threading.Event()
+
+    def start(*args: Any, **settings: Any) -> subprocess.Popen[bytes]:
+        if failures:
+            raise failures.pop()
+        started.set()
+        return subprocess.Popen([sys.executable, "-c", ""])
+
+    async def scene() -> None:
+        loop = asyncio.get_running_loop()
+        identity = PeerIdentity("a", 1, 1, ("a",), ("a",), 1 << 20)
+        query_engine = QueryEngine(Start("", "a", ""), identity, {}, loop)
+        assert await asyncio.to_thread(started.wait, LIMIT_S)
+        await query_engine.close()
+
+    monkeypatch.setattr(query_engine_module, "subprocess", SimpleNamespace(Popen=start))
+    asyncio.run(scene())
+    assert not failures
 
 
 def test_one_that_dies_is_started_again_and_one_ends_with_its_daemon() -> None:
