@@ -159,7 +159,12 @@ class EngineListener:
             return
         own = self._requests.get(type(message))
         if own is not None:
-            own(connection, message)
+            try:
+                own(connection, message)
+            except OSError as error:
+                # There is no descriptor left. Unanswered, its engine would take this daemon for frozen.
+                reason = f"the daemon cannot serve a {type(message).__name__} now: {error.strerror}"
+                self._send(connection, engine.Failed(getattr(message, "id", 0), LimitReached.__name__, reason))
             return
         if log.isEnabledFor(logging.DEBUG) and isinstance(message, engine.Match | engine.Prepare | engine.Fetch):
             kind = type(message).__name__
