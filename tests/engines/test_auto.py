@@ -11,6 +11,7 @@ from tests.engines.memory_pool import MemoryPool
 from tests.engines.models import family, prompt
 from tests.engines.test_shipping import READER, SEGMENT, batch, check, engine_at, put, shipped
 from tests.query.scene import serving
+from tests.robustness.live import daemons
 from tokenlake.identity import NodeId
 from tokenlake.planner import Rates
 from tokenlake_bench.cluster import Cluster
@@ -107,6 +108,23 @@ def test_what_an_engine_does_is_measured(cluster: Cluster, model: Any, rows: lis
         rates = engine.rates
         assert None not in (rates.copy.at, rates.prefill.at, rates.decode.at)
         assert rates.answer_tokens.samples == 2
+
+
+def test_without_a_query_engine_prefixes_are_fetched_and_none_is_asked_for_again(model: Any) -> None:
+    with daemons(2, "64MiB") as cluster, engine_at(cluster, 1, model, mode="auto") as engine:
+        row = prompt(6 * SEGMENT + 1, 7)
+        put(cluster, model, [row])
+        rates = measured(engine, cluster, prefill_s=10.0, byte_s=1.0, query_s=1e-5)
+        ids, mask = batch([row])
+        settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+        expected = model.generate(ids, attention_mask=mask, **settings).tolist()
+        for _ in range(2):
+            assert engine.generate(ids, attention_mask=mask, **settings).tolist() == expected
+        counts = engine.counts
+        assert counts.tokens_hit == 2 * 6 * SEGMENT
+        assert counts.tokens_shipped == 0
+        assert counts.failures == 1, "the second time nobody asks"
+        assert rates is engine.rates
 
 
 @pytest.mark.parametrize("call", ["match", "nodes", "fetch", "prefix"])

@@ -270,6 +270,8 @@ class TokenLakeEngine:
                 plan = self._planning.plan(pool, rows, request.new_tokens)
             if self._shipping is not None and plan.ship:
                 shipment = self._shipping.begin(cast(QueryPool, pool), rows)
+                if shipment is None and self._planning is not None:
+                    self._planning.could_not_ship()
             length = request.input_ids.shape[1] - 1
             before = 0 if shipment is None else min(row.padding + row.start for row in rows)
             room = 1 + length - before + min(request.new_tokens, MAX_EXPECTED_TOKENS)

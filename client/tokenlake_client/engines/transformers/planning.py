@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,10 @@ from tokenlake_client.engines.base import CachePool
 from tokenlake_client.engines.transformers.counters import Counters
 from tokenlake_client.engines.transformers.rows import Row
 
-__all__ = ["Planning"]
+__all__ = ["Plan", "Planning"]
+
+RETRY_S = 30.0
+"""Until queries are shipped again after no query engine was found."""
 
 
 class Planning:
@@ -30,7 +34,7 @@ class Planning:
     ) -> None:
         """`shape`: of the model's queries; None where they cannot be shipped."""
         self._layout = layout
-        self._can_ship = shape is not None
+        self._ship_from = 0.0 if shape is not None else math.inf
         self._model = Model.of(layout, shape or AttentionShape.of(layout, layout.kv_heads))
         self._rates = rates
         self._counters = counters
@@ -51,6 +55,10 @@ class Planning:
         self._counters.add(pool_seconds=time.perf_counter() - started)
         return plan
 
+    def could_not_ship(self) -> None:
+        """A plan's queries found no query engine: for a while none is asked for."""
+        self._ship_from = time.monotonic() + RETRY_S
+
     def _plan(self, pool: CachePool, rows: Sequence[Row], new_tokens: int, plan: Plan) -> None:
         holders: dict[SegmentKey, tuple[NodeId, ...]] = {}
         requests = []
@@ -68,7 +76,7 @@ class Planning:
         if not tree.runs:
             return
         costs = Costs(tree, Batch(tree, range(len(rows)), self._rates), NodeId(pool.node), self._model, self._rates)
-        decisions, _ = choose(costs, ship=self._can_ship)
+        decisions, _ = choose(costs, ship=time.monotonic() >= self._ship_from)
         self._carry_out(tree, decisions, rows, plan)
 
     def _carry_out(self, tree: PrefixTree, decisions: Sequence[Decision], rows: Sequence[Row], plan: Plan) -> None:
