@@ -168,3 +168,16 @@ def test_eight_surprises_in_a_row_are_a_change() -> None:
     assert machine.worth([HERE] * 4) == 32
     load(after, 1)
     assert machine.worth([HERE] * 4) == 0
+
+
+def test_a_load_that_was_given_up_late_tells_that_its_node_is_slow() -> None:
+    machine = Machine(here=0.1 * SEGMENT_S)
+    for _ in range(8):
+        # Lost at once: nothing is known of how fast the node is.
+        machine.loads.measured(["gone"] * 4, LoadTime(0.0, 0.0, lost=4))
+        machine.loads.measured(["late"] * 4, LoadTime(2.5 * SEGMENT_S, 0.0, lost=3))
+    assert not machine.fit("gone").known
+    # One of four came in the time, and the second did not.
+    assert machine.fit("late").seconds(4 * BYTES) == pytest.approx(5 * SEGMENT_S)
+    assert machine.worth(["late"] * 4) == 0
+    assert machine.rates.copy.seconds(4 * BYTES) == pytest.approx(0.4 * SEGMENT_S)

@@ -149,9 +149,9 @@ def test_a_step_is_timed_without_its_loads(wait: bool) -> None:
     assert side.report().computed == {2: 1.0}
 
 
-def test_a_load_is_timed_when_it_filled_all_its_blocks() -> None:
-    for arrives, timed in ((3, {"r"}), (2, set())):
-        side, _ = worker(Lease(3, 1, arrives))
-        run(side, load())
-        assert side.report().loaded.keys() == timed
-        assert side.report().loaded == {}
+@pytest.mark.parametrize("arrives", [3, 2])
+def test_a_load_is_timed_and_says_what_was_lost(arrives: int) -> None:
+    side, _ = worker(Lease(3, 1, arrives))
+    run(side, load())
+    assert side.report().loaded["r"].lost == 3 - arrives
+    assert side.report().loaded == {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokenlake_client.engines.vllm.lookup import AskedLease
 from tokenlake_client.engines.vllm.plan import LoadPlan, LoadTime
@@ -19,7 +19,7 @@ class _Load:
     step: int = 0
     """That it was handed out in; 0 before."""
     took: LoadTime | None = None
-    """On the slowest rank so far; None also where it failed."""
+    """On the slowest rank so far."""
 
 
 class Loading:
@@ -61,7 +61,8 @@ class Loading:
         """Requests that load into one of these blocks, which were not filled."""
         hit = {name: load for name, load in self._loads.items() if not blocks.isdisjoint(load.plan.blocks)}
         for load in hit.values():
-            load.took = None
+            if load.took is not None:
+                load.took = replace(load.took, lost=max(1, load.took.lost))
         return list(hit)
 
     def ended(self, request: str) -> None:

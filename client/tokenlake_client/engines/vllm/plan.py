@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 __all__ = ["LoadPlan", "LoadTime", "SavePlan", "StepPlan", "StepReport"]
 
@@ -71,10 +71,13 @@ class LoadTime:
     """Until the segments were in this node's arena."""
     copy_s: float
     """The rest: until they were in the blocks."""
+    lost: int = 0
+    """Segments that did not come, or not in time."""
 
     def longer(self, other: LoadTime) -> LoadTime:
         """What the slower of two ranks took."""
-        return max(self, other, key=lambda took: took.fetch_s + took.copy_s)
+        slower = max(self, other, key=lambda took: took.fetch_s + took.copy_s)
+        return replace(slower, lost=max(self.lost, other.lost))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ class StepReport:
     computed: Mapping[int, float] = field(default_factory=dict)
     """Seconds of the forward passes, by step, that were measured since the last report."""
     loaded: Mapping[str, LoadTime] = field(default_factory=dict)
-    """By request, the loads that ended since the last report, whole."""
+    """By request, the loads that ended since the last report."""
 
     def merged(self, other: StepReport) -> StepReport:
         """What both have done; of times the longer ones."""

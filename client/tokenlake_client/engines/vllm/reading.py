@@ -65,10 +65,10 @@ def load_blocks(pool: LoadPool, plan: LoadPlan, copy: Scatter, segment: int, blo
     known of the blocks then."""
     began = time.perf_counter()
     lease = pool.attach(LeaseId(plan.lease), request=plan.request)
-    filled, fetch_s = 0, 0.0
+    first, last = plan.start // segment, -(-plan.stop // segment)
+    filled, came, fetch_s = 0, 0, 0.0
     try:
         if lease.incarnation == plan.incarnation:
-            first, last = plan.start // segment, -(-plan.stop // segment)
             for start in range(first, min(last, lease.hits), WINDOW):
                 stop = min(start + WINDOW, last, lease.hits)
                 fetching = time.perf_counter()
@@ -80,8 +80,10 @@ def load_blocks(pool: LoadPool, plan: LoadPlan, copy: Scatter, segment: int, blo
                     copy.from_slot(array, plan.blocks[filled : filled + count], skip)
                     filled += count
                 copy.finish()
+                came += len(arrays)
                 if len(arrays) < stop - start:
                     break
     finally:
         lease.release()
-    return Loaded(filled, LoadTime(fetch_s, time.perf_counter() - began - fetch_s))
+    rest = time.perf_counter() - began - fetch_s
+    return Loaded(filled, LoadTime(fetch_s, rest, lost=last - first - came))

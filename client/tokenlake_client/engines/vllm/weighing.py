@@ -59,15 +59,20 @@ class Loads:
         return until if stop < until and self._try_again(needed) else stop
 
     def measured(self, owners: Sequence[str], took: LoadTime) -> None:
-        """A load of these segments, whole."""
+        """A load of these segments. One that lost some counts as so many times longer as there were more of them than
+        came and one, and only where that is more than expected: it met its deadline, and no slow node would ever be
+        known by loads that came in time."""
         now = self._clock()
         remote = {owner: count * self._bytes for owner, count in Counter(owners).items() if owner != HERE}
-        nbytes = len(owners) * self._bytes
-        self._add(HERE, nbytes, took.copy_s + (0.0 if remote else took.fetch_s), now)
+        if not took.lost:
+            self._add(HERE, len(owners) * self._bytes, took.copy_s + (0.0 if remote else took.fetch_s), now)
         # All peers sent at once: who was expected to take longer is taken to have.
         expected = {owner: self._fit(owner).seconds(part) + 1e-12 * part for owner, part in remote.items()}
-        for owner, part in remote.items():
-            self._add(owner, part, took.fetch_s * expected[owner] / sum(expected.values()), now)
+        fetch_s = took.fetch_s * len(owners) / min(len(owners), len(owners) - took.lost + 1)
+        longer = fetch_s / sum(expected.values()) if remote else 0.0
+        if not took.lost or longer > 1:
+            for owner, part in remote.items():
+                self._add(owner, part, longer * expected[owner], now)
 
     def _cheapest(self, owners: Sequence[str], start: int, until: int, total: int, prefill: PrefillFit) -> int:
         best, least = start, prefill.seconds(total - start, start)
@@ -108,6 +113,7 @@ class Loads:
         self._surprises[source] = self._surprises.get(source, 0) + 1 if far else 0
         if self._surprises[source] >= ENOUGH:
             fit.forget(keep=ENOUGH)
+            self._surprises[source] = 0
 
     def _try_again(self, owners: Sequence[str]) -> bool:
         """Was one of the sources neither read nor tried for `RETRY_S`? Then it is tried now."""

@@ -149,7 +149,7 @@ class WorkerSide:
         with self._lock:
             self._errors.update(load.blocks[filled:])
             self._received.add(load.request)
-            if took is not None and filled == len(load.blocks):
+            if took is not None:
                 self._loaded[load.request] = took
         self._counters.add(
             loads_failed=filled < len(load.blocks),
