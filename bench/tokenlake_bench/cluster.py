@@ -132,7 +132,7 @@ class Cluster:
                 else {other: port if other == node else via[node, other] for other, port in self.ports.items()}
             )
             peers = ",".join(f"{other}=127.0.0.1:{port}" for other, port in reached.items())
-            self.nodes.append(Node(node, self.directory, {**common, "listen": f"127.0.0.1:{own}", "peers": peers}))
+            self.nodes.append(Node(node, self.directory, {"peers": peers, **common, "listen": f"127.0.0.1:{own}"}))
 
     def __enter__(self) -> Cluster:
         try:
