@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Self
 
 from tokenlake.attention import AttentionShape
-from tokenlake.errors import Unreachable
+from tokenlake.errors import Refused, Unreachable
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.planner import Model, Plans, PrefixTree, Rates, Request, cache_load, gen_plans, grow
 from tokenlake_client.lease import Lease
@@ -92,9 +93,12 @@ class ControlPlane:
             for index, request in enumerate(requests):
                 keys = request.keys[: max(0, request.tokens - 1) // size]
                 if keys:
-                    pending.append((index, self._pool.begin_match(keys)))
+                    with contextlib.suppress(Refused):
+                        pending.append((index, self._pool.begin_match(keys)))
             for index, match in pending:
-                found[index] = match.wait()
+                # What a daemon refuses, mostly for its size or for their number, is a miss.
+                with contextlib.suppress(Refused):
+                    found[index] = match.wait()
         except Unreachable:
             # Nobody to ask: a scheduler goes on with what it heard so far.
             for index, match in pending:

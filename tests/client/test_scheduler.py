@@ -13,7 +13,7 @@ import pytest
 
 from tests.robustness.live import LAYOUT, SEGMENT_TOKENS, Prompt, daemons, read, store, wait_pushed
 from tokenlake.attention import AttentionShape
-from tokenlake.identity import NodeId
+from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.planner import Request, Way
 from tokenlake_bench.cluster import Cluster
 from tokenlake_client import Pool
@@ -97,6 +97,20 @@ def test_a_scheduler_whose_daemon_is_gone_goes_on_with_nothing_cached() -> None:
         tree = plane.get_prefix_tree([request])
         assert tree.hit_tokens == (0,)
         assert plane.gen_plans([[0]], [1], tree).groups == (("a",),)
+
+
+def test_a_request_that_is_refused_is_a_miss_and_the_others_are_not(three: Cluster) -> None:
+    """One prompt of more segments than a daemon looks up at once: the scheduler failed, and what had been found for the
+    other requests stayed leased."""
+    known = Prompt(300, 3)
+    with three.connect(0, LAYOUT) as pool, ControlPlane(pool, {"a": NodeId("node0")}, SHAPE) as plane:
+        store(pool, known)
+        count = (1 << 16) + 2
+        keys = tuple(SegmentKey(number.to_bytes(32, "little")) for number in range(count))
+        endless = Request(name="endless", keys=keys, tokens=count * SEGMENT_TOKENS, answer_tokens=ANSWER)
+        tree = plane.get_prefix_tree([ask(pool, known, "known"), endless, ask(pool, known, "again")])
+        assert tree.hit_tokens == (2 * SEGMENT_TOKENS, 0, 2 * SEGMENT_TOKENS)
+        assert [lease is None for lease in plane.leases] == [False, True, False]
 
 
 def test_the_example_scheduler_serves_everything_where_it_is_cheapest(three: Cluster, example: ModuleType) -> None:
