@@ -25,8 +25,6 @@ __all__ = ["RETRY_S", "Loads"]
 
 RETRY_S = 60.0
 """A source that nothing was loaded from for so long may have changed: one hit of it is loaded in any case."""
-
-
 FAR = 2.0
 """Times, or a part, of what was expected."""
 
