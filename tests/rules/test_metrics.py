@@ -12,7 +12,19 @@ import tokenlake
 from tokenlake.metrics import Counters, Metric
 
 NAME = re.compile(r"tokenlake(_[a-z]+)+_(?P<unit>[a-z]+)_total")
-UNITS = {"bytes", "calls", "commits", "fetches", "peers", "requests", "segments", "sessions", "timeouts", "tokens"}
+UNITS = {
+    "bytes",
+    "callbacks",
+    "calls",
+    "commits",
+    "fetches",
+    "peers",
+    "requests",
+    "segments",
+    "sessions",
+    "timeouts",
+    "tokens",
+}
 """What is counted. A new unit is a decision: add it here."""
 
 
