@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.rules.store_model import Copy, Place, Pool, StoreModel
+from tests.rules.test_places import add, store_of
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters
 from tokenlake.store import Budgets, Kind, Segment, SegmentStore, State
-from tokenlake.store.store import EVICTED, QUARANTINED
+from tokenlake.store.store import EVICTED, LOOKED_AT, QUARANTINED
 from tokenlake.wire.codes import Code
 from tokenlake.wire.slots import SlotRef
 
@@ -272,3 +273,13 @@ TestStore.settings = settings(
     stateful_step_count=50,
     suppress_health_check=list(HealthCheck),
 )
+
+
+def test_the_age_that_is_offered_is_looked_for_among_the_coldest_alone() -> None:
+    """A look goes with every answer to a peer; ten thousand leased segments must not make it long."""
+    store = store_of(1, LOOKED_AT + 2)
+    segments = [add(store, number) for number in range(LOOKED_AT + 1)]
+    store.pin(*segments[:LOOKED_AT])
+    assert store.vacancy(now=1e6).victim_age_s == 0
+    store.unpin(segments[LOOKED_AT - 1])
+    assert store.vacancy(now=1e6).victim_age_s > 0

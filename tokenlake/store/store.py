@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters, Metric
@@ -23,6 +24,8 @@ QUARANTINED = Metric(
     "Segments that left the index while somebody could still touch the slot",
 )
 
+LOOKED_AT = 64
+"""Segments in search of the next victim's age."""
 RECLAIM_SLOTS = 1024
 """Segments that one call of `reclaim` looks at, or one region's if that is more."""
 RECLAIM_EVICTIONS = 128
@@ -115,8 +118,10 @@ class SegmentStore:
         age = 0.0
         for pool in self._pools.values():
             free += len(pool.free) * pool.slot_bytes
-            # Only a look: what is pinned on the way stays where it is in the order.
-            coldest = next((segment for segment in pool.order[Kind.HOME] if not segment.pins), None)
+            # Only a look, with every answer to a peer: what is pinned on the way stays where it is in the order. A pool
+            # whose coldest segments are all in use has no victim to offer now.
+            looked_at = islice(pool.order[Kind.HOME], LOOKED_AT)
+            coldest = next((segment for segment in looked_at if not segment.pins), None)
             if coldest is not None:
                 age = max(age, now - coldest.touched)
         return Vacancy(free / total if total else 0.0, age)
