@@ -139,3 +139,20 @@ def test_a_pool_that_fails_while_it_is_planned_changes_no_token(model: Any, call
         assert engine.flush(30)
         pool.broken.add(call)
         assert engine.generate(ids, attention_mask=mask, **settings).tolist() == expected
+
+
+def test_planning_leases_nothing_that_the_batch_needs(model: Any) -> None:
+    """A session may lease half of its node's memory."""
+    layout = layout_of(model, segment_tokens=SEGMENT)
+    segments = 256
+    memory = f"{segments * layout.segment_bytes >> 20}MiB"
+    head = prompt(segments // 3 * SEGMENT, 11)
+    rows = [head + prompt(1 + number, 12 + number) for number in range(4)]
+    with daemons(1, memory) as cluster, engine_at(cluster, 0, model, mode="auto") as engine:
+        engine.prefill([*head, 2])
+        assert engine.flush(30)
+        stored = engine.counts.tokens_stored
+        assert stored == len(head)
+        ids, mask = batch(rows)
+        engine.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False, eos_token_id=None)
+        assert engine.counts.tokens_hit == len(rows) * stored

@@ -23,7 +23,7 @@ from tokenlake_client.engines.transformers.filling import Batch, Filler
 from tokenlake_client.engines.transformers.layout import cache_shape, check_model, layout_of
 from tokenlake_client.engines.transformers.measured import Measured
 from tokenlake_client.engines.transformers.options import EngineOptions
-from tokenlake_client.engines.transformers.planning import Plan, Planning
+from tokenlake_client.engines.transformers.planning import Planning
 from tokenlake_client.engines.transformers.request import NotServed, check_state, read_request
 from tokenlake_client.engines.transformers.rows import Row, place_rows
 from tokenlake_client.engines.transformers.shipping import Shipping, shipped_cache
@@ -261,14 +261,14 @@ class TokenLakeEngine:
         pool, shipment = self._usable_pool(), None
         if pool is None or self._shape is None:
             return None
-        plan = Plan(ship=True)
+        ship = True
         try:
             request = read_request(self.model, input_ids, attention_mask, arguments)
             rows = [Row(*row) for row in zip(request.tokens, request.padding, strict=True)]
             self._filler.hash(pool, rows)
             if self._planning is not None:
-                plan = self._planning.plan(pool, rows, request.new_tokens)
-            if self._shipping is not None and plan.ship:
+                ship = self._planning.plan(pool, rows, request.new_tokens)
+            if self._shipping is not None and ship:
                 shipment = self._shipping.begin(cast(QueryPool, pool), rows)
                 if shipment is None and self._planning is not None:
                     self._planning.could_not_ship()
@@ -288,8 +288,6 @@ class TokenLakeEngine:
             else:
                 self._failed("prefill", error)
             return None
-        finally:
-            plan.close()
         if shipment is None:
             cache = RoomyCache([RoomyLayer(keys, values, length) for keys, values in storage])
         else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from tokenlake.attention import AttentionShape
 from tokenlake.identity import NodeId, SegmentKey
@@ -15,7 +14,7 @@ from tokenlake_client.engines.base import CachePool
 from tokenlake_client.engines.transformers.counters import Counters
 from tokenlake_client.engines.transformers.rows import Row
 
-__all__ = ["Plan", "Planning"]
+__all__ = ["Planning"]
 
 RETRY_S = 30.0
 """Until queries are shipped again after no query engine was found."""
@@ -40,47 +39,44 @@ class Planning:
         self._counters = counters
         self._pool_failed = pool_failed
 
-    def plan(self, pool: CachePool, rows: Sequence[Row], new_tokens: int) -> Plan:
-        """Set each row's `limit`. The plan holds leases: close it when the rows are filled, or their views open."""
+    def plan(self, pool: CachePool, rows: Sequence[Row], new_tokens: int) -> bool:
+        """Set each row's `limit`. Are prefixes to be attended where they lie, or where they were brought? Leases
+        nothing beyond this call: what a session may lease is for those who read the rows."""
         started = time.perf_counter()
-        plan = Plan()
+        ship = False
         try:
-            self._plan(pool, rows, new_tokens, plan)
+            ship = self._plan(pool, rows, new_tokens)
         except Exception as error:
-            plan.close()
-            plan.ship = False
             for row in rows:
                 row.limit = None
             self._pool_failed("planning", error)
         self._counters.add(pool_seconds=time.perf_counter() - started)
-        return plan
+        return ship
 
     def could_not_ship(self) -> None:
         """A plan's queries found no query engine: for a while none is asked for."""
         self._ship_from = time.monotonic() + RETRY_S
 
-    def _plan(self, pool: CachePool, rows: Sequence[Row], new_tokens: int, plan: Plan) -> None:
+    def _plan(self, pool: CachePool, rows: Sequence[Row], new_tokens: int) -> bool:
         holders: dict[SegmentKey, tuple[NodeId, ...]] = {}
         requests = []
         size = self._layout.segment_tokens
         steps = min(new_tokens, round(self._rates.answer_tokens.value))
         for number, row in enumerate(rows):
-            keys = tuple(row.chain.keys[: (len(row.tokens) - 1) // size]) if row.chain is not None else ()
+            keys = tuple(row.wanted(size))
             requests.append(Request(name=str(number), keys=keys, tokens=len(row.tokens), answer_tokens=steps))
-            lease = pool.match(keys) if keys else None
-            plan.leases.append(lease)
-            if lease is not None and lease.hits:
+            if not keys:
+                continue
+            with pool.match(keys) as lease:
                 nodes = lease.nodes() if lease.local_hits < lease.hits else [pool.node] * lease.hits
-                holders |= {key: (NodeId(node),) for key, node in zip(keys, nodes, strict=False)}
+            holders |= {key: (NodeId(node),) for key, node in zip(keys, nodes, strict=False)}
         tree = grow(requests, holders, size)
-        if not tree.runs:
-            return
         costs = Costs(tree, Batch(tree, range(len(rows)), self._rates), NodeId(pool.node), self._model, self._rates)
         decisions, _ = choose(costs, ship=time.monotonic() >= self._ship_from)
-        self._carry_out(tree, decisions, rows, plan)
+        return self._carry_out(pool, tree, decisions, rows)
 
-    def _carry_out(self, tree: PrefixTree, decisions: Sequence[Decision], rows: Sequence[Row], plan: Plan) -> None:
-        plan.ship = any(decision.way is Way.SHIP for decision in decisions)
+    def _carry_out(self, pool: CachePool, tree: PrefixTree, decisions: Sequence[Decision], rows: Sequence[Row]) -> bool:
+        ship = any(decision.way is Way.SHIP for decision in decisions)
         size = self._layout.segment_tokens
         limits = [0] * len(rows)
         for decision in decisions:
@@ -88,27 +84,12 @@ class Planning:
             if decision.way is not Way.RECOMPUTE:
                 for number in decision.requests:
                     limits[number] = start + count
-            if decision.way is Way.FETCH and plan.ship:
-                # Attended here, once it is here: the view is opened over what is staged now.
-                lease = plan.leases[decision.requests[0]]
-                assert lease is not None
-                lease.fetch(start, start + count)
+            if decision.way is Way.FETCH and ship:
+                # Attended here, once it is here: the view is opened over what is staged then.
+                keys = tree.requests[decision.requests[0]].keys[: start + count]
+                with pool.match(keys) as lease:
+                    lease.fetch(start, start + count)
         for row, limit, found in zip(rows, limits, tree.hit_tokens, strict=True):
             row.limit = limit
             self._counters.add(tokens_skipped=found - limit * size)
-
-
-class Plan:
-    """How one batch uses what is cached."""
-
-    def __init__(self, *, ship: bool = False) -> None:
-        self.ship = ship
-        """Are prefixes attended where they lie, or where they were brought?"""
-        self.leases: list[Any] = []
-
-    def close(self) -> None:
-        """Give the leases back. Idempotent; never raises."""
-        for lease in self.leases:
-            if lease is not None:
-                lease.release()
-        self.leases = []
+        return ship
