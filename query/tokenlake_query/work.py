@@ -30,6 +30,9 @@ __all__ = ["Attention", "Task", "Worker"]
 
 log = logging.getLogger(__name__)
 
+MAX_KERNELS = 16
+"""Kept, those used last: each has threads and a scratch buffer, and engines choose heads and scales."""
+
 
 class Attention(NamedTuple):
     """What is computed: tasks of equal ones, layer too, are computed together."""
@@ -60,6 +63,7 @@ class Worker:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Sequence[Task]] = queue.SimpleQueue()
         self._kernels: dict[Attention, Kernel] = {}
+        """The one used last comes last."""
 
     def start(self) -> None:
         """Start the thread."""
@@ -101,9 +105,12 @@ class Worker:
                 log.exception("a result over layer %d could not be taken", task.layer)
 
     def _kernel(self, attention: Attention) -> Kernel:
-        kernel = self._kernels.get(attention)
+        kernel = self._kernels.pop(attention, None)
         if kernel is None:
-            kernel = self._kernels[attention] = kernel_for(attention.layout, attention.shape)
+            kernel = kernel_for(attention.layout, attention.shape)
+            if len(self._kernels) >= MAX_KERNELS:
+                del self._kernels[next(iter(self._kernels))]
+        self._kernels[attention] = kernel
         return kernel
 
 

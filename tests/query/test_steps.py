@@ -25,7 +25,7 @@ from tokenlake_query.segments import Segments
 from tokenlake_query.steps import Part, Round, Step, Tools
 from tokenlake_query.timer import Timer
 from tokenlake_query.views import View
-from tokenlake_query.work import Attention, Task, Worker
+from tokenlake_query.work import MAX_KERNELS, Attention, Task, Worker
 
 TOKENS = 3
 NOBODY = cast(Pool, None)
@@ -182,3 +182,23 @@ def test_nothing_keeps_segments_once_a_round_is_over(tools: Tools) -> None:
         tools.worker._queue.get()
     gc.collect()
     assert view() is None
+
+
+def test_engines_that_choose_many_scales_leave_few_kernels() -> None:
+    """Each has threads and a scratch buffer."""
+    worker = Worker()
+    worker.start()
+    segments = Segments([Text(1, 1).content(0)])
+    for number in range(2 * MAX_KERNELS):
+        came = threading.Event()
+        taken: list[Partial | None] = []
+
+        def done(partial: Partial | None, taken: list[Partial | None] = taken, came: threading.Event = came) -> None:
+            taken.append(partial)
+            came.set()
+
+        attention = Attention(LAYOUT, AttentionShape.of(LAYOUT, HEADS, SCALE + number))
+        worker.submit([Task(attention, 0, segments, draw_queries(number, TOKENS), lambda: True, done)])
+        assert came.wait(30)
+        assert taken[0] is not None
+    assert len(worker._kernels) == MAX_KERNELS
