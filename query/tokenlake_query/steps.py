@@ -84,7 +84,9 @@ class Round:
         self._until = now + LATEST * query.deadline_s
         self._codes = bytearray([Code.LOCAL]) * len(step.parts)
         self._awaited: list[set[Hashable]] = [set() for _ in step.parts]
-        self._left = 0
+        self._left = 1
+        """Answers to come, and `begin` while it asks: whoever is asked may answer before it has counted what was
+        sent."""
         self._begun = [False] * len(step.parts)
         """Is there anything in the outputs to merge with?"""
         self._sent_bytes = 0
@@ -124,9 +126,9 @@ class Round:
         if tasks:
             # Last: this thread would keep the interpreter from the one that computes.
             self._tools.worker.submit(tasks)
-        else:
-            with self._lock:
-                self._finish_if_done()
+        with self._lock:
+            self._left -= 1
+            self._finish_if_done()
 
     def void(self) -> None:
         """Nobody wants the answer, and the buffer belongs to another round."""

@@ -15,16 +15,18 @@ import pytest
 
 from tests.query.scene import HEADS, LAYOUT, SCALE, Text, draw_queries
 from tokenlake.attention import AttentionShape, Partial, empty_partial
+from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code
 from tokenlake.wire import query as wire
 from tokenlake_client import Pool
 
 pytest.importorskip("torch")
 
+from tokenlake_query.asking import Asker, Question
 from tokenlake_query.segments import Segments
 from tokenlake_query.steps import Part, Round, Step, Tools
 from tokenlake_query.timer import Timer
-from tokenlake_query.views import View
+from tokenlake_query.views import Share, View
 from tokenlake_query.work import MAX_KERNELS, Attention, Task, Worker
 
 TOKENS = 3
@@ -202,3 +204,28 @@ def test_engines_that_choose_many_scales_leave_few_kernels() -> None:
         assert came.wait(30)
         assert taken[0] is not None
     assert len(worker._kernels) == MAX_KERNELS
+
+
+class Quick:
+    """A peer that has answered before `ask` returns."""
+
+    answers = True
+
+    def ask(self, question: Question, *_: object) -> int:
+        question.received(50)
+        question.arrived(0, drawn(1))
+        return 100
+
+
+def test_an_answer_that_comes_at_once_knows_what_was_sent(tools: Tools) -> None:
+    shape = (TOKENS, HEADS, LAYOUT.value_dim)
+    outputs, sums = np.full(shape, 7, np.float32), np.full(shape[:2], 7, np.float32)
+    shares = [Share(cast(Asker, Quick()), 1, (SegmentKey(bytes(32)),))]
+    view = View(NOBODY, Attention(LAYOUT, AttentionShape.of(LAYOUT, HEADS, SCALE)), Segments(()), shares)
+    answers: list[wire.Answered] = []
+    step = Step(1, "float32", (Part(view, slice(0, TOKENS)),), draw_queries(0, TOKENS), outputs, sums)
+    Round(step, wire.Query(1, 1, 0, 1, 10.0), tools, answers.append).begin()
+    assert [(answer.codes, answer.sent_bytes, answer.received_bytes) for answer in answers] == [
+        (bytes([Code.LOCAL]), 100, 50)
+    ]
+    assert np.array_equal(outputs, drawn(1).out)
