@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.memory_pool import MemoryPool
+from tests.engines.memory_pool import MemoryLease, MemoryPool
 from tests.engines.models import family, prompt
 from tests.engines.test_shipping import READER, SEGMENT, batch, check, engine_at, put, shipped
 from tests.query.scene import serving
@@ -139,6 +139,34 @@ def test_a_pool_that_fails_while_it_is_planned_changes_no_token(model: Any, call
         assert engine.flush(30)
         pool.broken.add(call)
         assert engine.generate(ids, attention_mask=mask, **settings).tolist() == expected
+
+
+class FarLease(MemoryLease):
+    """All of it on another node."""
+
+    local_hits = 0
+
+    def __init__(self, pool: MemoryPool, keys: Any, hits: int) -> None:
+        self.pool, self.keys, self.hits = pool, keys, hits
+
+    def nodes(self) -> list[str]:
+        return ["far"] * self.hits
+
+
+def test_a_node_that_loses_segments_at_once_is_not_said_to_be_fast(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
+    row = prompt(4 * SEGMENT + 3, 6)
+    with TokenLakeEngine(model, pool, EngineOptions(segment_tokens=SEGMENT)) as engine:
+        engine.prefill(row)
+        assert engine.flush(30)
+        monkeypatch.setattr("tests.engines.memory_pool.MemoryLease", FarLease)
+        fetch = engine.rates.peer(NodeId("far")).fetch
+        pool.lose_after = 1
+        assert engine.prefill(row).tokens_hit == SEGMENT
+        assert fetch.at is None
+        pool.lose_after = None
+        assert engine.prefill(row).tokens_hit == 4 * SEGMENT
+        assert fetch.at is not None
 
 
 def test_planning_leases_nothing_that_the_batch_needs(model: Any) -> None:

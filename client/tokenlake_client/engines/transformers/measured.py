@@ -46,15 +46,12 @@ class Measured:
         if nbytes:
             self.rates.copy.add(nbytes, seconds, time.perf_counter())
 
-    @contextmanager
-    def fetch(self, nodes: Sequence[str], segment_bytes: int) -> Iterator[None]:
-        """Around the fetch of segments that lay on these other nodes, one each. Several nodes send at once: each is
-        said to have taken all of the time."""
-        began = time.perf_counter()
-        yield
+    def fetched(self, nodes: Sequence[str], segment_bytes: int, seconds: float) -> None:
+        """After segments came that lay on these other nodes, one each: all that were asked for. Several nodes send at
+        once: each is said to have taken all of the time."""
         now = time.perf_counter()
         for node, count in Counter(nodes).items():
-            self.rates.peer(NodeId(node)).fetch.add(count * segment_bytes, now - began, now)
+            self.rates.peer(NodeId(node)).fetch.add(count * segment_bytes, seconds, now)
 
     def opened(self, nodes: Sequence[str], seconds: float) -> None:
         """After a view was opened of segments on these other nodes."""

@@ -42,12 +42,16 @@ def load(
             nodes = lease.nodes() if lease.local_hits < lease.hits else []
             while loaded < lease.hits:
                 stop = min(loaded + window, lease.hits)
-                remote = [node for node in nodes[loaded:stop] if node != pool.node]
-                with measured.fetch(remote, layout.segment_bytes):
-                    segments = lease.fetch(loaded, stop)
+                asked = time.perf_counter()
+                segments = lease.fetch(loaded, stop)
+                seconds = time.perf_counter() - asked
                 count = len(segments)
                 read_segments(segments, layout, layers, loaded * layout.segment_tokens)
                 lost = count < stop - loaded
+                if not lost:
+                    # Who loses segments may say so at once: that is not fast.
+                    remote = [node for node in nodes[loaded:stop] if node != pool.node]
+                    measured.fetched(remote, layout.segment_bytes, seconds)
                 # Views keep their segments leased: they go before the release.
                 del segments
                 lease.release(loaded, loaded + count)
