@@ -158,3 +158,25 @@ def test_every_node_started_again(model: Any) -> None:
         # The engine leaves a failed pool alone for a second, and its client reconnects meanwhile.
         while engine.counts.tokens_shipped == before:
             assert generate(engine.generate, rows)[0] == expected
+
+
+def test_queries_that_do_not_travel_are_not_said_to(cluster: Cluster, model: Any) -> None:
+    """The planner would think that who died answers fast."""
+    rows = [prompt(6 * SEGMENT + 3, 2200)]
+    put(cluster, model, rows)
+    expected, _ = generate(model.generate, rows)
+    sent: list[int] = []
+    with engine_at(cluster, READER, model) as engine, ExitStack() as stack:
+
+        def kill() -> None:
+            sent.append(engine.counts.queries_sent)
+            no_engine(cluster, stack, OTHERS, kill=True)
+
+        hook = at_call(model, 4, kill)
+        try:
+            assert generate(engine.generate, rows)[0] == expected
+        finally:
+            hook.remove()
+        assert sent[0]
+        layers = len(model.model.layers)
+        assert engine.counts.queries_sent - sent[0] <= layers * len(OTHERS)

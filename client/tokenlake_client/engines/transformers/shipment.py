@@ -192,7 +192,8 @@ class Shipment:
     def _note(self, asked: _Asked, count: int, seconds: float) -> None:
         """A layer took so much longer than attention over its own tokens."""
         elsewhere = [node for prefix, _ in asked.prefixes for node in prefix.elsewhere]
-        if elsewhere:
+        # Nothing travels once the query engine has brought here what others did not answer for.
+        if elsewhere and asked.nbytes:
             sent = count * sum(len(rows) * len(set(prefix.elsewhere)) for prefix, rows in asked.prefixes)
             self._counters.add(queries_sent=sent)
             queries = count * sum(len(rows) for prefix, rows in asked.prefixes if prefix.elsewhere)
