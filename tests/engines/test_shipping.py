@@ -17,6 +17,8 @@ from tokenlake.wire import Code
 from tokenlake_bench.cluster import Cluster
 from tokenlake_client import Pool
 from tokenlake_client.engines.transformers import Counts, EngineOptions, TokenLakeEngine, layout_of
+from tokenlake_client.engines.transformers.shipped import ShippedCache
+from tokenlake_client.queries import View
 
 pytestmark = pytest.mark.live
 
@@ -263,6 +265,33 @@ def test_a_failing_pool_changes_no_token(
             assert counts.failures
             assert counts.tokens_asked == counts.tokens_hit + counts.tokens_shipped + counts.tokens_computed
             assert bool(counts.steps_void) == (call in ("init_query", "query"))
+
+
+def test_no_room_for_copies_changes_no_token_and_leaves_no_view(
+    cluster: Cluster, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [prompt(3 * SEGMENT + 20, 95)]
+    put(cluster, model, rows)
+    settings = {"num_return_sequences": 2, "do_sample": True, "max_new_tokens": 4}
+    torch.manual_seed(5)
+    expected, _ = generate(model.generate, rows, **settings)
+    opened: list[View] = []
+    with cluster.connect(READER, layout_of(model, segment_tokens=SEGMENT)) as pool:
+        right = pool.open_view
+
+        def noted(*args: Any) -> View:
+            opened.append(right(*args))
+            return opened[-1]
+
+        def full(*_: Any) -> None:
+            raise torch.OutOfMemoryError("there is no room")
+
+        monkeypatch.setattr(pool, "open_view", noted)
+        monkeypatch.setattr(ShippedCache, "batch_repeat_interleave", full)
+        with TokenLakeEngine(model, pool, EngineOptions(mode="ship")) as engine:
+            torch.manual_seed(5)
+            assert generate(engine.generate, rows, **settings)[0] == expected
+        assert [view.alive for view in opened] == [False]
 
 
 def test_an_unknown_mode_is_refused() -> None:

@@ -278,6 +278,13 @@ class TokenLakeEngine:
             storage = allocate(self._shape, len(rows), room)
             place_rows(rows, storage, before, length)
             self._filler.fill(pool, rows, shipment)
+            if shipment is None:
+                cache = RoomyCache([RoomyLayer(keys, values, length) for keys, values in storage])
+            else:
+                cache = shipped_cache(rows, storage, before, length)
+            if request.copies > 1:
+                cache.batch_repeat_interleave(request.copies)
+            return Batch(pool, request, rows, cache, shipment)
         except BaseException as error:
             if shipment is not None:
                 shipment.close()
@@ -288,13 +295,6 @@ class TokenLakeEngine:
             else:
                 self._failed("prefill", error)
             return None
-        if shipment is None:
-            cache = RoomyCache([RoomyLayer(keys, values, length) for keys, values in storage])
-        else:
-            cache = shipped_cache(rows, storage, before, length)
-        if request.copies > 1:
-            cache.batch_repeat_interleave(request.copies)
-        return Batch(pool, request, rows, cache, shipment)
 
     def _failed(self, what: str, error: BaseException) -> None:
         self._counters.add(failures=1)
