@@ -15,7 +15,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tokenlake.errors import ConfigurationError
+from tokenlake.errors import ConfigurationError, TokenLakeError
 from tokenlake.identity import NodeId
 from tokenlake.planner import Model, Rates
 from tokenlake_bench.planner.judging import Prediction, Result, Row, Totals, predict, result_of, row_of
@@ -109,8 +109,13 @@ def run_planner(arguments: PlannerArguments) -> Result:
             for index, work in enumerate(random.Random(number).sample(works, len(works))):
                 if index and time.monotonic() > until:
                     break
-                for row in bench.judge(link, work, rates, arguments.turns):
-                    rows.append(row)
+                try:
+                    judged = bench.judge(link, work, rates, arguments.turns)
+                except TokenLakeError as error:
+                    console.print(f"{work} left out: {error}", markup=False, highlight=False)
+                    continue
+                rows += judged
+                for row in judged:
                     console.print(_line(row), markup=False, highlight=False)
             coefficients[f"{link.bytes_per_s / 1e6:.0f} MB/s, {link.delay_s * 1e3:g} ms"] = _coefficients(rates)
         result = result_of(rows, documents, coefficients, bench.unequal)
@@ -151,7 +156,7 @@ class _Bench:
         measure(rates, self._model, [*self._here, *timed])
         return rates
 
-    def judge(self, link: Shape, work: Work, rates: Rates, turns: int) -> Iterator[Row]:
+    def judge(self, link: Shape, work: Work, rates: Rates, turns: int) -> list[Row]:
         """Two rows: for a prefix at the other node, and for one here. Chosen by what `rates` said before; what is
         measured here is added afterwards, as an engine adds what it serves."""
         predictions = [predict(work, self._rig.keys(work), at, self._model, rates) for at in (HOLDER, READER)]
@@ -165,10 +170,12 @@ class _Bench:
         seconds = {use: [one.seconds for one in timed if one.use is use] for use in Use}
         self._here += [one for one in timed if one.use in (Use.LOCAL, Use.RECOMPUTE)]
         measure(rates, self._model, timed)
+        rows = []
         for prediction in predictions:
             ways = [Use(way) for way in prediction.seconds]
             unserved = sum(not one.served for one in timed if one.use in ways)
-            yield row_of((link.bytes_per_s, link.delay_s), work, prediction, seconds, unserved)
+            rows.append(row_of((link.bytes_per_s, link.delay_s), work, prediction, seconds, unserved))
+        return rows
 
     def documents(self, link: Shape, rates: Rates) -> Iterator[Totals]:
         """The demo's documents: always fetched, always shipped, and as the planner chooses."""

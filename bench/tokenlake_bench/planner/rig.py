@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ REGIONS: Final = 8
 FILLING: Final = 8
 """Segments at a time."""
 PATIENCE_S: Final = 10.0
+RETRY_S: Final = 0.1
 PATIENT_S: Final = 1.0
 """For a match: on a busy machine what is late must not look like a miss."""
 LONGEST: Final = 4864
@@ -329,11 +331,19 @@ class Rig:
 
     def _copy(self, document: _Document, wanted: Code) -> str:
         salts = document.here if wanted is Code.LOCAL else document.there
-        for index, salt in enumerate(salts):
-            if set(self._where(document, salt)) == {wanted}:
-                salts.append(salts.pop(index))
-                return salt
-        raise TokenLakeError(f"no copy of the document of {len(document.tokens)} tokens is {wanted.name}")
+        until = time.monotonic() + PATIENCE_S
+        while True:
+            found: Counter[str] = Counter()
+            for index, salt in enumerate(salts):
+                codes = self._where(document, salt)
+                if set(codes) == {wanted}:
+                    salts.append(salts.pop(index))
+                    return salt
+                found.update(Code(code).name for code in codes)
+            if time.monotonic() > until:
+                named = f"the document of {len(document.tokens)} tokens is {wanted.name}: {dict(found)}"
+                raise TokenLakeError(f"no copy of {named}")
+            time.sleep(RETRY_S)
 
     def _sent(self) -> int:
         return int(self.cluster.totals()["tokenlake_sent_bytes_total"])
