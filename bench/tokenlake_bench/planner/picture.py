@@ -52,6 +52,6 @@ def plot_regions(rows: Sequence[Row], path: Path) -> None:
     names = [f"{sharing} x {prefix} + {new}, {decode}" for sharing, prefix, new, decode in works]
     axes.set_xticks(range(len(works)), names, rotation=90)
     axes.set_xlabel("requests x cached + new tokens, decode steps")
-    axes.set_title("upper half: chosen; lower half: fastest as measured; x: regret above 10 %")
+    axes.set_title("upper half: chosen; lower half: fastest as measured\nx: regret above 10 %")
     figure.legend(handles=[Patch(color=color, label=way) for way, color in WAYS.items()], loc="outside right upper")
     FigureCanvasAgg(figure).print_png(str(path))
