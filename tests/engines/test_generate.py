@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.engines.memory_pool import MemoryPool, as_pool
-from tests.engines.models import FAMILIES, PAD, VOCABULARY, family, prompt
+from tests.engines.models import FAMILIES, PAD, VOCABULARY, build, family, prompt
 from tokenlake.errors import Unreachable
 from tokenlake.wire import Code
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
@@ -279,6 +279,24 @@ def test_states_whose_cache_is_another_are_not_shared() -> None:
         engine.prefill(tokens)
         engine.flush()
         assert len(pool.segments) == 2
+
+
+def test_a_model_that_was_cast_is_served_alone(caplog: pytest.LogCaptureFixture) -> None:
+    model = build(*FAMILIES["llama-gqa"])
+    pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
+    row = prompt(2 * SEGMENT + 1, 9)
+    with engine_of(model, pool) as engine:
+        engine.prefill(row)
+        assert engine.flush(30)
+        stored = dict(pool.segments)
+        model.to(torch.bfloat16)
+        ids, mask = padded([row])
+        assert greedy(engine.generate, ids, mask) == greedy(model.generate, ids, mask)
+        other = prompt(2 * SEGMENT + 1, 10)
+        assert engine.prefill(other).cache.layers[0].keys.dtype == torch.bfloat16
+        assert engine.flush(30)
+        assert pool.segments.keys() == stored.keys()
+    assert "bfloat16" in caplog.text
 
 
 def test_right_padding_and_given_caches_go_to_the_model(model: Any, pool: MemoryPool) -> None:

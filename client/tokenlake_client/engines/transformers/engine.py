@@ -82,6 +82,8 @@ class TokenLakeEngine:
         self._filler = Filler(model, self.options, self._writer, self._counters, self._measured, self._pool_failed)
         self._connection = Connection(None, self._failed)
         self._shape: CacheShape | None = None
+        self._placed: tuple[Any, Any] | None = None
+        """Where and in which dtype the model was when its shape was read."""
         self._shipping: Shipping | None = None
         self._planning: Planning | None = None
         self._base_digest = ""
@@ -104,9 +106,10 @@ class TokenLakeEngine:
         if not tokens:
             raise ValueError("a prompt has at least one token")
         if self._shape is None:
-            self._shape = cache_shape(self.model)
+            self._shape, self._placed = cache_shape(self.model), _placement(self.model)
         pool = self._usable_pool()
-        storage = allocate(self._shape, 1, len(tokens))
+        shape = self._shape if self._placed == _placement(self.model) else cache_shape(self.model)
+        storage = allocate(shape, 1, len(tokens))
         row = Row(tokens)
         place_rows([row], storage, 0, len(tokens) - 1)
         if pool is not None:
@@ -187,8 +190,7 @@ class TokenLakeEngine:
         given = None if isinstance(source, (str, Path)) else source
         try:
             check_model(self.model, options.adapter)
-            if self._shape is None:
-                self._shape = cache_shape(self.model)
+            self._shape, self._placed = cache_shape(self.model), _placement(self.model)
             self.layout = layout_of(
                 self.model,
                 segment_tokens=self._segment_tokens(given),
@@ -249,6 +251,8 @@ class TokenLakeEngine:
             pool = self._connection.get()
             if pool is not None:
                 check_state(self.model, self.options.adapter)
+                if self._placed != _placement(self.model):
+                    raise NotServed(f"the model was on {self._placed}, and is on {_placement(self.model)}")
             return pool
         except NotServed as reason:
             self._say(f"served without the pool: {reason}")
@@ -310,3 +314,8 @@ class TokenLakeEngine:
         if message not in self._reported and len(self._reported) < MAX_REPORTS:
             self._reported.add(message)
             logger.warning("%s", message)
+
+
+def _placement(model: Any) -> tuple[Any, Any]:
+    """Device and dtype."""
+    return model.device, model.dtype
