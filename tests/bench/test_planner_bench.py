@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,7 +98,7 @@ def test_a_port_that_nobody_listens_on_refuses_through_a_link_too() -> None:
 # -- what is learnt
 
 
-def served(use: object, prefix: int, new: int, decode: int, rows: int) -> object:
+def served(use: Any, prefix: int, new: int, decode: int, rows: int) -> Any:
     """A batch on a machine of which all is known."""
     one = Work(prefix, new, decode, rows)
     cached = 0 if use is Use.RECOMPUTE else prefix

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -184,9 +185,14 @@ def test_nothing_is_recomputed_before_prefills_were_measured() -> None:
 
 def test_the_sets_of_peers_that_are_tried_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """What bounds the time of a plan, however many nodes hold a part of a prefix."""
-    tried = []
+    tried: list[tuple[NodeId, ...]] = []
     best = choosing._best
-    monkeypatch.setattr(choosing, "_best", lambda *each: (tried.append(each[2]), best(*each))[1])
+
+    def noted(costs: Costs, options: Any, asked: tuple[NodeId, ...]) -> Any:
+        tried.append(asked)
+        return best(costs, options, asked)
+
+    monkeypatch.setattr(choosing, "_best", noted)
     made = rates()
     long = request("abcdefghij")
     holders = {each: (NodeId(f"n{index}"),) for index, each in enumerate(long.keys)}
