@@ -21,12 +21,14 @@ class EngineOptions:
     """Id of the LoRA adapters that are active; part of every key."""
     salt: str | None = None
     """Part of every key: requests share only with requests of the same salt."""
-    mode: Mode = "fetch"
-    """`fetch` copies the known prefix of a prompt into the engine's cache. `ship` leaves it where it is, on this node
+    mode: Mode = "auto"
+    """`auto` lets the planner choose for each batch between the other two, and recompute what would take longer to
+    bring (`tokenlake.planner`), from what this engine measures as it serves.
+
+    `fetch` copies the known prefix of a prompt into the engine's cache. `ship` leaves it where it is, on this node
     or another: `generate` sends each layer's queries there, by the query engine of its node. Where none runs, or a
     model's attention cannot be served so, the log says why, and the prefix is fetched. Nobody else may run the model
-    while `generate` does. `auto` lets the planner choose for each batch, and recompute what would take longer to bring
-    (`tokenlake.planner`), from what this engine measures as it serves."""
+    while `generate` does."""
     segment_tokens: int = 256
     weights_digest: str | None = None
     """From `tokenlake_client.weights`; computed from the model where None."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tokenlake.attention import AttentionShape
+from tokenlake.errors import TokenLakeError
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.planner import Batch, Costs, Decision, Model, PrefixTree, Rates, Request, Way, choose, grow
@@ -48,7 +49,8 @@ class Planning:
             ship = self._plan(pool, rows, new_tokens)
         except Exception as error:
             for row in rows:
-                row.limit = None
+                # A pool that fails is not asked again by those who read: it may cost one deadline, not two.
+                row.limit = 0 if isinstance(error, TokenLakeError) else None
             self._pool_failed("planning", error)
         self._counters.add(pool_seconds=time.perf_counter() - started)
         return ship
