@@ -169,18 +169,18 @@ def test_a_node_that_loses_segments_at_once_is_not_said_to_be_fast(model: Any, m
         assert fetch.at is not None
 
 
-def test_planning_leases_nothing_that_the_batch_needs(model: Any) -> None:
+@pytest.mark.parametrize("mode", ["auto", "ship"])
+def test_rows_that_share_a_long_prefix_need_no_more_leases_than_one(model: Any, mode: str) -> None:
     """A session may lease half of its node's memory."""
     layout = layout_of(model, segment_tokens=SEGMENT)
-    segments = 256
-    memory = f"{segments * layout.segment_bytes >> 20}MiB"
-    head = prompt(segments // 3 * SEGMENT, 11)
+    head = prompt((1 << 20) // layout.segment_bytes // 3 * SEGMENT, 11)
     rows = [head + prompt(1 + number, 12 + number) for number in range(4)]
-    with daemons(1, memory) as cluster, engine_at(cluster, 0, model, mode="auto") as engine:
+    # One region of a mebibyte is for the layout that `serving` looks with.
+    with serving(1, "2MiB") as cluster, engine_at(cluster, 0, model, mode=mode) as engine:
         engine.prefill([*head, 2])
         assert engine.flush(30)
         stored = engine.counts.tokens_stored
         assert stored == len(head)
         ids, mask = batch(rows)
         engine.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False, eos_token_id=None)
-        assert engine.counts.tokens_hit == len(rows) * stored
+        assert engine.counts.tokens_hit + engine.counts.tokens_shipped == len(rows) * stored

@@ -67,7 +67,7 @@ class Shipping:
         for row in rows:
             if not self._open(pool, row, opened):
                 break
-        for prefix in opened.values():
+        for prefix in dict.fromkeys(opened.values()):
             shipment.add(prefix)
         self._counters.add(pool_seconds=time.perf_counter() - started)
         return shipment if opened else None
@@ -78,17 +78,20 @@ class Shipping:
         row: Row,
         opened: dict[tuple[SegmentKey, ...], SharedPrefix],
     ) -> bool:
-        """False where something failed: further rows would only cost time."""
+        """False where something failed: further rows would only cost time. `opened`: by what was found, and by what was
+        wanted."""
         size = pool.layout.segment_tokens
-        wanted = row.wanted(size)
-        if not wanted:
+        wanted = tuple(row.wanted(size))
+        if not wanted or wanted in opened:
+            # Matched again it might be found shorter: the open view takes part of what the session may lease.
+            row.shared = opened.get(wanted)
             return True
         try:
             lease = pool.match(wanted)
         except Exception as error:
             self._pool_failed("reading segments", error)
             return False
-        found = tuple(wanted[: lease.hits])
+        found = wanted[: lease.hits]
         if not found or found in opened:
             lease.release()
             row.shared = opened.get(found)
@@ -105,7 +108,7 @@ class Shipping:
             return True
         elsewhere = [node for node in view.nodes[: view.hits] if node != pool.node]
         self._measured.opened(elsewhere, time.perf_counter() - began)
-        row.shared = opened[found] = SharedPrefix(
+        row.shared = opened[found] = opened[wanted] = SharedPrefix(
             row.tokens[: view.hits * size], found[: view.hits], view, elsewhere=elsewhere
         )
         return True
