@@ -8,6 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tokenlake_client.heart import Heart, Wake
 from tokenlake_client.lease import Lease, PendingMatch, Reading
 from tokenlake_client.link import STORE_S, Link, open_link
 from tokenlake_client.queries import QUERY_S, VIEW_S, Queries, QueryBuffer, Ticket, View
+from tokenlake_client.transfers import LayerCache, Transfer
 from tokenlake_client.write import Reservation, Source, Write
 
 __all__ = ["Pool"]
@@ -56,6 +58,7 @@ class Pool:
         self._heart = Heart(self._books, connect, wake, self._reading)
         self._heart.start()
         self._queries = Queries(self._books, layout)
+        self._putting = ThreadPoolExecutor(1, thread_name_prefix="tokenlake-put")
         self._name = secrets.token_hex(4)
         self._requests = itertools.count(1)
 
@@ -215,6 +218,23 @@ class Pool:
         not come within `deadline_s` is LOST."""
         return self._queries.query(buffer, layer, deadline_s)
 
+    def init_transfer(self, parts: Sequence[tuple[Sequence[SegmentKey], int]]) -> Transfer:
+        """Reserve slots for new cache of several prompts: (keys, index of the first in its prompt) each. What is there
+        already, or refused, gets none, and is not copied. Raises `Unreachable`; then nothing stays reserved."""
+        writes: list[Write] = []
+        try:
+            for keys, first in parts:
+                writes.append(self.store(keys, first))
+        except BaseException:
+            for write in writes:
+                write.abort()
+            raise
+        return Transfer(self.layout, writes, self._putting)
+
+    def put(self, transfer: Transfer, layer: int, parts: Sequence[LayerCache]) -> None:
+        """Copy one layer of new cache into its slots, behind the caller's back (`Transfer.put`)."""
+        transfer.put(layer, parts)
+
     @property
     def query_connections(self) -> int:
         """To query engines, so far: one, and one more each time one ended."""
@@ -230,6 +250,7 @@ class Pool:
             # The session is the parent's: a forked child has nothing to say in it.
             return
         self._queries.close()
+        self._putting.shutdown(wait=False)
         self._books.close()
 
     @property
