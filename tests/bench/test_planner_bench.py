@@ -184,6 +184,8 @@ def test_arguments_that_cannot_be(changed: dict[str, object], named: str) -> Non
 # -- all of it
 
 
+@pytest.mark.live
+@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("one_thread")
 def test_every_way_gives_the_same_tokens_and_the_files_say_what_was_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
