@@ -250,7 +250,8 @@ class Pool:
             # The session is the parent's: a forked child has nothing to say in it.
             return
         self._queries.close()
-        self._putting.shutdown(wait=False)
+        # Copies under way are finished: their slots must not be given back while a thread writes there.
+        self._putting.shutdown()
         self._books.close()
 
     @property

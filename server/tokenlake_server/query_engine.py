@@ -119,7 +119,16 @@ class QueryEngine:
         try:
             with theirs:
                 # In a thread: a fork takes milliseconds.
-                process = await asyncio.to_thread(subprocess.Popen, command, pass_fds=[theirs.fileno()])
+                starting = asyncio.ensure_future(
+                    asyncio.to_thread(subprocess.Popen, command, pass_fds=[theirs.fileno()])
+                )
+                try:
+                    process = await asyncio.shield(starting)
+                except asyncio.CancelledError:
+                    # The daemon stops; what it began to start must not outlive it.
+                    ours.close()
+                    await asyncio.to_thread(_end, await starting)
+                    raise
         except BaseException:
             ours.close()
             raise

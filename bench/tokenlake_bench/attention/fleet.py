@@ -85,7 +85,7 @@ class Fleet:
 
     def slots(self, node: int, count: int) -> list[NDArray[np.uint8]]:
         """The first segments of a node, where they lie."""
-        with self._pools[node].match(self.keys[node][:count]) as lease:
+        with self._pools[node].match(self.keys[node][:count], deadline_s=STEP_S) as lease:
             return lease.fetch()
 
     def open_view(self, nodes: Sequence[int], each: int) -> View:
