@@ -73,9 +73,10 @@ def test_a_replayed_trace_has_no_wrong_byte_and_hits_across_nodes(tmp_path: Path
 
 def test_interrupted_it_writes_what_is_done(tmp_path: Path) -> None:
     result_file = tmp_path / "result.json"
-    # So slowly that it is not done when the signal comes.
-    arguments = ["bench", "cache-hit", "--limit", "5000", "--speed", "20", "--json", str(result_file)]
-    command = [sys.executable, "-c", "from tokenlake.command import main; main()", *arguments]
+    arguments = ["bench", "cache-hit", "--limit", "5000", "--json", str(result_file)]
+    # Where the tests are a shell's background job SIGINT is ignored, and children inherit that.
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{heard}; from tokenlake.command import main; main()", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         output = []
