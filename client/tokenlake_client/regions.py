@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -20,6 +21,9 @@ MADV_POPULATE_WRITE = 23
 
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+IDLE_S = 60.0
+"""A mapping that was not used for so long goes when another is made; made again, 64 MiB take some milliseconds."""
 
 
 class Mapping:
@@ -64,15 +68,26 @@ class Window:
 
 
 class Regions:
-    """Mappings by region, made when first needed. `open_region(number, write)` asks the daemon."""
+    """Mappings by region, made when first needed, and forgotten when they were not used for `IDLE_S`: a region that
+    changed its tenant comes under another number, and its memory is given back when nobody maps it any more. Arrays
+    that still lie in one keep it. `open_region(number, write)` asks the daemon."""
 
-    def __init__(self, open_region: Callable[[int, bool], Mapping]) -> None:
+    def __init__(
+        self, open_region: Callable[[int, bool], Mapping], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._open = open_region
+        self._clock = clock
         self._mapped: dict[tuple[int, bool], Mapping] = {}
+        self._used: dict[tuple[int, bool], float] = {}
 
     def get(self, region: int, *, write: bool = False) -> Mapping:
         """The mapping of a region. Raises what asking the daemon raises."""
-        mapping = self._mapped.get((region, write))
+        key, now = (region, write), self._clock()
+        mapping = self._mapped.get(key)
         if mapping is None:
-            mapping = self._mapped[region, write] = self._open(region, write)
+            for idle in [other for other, used in list(self._used.items()) if now - used > IDLE_S]:
+                self._mapped.pop(idle, None)
+                self._used.pop(idle, None)
+            mapping = self._mapped[key] = self._open(region, write)
+        self._used[key] = now
         return mapping

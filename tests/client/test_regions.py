@@ -1,0 +1,39 @@
+"""Mappings of regions that an engine does not use any more."""
+
+from __future__ import annotations
+
+import weakref
+from typing import cast
+
+from tokenlake_client.regions import IDLE_S, Mapping, Regions
+
+
+class FakeMapping:
+    """Stands for a mapping: only its life matters here."""
+
+
+def test_a_region_that_is_not_used_any_more_is_forgotten_when_another_is_mapped() -> None:
+    """An hour of regions that changed hands left an engine with two descriptors, and their memory, for each."""
+    now = [0.0]
+    opened: list[tuple[int, bool]] = []
+    lives: dict[int, weakref.ref[Mapping]] = {}
+
+    def open_region(region: int, write: bool) -> Mapping:
+        opened.append((region, write))
+        made = cast(Mapping, FakeMapping())
+        lives[region] = weakref.ref(made)
+        return made
+
+    regions = Regions(open_region, lambda: now[0])
+    regions.get(1)
+    held = regions.get(2)
+    now[0] = IDLE_S
+    assert regions.get(1) is not None
+    now[0] = IDLE_S + 1
+    regions.get(3)
+    assert lives[1]() is not None, "used a second ago"
+    assert lives[2]() is held, "somebody looks at it"
+    del held
+    assert lives[2]() is None
+    regions.get(2)
+    assert opened == [(1, False), (2, False), (3, False), (2, False)]
