@@ -27,7 +27,7 @@ class ControlPlane:
     """For one scheduler, in one thread, over a pool that stays the caller's.
 
     What `get_prefix_tree` found stays leased, so that the plans made of it can be carried out, until it is asked again,
-    or `release` or `close` is called.
+    or `release` is called.
     """
 
     def __init__(self, pool: Pool, instances: Mapping[str, NodeId], shape: AttentionShape, rates: Rates | None = None):
@@ -113,15 +113,11 @@ class ControlPlane:
                 lease.release()
         self.leases = ()
 
-    def close(self) -> None:
-        """The same; the pool stays open."""
-        self.release()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self.release()
 
 
 def _nodes(lease: Lease) -> list[NodeId]:

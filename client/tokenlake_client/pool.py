@@ -235,11 +235,6 @@ class Pool:
         """Copy one layer of new cache into its slots, behind the caller's back (`Transfer.put`)."""
         transfer.put(layer, parts)
 
-    @property
-    def query_connections(self) -> int:
-        """To query engines, so far: one, and one more each time one ended."""
-        return self._queries.connections
-
     # -- life
 
     def close(self) -> None:

@@ -39,11 +39,6 @@ class Transfer:
         self._copies: list[Future[None]] = []
         self._failed = False
 
-    @property
-    def segments(self) -> list[int]:
-        """Of each part, how many segments its arrays must have."""
-        return [len(write.keys) for write in self._writes]
-
     def put(self, layer: int, parts: Sequence[LayerCache]) -> None:
         """Copy one layer of every part behind the caller's back: the arrays must stay as they are until `wait`, or
         until `copied` says so. With the last layer everything is committed.

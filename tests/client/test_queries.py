@@ -166,7 +166,7 @@ def test_threads_share_one_connection(pool: Pool, text: Text) -> None:
     for thread in threads:
         thread.join()
     assert done == [True] * 4
-    assert pool.query_connections == 1
+    assert pool._queries.connections == 1
 
 
 @pytest.mark.live
@@ -214,7 +214,7 @@ def test_a_frozen_query_engine_costs_one_deadline(cluster: Cluster, pool: Pool, 
         finally:
             os.kill(pid, signal.SIGCONT)
         wait_until(lambda: ask(pool, text, view), "it answers again")
-    assert pool.query_connections == 1
+    assert pool._queries.connections == 1
     # What came late was given back when the next buffer was made.
     assert not pool._queries._owed
 
@@ -248,7 +248,7 @@ def test_a_killed_query_engine_loses_its_views_and_is_connected_to_again(
     wait_serving(cluster, 0, other_than=pid)
     with open_view(pool, text) as again:
         assert ask(pool, text, again)
-    assert pool.query_connections == 2
+    assert pool._queries.connections == 2
 
 
 @pytest.mark.live
