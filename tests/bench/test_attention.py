@@ -99,7 +99,8 @@ def test_a_short_run_writes_a_row_per_combination(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.live
 def test_other_nodes_are_asked_for_no_more_bytes_than_the_formula_says(tmp_path: Path) -> None:
-    """5 % for frames. The results are compared with the kernel's on the way."""
+    """5 % for frames. The results are compared with the kernel's on the way. On busy nodes a query engine that is late
+    is passed over for another copy, so that fewer nodes answer or one more is asked."""
     pytest.importorskip("torch")
     file = tmp_path / "rows.json"
     arguments = command.AttentionArguments(
@@ -114,7 +115,8 @@ def test_other_nodes_are_asked_for_no_more_bytes_than_the_formula_says(tmp_path:
     }
     for name, row in rows.items():
         assert (row["bytes_formula"] == 0) == ("here" in name)
-        assert row["bytes_formula"] <= row["bytes"] <= 1.05 * row["bytes_formula"]
+        if not name.endswith("_busy"):
+            assert row["bytes_formula"] <= row["bytes"] <= 1.05 * row["bytes_formula"]
 
 
 @pytest.mark.slow
