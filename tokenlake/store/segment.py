@@ -15,6 +15,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from tokenlake.advice import NO_ADVICE
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.wire.slots import SlotRef
 
@@ -47,6 +48,7 @@ class Segment:
     """Mutable; changed by `SegmentStore` alone, but for `checksums`, `missing_shards` and `source`."""
 
     __slots__ = (
+        "advice",
         "aside",
         "checksums",
         "depth",
@@ -91,6 +93,8 @@ class Segment:
         self.touched = now
         self.checksums = b""
         """8 bytes per shard once READY."""
+        self.advice = NO_ADVICE
+        """The newest word of those that wrote or read it."""
         self.missing_shards = 0
         """Bit mask of the shards not committed yet."""
         self.source: NodeId | None = None
