@@ -50,7 +50,7 @@ def test_what_stays_is_passed_once(held: int, steps: list[tuple[int, str]]) -> N
         elif change == "discard" and there:
             leaving = there.pop(number % len(there))
             if leaving in store.segments():
-                store.discard(leaving)
+                store.discard(leaving, 0.0)
         present = set(store.segments())
         staying = [segment for segment in staying if segment in present]
         store.check_integrity()
@@ -68,7 +68,7 @@ def test_a_region_taken_away_is_passed_over() -> None:
     assert cursor is not None
     (pool,) = store.pools()
     pool.regions.sort(reverse=True)
-    assert store.reclaim(pool) == 2
+    assert store.reclaim(pool, 0.0) == 2
     found, cursor = store.walk(cursor, PER_REGION + 1)
     assert [segment.place.region for segment in found] == [1] * PER_REGION
     assert cursor is None
@@ -82,11 +82,11 @@ def test_a_large_region_is_emptied_in_several_calls() -> None:
     (pool,) = store.pools()
     left = []
     for _ in range(2):
-        assert store.reclaim(pool) is None
+        assert store.reclaim(pool, 0.0) is None
         store.check_integrity()
         left.append(len(list(store.segments())))
     assert left == [count - RECLAIM_EVICTIONS, count - 2 * RECLAIM_EVICTIONS]
-    assert store.reclaim(pool) == 0
+    assert store.reclaim(pool, 0.0) == 0
     assert not list(store.pools())
 
 
@@ -98,9 +98,9 @@ def test_a_region_that_can_go_is_found_behind_many_that_cannot() -> None:
     for region in range(last):
         store.pin(next(segment for segment in segments if segment.place.region == region))
     # The first call looks at three regions, which is enough for one call, and the next one begins behind them.
-    assert store.reclaim(pool) is None
+    assert store.reclaim(pool, 0.0) is None
     asked = 1
-    while (taken := store.reclaim(pool)) is None:
+    while (taken := store.reclaim(pool, 0.0)) is None:
         asked += 1
         assert asked < 20
     assert taken == last

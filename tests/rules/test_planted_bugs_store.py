@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.rules.test_store_machine import StoreMachine
+from tokenlake.advice import NO_ADVICE, Advice
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.store import Kind, Segment, SegmentStore, State
 from tokenlake.store.pool import SlotPool
@@ -44,9 +45,16 @@ class GenerationNotBumped(SegmentStore):
     """A slot keeps its generation when it changes hands."""
 
     def reserve(
-        self, tenant: TenantId, slot_bytes: int, key: SegmentKey, kind: Kind, depth: int, now: float
+        self,
+        tenant: TenantId,
+        slot_bytes: int,
+        key: SegmentKey,
+        kind: Kind,
+        depth: int,
+        now: float,
+        advice: Advice = NO_ADVICE,
     ) -> Segment | Code:
-        result = super().reserve(tenant, slot_bytes, key, kind, depth, now)
+        result = super().reserve(tenant, slot_bytes, key, kind, depth, now, advice)
         if isinstance(result, Segment):
             region, slot, generation = result.place
             if generation > 1:
@@ -73,7 +81,7 @@ class LeaseIgnored(SegmentStore):
         for segment in self.segments():
             if segment.state is State.READY and segment.kind is not Kind.DIRTY and segment.pool is pool:
                 with unseen_pins(segment):
-                    self._evict(segment)
+                    self._evict(segment, now)
                 return True
         return False
 
@@ -88,9 +96,9 @@ class LeaseIgnored(SegmentStore):
 class QuarantineFreedAtOnce(SegmentStore):
     """A discarded segment's slot is free although somebody may still touch it."""
 
-    def discard(self, segment: Segment) -> None:
+    def discard(self, segment: Segment, now: float, evicted: bool = False) -> None:
         with unseen_pins(segment):
-            super().discard(segment)
+            super().discard(segment, now, evicted)
 
     def unpin(self, *segments: Segment) -> None:
         for segment in segments:
@@ -116,7 +124,7 @@ class DirtyEvictable(SegmentStore):
         for segment in self.segments():
             dirty = segment.kind is Kind.DIRTY and segment.state is State.READY and not segment.pins
             if dirty and segment.pool is pool:
-                self._evict(segment)
+                self._evict(segment, now)
                 return True
         return False
 
@@ -128,7 +136,7 @@ class StagedBudgetIgnored(SegmentStore):
         victim = pool.victim(Kind.HOME, now) if kind is Kind.STAGED else None
         if victim is None:
             return super()._make_room(pool, kind, now)
-        self._evict(victim)
+        self._evict(victim, now)
         return True
 
 
@@ -136,12 +144,19 @@ class DirtyBudgetIgnored(SegmentStore):
     """Writes take any slot."""
 
     def reserve(
-        self, tenant: TenantId, slot_bytes: int, key: SegmentKey, kind: Kind, depth: int, now: float
+        self,
+        tenant: TenantId,
+        slot_bytes: int,
+        key: SegmentKey,
+        kind: Kind,
+        depth: int,
+        now: float,
+        advice: Advice = NO_ADVICE,
     ) -> Segment | Code:
-        result = super().reserve(tenant, slot_bytes, key, kind, depth, now)
+        result = super().reserve(tenant, slot_bytes, key, kind, depth, now, advice)
         if result is not Code.WRITE_BUDGET:
             return result
-        result = super().reserve(tenant, slot_bytes, key, Kind.HOME, depth, now)
+        result = super().reserve(tenant, slot_bytes, key, Kind.HOME, depth, now, advice)
         if isinstance(result, Segment):
             self.become(result, kind, now)
         return result
@@ -150,8 +165,8 @@ class DirtyBudgetIgnored(SegmentStore):
 class ParentTouchedFirst(SegmentStore):
     """A prompt is touched from its start, so that parents go before their children."""
 
-    def touch(self, segments: Sequence[Segment], now: float) -> None:
-        super().touch(segments[::-1], now)
+    def touch(self, segments: Sequence[Segment], now: float, advice: Advice | None = None) -> None:
+        super().touch(segments[::-1], now, advice)
 
 
 class HomesEvictedFirst(SegmentStore):

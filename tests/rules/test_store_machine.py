@@ -103,7 +103,7 @@ class StoreMachine(RuleBasedStateMachine):
     def discard(self, pick: int) -> None:
         copy = pick_from(pick, self.model.index.values())
         self.model.discard(copy)
-        self.store.discard(self.real[copy])
+        self.store.discard(self.real[copy], self.now)
 
     @precondition(lambda self: self.model.index)
     @rule(pick=picks, holder=holders)
@@ -139,7 +139,7 @@ class StoreMachine(RuleBasedStateMachine):
         pool = pick_from(pick, self.model.regions)
         real = next(p for p in self.store.pools() if (p.tenant, p.slot_bytes) == pool)
         region = self.model.reclaim(pool)
-        assert self.store.reclaim(real) == region
+        assert self.store.reclaim(real, self.now) == region
         for place in [place for place in self.memory if place[0] == region]:
             del self.memory[place]
 
@@ -243,7 +243,7 @@ class StoreMachine(RuleBasedStateMachine):
             for kind in (Kind.STAGED, Kind.HOME):
                 order = [self.real[copy] for copy in self.model.order.get((at, kind), [])]
                 assert len(pool.order[kind]) == len(order)
-                assert not order or pool.order[kind].coldest() is order[0], f"coldest {kind.name} copy of {at}"
+                assert not order or pool.order[kind].coldest(self.now) is order[0], f"coldest {kind.name} copy of {at}"
             quarantined = sum(copy.pool == at for copy in self.model.quarantine)
             assert pool.quarantined == quarantined, f"{pool.quarantined} slots in quarantine, must be {quarantined}"
 

@@ -135,7 +135,7 @@ class Fetches:
             else:
                 self._context.counters.add(CORRUPT, codes[index] == Code.BAD_CHECKSUM)
                 store.unpin(segment)
-                store.discard(segment)
+                store.discard(segment, self._context.now)
         if Code.BAD_CHECKSUM in codes:
             self._note(flight, f"{codes.count(Code.BAD_CHECKSUM)} arrived with a wrong checksum")
         store.touch([s for s in arrived if s.kind is not Kind.DIRTY], self._context.now)

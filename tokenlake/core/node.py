@@ -161,7 +161,7 @@ class NodeCore:
         for pool in store.pools():
             if (pool.tenant, pool.slot_bytes) not in used and pool.regions:
                 free = len(pool.free)
-                self._replacing = store.reclaim(pool)
+                self._replacing = store.reclaim(pool, self._context.now)
                 if self._replacing is not None:
                     fresh = self._context.config.regions + self._replaced
                     self._replaced += 1

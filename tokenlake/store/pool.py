@@ -75,10 +75,10 @@ class SlotPool:
         set aside: a pin costs nothing but its count, and no search passes over the same pin twice."""
         order = self.order[kind]
         while len(order):
-            segment = order.coldest()
+            segment = order.coldest(now)
             if not segment.pins:
                 return segment
-            order.remove(segment)
+            order.remove(segment, now, evicted=False)
             segment.aside, segment.touched = True, now
         return None
 
@@ -86,12 +86,12 @@ class SlotPool:
         """A READY segment takes its place in the order of its kind."""
         self.order[segment.kind].insert(segment, now)
 
-    def leave(self, segment: Segment) -> None:
+    def leave(self, segment: Segment, now: float, evicted: bool = False) -> None:
         """Inverse of `enter`, also of one that was set aside."""
         if segment.aside:
             segment.aside = False
         else:
-            self.order[segment.kind].remove(segment)
+            self.order[segment.kind].remove(segment, now, evicted)
 
     def come_back(self, segment: Segment) -> None:
         """The last pin of a segment that was set aside went."""

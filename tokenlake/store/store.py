@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
+from tokenlake.advice import NO_ADVICE, Advice
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters, Metric
 from tokenlake.placement import Vacancy
@@ -129,13 +130,20 @@ class SegmentStore:
     # -- life of a segment
 
     def reserve(
-        self, tenant: TenantId, slot_bytes: int, key: SegmentKey, kind: Kind, depth: int, now: float
+        self,
+        tenant: TenantId,
+        slot_bytes: int,
+        key: SegmentKey,
+        kind: Kind,
+        depth: int,
+        now: float,
+        advice: Advice = NO_ADVICE,
     ) -> Segment | Code:
         """A slot for a new segment, RESERVED, indexed and pinned once for the caller; or the reason why not.
 
-        The key must not be indexed. Victims: staged copies, then home copies by policy. A staged copy within
-        its budget takes a home copy's slot first, else the budget would never fill; beyond it, only when all staged
-        copies are in use, else what is leased of a prompt could keep the rest of it from being read
+        The key must not be indexed. Victims: staged copies beyond their budget, then home copies by policy. A staged
+        copy within its budget takes a home copy's slot first, else the budget would never fill; beyond it, only when
+        all staged copies are in use, else what is leased of a prompt could keep the rest of it from being read
         (test_a_tail_that_is_here_keeps_nobody_from_reading_its_head).
         """
         pool = self.pool(tenant, slot_bytes)
@@ -150,6 +158,7 @@ class SegmentStore:
             return Code.NO_SLOT
         segment = Segment(pool, key, pool.take(self._generations), kind, depth, now)
         segment.pins = 1
+        segment.advice = advice
         pool.counts[kind] += 1
         self._index.setdefault(tenant, {})[key] = segment
         self._places.of[segment.place.region][segment.place.slot] = segment
@@ -164,11 +173,12 @@ class SegmentStore:
         segment.checksums = checksums
         segment.pool.enter(segment, now)
 
-    def discard(self, segment: Segment) -> None:
-        """Out of the index. The slot is free at once without pins, else quarantined until the last one goes."""
+    def discard(self, segment: Segment, now: float, evicted: bool = False) -> None:
+        """Out of the index. The slot is free at once without pins, else quarantined until the last one goes.
+        `evicted`: for want of memory, which the policy remembers."""
         pool = segment.pool
         if segment.state is State.READY:
-            pool.leave(segment)
+            pool.leave(segment, now, evicted)
         segment.state = State.GONE
         pool.counts[segment.kind] -= 1
         del self._index[segment.tenant][segment.key]
@@ -185,7 +195,7 @@ class SegmentStore:
             return
         pool = segment.pool
         if segment.state is State.READY:
-            pool.leave(segment)
+            pool.leave(segment, now)
         pool.counts[segment.kind] -= 1
         segment.kind = kind
         pool.counts[kind] += 1
@@ -208,16 +218,22 @@ class SegmentStore:
             elif segment.state is _GONE:
                 self._leave_quarantine(segment)
 
-    def touch(self, segments: Sequence[Segment], now: float) -> None:
+    def touch(self, segments: Sequence[Segment], now: float, advice: Advice | None = None) -> None:
         """The READY segments of one prompt were read; given in prompt order, touched deepest first, so that a
-        parent outlives its children."""
+        parent outlives its children. `advice`: of the request that read them, if it gave any."""
+        if advice is not None:
+            _take_word(segments, advice)
         for segment in reversed(segments):
             if not segment.aside:
                 segment.pool.order[segment.kind].touch(segment, now)
 
+    def advise(self, segments: Sequence[Segment], advice: Advice) -> None:
+        """A word about the READY segments of one prompt that came late; no use."""
+        _take_word(segments, advice)
+
     # -- regions
 
-    def reclaim(self, pool: SlotPool) -> int | None:
+    def reclaim(self, pool: SlotPool, now: float) -> int | None:
         """Empty one region of `pool` for somebody else and take it away; its id, or None while something in
         each of them is pinned or dirty. None as well when there is more to look at, or to evict, than is done at
         once: ask again. The caller replaces the memory, then calls `add_spare`."""
@@ -232,7 +248,7 @@ class SegmentStore:
                     return None
                 continue
             for segment in inside[:RECLAIM_EVICTIONS]:
-                self._evict(segment)
+                self._evict(segment, now)
             if len(inside) > RECLAIM_EVICTIONS:
                 return None
             pool.drop_region(region)
@@ -274,20 +290,25 @@ class SegmentStore:
             pool.add_region(region, self.region_bytes)
 
     def _make_room(self, pool: SlotPool, kind: Kind, now: float) -> bool:
-        """Evict one segment so that one of `kind` can come. Nothing is evicted for a loser."""
-        within = kind is Kind.STAGED and pool.counts[kind] < pool.budget(pool.budgets.staged, pool.slots)
-        for victims in (Kind.HOME, Kind.STAGED) if within else (Kind.STAGED, Kind.HOME):
+        """Evict one segment so that one of `kind` can come. Nothing is evicted for a loser.
+
+        A home copy displaces a staged one only where those are beyond their budget: else what other nodes push here
+        would drive out what this node's engines read, and each read would travel again.
+        """
+        room = pool.budget(pool.budgets.staged, pool.slots) - pool.counts[Kind.STAGED]
+        spares_staged = room > 0 if kind is Kind.STAGED else room >= 0 and kind is Kind.HOME
+        for victims in (Kind.HOME, Kind.STAGED) if spares_staged else (Kind.STAGED, Kind.HOME):
             victim = pool.victim(victims, now)
             if victim is not None:
-                self._evict(victim)
+                self._evict(victim, now)
                 return True
         return False
 
-    def _evict(self, segment: Segment) -> None:
+    def _evict(self, segment: Segment, now: float) -> None:
         self._counters.add(EVICTED)
         if segment.kind is Kind.HOME:
             self.evicted.append(segment)
-        self.discard(segment)
+        self.discard(segment, now, evicted=True)
 
     def check_integrity(self) -> None:
         """AssertionError when slots, pins, counts and index do not add up. Slow; for tests."""
@@ -304,3 +325,13 @@ class SegmentStore:
         assert {id(s) for s in placed} == {id(s) for s in [*self.segments(), *self._quarantine.values()]}
         assert all(self._places.of[s.place.region][s.place.slot] is s for s in placed)
         assert sum(len(p.regions) for p in self._pools.values()) + len(self._spare) <= self._regions
+
+
+def _take_word(segments: Sequence[Segment], advice: Advice) -> None:
+    """`advice` is the newest of these. Segments of one prompt mostly had the same word before: merged once for each."""
+    former, merged = NO_ADVICE, advice
+    for segment in segments:
+        if segment.advice is not former:
+            former = segment.advice
+            merged = advice.over(former)
+        segment.advice = merged

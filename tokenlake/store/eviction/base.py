@@ -1,0 +1,59 @@
+"""What a policy of eviction is: it orders segments; the store decides when one goes, and passes over pinned ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from tokenlake.advice import Advice
+from tokenlake.identity import SegmentKey
+from tokenlake.store.segment import Segment
+
+__all__ = ["SAME_USE_S", "EvictionPolicy"]
+
+SAME_USE_S = 1.0
+"""Touches of a segment within this time are one use: a lease that is released in parts touches twice."""
+
+
+class EvictionPolicy(Protocol):
+    """Order of the READY segments of one slot size, kind and tenant.
+
+    Deterministic: the same calls at the same times lead to the same answers. `now` never decreases. A use of a
+    segment is its first `insert`, and each `touch`; the caller touches a prompt's deepest segment first.
+    """
+
+    def insert(self, segment: Segment, now: float) -> None:
+        """`segment` became evictable in principle. The first time this is its first use; again, after it was
+        removed without being evicted (a pin, another kind for a while), it is none."""
+
+    def touch(self, segment: Segment, now: float) -> None:
+        """`segment`, which is in order, was used. Touches within `SAME_USE_S` are one use."""
+
+    def remove(self, segment: Segment, now: float, evicted: bool) -> None:
+        """`segment` left. `evicted`: for good, for want of memory; else it may be inserted again."""
+
+    def coldest(self, now: float) -> Segment:
+        """The next victim, which stays. KeyError when empty."""
+
+    def worth(self, segment: Segment, now: float) -> float:
+        """Of keeping `segment`, which is in order: what is worth more stays longer. At least 0. Comparable between
+        the nodes of a cluster, which all run the same policy."""
+
+    def worth_of_new(self, key: SegmentKey, advice: Advice, now: float) -> float:
+        """Of a segment that would be stored now, with what is remembered of evicted ones."""
+
+    def admits(self, key: SegmentKey, advice: Advice, now: float) -> bool:
+        """Memory is full and `key` would be stored: is it worth more than what would go? Asked once for each try;
+        a refusal is remembered like a use, so that what is wanted again comes in. Always, when the order is empty."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Segment]:
+        """Coldest first, approximately."""
+
+    def save(self) -> bytes:
+        """What was learned, for `restore` in a later life; of segments nothing. Empty when nothing is learned."""
+
+    def restore(self, learned: bytes) -> None:
+        """Begin with what an earlier life of the same policy saved; before the first `insert`. Raises `ValueError`
+        when it cannot be used, and nothing was changed."""
