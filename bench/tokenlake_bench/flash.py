@@ -1,0 +1,52 @@
+"""A flash crowd: from one moment on a share of a workload's requests begins with a prefix that nobody knew before."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from tokenlake.errors import ConfigurationError
+from tokenlake_bench.mixing import WORD, key_of
+from tokenlake_bench.workload import Request, Workload, stream_tokens
+
+__all__ = ["FLASH_SEGMENTS", "FLASH_SHARE", "FlashCrowd"]
+
+FLASH_SEGMENTS: Final = 12
+FLASH_SHARE: Final = 0.3
+_VOCABULARY: Final = 32_000
+
+
+class FlashCrowd:
+    """`workload`, but from `at_s` on `FLASH_SHARE` of its requests, drawn by `seed`, have `FLASH_SEGMENTS` segments of
+    `segment_tokens` equal tokens before their own."""
+
+    def __init__(self, workload: Workload, at_s: float, segment_tokens: int, seed: int) -> None:
+        if not 0 <= at_s < math.inf:
+            raise ConfigurationError("flash_at", at_s, "seconds of trace time, at least 0")
+        self.at_s = at_s
+        self._workload = workload
+        self._seed = seed & WORD
+        stream = np.array([key_of(self._seed, FLASH_SEGMENTS)], dtype=np.uint64)
+        self._prefix = stream_tokens(stream, FLASH_SEGMENTS * segment_tokens, _VOCABULARY)[0]
+
+    @property
+    def name(self) -> str:
+        """See `Workload`."""
+        return f"{self._workload.name}, flash crowd at {self.at_s:g} s"
+
+    def __len__(self) -> int:
+        return len(self._workload)
+
+    def __iter__(self) -> Iterator[Request]:
+        for request in self._workload:
+            if request.at_s >= self.at_s and self._joins(request):
+                yield dataclasses.replace(request, tokens=np.concatenate([self._prefix, request.tokens]))
+            else:
+                yield request
+
+    def _joins(self, request: Request) -> bool:
+        return key_of(self._seed, request.index) < FLASH_SHARE * WORD
