@@ -95,8 +95,9 @@ class StoreModel:
         if self.free(pool):
             return None
         budget = max(2, math.ceil(self.staged * len(self.places(pool))))
-        within = kind is Kind.STAGED and self.count(pool, Kind.STAGED) < budget
-        victims = [Kind.HOME, Kind.STAGED] if within else [Kind.STAGED, Kind.HOME]
+        staged = self.count(pool, Kind.STAGED)
+        spares_staged = {Kind.STAGED: staged < budget, Kind.HOME: staged <= budget, Kind.DIRTY: False}[kind]
+        victims = [Kind.HOME, Kind.STAGED] if spares_staged else [Kind.STAGED, Kind.HOME]
         for victim in (self._coldest(pool, kind, now) for kind in victims):
             if victim is not None:
                 self._evict(victim)
