@@ -1,0 +1,35 @@
+"""How much per second, lately."""
+
+from __future__ import annotations
+
+import math
+
+__all__ = ["Rate"]
+
+
+class Rate:
+    """A sum that halves every `half_life_s`, read as an amount per second: of a steady stream, its true rate."""
+
+    __slots__ = ("_at", "_half_life_s", "_sum")
+
+    def __init__(self, half_life_s: float) -> None:
+        self._half_life_s = half_life_s
+        self._sum = 0.0
+        self._at = 0.0
+
+    def add(self, amount: float, now: float) -> None:
+        """`amount` more, at `now`, which never decreases."""
+        self._sum = self._decayed(now) + amount
+        self._at = now
+
+    def set(self, per_second: float, now: float) -> None:
+        """Forget what was added: it is `per_second` at `now`."""
+        self._sum = per_second * self._half_life_s / math.log(2)
+        self._at = now
+
+    def at(self, now: float) -> float:
+        """Per second."""
+        return self._decayed(now) * math.log(2) / self._half_life_s
+
+    def _decayed(self, now: float) -> float:
+        return self._sum * 2.0 ** ((self._at - now) / self._half_life_s)

@@ -1,0 +1,83 @@
+"""Space-saving counters (Metwally et al. 2005) that forget: the heaviest items of a stream in bounded memory.
+
+Each amount counts half as much after a half-life. That is the plain algorithm over amounts that grow by 2 per half-life
+and are scaled back when asked about (forward decay, Cormode et al. 2009), so its bound holds at every moment: with
+`m` counters and a decayed total of T no item's count is above the truth by more than T / m, and every item that has
+more than T / m is among them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from typing import Generic, NamedTuple, TypeVar
+
+__all__ = ["Heavy", "SpaceSaving"]
+
+Item = TypeVar("Item", bound=Hashable)
+
+FARTHEST = 64.0
+"""Half-lives after which all counts are scaled back, so that no float overflows."""
+
+
+class Heavy(NamedTuple, Generic[Item]):
+    """An item and what it has, decayed: between `count - error` and `count`."""
+
+    item: Item
+    count: float
+    error: float
+
+
+class SpaceSaving(Generic[Item]):
+    """At most `counters` items. Of equals the one that has been counted longest gives way."""
+
+    def __init__(self, counters: int, half_life_s: float) -> None:
+        self.counters = counters
+        self._half_life_s = half_life_s
+        self._counts: dict[Item, tuple[float, float]] = {}
+        """(count, error) in units of the landmark's time."""
+        self._landmark = 0.0
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __contains__(self, item: Item) -> bool:
+        return item in self._counts
+
+    def add(self, item: Item, amount: float, now: float) -> None:
+        """`item` had `amount` (positive) more at `now`, which never decreases."""
+        grown = amount * self._growth(now)
+        known = self._counts.get(item)
+        if known is not None:
+            self._counts[item] = (known[0] + grown, known[1])
+        elif len(self._counts) < self.counters:
+            self._counts[item] = (grown, 0.0)
+        else:
+            least = min(self._counts, key=lambda each: self._counts[each][0])
+            error, _ = self._counts.pop(least)
+            self._counts[item] = (error + grown, error)
+
+    def forget(self, item: Item) -> None:
+        """It is counted from nothing when it comes again."""
+        self._counts.pop(item, None)
+
+    def rate(self, item: Item, now: float) -> float:
+        """Amount per second of `item`, at least: of a steady stream its true rate less the error; 0 when it is not
+        among the heaviest."""
+        count, error = self._counts.get(item, (0.0, 0.0))
+        return (count - error) / self._growth(now) * math.log(2) / self._half_life_s
+
+    def heaviest(self, now: float) -> Iterator[Heavy[Item]]:
+        """All counted items, in the order in which they came among them."""
+        growth = self._growth(now)
+        for item, (count, error) in self._counts.items():
+            yield Heavy(item, count / growth, error / growth)
+
+    def _growth(self, now: float) -> float:
+        """What an amount of `now` counts in units of the landmark's time."""
+        elapsed = (now - self._landmark) / self._half_life_s
+        if elapsed > FARTHEST:
+            shrink = 2.0**-elapsed
+            self._counts = {item: (count * shrink, error * shrink) for item, (count, error) in self._counts.items()}
+            self._landmark, elapsed = now, 0.0
+        return float(2.0**elapsed)
