@@ -13,6 +13,7 @@ import msgspec
 import msgspec.inspect as types
 from hypothesis import strategies as st
 
+from tokenlake.advice import MAX_LABEL, MAX_TTL_S, Advice
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code
 
@@ -35,6 +36,14 @@ _keys = st.one_of(
     st.binary(max_size=70),
 )
 _codes = st.one_of(st.lists(st.sampled_from(list(Code)), max_size=8).map(bytes), st.binary(max_size=8))
+_advice = st.builds(
+    Advice,
+    outlook=st.integers(0, 2),
+    category=st.sampled_from(["", "chat", "\0", "x" * MAX_LABEL, "\N{SNOWMAN}"]),
+    stop_reason=st.sampled_from(["", "stop", "x" * MAX_LABEL]),
+    priority=st.integers(-1, 1),
+    ttl_s=st.sampled_from([0.0, 1e-9, 0.01, MAX_TTL_S]),
+)
 _FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "keys": _keys,
     "codes": _codes,
@@ -82,6 +91,8 @@ def _within(of: types.Type) -> st.SearchStrategy[Any]:
             return st.tuples(*map(_within, items))
         case types.VarTupleType(item_type=item):
             return st.lists(_within(item), max_size=8).map(tuple)
+        case types.StructType(cls=cls) if cls is Advice:
+            return _advice
     raise NotImplementedError(f"a message holds {of}; teach this test to make one")
 
 

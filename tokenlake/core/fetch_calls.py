@@ -80,6 +80,7 @@ class FetchCall:
                 shards=session.shards,
                 wait_s=limit_s,
                 request=self.request.request,
+                advice=lease.advice,
             )
         if not self.waiting:
             self._answer()

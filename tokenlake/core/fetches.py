@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from tokenlake.advice import NO_ADVICE, Advice
 from tokenlake.core.context import Context
 from tokenlake.core.instructions import AbortFetch, Note, StartFetch
 from tokenlake.core.peers import Peers
@@ -66,6 +67,7 @@ class Fetches:
         shards: int,
         wait_s: float,
         request: str = "",
+        advice: Advice | None = None,
     ) -> None:
         """Fetch (key, depth) each from `node` as copies of `kind`. Those that are here or on their way already
         are not fetched again; those without a slot are refused at once. `wait_s`: give up after this."""
@@ -76,7 +78,9 @@ class Fetches:
             if known is not None:
                 self._join(known, on_arrival, refused)
                 continue
-            segment = self._context.store.reserve(tenant, slot_bytes, key, kind, depth, self._context.now)
+            segment = self._context.store.reserve(
+                tenant, slot_bytes, key, kind, depth, self._context.now, advice or NO_ADVICE
+            )
             if isinstance(segment, Code):
                 refused.append((on_arrival, segment))
                 continue

@@ -289,6 +289,7 @@ class Matches:
         if hits:
             lease = Lease(LeaseId(self._context.next_id()), match.keys[:hits], match.process.connection)
             lease.segments = match.segments[:hits]
+            lease.advice = match.request.advice
             if match.candidates:
                 places = zip(lease.segments, match.remotes, strict=False)
                 lease.remotes = [remote if segment is None else None for segment, remote in places]

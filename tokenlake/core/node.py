@@ -49,7 +49,7 @@ class NodeCore:
         self._fetches = Fetches(context, self._peers)
         self._pushes = Pushes(context, self._peers, self._home, self._fetches)
         self._matches = Matches(context, self._sessions, self._peers, self._home)
-        self._reads = Reads(context, self._sessions, self._peers, self._fetches)
+        self._reads = Reads(context, self._sessions, self._peers, self._fetches, self._touches)
         self._writes = Writes(context, self._sessions, self._peers, self._home, self._pushes, self._touches)
         self._advertising = Advertising(context, self._peers)
         self._replacing: int | None = None
@@ -74,6 +74,7 @@ class NodeCore:
             engine.Release: self._reads.release,
             engine.Where: self._reads.where,
             engine.Shipped: self._reads.shipped,
+            engine.Advise: self._reads.advise,
             engine.Prepare: self._writes.prepare,
             engine.Commit: self._writes.commit,
             engine.Abort: self._writes.abort,
@@ -257,10 +258,14 @@ class NodeCore:
                 self._home.advertised(node)
 
     def _on_touched(self, message: peer.Touched) -> None:
-        """Reads of copies elsewhere keep the home copies alive; the keys come deepest first."""
+        """Reads of copies elsewhere keep the home copies alive, and words about them reach them; the keys come deepest
+        first."""
         found = self._context.ready(TenantId(message.tenant), split_keys(message.keys))
         homes = [segment for segment in reversed(found) if segment is not None and segment.kind is Kind.HOME]
-        self._context.store.touch(homes, self._context.now)
+        if message.used:
+            self._context.store.touch(homes, self._context.now, message.advice)
+        elif message.advice is not None:
+            self._context.store.advise(homes, message.advice)
 
     def _tell_evicted(self) -> None:
         evicted, self._context.store.evicted = self._context.store.evicted, []

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from tokenlake.advice import Advice
 from tokenlake.core.context import Context
 from tokenlake.core.fetches import Fetches, deadline_s
 from tokenlake.core.home import Home
@@ -164,6 +165,8 @@ class Pushes:
                     slot_bytes=parcel.slot_bytes,
                     shards=parcel.shards,
                     request=parcel.request,
+                    # The newest word: one may have come since they were written.
+                    advice=parcel.segments[-1].advice,
                 ),
                 wait,
                 partial(self._answered, holder, parcel),
@@ -306,6 +309,7 @@ class Pushes:
             shards=message.shards,
             wait_s=deadline_s(predicted) + OFFER_GRACE_S / 2,
             request=message.request,
+            advice=message.advice,
         )
 
     @property
@@ -328,9 +332,17 @@ def _ready(call: int, *, tenant: TenantId, keys: bytes) -> wire.Ready:
 
 
 def _offer(
-    call: int, *, tenant: TenantId, keys: bytes, depths: tuple[int, ...], slot_bytes: int, shards: int, request: str
+    call: int,
+    *,
+    tenant: TenantId,
+    keys: bytes,
+    depths: tuple[int, ...],
+    slot_bytes: int,
+    shards: int,
+    request: str,
+    advice: Advice,
 ) -> wire.Offer:
-    return wire.Offer(call, tenant, keys, depths, slot_bytes, shards, request)
+    return wire.Offer(call, tenant, keys, depths, slot_bytes, shards, request, advice)
 
 
 def _ready_codes(answered: Callable[[bytes, Sequence[str]], None], count: int, reply: Reply | None) -> None:

@@ -9,10 +9,12 @@ from tokenlake.core.instructions import Answer
 from tokenlake.core.packing import pack
 from tokenlake.core.peers import Peers
 from tokenlake.core.sessions import Process, Sessions
+from tokenlake.core.touches import Touches
 from tokenlake.identity import LeaseId, NodeId
 from tokenlake.store import Segment
 from tokenlake.wire import Code
 from tokenlake.wire import engine as wire
+from tokenlake.wire.slots import split_keys
 
 __all__ = ["Reads"]
 
@@ -21,10 +23,11 @@ MAX_RANGE = 1 << 16
 
 
 class Reads:
-    """Attach, Where, Release and Fetch of the local engines."""
+    """Attach, Where, Release, Advise and Fetch of the local engines."""
 
-    def __init__(self, context: Context, sessions: Sessions, peers: Peers, fetches: Fetches) -> None:
+    def __init__(self, context: Context, sessions: Sessions, peers: Peers, fetches: Fetches, touches: Touches) -> None:
         self._context = context
+        self._touches = touches
         self._sessions = sessions
         self._parts = FetchParts(context, sessions, peers, fetches)
 
@@ -61,6 +64,16 @@ class Reads:
         lease = process.session.leases.get(LeaseId(request.lease))
         if lease is not None:
             lease.shipped = max(lease.shipped, request.stop)
+
+    def advise(self, process: Process, request: wire.Advise) -> None:
+        """A word that came late."""
+        tenant = process.session.tenant
+        self._touches.advise(tenant, split_keys(request.keys), request.advice)
+        lease = process.session.leases.get(LeaseId(request.lease))
+        if lease is not None:
+            # What is still to be read of it, and given back, goes by the newest word.
+            lease.advice = request.advice
+            self._touches.advise(tenant, lease.keys, request.advice)
 
     def release(self, process: Process, request: wire.Release) -> None:
         """This process no longer looks at these."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from tokenlake.advice import Advice
 from tokenlake.core.context import Context
 from tokenlake.core.timers import Timer
 from tokenlake.core.touches import Touches
@@ -46,6 +47,8 @@ class Lease:
         self.remotes: list[NodeId | None] = [None] * len(keys)
         """Where an item still has to be fetched from."""
         self.remote_leases: list[tuple[NodeId, int]] = []
+        self.advice: Advice | None = None
+        """Of the request, for every read of its items."""
         self.shipped = 0
         """Items, from the first on, that an engine attended to where they lie."""
         self.held: dict[ConnectionId, bytearray] = {connection: bytearray(b"\1" * len(keys))}
@@ -80,6 +83,8 @@ class Write:
         self.timer: Timer | None = None
         self.request = ""
         """What the logs call it by."""
+        self.advice: Advice | None = None
+        """Of that request."""
 
 
 class Process:
@@ -284,7 +289,7 @@ class Sessions:
             if stop - start < len(lease.keys):
                 # It was given back in parts, perhaps parents first: once more as one prompt.
                 found = self._context.ready(session.tenant, lease.keys)
-                self._touches.read([segment for segment in found if segment is not None])
+                self._touches.read([segment for segment in found if segment is not None], lease.advice)
 
     def _drop(self, session: Session, lease: Lease, start: int, stop: int, count: int) -> None:
         """A range of which nobody holds any more the `count` items that are left in it."""
@@ -298,7 +303,7 @@ class Sessions:
         lease.remotes[start:stop] = [None] * (stop - start)
         self._context.store.unpin(*dropped)
         # Until now they were in use, and nothing could displace them: their turn is counted from here.
-        self._touches.read(dropped)
+        self._touches.read(dropped, lease.advice)
 
     def take_peer_releases(self) -> dict[NodeId, list[int]]:
         """Leases at other nodes that nobody needs any more; the caller gives them back."""

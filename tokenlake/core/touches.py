@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tokenlake.advice import Advice
 from tokenlake.core.context import Context
 from tokenlake.core.peers import Peers
 from tokenlake.identity import NodeId, SegmentKey, TenantId
@@ -16,30 +17,72 @@ MAX_TOUCHED = 4096
 _READY, _STAGED = State.READY, Kind.STAGED
 
 
+Word = tuple[Advice | None, bool]
+"""(advice, was it a use?): what is told of a segment."""
+
+
+class _Batch:
+    """What there is to tell one holder."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.by_word: dict[Word, list[SegmentKey]] = {}
+
+
 class Touches:
-    """What was read here of copies whose home copy is elsewhere, until it is reported."""
+    """What was read here of copies whose home copy is elsewhere, and words that came late, until it is reported."""
 
     def __init__(self, context: Context, peers: Peers) -> None:
         self._context = context
         self._peers = peers
-        self._touched: dict[tuple[NodeId, TenantId], list[SegmentKey]] = {}
+        self._batches: dict[tuple[NodeId, TenantId], _Batch] = {}
 
-    def read(self, segments: list[Segment]) -> None:
-        """Segments of one prompt, in its order, were read until now, or were written again, here."""
+    def read(self, segments: list[Segment], advice: Advice | None = None) -> None:
+        """Segments of one prompt, in its order, were read until now, or were written again, here. `advice`: of the
+        request that did."""
         segments = [segment for segment in segments if segment.state is _READY]
-        self._context.store.touch(segments, self._context.now)
+        self._context.store.touch(segments, self._context.now, advice)
+        self._note(segments, (advice, True))
+
+    def advise(self, tenant: TenantId, keys: list[SegmentKey], advice: Advice) -> None:
+        """A word that came late about segments of one prompt, in its order. What is not here is told to both
+        candidates: the holder is one of them, unless a run was kept together."""
+        found = self._context.ready(tenant, keys)
+        here = [segment for segment in found if segment is not None]
+        self._context.store.advise(here, advice)
+        word = (advice, False)
+        self._note(here, word)
+        absent = [key for key, segment in zip(keys, found, strict=True) if segment is None]
+        elsewhere: dict[NodeId, list[SegmentKey]] = {}
+        for key, pair in zip(absent, self._context.ring.candidates(join_keys(absent)), strict=True):
+            for node in dict.fromkeys(pair):
+                if node != self._context.node:
+                    elsewhere.setdefault(node, []).append(key)
+        for node, told in elsewhere.items():
+            self._tell(node, tenant, word, told)
+
+    def _note(self, segments: list[Segment], word: Word) -> None:
+        by_holder: dict[NodeId, list[SegmentKey]] = {}
         for segment in reversed(segments):
             if segment.kind is _STAGED and segment.source is not None:
-                batch = self._touched.setdefault((segment.source, segment.tenant), [])
-                if len(batch) < MAX_TOUCHED:
-                    batch.append(segment.key)
+                by_holder.setdefault(segment.source, []).append(segment.key)
+        for node, keys in by_holder.items():
+            self._tell(node, segments[0].tenant, word, keys)
+
+    def _tell(self, node: NodeId, tenant: TenantId, word: Word, keys: list[SegmentKey]) -> None:
+        batch = self._batches.setdefault((node, tenant), _Batch())
+        keys = keys[: MAX_TOUCHED - batch.count]
+        if keys:
+            batch.count += len(keys)
+            batch.by_word.setdefault(word, []).extend(keys)
 
     def report(self) -> None:
-        """Send the batches, deepest segments first."""
-        touched, self._touched = self._touched, {}
-        for (node, tenant), keys in touched.items():
-            self._peers.tell(node, wire.Touched(tenant, join_keys(keys)))
+        """Send the batches, deepest segments of each prompt first."""
+        batches, self._batches = self._batches, {}
+        for (node, tenant), batch in batches.items():
+            for (advice, used), keys in batch.by_word.items():
+                self._peers.tell(node, wire.Touched(tenant, join_keys(keys), advice, used))
 
     def census(self) -> dict[str, int]:
         """Entries of each map."""
-        return {"reads to report": sum(map(len, self._touched.values()))}
+        return {"reads to report": sum(batch.count for batch in self._batches.values())}

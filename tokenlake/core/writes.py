@@ -6,6 +6,7 @@ dirty copies and hands them to `Pushes`. Nothing here waits for the network.
 
 from __future__ import annotations
 
+from tokenlake.advice import NO_ADVICE, Advice
 from tokenlake.core.context import Context
 from tokenlake.core.home import Home
 from tokenlake.core.instructions import Answer
@@ -52,12 +53,12 @@ class Writes:
         session = process.session
         keys = split_keys(request.keys)
         write = Write(WriteId(self._context.next_id()), session.tenant, request.first, process.connection)
-        write.request = request.request
+        write.request, write.advice = request.request, request.advice
         codes = bytearray()
         slots: list[bytes] = []
         room = self._sessions.reserve_room(session)
         for index, key in enumerate(keys):
-            outcome = self._reserve(session, key, request.first + index, room - len(write.open))
+            outcome = self._reserve(session, key, request.first + index, room - len(write.open), request.advice)
             if isinstance(outcome, Segment):
                 write.open[index] = outcome
                 codes.append(Code.RESERVED)
@@ -70,7 +71,7 @@ class Writes:
         # since a later key of the same request may have taken its slot.
         existing = [key for key, code in zip(keys, codes, strict=True) if code == Code.EXISTS]
         found = self._context.ready(session.tenant, existing)
-        self._touches.read([segment for segment in found if segment is not None])
+        self._touches.read([segment for segment in found if segment is not None], request.advice)
         if write.open:
             self._sessions.add_write(session, write)
             self._announce(session.tenant, [segment.key for segment in write.open.values()])
@@ -78,7 +79,9 @@ class Writes:
         reply = wire.Prepared(request.id, number, bytes(codes), b"".join(slots))
         self._context.emit(Answer(process.connection, reply))
 
-    def _reserve(self, session: Session, key: SegmentKey, depth: int, room: int) -> Segment | Code:
+    def _reserve(
+        self, session: Session, key: SegmentKey, depth: int, room: int, advice: Advice | None
+    ) -> Segment | Code:
         known = self._context.store.get(session.tenant, key)
         if known is not None:
             return Code.EXISTS if known.state is State.READY else Code.PENDING
@@ -86,7 +89,7 @@ class Writes:
             pool = self._context.store.pool(session.tenant, session.slot_bytes)
             return Code.NO_REGION if pool is None else Code.SESSION_LIMIT
         segment = self._context.store.reserve(
-            session.tenant, session.slot_bytes, key, Kind.DIRTY, depth, self._context.now
+            session.tenant, session.slot_bytes, key, Kind.DIRTY, depth, self._context.now, advice or NO_ADVICE
         )
         if isinstance(segment, Segment):
             segment.missing_shards = (1 << session.shards) - 1

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import msgspec
 
+from tokenlake.advice import Advice
 from tokenlake.wire.fields import Index, RequestName, Seconds, SlotBytes
 
 __all__ = [
     "HERE",
     "Abort",
+    "Advise",
     "Attach",
     "Bye",
     "Commit",
@@ -105,6 +107,8 @@ class Match(_Message, frozen=True, tag=4):
     checksums: bool = True
     """Does the caller want them?"""
     request: RequestName = ""
+    advice: Advice | None = None
+    """What is known of the request already; it goes with every read of the lease."""
 
 
 class Matched(_Message, frozen=True, tag=5):
@@ -167,6 +171,8 @@ class Prepare(_Message, frozen=True, tag=10):
     keys: bytes
     first: Index
     request: RequestName = ""
+    advice: Advice | None = None
+    """What is known of the request already."""
 
 
 class Prepared(_Message, frozen=True, tag=11):
@@ -282,6 +288,15 @@ class Holds(_Message, frozen=True, tag=24):
     writes: tuple[int, ...]
 
 
+class Advise(_Message, frozen=True, tag=26):
+    """A word that came late, about consecutive segments of one prompt and, unless `lease` is 0, those of a lease. It
+    reaches whoever keeps them, and is no use of them. Not answered."""
+
+    keys: bytes
+    advice: Advice
+    lease: int = 0
+
+
 EngineRequest = (
     Hello
     | Match
@@ -297,6 +312,7 @@ EngineRequest = (
     | Shipped
     | OpenQuery
     | Holds
+    | Advise
     | Bye
 )
 EngineReply = (

@@ -12,7 +12,8 @@ from typing import Literal
 
 import msgspec
 
-from tokenlake.wire.fields import Index, Name, Nonce, Proof, RequestName, Seconds, Shards, Share, SlotBytes
+from tokenlake.advice import Advice
+from tokenlake.wire.fields import Amount, Index, Name, Nonce, Proof, RequestName, Seconds, Shards, Share, SlotBytes
 
 __all__ = [
     "Advertised",
@@ -117,6 +118,8 @@ class LookupReply(_Message, frozen=True, tag=5):
     """One for each ELSEWHERE, in order."""
     vacancy: tuple[Share, Seconds]
     """The sender's."""
+    load: Amount
+    """Bytes read from the sender's arena per second, lately."""
 
 
 class ReleaseLease(_Message, frozen=True, tag=6):
@@ -175,6 +178,8 @@ class Offer(_Message, frozen=True, tag=11):
     shards: Shards
     request: RequestName = ""
     """That wrote them."""
+    advice: Advice | None = None
+    """Of that request."""
 
 
 class OfferReply(_Message, frozen=True, tag=12):
@@ -184,6 +189,8 @@ class OfferReply(_Message, frozen=True, tag=12):
     codes: bytes
     vacancy: tuple[Share, Seconds]
     """The sender's."""
+    load: Amount
+    """As in `LookupReply`."""
 
 
 class Held(_Message, frozen=True, tag=13):
@@ -214,6 +221,10 @@ class Touched(_Message, frozen=True, tag=16):
 
     tenant: str
     keys: bytes
+    advice: Advice | None = None
+    """Of the requests that read them; one message for each that differs."""
+    used: bool = True
+    """False: a word that came after the use."""
 
 
 class Advertised(_Message, frozen=True, tag=17):
@@ -221,10 +232,11 @@ class Advertised(_Message, frozen=True, tag=17):
 
 
 class Ping(_Message, frozen=True, tag=18):
-    """Are you there? `vacancy` is the sender's."""
+    """Are you there? `vacancy` and `load` (as in `LookupReply`) are the sender's."""
 
     call: int
     vacancy: tuple[Share, Seconds]
+    load: Amount
 
 
 class Pong(_Message, frozen=True, tag=19):
@@ -232,6 +244,7 @@ class Pong(_Message, frozen=True, tag=19):
 
     call: int
     vacancy: tuple[Share, Seconds]
+    load: Amount
 
 
 class Pull(_Message, frozen=True, tag=20):
@@ -240,6 +253,8 @@ class Pull(_Message, frozen=True, tag=20):
     tenant: str
     keys: bytes
     request: RequestName = ""
+    background: bool = False
+    """To keep them there: no engine reads them now."""
 
 
 class Pulled(_Message, frozen=True, tag=21):
