@@ -34,10 +34,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`chain` has one id per full segment, in order; equal ids mean equal tokens up to the segment's end."""
+    """`chain` has one id per full segment, in order; equal ids mean equal tokens up to the segment's end. The rest is
+    as in `Request`; `output_tokens` is the length of the answer, 0 where the source does not have it."""
 
     tokens: int
     chain: tuple[int, ...]
+    at_s: float = 0.0
+    output_tokens: int = 0
+    conversation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +113,8 @@ def intern_segments(requests: Iterable[Request], segment_tokens: int) -> Accesse
     for request in requests:
         digests = identity.digests(request.tokens, segment_tokens)
         chain = tuple(ids.setdefault(digest, len(ids)) for digest in digests)
-        prompts.append(Prompt(len(request.tokens), chain))
+        answer = len(request.output_tokens)
+        prompts.append(Prompt(len(request.tokens), chain, request.at_s, answer, request.conversation))
     return Accesses(segment_tokens, prompts)
 
 

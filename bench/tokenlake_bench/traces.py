@@ -8,7 +8,6 @@ file.
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final
@@ -18,31 +17,18 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from tokenlake.errors import ConfigurationError, TokenLakeError
+from tokenlake.errors import ConfigurationError
+from tokenlake_bench.baselines import Accesses, Prompt
 from tokenlake_bench.mixing import WORD, key_of, mix64
-from tokenlake_bench.workload import Request, Workload, check_vocabulary, stream_tokens
+from tokenlake_bench.trace_lines import TraceError, explain, text_lines
+from tokenlake_bench.workload import Request, check_vocabulary, stream_tokens
 
-__all__ = ["BLOCK_TOKENS", "TraceError", "read_mooncake"]
+__all__ = ["BLOCK_TOKENS", "MooncakeTrace", "TraceError", "read_mooncake"]
 
 BLOCK_TOKENS: Final = 512
 
-_CHUNK_BYTES: Final = 1 << 16
 _NO_OUTPUT: Final = np.empty(0, dtype=np.uint32)
-
-
-class TraceError(TokenLakeError):
-    """A trace cannot be read; the message names file, line, field and what was expected."""
-
-    def __init__(self, path: Path, problem: str, line: int | None = None, field: str | None = None) -> None:
-        where = str(path)
-        if line is not None:
-            where += f", line {line}"
-        if field is not None:
-            where += f", field '{field}'"
-        super().__init__(f"{where}: {problem}")
-        self.path = path
-        self.line = line
-        self.field = field
+_KINDS: Final = {"hash_ids": "a list of block ids", "timestamp": "a number of milliseconds"}
 
 
 class _Line(msgspec.Struct, gc=False):
@@ -58,10 +44,13 @@ class _TraceRequest(msgspec.Struct, frozen=True, gc=False):
     at_s: float
     conversation: int
     length: int
+    output_length: int
     block_ids: NDArray[np.uint64]
 
 
-class _TraceWorkload:
+class MooncakeTrace:
+    """A `TraceSource`."""
+
     def __init__(self, name: str, requests: list[_TraceRequest], seed: int, vocabulary: int) -> None:
         self._name = name
         self._requests = requests
@@ -81,6 +70,19 @@ class _TraceWorkload:
             tokens = stream_tokens(keys, BLOCK_TOKENS, self._vocabulary).reshape(-1)[: request.length]
             yield Request(index, request.at_s, request.conversation, tokens, _NO_OUTPUT)
 
+    def accesses(self, segment_tokens: int = BLOCK_TOKENS) -> Accesses:
+        """See `TraceSource`; `segment_tokens` is a multiple of 512."""
+        if segment_tokens < 1 or segment_tokens % BLOCK_TOKENS:
+            raise ConfigurationError("segment_tokens", segment_tokens, f"a multiple of {BLOCK_TOKENS}, the trace's own")
+        every = segment_tokens // BLOCK_TOKENS
+        ids: dict[int, int] = {}
+        prompts: list[Prompt] = []
+        for request in self._requests:
+            ends = request.block_ids[: request.length // BLOCK_TOKENS][every - 1 :: every].tolist()
+            chain = tuple(ids.setdefault(block, len(ids)) for block in ends)
+            prompts.append(Prompt(request.length, chain, request.at_s, request.output_length, request.conversation))
+        return Accesses(segment_tokens, prompts)
+
 
 def read_mooncake(
     path: Path | str,
@@ -89,7 +91,7 @@ def read_mooncake(
     seed: int = 0,
     vocabulary: int = 32_000,
     jitter_s: float = 0.0,
-) -> Workload:
+) -> MooncakeTrace:
     """The trace at `path`, or its first `limit` requests.
 
     Token ids are a function of (`seed`, block id, position), below `vocabulary`; the last block is cut to
@@ -111,17 +113,19 @@ def read_mooncake(
     arrivals = _jittered([line.timestamp / 1_000 for line in lines], jitter_s, seed)
     conversations = _conversations(lines)
     requests = [
-        _TraceRequest(at_s, conversation, line.input_length, np.array(line.hash_ids, dtype=np.uint64))
+        _TraceRequest(
+            at_s, conversation, line.input_length, line.output_length, np.array(line.hash_ids, dtype=np.uint64)
+        )
         for at_s, conversation, line in zip(arrivals, conversations, lines, strict=True)
     ]
-    return _TraceWorkload(path.name, requests, seed, vocabulary)
+    return MooncakeTrace(path.name, requests, seed, vocabulary)
 
 
 def _parse(path: Path, limit: int | None) -> list[_Line]:
     decoder = msgspec.json.Decoder(_Line)
     lines: list[_Line] = []
     earliest = 0.0
-    for number, text in enumerate(_text_lines(path), start=1):
+    for number, text in enumerate(text_lines(path), start=1):
         if not text.strip():
             continue
         line = _decode(decoder, text, path, number)
@@ -141,7 +145,7 @@ def _decode(decoder: msgspec.json.Decoder[_Line], text: bytes, path: Path, numbe
     try:
         line = decoder.decode(text)
     except msgspec.ValidationError as error:
-        problem, field = _explain(str(error))
+        problem, field = explain(str(error), _KINDS)
         raise TraceError(path, problem, number, field) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TraceError(path, f"expected one JSON object; {error}", number) from None
@@ -153,17 +157,6 @@ def _decode(decoder: msgspec.json.Decoder[_Line], text: bytes, path: Path, numbe
         )
         raise TraceError(path, problem, number, "hash_ids")
     return line
-
-
-def _explain(message: str) -> tuple[str, str | None]:
-    """(what was expected, field or None) from the text of a msgspec.ValidationError."""
-    if missing := re.fullmatch(r"Object missing required field `(\w+)`", message):
-        kinds = {"hash_ids": "a list of block ids", "timestamp": "a number of milliseconds"}
-        field = missing.group(1)
-        return f"expected {kinds.get(field, 'a number of tokens')}; the field is missing", field
-    what, _, where = message.partition(" - at `$")
-    found = re.match(r"\.(\w+)", where)
-    return what[:1].lower() + what[1:], found.group(1) if found else None
 
 
 def _conversations(lines: list[_Line]) -> list[int]:
@@ -187,44 +180,3 @@ def _jittered(arrivals: list[float], jitter_s: float, seed: int) -> list[float]:
         return arrivals
     rng = random.Random(seed)
     return sorted(at_s + rng.random() * jitter_s for at_s in arrivals)
-
-
-def _text_lines(path: Path) -> Iterator[bytes]:
-    """Lines of the file without their ends; one compressed chunk and one line are held at a time."""
-    if path.suffix not in (".jsonl", ".zst"):
-        raise TraceError(path, "expected a file name ending in .jsonl or .jsonl.zst")
-    rest = b""
-    for chunk in _decompressed(path) if path.suffix == ".zst" else _chunks(path):
-        *whole, rest = (rest + chunk).split(b"\n")
-        yield from whole
-    if rest:
-        yield rest
-
-
-def _chunks(path: Path) -> Iterator[bytes]:
-    try:
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                yield chunk
-    except OSError as error:
-        raise TraceError(path, f"expected a readable file; {error.strerror}") from error
-
-
-def _decompressed(path: Path) -> Iterator[bytes]:
-    try:
-        import zstandard
-    except ImportError:
-        raise TraceError(path, "reading .zst needs zstandard: pip install 'tokenlake[bench]'") from None
-    frame = None
-    try:
-        for chunk in _chunks(path):
-            while chunk:
-                frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                yield frame.decompress(chunk)
-                chunk = frame.unused_data
-                if frame.eof:
-                    frame = None
-    except zstandard.ZstdError as error:
-        raise TraceError(path, f"expected zstd data; {error}") from None
-    if frame is not None:
-        raise TraceError(path, "expected a whole zstd frame; the file ends within one")

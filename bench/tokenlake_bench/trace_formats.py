@@ -1,0 +1,37 @@
+"""A trace file of any known format, as a workload of tokens and as chains of segments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from tokenlake_bench.baselines import Accesses
+from tokenlake_bench.sessions import SessionTrace, read_sessions
+from tokenlake_bench.trace_lines import text_lines
+from tokenlake_bench.traces import MooncakeTrace, read_mooncake
+from tokenlake_bench.workload import Workload
+
+__all__ = ["TraceSource", "read_trace"]
+
+
+class TraceSource(Workload, Protocol):
+    """A workload that knows its segments without making tokens."""
+
+    def accesses(self, segment_tokens: int = ...) -> Accesses:
+        """As `intern_segments` of this workload, with the lengths of the answers. Raises ConfigurationError for a
+        segment that does not consist of the trace's own blocks."""
+        ...
+
+
+def read_trace(path: Path, *, limit: int | None = None, seed: int = 0) -> MooncakeTrace | SessionTrace:
+    """Coding-agent sessions where the first line has `requests`, else Mooncake's format. Raises as those readers do."""
+    first = next((text for text in text_lines(path) if text.strip()), b"")
+    try:
+        sessions = "requests" in msgspec.json.decode(first, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        sessions = False
+    if sessions:
+        return read_sessions(path, limit=limit, seed=seed)
+    return read_mooncake(path, limit=limit, seed=seed)

@@ -1,0 +1,81 @@
+"""Lines of a trace file, plain (`.jsonl`) or compressed (`.jsonl.zst`), and the error of one that cannot be read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from tokenlake.errors import TokenLakeError
+
+__all__ = ["TraceError", "explain", "text_lines"]
+
+_CHUNK_BYTES: Final = 1 << 16
+
+
+class TraceError(TokenLakeError):
+    """A trace cannot be read; the message names file, line, field and what was expected."""
+
+    def __init__(self, path: Path, problem: str, line: int | None = None, field: str | None = None) -> None:
+        where = str(path)
+        if line is not None:
+            where += f", line {line}"
+        if field is not None:
+            where += f", field '{field}'"
+        super().__init__(f"{where}: {problem}")
+        self.path = path
+        self.line = line
+        self.field = field
+
+
+def explain(message: str, kinds: Mapping[str, str]) -> tuple[str, str | None]:
+    """(what was expected, field or None) from the text of a msgspec.ValidationError; `kinds` says what a missing
+    field should have been."""
+    if missing := re.search(r"missing required field `(\w+)`", message):
+        field = missing.group(1)
+        return f"expected {kinds.get(field, 'a number of tokens')}; the field is missing", field
+    what, _, where = message.partition(" - at `$")
+    found = re.findall(r"\.(\w+)", where)
+    return what[:1].lower() + what[1:], found[-1] if found else None
+
+
+def text_lines(path: Path) -> Iterator[bytes]:
+    """Lines of the file without their ends; one compressed chunk and one line are held at a time."""
+    if path.suffix not in (".jsonl", ".zst"):
+        raise TraceError(path, "expected a file name ending in .jsonl or .jsonl.zst")
+    rest = b""
+    for chunk in _decompressed(path) if path.suffix == ".zst" else _chunks(path):
+        *whole, rest = (rest + chunk).split(b"\n")
+        yield from whole
+    if rest:
+        yield rest
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                yield chunk
+    except OSError as error:
+        raise TraceError(path, f"expected a readable file; {error.strerror}") from error
+
+
+def _decompressed(path: Path) -> Iterator[bytes]:
+    try:
+        import zstandard
+    except ImportError:
+        raise TraceError(path, "reading .zst needs zstandard: pip install 'tokenlake[bench]'") from None
+    frame = None
+    try:
+        for chunk in _chunks(path):
+            while chunk:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                yield frame.decompress(chunk)
+                chunk = frame.unused_data
+                if frame.eof:
+                    frame = None
+    except zstandard.ZstdError as error:
+        raise TraceError(path, f"expected zstd data; {error}") from None
+    if frame is not None:
+        raise TraceError(path, "expected a whole zstd frame; the file ends within one")

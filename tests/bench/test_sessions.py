@@ -1,0 +1,155 @@
+"""Coding-agent sessions: global ids, seeded starts, chains equal to those of the tokens, and bad lines named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+
+from tokenlake.errors import ConfigurationError
+from tokenlake_bench.baselines import global_lru, intern_segments
+from tokenlake_bench.sessions import SessionTrace, read_sessions
+from tokenlake_bench.trace_formats import read_trace
+from tokenlake_bench.traces import MooncakeTrace, TraceError
+
+TRACE = Path(__file__).parents[3] / "shared/traces/claude_code_sessions_a.rle.jsonl.zst"
+
+
+def request(at_s: float, length: int, ids: str, **more: Any) -> dict[str, Any]:
+    return {"t": at_s, "in": length, "out": 7, "hash_ids": ids, "think_time": 1.5, "api_time": 2.5, **more}
+
+
+def session(*requests: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"id": "a", "primary": True, "block_size": 64, "requests": list(requests), **more}
+
+
+GOOD = session(request(0, 200, "1-3"), request(9, 270, "1-2,4-5"))
+
+
+def write(path: Path, lines: list[Any]) -> Path:
+    text = "".join((each if isinstance(each, str) else json.dumps(each)) + "\n" for each in lines).encode()
+    path.write_bytes(zstandard.compress(text) if path.suffix == ".zst" else text)
+    return path
+
+
+def read(tmp_path: Path, *lines: Any, **arguments: Any) -> SessionTrace:
+    return read_sessions(write(tmp_path / "sessions.jsonl", list(lines)), **arguments)
+
+
+def test_equal_ids_of_one_session_are_equal_tokens_and_of_two_sessions_are_not(tmp_path: Path) -> None:
+    found = list(read(tmp_path, GOOD, GOOD, sessions_per_hour=1e6))
+    mine, other = ([each for each in found if each.conversation == number] for number in (0, 1))
+    assert [len(each.tokens) for each in mine] == [200, 270]
+    assert np.array_equal(mine[0].tokens[:128], mine[1].tokens[:128])
+    assert not np.array_equal(mine[0].tokens[128:192], mine[1].tokens[128:192])
+    assert not np.array_equal(mine[0].tokens[:64], other[0].tokens[:64])
+    assert not np.array_equal(mine[0].tokens[192:], mine[1].tokens[192:200])
+
+
+def test_chains_are_those_of_the_tokens(tmp_path: Path) -> None:
+    # The second prompt differs in block 2; the third meets the first again behind it, where nothing is equal any more.
+    lines = [
+        session(request(0, 64 * 6, "1-6"), request(1, 64 * 7, "1,9,3-7"), request(2, 64 * 5 + 3, "1-5")),
+        session(request(0, 64 * 6, "1-6")),
+    ]
+    trace = read(tmp_path, *lines, sessions_per_hour=1e6)
+    for tokens in (64, 128):
+        mine, made = trace.accesses(tokens), intern_segments(trace, tokens)
+        assert [prompt.chain for prompt in mine.prompts] == [prompt.chain for prompt in made.prompts]
+        assert mine.prompt_tokens == made.prompt_tokens
+        assert [prompt.at_s for prompt in mine.prompts] == [prompt.at_s for prompt in made.prompts]
+    assert {prompt.output_tokens for prompt in trace.accesses(64).prompts} == {7}
+
+
+def test_sub_agents_are_conversations_of_their_own_with_times_of_their_own(tmp_path: Path) -> None:
+    agent = {"t": 5.0, "type": "subagent", "requests": [request(0, 64, "8"), request(3, 128, "8-9")]}
+    trace = read(tmp_path, session(request(0, 64, "1"), agent, request(6, 128, "1-2")), GOOD, sessions_per_hour=1e-3)
+    start = trace.requests[0].at_s
+    found = [(each.at_s - start, each.conversation, each.block_ids.tolist()) for each in trace.requests[:4]]
+    assert found == [(0, 0, [1]), (5, 1, [8]), (6, 0, [1, 2]), (8, 1, [8, 9])]
+    assert [each.conversation for each in trace.requests[4:]] == [2, 2]
+    assert (trace.requests[0].think_s, trace.requests[0].api_s) == (1.5, 2.5)
+
+
+def test_sessions_start_at_the_rate_as_the_seed_draws(tmp_path: Path) -> None:
+    lines = [session(request(0, 64, "1"))] * 400
+    starts = [[each.at_s for each in read(tmp_path, *lines, seed=seed).requests] for seed in (0, 0, 1)]
+    assert starts[0] == starts[1] != starts[2]
+    assert starts[0] == sorted(starts[0])
+    assert starts[0][-1] / 400 == pytest.approx(150, rel=0.2)
+    quick = read(tmp_path, *lines, sessions_per_hour=240).requests
+    assert quick[-1].at_s == pytest.approx(starts[0][-1] / 10)
+
+
+def test_copies_are_left_out_and_the_limit_counts_requests(tmp_path: Path) -> None:
+    assert len(read(tmp_path, GOOD, GOOD | {"primary": False})) == 2
+    assert len(read(tmp_path, GOOD, GOOD, limit=3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("bad", "field", "expected"),
+    [
+        (session(request(0, 200, "1-2")), "hash_ids", "expected 3 ids"),
+        (session(request(0, 200, "1-9999999999")), "hash_ids", "expected 3 ids"),
+        (session(request(0, 200, "3-1")), "hash_ids", "'3-1'"),
+        (session(request(0, 200, "1-2,x")), "hash_ids", "'x'"),
+        (session(request(0, 200, "")), "hash_ids", "got 0"),
+        (session(request(0, 200, "9" * 5_000)), "hash_ids", "runs of ids"),
+        (session(request(0, 0, "")), "in", "at least|>= 1"),
+        (session(request(-1, 64, "1")), "t", ">= 0"),
+        (session(request(5, 64, "1"), request(4, 64, "1")), "t", "at least 5"),
+        (session(request(0, 64, "1"), block_size=16), "block_size", "expected 64, got 16"),
+        ({"primary": True, "block_size": 64}, "requests", "a list of requests"),
+        ("broken", None, "one JSON object"),
+        ('{"primary":true,"block_size":64,"requests":' + '[{"t":0,"requests":' * 100_000, "requests", "levels"),
+    ],
+)
+def test_malformed_lines_are_passed_over_and_named(tmp_path: Path, bad: Any, field: str | None, expected: str) -> None:
+    trace = read(tmp_path, *[GOOD] * 60, bad, *[GOOD] * 60)
+    assert len(trace) == 240
+    (error,) = trace.malformed
+    assert (error.line, error.field) == (61, field)
+    with pytest.raises(TraceError, match=expected):
+        raise error
+
+
+def test_more_malformed_lines_than_the_share_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"at most 1% malformed lines; 2 of 102 are: .*line 1, .*; .*line 2: "):
+        read(tmp_path, GOOD | {"block_size": 1}, "broken", *[GOOD] * 100)
+    with pytest.raises(TraceError, match="at least one session"):
+        read(tmp_path, GOOD | {"primary": False})
+
+
+def test_arguments_out_of_range_are_named(tmp_path: Path) -> None:
+    for arguments in ({"limit": 0}, {"sessions_per_hour": 0}, {"sessions_per_hour": float("nan")}, {"vocabulary": 1}):
+        with pytest.raises(ConfigurationError, match=next(iter(arguments))):
+            read(tmp_path, GOOD, **arguments)
+    with pytest.raises(ConfigurationError, match="segment_tokens"):
+        read(tmp_path, GOOD).accesses(100)
+
+
+def test_the_format_is_told_by_the_first_line(tmp_path: Path) -> None:
+    line = {"timestamp": 0, "input_length": 1_030, "output_length": 5, "hash_ids": [0, 1, 2]}
+    mooncake = read_trace(write(tmp_path / "a.jsonl", ["", line]))
+    assert isinstance(mooncake, MooncakeTrace)
+    assert isinstance(read_trace(write(tmp_path / "b.jsonl.zst", [GOOD])), SessionTrace)
+    (prompt,) = mooncake.accesses(1024).prompts
+    assert (prompt.tokens, prompt.chain, prompt.output_tokens) == (1_030, (0,), 5)
+    with pytest.raises(ConfigurationError, match="segment_tokens"):
+        mooncake.accesses(256)
+    with pytest.raises(TraceError, match="line 1"):
+        read_trace(write(tmp_path / "c.jsonl", ["broken"]))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not TRACE.exists(), reason=f"the trace is not here: {TRACE}")
+def test_the_sessions_give_the_published_rates() -> None:
+    trace = read_sessions(TRACE)
+    assert (len(trace), trace.malformed) == (22_114, [])
+    found = trace.accesses()
+    for capacity, rate in ((500_000, 0.271), (1_000_000, 0.579), (3_000_000, 0.913)):
+        assert global_lru(found, capacity).rate == pytest.approx(rate, abs=0.02)
