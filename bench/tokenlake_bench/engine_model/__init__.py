@@ -1,0 +1,7 @@
+"""How long an engine takes: a roofline over models and GPUs. The formulae and their sources: `docs/simulation.md`."""
+
+from tokenlake_bench.engine_model.gpus import FITTED, GPUS, Gpu, gpu_named
+from tokenlake_bench.engine_model.models import MODELS, Model, model_named
+from tokenlake_bench.engine_model.roofline import Chunk, EngineModel
+
+__all__ = ["FITTED", "GPUS", "MODELS", "Chunk", "EngineModel", "Gpu", "Model", "gpu_named", "model_named"]

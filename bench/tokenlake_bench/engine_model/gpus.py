@@ -1,0 +1,117 @@
+"""GPUs: what their data sheets say, and the constants fitted to published measurements at batch 1.
+
+The fit, row by row: `docs/simulation.md`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from tokenlake.errors import ConfigurationError
+
+__all__ = ["FITTED", "GPUS", "Gpu", "gpu_named"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """Rates per GPU; bytes and flops per second, seconds. Efficiencies are shares of the data sheet's figure."""
+
+    name: str
+    memory_bytes: float
+    memory_rate: float
+    flops: float
+    """bfloat16, dense."""
+    fp8_flops: float
+    """As bfloat16 where the GPU has no FP8."""
+    link_rate: float
+    """NVLink, one direction."""
+    network_rate: float
+    """One NIC per GPU, one direction."""
+
+    compute_efficiency: float
+    fp8_efficiency: float
+    memory_efficiency: float
+    link_efficiency: float = 0.7
+    network_efficiency: float = 0.8
+    layer_s: float = 47e-6
+    """Of a pass, per layer, beyond memory and arithmetic: starts of kernels, normalisation, sampling."""
+    mixture_factor: float = 2.0
+    """A layer that chooses experts takes so many times `layer_s`."""
+    reduce_s: float = 9e-6
+    """Of one all-reduce, beyond its bytes."""
+
+    def scaled(self, factors: Mapping[str, float]) -> Gpu:
+        """Fitted constants multiplied: `{"memory_efficiency": 0.7}` is 30 % less.
+
+        Raises ConfigurationError for a name that is not in `FITTED` or a factor that is not a number above 0.
+        """
+        for name, factor in factors.items():
+            if name not in FITTED:
+                raise ConfigurationError("scale", name, " or ".join(FITTED))
+            if not 0 < factor < math.inf:
+                raise ConfigurationError(f"scale.{name}", factor, "a finite number above 0")
+        changed = {name: getattr(self, name) * factor for name, factor in factors.items()}
+        return dataclasses.replace(self, **changed)
+
+
+FITTED: Final = (
+    "compute_efficiency",
+    "fp8_efficiency",
+    "memory_efficiency",
+    "link_efficiency",
+    "network_efficiency",
+    "layer_s",
+    "mixture_factor",
+    "reduce_s",
+)
+"""What `Gpu.scaled` varies."""
+
+_HOPPER: Final = {"flops": 989e12, "fp8_flops": 1979e12, "link_rate": 450e9, "network_rate": 50e9}
+
+GPUS: Final[dict[str, Gpu]] = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu(
+            name="a100-80g",
+            memory_bytes=80e9,
+            memory_rate=2.039e12,
+            flops=312e12,
+            fp8_flops=312e12,
+            link_rate=300e9,
+            network_rate=25e9,
+            compute_efficiency=0.65,
+            fp8_efficiency=0.65,
+            memory_efficiency=0.80,
+        ),
+        Gpu(
+            name="h100",
+            memory_bytes=80e9,
+            memory_rate=3.35e12,
+            compute_efficiency=0.62,
+            fp8_efficiency=0.52,
+            memory_efficiency=0.80,
+            **_HOPPER,
+        ),
+        Gpu(
+            name="h200",
+            memory_bytes=141e9,
+            memory_rate=4.8e12,
+            compute_efficiency=0.62,
+            fp8_efficiency=0.52,
+            memory_efficiency=0.80,
+            **_HOPPER,
+        ),
+    )
+}
+"""SXM boards, by name."""
+
+
+def gpu_named(name: str) -> Gpu:
+    """Raises ConfigurationError for one that is not in `GPUS`."""
+    if name not in GPUS:
+        raise ConfigurationError("gpu", name, " or ".join(GPUS))
+    return GPUS[name]

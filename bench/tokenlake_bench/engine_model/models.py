@@ -1,0 +1,246 @@
+"""What a model weighs: parameters, cache per token, arithmetic per token. From the published configurations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from tokenlake.errors import ConfigurationError
+
+__all__ = ["MODELS", "Attention", "FeedForward", "GroupedAttention", "LatentAttention", "Model", "model_named"]
+
+CACHE_BYTES: Final = 2
+"""Of an element of the cache: bfloat16."""
+
+
+class Attention(Protocol):
+    """One layer's attention; a multiplication and an addition are two flops."""
+
+    @property
+    def parameters(self) -> int:
+        """Of its projections."""
+        ...
+
+    @property
+    def cache_elements(self) -> int:
+        """Per token."""
+        ...
+
+    @property
+    def prefill_flops(self) -> int:
+        """Per pair of a new token and a token that it attends to."""
+        ...
+
+    @property
+    def decode_flops(self) -> int:
+        """The same in a decode step."""
+        ...
+
+    def copies(self, gpus: int) -> int:
+        """How often a token's cache is held, in sum, by an instance with tensor parallelism over `gpus`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedAttention:
+    """Multi-head attention, or grouped-query attention where `kv_heads` < `heads`."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def parameters(self) -> int:
+        """Queries and output, keys and values."""
+        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+
+    @property
+    def cache_elements(self) -> int:
+        """A key and a value per KV head."""
+        return 2 * self.kv_heads * self.head_dim
+
+    @property
+    def prefill_flops(self) -> int:
+        """A score and a weighted value per head."""
+        return 4 * self.heads * self.head_dim
+
+    @property
+    def decode_flops(self) -> int:
+        """As in the prefill."""
+        return self.prefill_flops
+
+    def copies(self, gpus: int) -> int:
+        """KV heads are split; more GPUs than KV heads hold the same ones."""
+        return max(1, gpus // self.kv_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention: the cache is one latent vector and one rotated key per token, for all heads.
+
+    The prefill expands the latent vectors to keys and values of each head; a decode step attends to the latent vectors
+    themselves, with the expansion absorbed in its projections.
+    """
+
+    hidden: int
+    heads: int
+    query_rank: int
+    latent: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+    @property
+    def parameters(self) -> int:
+        """Queries down and up, latent down and up, output."""
+        queries = self.query_rank * (self.hidden + self.heads * (self.nope_dim + self.rope_dim))
+        cached = self.hidden * (self.latent + self.rope_dim)
+        expansion = self.latent * self.heads * (self.nope_dim + self.value_dim)
+        return queries + cached + expansion + self.heads * self.value_dim * self.hidden
+
+    @property
+    def cache_elements(self) -> int:
+        """The latent vector and the rotated key."""
+        return self.latent + self.rope_dim
+
+    @property
+    def prefill_flops(self) -> int:
+        """Over expanded keys and values."""
+        return 2 * self.heads * (self.nope_dim + self.rope_dim + self.value_dim)
+
+    @property
+    def decode_flops(self) -> int:
+        """Over latent vectors: scores over latent and rotated part, then a weighted latent vector."""
+        return 2 * self.heads * (2 * self.latent + self.rope_dim)
+
+    def copies(self, gpus: int) -> int:
+        """All heads need the whole latent vector."""
+        return gpus
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """Gated (three matrices). Of `experts` routed ones a token takes `chosen`, and all `shared` ones.
+
+    A dense layer is one shared expert.
+    """
+
+    hidden: int
+    inner: int
+    experts: int = 0
+    chosen: int = 0
+    shared: int = 1
+
+    @property
+    def expert(self) -> int:
+        """Parameters of one expert."""
+        return 3 * self.hidden * self.inner
+
+    @property
+    def active(self) -> int:
+        """Parameters that a token is multiplied with, its share of the routing included."""
+        return self.expert * (self.chosen + self.shared) + self.hidden * self.experts
+
+    def read(self, tokens: int) -> float:
+        """Parameters read for a pass over `tokens` tokens that choose experts alike and independently."""
+        routed = self.experts * (1 - (1 - self.chosen / self.experts) ** tokens) if self.experts else 0.0
+        return self.expert * (routed + self.shared) + self.hidden * self.experts
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """`dense_layers` of `layers` have the feed-forward network `dense`, the others `mixture`."""
+
+    name: str
+    layers: int
+    dense_layers: int
+    hidden: int
+    vocabulary: int
+    attention: Attention
+    dense: FeedForward
+    mixture: FeedForward | None = None
+    weight_bytes: int = 2
+    """Per parameter: 2 in bfloat16, 1 in FP8, where products run at the GPU's FP8 rate."""
+
+    @property
+    def mixture_layers(self) -> int:
+        """Layers with experts to choose from."""
+        return self.layers - self.dense_layers
+
+    @property
+    def cache_bytes(self) -> int:
+        """KV cache of one token, all layers."""
+        return self.layers * self.attention.cache_elements * CACHE_BYTES
+
+    @property
+    def active_parameters(self) -> int:
+        """Of all layers, those that a token is multiplied with; without embedding and output layer."""
+        mixture = self.mixture.active * self.mixture_layers if self.mixture else 0
+        return self.layers * self.attention.parameters + self.dense.active * self.dense_layers + mixture
+
+    @property
+    def output_parameters(self) -> int:
+        """Of the output layer, which only a token that is sampled after passes."""
+        return self.hidden * self.vocabulary
+
+    @property
+    def stored_parameters(self) -> int:
+        """All, the embedding included."""
+        stored = self.dense.expert * (self.dense.experts + self.dense.shared) * self.dense_layers
+        if self.mixture:
+            each = self.mixture.expert * (self.mixture.experts + self.mixture.shared)
+            stored += (each + self.hidden * self.mixture.experts) * self.mixture_layers
+        return stored + self.layers * self.attention.parameters + 2 * self.output_parameters
+
+    def parameters_read(self, tokens: int) -> float:
+        """Parameters that a pass over `tokens` tokens reads from memory, the output layer included."""
+        mixture = self.mixture.read(tokens) * self.mixture_layers if self.mixture else 0.0
+        dense = self.dense.read(tokens) * self.dense_layers
+        return self.layers * self.attention.parameters + dense + mixture + self.output_parameters
+
+
+def _llama(name: str, layers: int, hidden: int, kv_heads: int, inner: int, vocabulary: int) -> Model:
+    heads = hidden // 128
+    return Model(
+        name=name,
+        layers=layers,
+        dense_layers=layers,
+        hidden=hidden,
+        vocabulary=vocabulary,
+        attention=GroupedAttention(hidden, heads, kv_heads, head_dim=128),
+        dense=FeedForward(hidden, inner),
+    )
+
+
+_DEEPSEEK_V3: Final = Model(
+    name="deepseek-v3",
+    layers=61,
+    dense_layers=3,
+    hidden=7168,
+    vocabulary=129_280,
+    attention=LatentAttention(
+        hidden=7168, heads=128, query_rank=1536, latent=512, nope_dim=128, rope_dim=64, value_dim=128
+    ),
+    dense=FeedForward(7168, 18_432),
+    mixture=FeedForward(7168, 2048, experts=256, chosen=8, shared=1),
+    weight_bytes=1,
+)
+
+MODELS: Final[dict[str, Model]] = {
+    model.name: model
+    for model in (
+        _llama("llama-2-7b", 32, 4096, 32, 11_008, 32_000),
+        _llama("llama-3-8b", 32, 4096, 8, 14_336, 128_256),
+        _llama("llama-3-70b", 80, 8192, 8, 28_672, 128_256),
+        _DEEPSEEK_V3,
+    )
+}
+"""By name; hyper-parameters from the models' config.json."""
+
+
+def model_named(name: str) -> Model:
+    """Raises ConfigurationError for one that is not in `MODELS`."""
+    if name not in MODELS:
+        raise ConfigurationError("model", name, " or ".join(MODELS))
+    return MODELS[name]

@@ -1,0 +1,104 @@
+"""Seconds of one forward pass: the slower of arithmetic and memory, for the layers' matrices and for attention, plus
+what tensor parallelism moves and a constant per layer. The formulae with their sources: `docs/simulation.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from tokenlake.errors import ConfigurationError
+from tokenlake_bench.engine_model.gpus import Gpu
+from tokenlake_bench.engine_model.models import CACHE_BYTES, Model
+
+__all__ = ["Chunk", "EngineModel"]
+
+RESERVED: Final = 0.10
+"""Share of a GPU's memory that is neither weights nor cache, as engines keep free by default."""
+
+
+class Chunk(NamedTuple):
+    """Part of a prompt in one pass: `new` tokens behind `cached` ones."""
+
+    new: int
+    cached: int
+    last: bool = True
+    """A token is sampled after it."""
+
+
+class EngineModel:
+    """One instance: a model on `gpus` GPUs with tensor parallelism. Pure: equal arguments give equal times."""
+
+    def __init__(self, model: Model, gpu: Gpu, gpus: int = 1) -> None:
+        if gpus < 1 or gpus & (gpus - 1):
+            raise ConfigurationError("tensor_parallel", gpus, "a power of two")
+        self.model = model
+        self.gpu = gpu
+        self.gpus = gpus
+        fp8 = model.weight_bytes == 1
+        self._matrix_flops = gpus * (gpu.fp8_flops * gpu.fp8_efficiency if fp8 else gpu.flops * gpu.compute_efficiency)
+        self._attention_flops = gpus * gpu.flops * gpu.compute_efficiency
+        self._memory_rate = gpus * gpu.memory_rate * gpu.memory_efficiency
+        self._fixed_s = gpu.layer_s * (model.dense_layers + gpu.mixture_factor * model.mixture_layers)
+        self._cache_bytes = model.cache_bytes * model.attention.copies(gpus)
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens whose cache fits beside the weights."""
+        room = self.gpus * self.gpu.memory_bytes * (1 - RESERVED)
+        free = room - self.model.stored_parameters * self.model.weight_bytes
+        return max(0, int(free // self._cache_bytes))
+
+    def step_s(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float:
+        """One pass over parts of prompts and, in the same batch, `decoding` requests with `context` tokens in sum.
+
+        0 for an empty batch.
+        """
+        tokens = sum(chunk.new for chunk in chunks) + decoding
+        if not tokens:
+            return 0.0
+        sampled = sum(chunk.last for chunk in chunks) + decoding
+        matrices = self._matrices_s(tokens, sampled)
+        return matrices + self._attention_s(chunks, decoding, context) + self._reduce_s(tokens) + self._fixed_s
+
+    def prefill_s(self, new: int, cached: int = 0) -> float:
+        """A prompt of `new` tokens behind `cached` ones, alone and in one pass."""
+        return self.step_s((Chunk(new, cached),), 0, 0)
+
+    def decode_s(self, decoding: int, context: int) -> float:
+        """One token for each of `decoding` requests with `context` tokens of cache in sum."""
+        return self.step_s((), decoding, context)
+
+    def transfer_s(self, tokens: int) -> float:
+        """The cache of `tokens` tokens from one instance to another, over all NICs."""
+        rate = self.gpus * self.gpu.network_rate * self.gpu.network_efficiency
+        return tokens * self.model.cache_bytes / rate
+
+    def _matrices_s(self, tokens: int, sampled: int) -> float:
+        model = self.model
+        flops = 2.0 * (tokens * model.active_parameters + sampled * model.output_parameters)
+        nbytes = model.parameters_read(tokens) * model.weight_bytes
+        return max(flops / self._matrix_flops, nbytes / self._memory_rate)
+
+    def _attention_s(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float:
+        attention, layers = self.model.attention, self.model.layers
+        seconds = 0.0
+        for new, cached, _ in chunks:
+            # A new token attends to the cached ones, to those before it and to itself.
+            pairs = new * cached + new * (new + 1) / 2
+            flops = layers * attention.prefill_flops * pairs
+            seconds += max(flops / self._attention_flops, self._cache_s(cached + new))
+        if decoding:
+            flops = float(layers * attention.decode_flops * context)
+            seconds += max(flops / self._attention_flops, self._cache_s(context))
+        return seconds
+
+    def _cache_s(self, tokens: int) -> float:
+        return tokens * self._cache_bytes / self._memory_rate
+
+    def _reduce_s(self, tokens: int) -> float:
+        """Two all-reduces of the hidden state per layer, each a ring: 2 (t - 1) / t of the bytes per GPU."""
+        if self.gpus == 1:
+            return 0.0
+        nbytes = tokens * self.model.hidden * CACHE_BYTES * 2 * (self.gpus - 1) / self.gpus
+        each = nbytes / (self.gpu.link_rate * self.gpu.link_efficiency) + self.gpu.reduce_s
+        return 2 * self.model.layers * each

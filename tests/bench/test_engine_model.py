@@ -1,0 +1,178 @@
+"""The roofline: against figures computed by hand, and against what was published at batch 1 (docs/simulation.md)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tokenlake.errors import ConfigurationError
+from tokenlake_bench.engine_model import FITTED, GPUS, MODELS, Chunk, EngineModel, Gpu, Model, gpu_named, model_named
+from tokenlake_bench.engine_model.models import FeedForward, GroupedAttention
+
+LLAMA_2_70B = dataclasses.replace(MODELS["llama-3-70b"], vocabulary=32_000)
+LLAMA_3_70B_FP8 = dataclasses.replace(MODELS["llama-3-70b"], weight_bytes=1)
+
+TINY = Model(
+    name="tiny",
+    layers=2,
+    dense_layers=2,
+    hidden=4,
+    vocabulary=10,
+    attention=GroupedAttention(4, heads=2, kv_heads=1, head_dim=2),
+    dense=FeedForward(4, 8),
+)
+"""Per layer 48 parameters of attention and 96 of the feed-forward network; 40 in the output layer; 16 bytes of cache
+per token."""
+
+PLAIN = Gpu(
+    name="plain",
+    memory_bytes=1e4,
+    memory_rate=1000.0,
+    flops=2000.0,
+    fp8_flops=4000.0,
+    link_rate=100.0,
+    network_rate=50.0,
+    compute_efficiency=1.0,
+    fp8_efficiency=1.0,
+    memory_efficiency=1.0,
+    link_efficiency=1.0,
+    network_efficiency=1.0,
+    layer_s=0.5,
+    reduce_s=0.25,
+)
+
+
+def test_what_the_tiny_model_weighs() -> None:
+    assert TINY.active_parameters == 2 * (48 + 96)
+    assert TINY.output_parameters == 40
+    assert TINY.stored_parameters == 2 * (48 + 96) + 80
+    assert TINY.cache_bytes == 2 * 2 * 2 * 2
+    assert TINY.parameters_read(7) == 328
+
+
+@pytest.mark.parametrize(
+    ("name", "cache_bytes", "billions"),
+    [
+        ("llama-2-7b", 524_288, 6.74),
+        ("llama-3-8b", 131_072, 8.03),
+        ("llama-3-70b", 327_680, 70.55),
+        ("deepseek-v3", 70_272, 671.0),
+    ],
+)
+def test_models_weigh_what_was_published(name: str, cache_bytes: int, billions: float) -> None:
+    model = model_named(name)
+    assert model.cache_bytes == cache_bytes
+    assert model.stored_parameters / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+def test_a_mixture_reads_the_experts_that_its_tokens_choose() -> None:
+    mixture = FeedForward(4, 2, experts=8, chosen=2, shared=1)
+    assert mixture.active == 24 * 3 + 32
+    assert mixture.read(1) == 24 * (2 + 1) + 32
+    assert mixture.read(2) == 24 * (3.5 + 1) + 32
+    assert mixture.read(1_000) == pytest.approx(24 * (8 + 1) + 32)
+
+
+def test_a_decode_step_by_hand() -> None:
+    """Matrices: 656 flops in 0.328 s, 656 bytes in 0.656 s. Attention: 2 layers x 16 flops x 100 in 1.6 s, 1,600 bytes
+    in 1.6 s. Constant: 1 s."""
+    assert EngineModel(TINY, PLAIN).decode_s(1, 100) == pytest.approx(0.656 + 1.6 + 1.0)
+
+
+def test_a_prefill_by_hand() -> None:
+    """Matrices: 10 x 576 + 80 flops in 2.92 s, more than 0.656 s. Attention: 10 x 20 + 55 pairs, 32 flops each in
+    4.08 s, more than 480 bytes in 0.48 s."""
+    engine = EngineModel(TINY, PLAIN)
+    assert engine.prefill_s(10, 20) == pytest.approx(2.92 + 4.08 + 1.0)
+    unfinished = engine.step_s((Chunk(10, 20, last=False),), 0, 0)
+    assert unfinished == pytest.approx(2.88 + 4.08 + 1.0)
+
+
+def test_a_mixed_step_reads_the_weights_once() -> None:
+    """Matrices: 12 tokens and 3 sampled: 7,152 flops in 3.576 s."""
+    mixed = EngineModel(TINY, PLAIN).step_s((Chunk(10, 20),), 2, 100)
+    assert mixed == pytest.approx(3.576 + 4.08 + 1.6 + 1.0)
+
+
+def test_tensor_parallelism_splits_the_work_and_pays_for_the_reduction() -> None:
+    """Half of 0.656; cache on both GPUs, since there is one KV head: 1.6 s of memory, 0.8 s of arithmetic. Four
+    all-reduces of 8 bytes x 2 x 1/2 at 100 bytes/s and 0.25 s each."""
+    assert EngineModel(TINY, PLAIN, 2).decode_s(1, 100) == pytest.approx(0.328 + 1.6 + 4 * (0.08 + 0.25) + 1.0)
+
+
+def test_capacity_and_transfer() -> None:
+    engine = EngineModel(TINY, PLAIN)
+    assert engine.cache_tokens == (9_000 - 2 * 368) // 16
+    assert engine.transfer_s(100) == pytest.approx(1_600 / 50)
+    assert EngineModel(MODELS["llama-3-70b"], GPUS["a100-80g"]).cache_tokens == 0
+    assert engine.step_s((), 0, 0) == 0.0
+
+
+A100, H100, H200 = GPUS["a100-80g"], GPUS["h100"], GPUS["h200"]
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "gpus", "prompt", "published_s"),
+    [
+        (MODELS["llama-2-7b"], A100, 1, 2048, 0.139),
+        (LLAMA_2_70B, A100, 4, 2048, 0.402),
+        (LLAMA_3_70B_FP8, H100, 2, 5000, 0.4068),
+        (LLAMA_3_70B_FP8, H100, 2, 500, 0.0478),
+    ],
+)
+def test_first_tokens_as_published(model: Model, gpu: Gpu, gpus: int, prompt: int, published_s: float) -> None:
+    assert EngineModel(model, gpu, gpus).prefill_s(prompt) == pytest.approx(published_s, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "gpus", "requests", "context", "published_s"),
+    [
+        (MODELS["llama-2-7b"], A100, 1, 1, 192, 0.00969),
+        (MODELS["llama-2-7b"], A100, 1, 1, 3072, 0.0106),
+        (MODELS["llama-2-7b"], A100, 1, 16, 3072, 0.025),
+        (MODELS["llama-2-7b"], A100, 1, 1, 100, 1 / 104.9),
+        (MODELS["llama-2-7b"], A100, 8, 1, 100, 1 / 328.43),
+        (LLAMA_2_70B, A100, 4, 1, 192, 0.0294),
+        (LLAMA_2_70B, A100, 2, 1, 100, 1 / 21.32),
+        (LLAMA_2_70B, A100, 4, 1, 100, 1 / 38.01),
+        (LLAMA_2_70B, A100, 8, 1, 100, 1 / 62.50),
+        (LLAMA_3_70B_FP8, H100, 2, 1, 5250, 0.01858),
+        (LLAMA_3_70B_FP8, H100, 2, 1, 1500, 0.01891),
+        (MODELS["deepseek-v3"], H200, 8, 4, 5000, 0.01093),
+    ],
+)
+def test_decode_steps_as_published(
+    model: Model, gpu: Gpu, gpus: int, requests: int, context: int, published_s: float
+) -> None:
+    step = EngineModel(model, gpu, gpus).decode_s(requests, requests * context)
+    assert step == pytest.approx(published_s, rel=0.12)
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_every_fitted_constant_can_be_varied(name: str) -> None:
+    """And matters: at least one of the times changes."""
+
+    def times(gpu: Gpu) -> list[float]:
+        models = (LLAMA_3_70B_FP8, MODELS["llama-3-8b"], MODELS["deepseek-v3"])
+        engines = [EngineModel(model, gpu, 8) for model in models]
+        calls = [(engine.prefill_s(4096), engine.decode_s(8, 8_000), engine.transfer_s(512)) for engine in engines]
+        return [seconds for call in calls for seconds in call]
+
+    varied = H100.scaled({name: 0.7})
+    assert getattr(varied, name) == pytest.approx(0.7 * getattr(H100, name))
+    assert times(varied) != times(H100)
+    assert times(H100.scaled({name: 1.0})) == times(H100)
+
+
+def test_unknown_names_list_the_known() -> None:
+    with pytest.raises(ConfigurationError, match="'model' is 'gpt'; expected llama-2-7b or llama-3-8b"):
+        model_named("gpt")
+    with pytest.raises(ConfigurationError, match="'gpu' is 'tpu'; expected a100-80g or h100 or h200"):
+        gpu_named("tpu")
+    with pytest.raises(ConfigurationError, match="'scale' is 'flops'"):
+        H100.scaled({"flops": 0.7})
+    with pytest.raises(ConfigurationError, match="scale.layer_s"):
+        H100.scaled({"layer_s": 0.0})
+    with pytest.raises(ConfigurationError, match="tensor_parallel"):
+        EngineModel(TINY, PLAIN, 3)
