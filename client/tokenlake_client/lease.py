@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenlake.advice import Advice
 from tokenlake.errors import ProtocolRefused, Unreachable
 from tokenlake.identity import LeaseId, SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
-from tokenlake.wire.engine import HERE, Fetch, Fetched, Match, Matched, Placed, Shipped, Where
+from tokenlake.wire.engine import HERE, Advise, Fetch, Fetched, Match, Matched, Placed, Shipped, Where
 from tokenlake.wire.slots import join_keys, slot_array
 from tokenlake_client.books import Books, Holding
 from tokenlake_client.checksums import CHECKSUM_BYTES, shard_checksums
@@ -172,6 +173,11 @@ class Lease:
         with contextlib.suppress(Unreachable):
             self._books.current(self.link).channel.tell(Shipped(self.id, stop))
 
+    def advise(self, advice: Advice) -> None:
+        """As `Pool.advise`, of all its segments, and of what is still to be read of it. Never waits, never raises."""
+        with contextlib.suppress(Unreachable):
+            self._books.current(self.link).channel.tell(Advise(b"", advice, self.id))
+
     def release(self, start: int = 0, stop: int | None = None) -> None:
         """Give back the segments `start` to `stop` (default: all). Idempotent; never raises."""
         stop = self.hits if stop is None else min(stop, self.hits)
@@ -263,7 +269,9 @@ def _copy_part(part: tuple[NDArray[np.uint8], NDArray[np.uint8]]) -> None:
 class PendingMatch:
     """A match that was begun. For one thread."""
 
-    def __init__(self, reading: Reading, keys: Sequence[SegmentKey], deadline_s: float, request: str) -> None:
+    def __init__(
+        self, reading: Reading, keys: Sequence[SegmentKey], deadline_s: float, request: str, advice: Advice | None
+    ) -> None:
         self._request = request
         self._reading = reading
         self._keys = keys
@@ -274,7 +282,7 @@ class PendingMatch:
             log.debug("request %r: match of %d segments", request, len(keys))
         self._link = reading.books.link
         self._pending = self._link.channel.begin(
-            lambda number: Match(number, packed, deadline_s, reading.verify, request)
+            lambda number: Match(number, packed, deadline_s, reading.verify, request, advice)
         )
 
     def poll(self) -> Lease | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -12,8 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from tokenlake.advice import Advice
+from tokenlake.errors import Unreachable
 from tokenlake.identity import LeaseId, SegmentKey, SessionId, TenantId, WriteId
-from tokenlake.keys import Prefix, TokenIds, root_key
+from tokenlake.keys import KEY_BYTES, Prefix, TokenIds, root_key
 from tokenlake.layout import Layout
 from tokenlake.wire import Code, engine
 from tokenlake.wire.fields import MAX_REQUEST_NAME
@@ -107,18 +110,30 @@ class Pool:
 
     # -- reading
 
-    def match(self, keys: Sequence[SegmentKey], *, deadline_s: float = MATCH_S, request: str | None = None) -> Lease:
+    def match(
+        self,
+        keys: Sequence[SegmentKey],
+        *,
+        deadline_s: float = MATCH_S,
+        request: str | None = None,
+        advice: Advice | None = None,
+    ) -> Lease:
         """Lease the longest prefix of `keys` that the pool has; `hits` may be 0. Other nodes are asked for at
-        most `deadline_s`. `request`: what the logs of all nodes are to call it by; without one it gets a name. Raises
-        `Unreachable`."""
-        return self.begin_match(keys, deadline_s=deadline_s, request=request).wait()
+        most `deadline_s`. `request`: what the logs of all nodes are to call it by; without one it gets a name.
+        `advice`: what is known of the request already (`tokenlake.advice`). Raises `Unreachable`."""
+        return self.begin_match(keys, deadline_s=deadline_s, request=request, advice=advice).wait()
 
     def begin_match(
-        self, keys: Sequence[SegmentKey], *, deadline_s: float = MATCH_S, request: str | None = None
+        self,
+        keys: Sequence[SegmentKey],
+        *,
+        deadline_s: float = MATCH_S,
+        request: str | None = None,
+        advice: Advice | None = None,
     ) -> PendingMatch:
         """The same without waiting: `poll` the result. Raises `Unreachable`."""
         self._books.sweep()
-        return PendingMatch(self._reading, keys, deadline_s, self._named(request))
+        return PendingMatch(self._reading, keys, deadline_s, self._named(request), advice)
 
     def attach(self, lease: LeaseId, *, request: str = "") -> Lease:
         """Hold a lease that another process of this session made. Its keys are not known here; `hits` is 0 when
@@ -131,11 +146,17 @@ class Pool:
     # -- writing
 
     def store(
-        self, keys: Sequence[SegmentKey], first: int = 0, patience: float = 0.0, *, request: str | None = None
+        self,
+        keys: Sequence[SegmentKey],
+        first: int = 0,
+        patience: float = 0.0,
+        *,
+        request: str | None = None,
+        advice: Advice | None = None,
     ) -> Write:
         """Reserve slots for consecutive segments of one prompt, the first at index `first`; fill and commit
         them. What is there already, or refused, has no slot. `patience`: how many seconds to go on trying
-        while only the write budget stands in the way. `request`: as of `match`. Raises `Unreachable`."""
+        while only the write budget stands in the way. `request`, `advice`: as of `match`. Raises `Unreachable`."""
         self._books.sweep()
         name = self._named(request)
         if log.isEnabledFor(logging.DEBUG):
@@ -145,7 +166,9 @@ class Pool:
         packed = join_keys(keys)
         while True:
             link = self._link
-            reply = link.call(lambda number: engine.Prepare(number, packed, first, name), engine.Prepared, STORE_S)
+            reply = link.call(
+                lambda number: engine.Prepare(number, packed, first, name, advice), engine.Prepared, STORE_S
+            )
             stuck = not reply.write and Code.WRITE_BUDGET in reply.codes
             if not stuck or time.monotonic() + pause > until:
                 return Write(self._reading, link, self.layout.shards, keys, reply)
@@ -160,18 +183,19 @@ class Pool:
         patience: float = 0.0,
         *,
         request: str | None = None,
+        advice: Advice | None = None,
     ) -> bytes:
         """Store consecutive segments a window at a time; one `Code` per key.
 
         `fill`: called as `fill(index into keys, slot)` for each slot, or an array for each key. Where the write budget
-        is full, goes on trying for at most `patience` seconds without progress. `request`: as of `match`. Raises
-        `Unreachable`, and what `fill` raises.
+        is full, goes on trying for at most `patience` seconds without progress. `request`, `advice`: as of `match`.
+        Raises `Unreachable`, and what `fill` raises.
         """
         codes = bytearray()
         while len(codes) < len(keys):
             start = len(codes)
             window = keys[start : start + STORE_WINDOW]
-            with self.store(window, first + start, patience, request=request) as write:
+            with self.store(window, first + start, patience, request=request, advice=advice) as write:
                 write.fill(_from(fill, start))
             done = len(write.codes)
             if Code.COMMITTED in write.codes and Code.WRITE_BUDGET in write.codes:
@@ -187,11 +211,14 @@ class Pool:
         *,
         deadline_s: float | None = None,
         request: str | None = None,
+        advice: Advice | None = None,
     ) -> Reservation:
         """Reserve slots, as `store` does, that other processes of this session fill. Raises `Unreachable`."""
         self._books.sweep()
         link, packed, name = self._link, join_keys(keys), self._named(request)
-        reply = link.call(lambda number: engine.Prepare(number, packed, first, name), engine.Prepared, deadline_s)
+        reply = link.call(
+            lambda number: engine.Prepare(number, packed, first, name, advice), engine.Prepared, deadline_s
+        )
         return Reservation(self._reading, link, reply)
 
     def attach_write(self, write: WriteId) -> Write:
@@ -200,6 +227,17 @@ class Pool:
         with self._books.attaching(write, write=True) as (link, reply):
             prepared = link.expect(reply, engine.Prepared)
             return Write(self._reading, link, self.layout.shards, [SegmentKey(b"")] * len(prepared.codes), prepared)
+
+    # -- hints
+
+    def advise(self, keys: Sequence[SegmentKey], advice: Advice) -> None:
+        """A word about consecutive segments of one prompt that is known only now: this conversation goes on, or is
+        over. It reaches every node that keeps them within a second, and is no use of them. Never waits, never raises;
+        without a daemon it is lost."""
+        size = max(1, self._link.channel.max_frame // 2 // KEY_BYTES)
+        with contextlib.suppress(Unreachable):
+            for start in range(0, len(keys), size):
+                self._link.channel.tell(engine.Advise(join_keys(keys[start : start + size]), advice))
 
     # -- attention where the cache lies (`tokenlake_client.queries`)
 
