@@ -74,6 +74,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     staged_share: float = 0.10
     # What writes may pile up while the network is slower than the engines; beyond it a store is refused.
     dirty_share: float = 0.10
+    # Some tens of segments are hot at a time: of a node's thousands this holds all of them.
+    replica_share: float = 0.05
     # No session may pin more than half: another one can always read something.
     session_lease_share: float = 0.5
     # Reserved slots hold nothing readable yet, hence half of what may be leased.
@@ -102,6 +104,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     record: str = ""
     # A daemon that serves users must not end by itself.
     failpoint: str = ""
+    # Without copies one template that all requests share makes its node the bottleneck.
+    hot: str = "on"
+    # Real workloads pass as fast as the clock.
+    time_scale: float = 1.0
     # A line per request would cost more than many a request does.
     log_level: str = "info"
 
@@ -126,6 +132,7 @@ _KINDS: dict[str, Kind] = {
     "suspect_ms": kinds.real(1, 60_000, "milliseconds"),
     "staged_share": _SHARE,
     "dirty_share": _SHARE,
+    "replica_share": _SHARE,
     "session_lease_share": _SHARE,
     "session_reserve_share": _SHARE,
     "max_sessions": kinds.whole(1, 65536),
@@ -139,6 +146,8 @@ _KINDS: dict[str, Kind] = {
     "query_engine": kinds.truth(),
     "record": kinds.path("a path, or nothing", optional=True),
     "failpoint": kinds.failpoint(),
+    "hot": kinds.one_of("on", "observe", "off"),
+    "time_scale": kinds.real(0.001, 1e6, "seconds of the workload in each second"),
     "log_level": kinds.one_of("debug", "info", "warning", "error"),
 }
 
@@ -233,8 +242,8 @@ def _check_together(config: ServerConfig, origin: Mapping[str, str]) -> None:
         raise refuse("region_size", f"at most memory, {format_size(config.memory)}")
     if config.huge_pages and config.region_size % kinds.HUGE_PAGE:
         raise refuse("region_size", f"a multiple of {format_size(kinds.HUGE_PAGE)} with huge_pages")
-    if config.staged_share + config.dirty_share > 0.9:
-        raise refuse("staged_share", "at most 0.9 together with dirty_share: the rest is for home copies")
+    if config.staged_share + config.dirty_share + config.replica_share > 0.95:
+        raise refuse("staged_share", "at most 0.95 with dirty_share and replica_share: the rest is for home copies")
     if config.metrics == config.listen and parse_address(config.listen).port:
         raise refuse("metrics", f"another address than listen, {config.listen}")
 

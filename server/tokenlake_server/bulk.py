@@ -144,7 +144,8 @@ class Receivers:
         sock = self._borrow(instruction.node, job)
         try:
             keys = instruction.keys[part.start * KEY_BYTES : part.stop * KEY_BYTES]
-            sock.sendall(pack_frame(peer.Pull(instruction.tenant, keys, instruction.request)))
+            asked = peer.Pull(instruction.tenant, keys, instruction.request, instruction.background)
+            sock.sendall(pack_frame(asked))
             self._receive(sock, job, part)
             whole = True
         finally:
@@ -273,7 +274,7 @@ class Senders:
                 if request.request and log.isEnabledFor(logging.DEBUG):
                     count = len(request.keys) // KEY_BYTES
                     log.debug("request %r: %s pulls %d segments", request.request, node, count)
-                self._driver.post(events.PullAsked(stream, node, request.tenant, request.keys))
+                self._driver.post(events.PullAsked(stream, node, request.tenant, request.keys, request.background))
                 grant = grants.get()
                 if grant is None:
                     return

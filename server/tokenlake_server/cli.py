@@ -38,6 +38,7 @@ _HELP = {
     "suspect_ms": "How long a peer may leave a ping unanswered.",
     "staged_share": "Share of the slots in which fetched copies may displace home copies.",
     "dirty_share": "Share of the slots being written or waiting to be pushed.",
+    "replica_share": "Share of the slots for extra copies of hot segments.",
     "session_lease_share": "Share of the slots that one session may have leased.",
     "session_reserve_share": "Share of the slots that one session may have reserved.",
     "max_sessions": "Engines connected at a time.",
@@ -49,6 +50,8 @@ _HELP = {
     "query_engine": "true or false: compute attention over this node's segments for engines anywhere.",
     "record": "Write an event log to this file.",
     "failpoint": "For tests: EDGE[:N], where this daemon ends itself.",
+    "hot": "on, observe or off: copy segments that are read so often that their node is overloaded.",
+    "time_scale": "For replays: seconds of the workload in each second of the clock.",
     "log_level": "debug, info, warning or error; debug has a line per request.",
 }
 """Every field of `ServerConfig` but the secrets: other users can read a command line."""

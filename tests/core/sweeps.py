@@ -55,7 +55,8 @@ class Longest:
             for instruction in out:
                 message = getattr(instruction, "message", None)
                 if isinstance(message, peer.Ping):
-                    self.core.handle(events.PeerSaid(instruction.node, peer.Pong(message.call, (0.0, 0.0))), self.now)  # type: ignore[union-attr]
+                    pong = peer.Pong(message.call, (0.0, 0.0), 0.0)
+                    self.core.handle(events.PeerSaid(instruction.node, pong), self.now)  # type: ignore[union-attr]
         self.now = until
 
 

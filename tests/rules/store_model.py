@@ -42,12 +42,13 @@ class Copy:
 class StoreModel:
     """Regions, copies and their order. A method changes the model as the store has to change."""
 
-    def __init__(self, regions: int, slots: dict[int, int], staged: float, dirty: float) -> None:
+    def __init__(self, regions: int, slots: dict[int, int], staged: float, dirty: float, replica: float) -> None:
         """`slots`: how many slots of each size a region holds."""
         self.all_regions = regions
         self.slots = slots
         self.staged = staged
         self.dirty = dirty
+        self.replica = replica
         self.spare = list(range(regions))
         self.away: list[int] = []
         """Reclaimed and not yet given back as spare."""
@@ -90,13 +91,15 @@ class StoreModel:
         reach = len(self.places(pool)) + len(self.spare) * self.slots[pool[1]]
         if kind is Kind.DIRTY and self.count(pool, Kind.DIRTY) >= max(2, math.ceil(self.dirty * reach)):
             return Code.WRITE_BUDGET
+        if kind is Kind.REPLICA and self.count(pool, Kind.REPLICA) >= max(2, math.ceil(self.replica * reach)):
+            return Code.REPLICA_BUDGET
         if not self.free(pool):
             self._grow(pool)
         if self.free(pool):
             return None
         budget = max(2, math.ceil(self.staged * len(self.places(pool))))
         staged = self.count(pool, Kind.STAGED)
-        spares_staged = {Kind.STAGED: staged < budget, Kind.HOME: staged <= budget, Kind.DIRTY: False}[kind]
+        spares_staged = {Kind.STAGED: staged < budget, Kind.HOME: staged <= budget}.get(kind, False)
         victims = [Kind.HOME, Kind.STAGED] if spares_staged else [Kind.STAGED, Kind.HOME]
         for victim in (self._coldest(pool, kind, now) for kind in victims):
             if victim is not None:

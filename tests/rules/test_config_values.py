@@ -52,6 +52,8 @@ from tokenlake.errors import ConfigurationError
         ("suspect_ms", 0),
         ("staged_share", 0),
         ("staged_share", 0.85),
+        ("hot", "yes"),
+        ("time_scale", 0),
         ("dirty_share", 1.01),
         ("session_lease_share", -0.1),
         ("session_reserve_share", "half"),

@@ -76,9 +76,17 @@ def test_the_rate_of_a_steady_stream_is_its_own() -> None:
     assert math.isclose(rate.at(99.9 + 4 * HALF_LIFE_S), rate.at(99.9) / 16)
 
 
-def test_a_rate_that_is_set_decays_from_there() -> None:
+def test_a_rate_that_is_set_holds_and_then_decays() -> None:
     rate = Rate(HALF_LIFE_S)
     rate.add(1e9, 0.0)
-    rate.set(8.0, 1.0)
-    assert math.isclose(rate.at(1.0), 8.0)
+    rate.set(8.0, until=1.0)
+    assert math.isclose(rate.at(0.5), 8.0)
     assert math.isclose(rate.at(1.0 + HALF_LIFE_S), 4.0)
+
+
+def test_what_is_added_while_a_rate_holds_is_on_top() -> None:
+    rate = Rate(HALF_LIFE_S)
+    rate.set(8.0, until=1.0)
+    rate.add(HALF_LIFE_S / math.log(2), 0.5)
+    assert math.isclose(rate.at(0.75), 9.0)
+    assert math.isclose(rate.at(1.0 + HALF_LIFE_S), 4.5)

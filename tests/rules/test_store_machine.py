@@ -56,12 +56,13 @@ class StoreMachine(RuleBasedStateMachine):
 
     make_store: ClassVar[Callable[..., SegmentStore]] = SegmentStore
 
-    @initialize(regions=st.integers(1, 4), slots=st.integers(1, 4), staged=shares, dirty=shares)
-    def start(self, regions: int, slots: int, staged: float, dirty: float) -> None:
+    @initialize(regions=st.integers(1, 4), slots=st.integers(1, 4), staged=shares, dirty=shares, replica=shares)
+    def start(self, regions: int, slots: int, staged: float, dirty: float, replica: float) -> None:
         self.region_bytes = HEADER + slots * SMALL
         self.counters = Counters()
-        self.store = type(self).make_store(range(regions), self.region_bytes, Budgets(staged, dirty), self.counters)
-        self.model = StoreModel(regions, {SMALL: slots, LARGE: slots // 2}, staged, dirty)
+        budgets = Budgets(staged, dirty, replica)
+        self.store = type(self).make_store(range(regions), self.region_bytes, budgets, self.counters)
+        self.model = StoreModel(regions, {SMALL: slots, LARGE: slots // 2}, staged, dirty, replica)
         self.real: dict[Copy, Segment] = {}
         self.now = 0.0
         self.written = 0

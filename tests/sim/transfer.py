@@ -58,7 +58,8 @@ class Transfer:
         self.sending = True
         self.sender.sends[self.stream] = self
         order = self.order
-        self.sender.deliver(events.PullAsked(self.stream, self.receiver.name, order.tenant, order.keys))
+        asked = events.PullAsked(self.stream, self.receiver.name, order.tenant, order.keys, order.background)
+        self.sender.deliver(asked)
 
     def send(self, bulk: SendBulk) -> None:
         """The sender's rules answered: bytes begin to flow."""

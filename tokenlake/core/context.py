@@ -10,14 +10,22 @@ import msgspec
 from tokenlake.core.instructions import Instruction
 from tokenlake.core.timers import Timer, Timers
 from tokenlake.directory import Directory
+from tokenlake.hot import Rate
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
-from tokenlake.metrics import Counters
+from tokenlake.metrics import Counters, Metric
 from tokenlake.placement import Vacancy, default_run_length
 from tokenlake.ring import Ring
 from tokenlake.store import Budgets, Segment, SegmentStore, State
 
-__all__ = ["Context", "CoreConfig"]
+__all__ = ["LOAD_HALF_LIFE_S", "Context", "CoreConfig"]
 
+SERVED_BYTES = Metric(
+    "tokenlake_served_bytes_total", "Bytes of segments that engines read from this node's arena, here or from elsewhere"
+)
+
+LOAD_HALF_LIFE_S = 2.0
+LEAST_GOSSIP_S = 0.02
+"""However fast a workload is replayed."""
 PAUSE_S = 0.005
 """Between two slices of long work: ten times what a slice takes."""
 
@@ -49,6 +57,12 @@ class CoreConfig(msgspec.Struct, frozen=True):
     sync_grace_s: float = 5.0
     """A home that started answers UNKNOWN until every peer advertised, at most this long."""
     directory_limit: int = 1 << 20
+    replica_share: float = 0.05
+    hot: str = "on"
+    """`on`: hot segments are copied; `observe`: counts what that would take; `off`."""
+    time_scale: float = 1.0
+    """Seconds of the workload in each second of the clock; a replay faster than real time says by how much. What
+    learns from the workload (loads, hot segments, ages) then does so in the workload's time; deadlines stay."""
 
 
 class Context:
@@ -64,10 +78,11 @@ class Context:
         self.store = SegmentStore(
             range(config.regions),
             config.region_bytes,
-            Budgets(staged=config.staged_share, dirty=config.dirty_share),
+            Budgets(staged=config.staged_share, dirty=config.dirty_share, replica=config.replica_share),
             self.counters,
         )
         self.directory = Directory(config.directory_limit)
+        self._load = Rate(LOAD_HALF_LIFE_S)
         self.timers = Timers()
         self.now = 0.0
         self.started = 0.0
@@ -87,6 +102,26 @@ class Context:
     def vacancy(self) -> Vacancy:
         """How welcome a new segment is here, now."""
         return self.store.vacancy(self.now)
+
+    @property
+    def load_now(self) -> float:
+        """`now` in the workload's time."""
+        return self.now * self.config.time_scale
+
+    @property
+    def gossip_s(self) -> float:
+        """Between two reports of this node's load: `CoreConfig.gossip_s` of the workload's time, as far as that can be
+        had."""
+        return max(LEAST_GOSSIP_S, self.config.gossip_s / max(1.0, self.config.time_scale))
+
+    def served(self, nbytes: int) -> None:
+        """So much of what lies here was read: by engines of this node, or for those of another."""
+        self.counters.add(SERVED_BYTES, nbytes)
+        self._load.add(nbytes, self.load_now)
+
+    def load(self) -> float:
+        """Bytes read from this node's arena per second of the workload's time, lately."""
+        return self._load.at(self.load_now)
 
     def after(self, delay_s: float, callback: Callable[[], None]) -> Timer:
         """Call `callback` in `delay_s` from now."""

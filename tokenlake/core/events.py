@@ -97,6 +97,8 @@ class PullAsked(_Event, frozen=True, tag=8):
     node: str
     tenant: str
     keys: bytes
+    background: bool = False
+    """To keep them there: no engine reads them now."""
 
 
 class SendDone(_Event, frozen=True, tag=9):

@@ -109,7 +109,17 @@ class Fetches:
         keys = join_keys(segment.key for segment in flight.segments)
         slots = b"".join(segment.packed for segment in flight.segments)
         self._context.emit(
-            StartFetch(fetch, flight.node, flight.tenant, keys, slots, slot_bytes, shards, flight.request)
+            StartFetch(
+                fetch,
+                flight.node,
+                flight.tenant,
+                keys,
+                slots,
+                slot_bytes,
+                shards,
+                flight.request,
+                background=flight.kind is not Kind.STAGED,
+            )
         )
 
     def _abort(self, fetch: int) -> None:

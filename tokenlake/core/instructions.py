@@ -58,6 +58,8 @@ class StartFetch(_Instruction, frozen=True, tag=4):
     shards: int
     request: str = ""
     """What the logs call the engine's request by; empty: it has no name."""
+    background: bool = False
+    """To be kept here: no engine waits for it."""
 
 
 class AbortFetch(_Instruction, frozen=True, tag=5):

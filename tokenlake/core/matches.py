@@ -322,6 +322,7 @@ class Matches:
         local = hits - match.segments[:hits].count(None) if match.candidates else hits
         pending = int(hits < len(match.keys) and match.codes[hits] == Code.PENDING)
         self._context.counters.add(LOCAL, local * size)
+        self._context.served(local * match.process.session.slot_bytes)
         self._context.counters.add(PENDING, pending * size)
         self._context.counters.add(MISSING, (len(match.keys) - hits - pending) * size)
 

@@ -62,7 +62,7 @@ class NodeCore:
             events.PeerDown: lambda e: self._peers.went_down(NodeId(e.node), Incarnation(e.incarnation)),
             events.PeerSaid: self._on_peer_said,
             events.FetchDone: lambda e: self._fetches.done(e.fetch, e.codes, e.checksums),
-            events.PullAsked: lambda e: self._serving.pull(e.stream, TenantId(e.tenant), split_keys(e.keys)),
+            events.PullAsked: self._on_pull_asked,
             events.SendDone: lambda e: self._serving.sent(e.stream),
             events.RegionReady: self._on_region_ready,
             events.Tick: lambda e: context.timers.fire(context.now),
@@ -235,6 +235,10 @@ class NodeCore:
                 self._peers.pinged(node, message)
             case _:
                 self._on_peer_told(node, message)
+
+    def _on_pull_asked(self, event: events.PullAsked) -> None:
+        keys = split_keys(event.keys)
+        self._serving.pull(event.stream, TenantId(event.tenant), keys, background=event.background)
 
     def _on_peer_told(self, node: NodeId, message: peer.PeerMessage) -> None:
         match message:

@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from tokenlake.core.context import Context
+from tokenlake.core.context import LOAD_HALF_LIFE_S, Context
 from tokenlake.core.instructions import Note, Say
 from tokenlake.core.timers import Timer
+from tokenlake.hot import Rate
 from tokenlake.identity import Incarnation, NodeId
 from tokenlake.metrics import Metric
 from tokenlake.placement import UNKNOWN_VACANCY, Vacancy
@@ -41,6 +42,8 @@ MOST_SLOWER = 4
 """By one fetch that missed its deadline."""
 SWEPT = 1024
 """Entries of the directory looked at at a time when a peer came back as another."""
+LOAD_HOLDS_S = 1.0
+"""What a peer said of its load counts in full for so long of the workload's time; then it fades."""
 RATE_WEIGHT = 0.2
 """Of the newest fetch in the running mean."""
 
@@ -56,6 +59,8 @@ class Peer:
         self.suspect = False
         self.heard_at = 0.0
         self.vacancy = UNKNOWN_VACANCY
+        self.load = Rate(LOAD_HALF_LIFE_S)
+        """As it last said, and what was asked of it since."""
         self.rate = DEFAULT_RATE
         """Bytes per second of fetches from there, running mean."""
         self.calls: dict[int, tuple[OnReply, Timer]] = {}
@@ -204,7 +209,7 @@ class Peers:
         """Hand a reply to its caller. A late `LookupReply` leased what nobody waits for: give it back."""
         peer = self._peers[node]
         if not isinstance(message, wire.ReadyReply):
-            peer.vacancy = Vacancy(*message.vacancy)
+            self._told(peer, message)
         waiting = peer.calls.pop(message.call, None)
         if waiting is not None:
             on_reply, timer = waiting
@@ -217,17 +222,17 @@ class Peers:
 
     def _ping(self) -> None:
         config = self._context.config
-        vacancy = self._context.vacancy()
+        vacancy, load = self._context.vacancy(), self._context.load()
         for peer in self._peers.values():
             if peer.up:
                 self._send(
                     peer,
-                    lambda call: wire.Ping(call, vacancy),
+                    lambda call: wire.Ping(call, vacancy, load),
                     config.suspect_s,
                     lambda reply, peer=peer: self._ponged(peer, reply),  # type: ignore[misc]
                     proves_life=True,
                 )
-        self._context.after(config.gossip_s, self._ping)
+        self._context.after(self._context.gossip_s, self._ping)
 
     def _ponged(self, peer: Peer, reply: Reply | None) -> None:
         if reply is None and peer.up and not peer.suspect:
@@ -238,14 +243,26 @@ class Peers:
 
     def pinged(self, node: NodeId, message: wire.Ping) -> None:
         """Answer, and learn how full it is."""
-        peer = self._peers[node]
+        self._told(self._peers[node], message)
+        self._context.emit(Say(node, wire.Pong(message.call, self._context.vacancy(), self._context.load())))
+
+    def _told(self, peer: Peer, message: wire.Ping | wire.Pong | wire.LookupReply | wire.OfferReply) -> None:
         peer.vacancy = Vacancy(*message.vacancy)
-        self._context.emit(Say(node, wire.Pong(message.call, self._context.vacancy())))
+        peer.load.set(message.load, self._context.load_now + LOAD_HOLDS_S)
 
     def vacancy(self, node: NodeId) -> Vacancy:
         """How welcome a segment is there, as last heard; this node's own is exact."""
         peer = self._peers.get(node)
         return self._context.vacancy() if peer is None else peer.vacancy
+
+    def load(self, node: NodeId) -> float:
+        """Bytes per second read from the arena there, as last heard; this node's own is exact."""
+        peer = self._peers.get(node)
+        return self._context.load() if peer is None else peer.load.at(self._context.load_now)
+
+    def will_read(self, node: NodeId, nbytes: int) -> None:
+        """So much is about to be read there: until it reports, its load counts as that much greater."""
+        self._peers[node].load.add(nbytes, self._context.load_now)
 
     def silent_since(self, node: NodeId, began: float) -> None:
         """A transfer that began then missed its deadline. If the peer said nothing all the while, it is overdue."""

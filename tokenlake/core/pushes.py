@@ -282,7 +282,8 @@ class Pushes:
             if not waiting:
                 held = [keys[i] for i, c in enumerate(codes) if c in (Code.COMMITTED, Code.EXISTS)]
                 self.tell_held(tenant, held)
-                self._peers.tell(node, wire.OfferReply(message.call, bytes(codes), self._context.vacancy()))
+                vacancy, load = self._context.vacancy(), self._context.load()
+                self._peers.tell(node, wire.OfferReply(message.call, bytes(codes), vacancy, load))
 
         def arrived(index: int, segment: Segment | None, code: Code) -> None:
             if segment is None:

@@ -67,7 +67,8 @@ class Serving:
         nodes = self._ask_home(tenant, keys, found, codes) if None in found else []
         leased = self._within_room(found, codes)
         lease = self._grant(node, leased) if leased else LeaseId(0)
-        return wire.LookupReply(message.call, lease, bytes(codes), tuple(nodes), self._context.vacancy())
+        vacancy, load = self._context.vacancy(), self._context.load()
+        return wire.LookupReply(message.call, lease, bytes(codes), tuple(nodes), vacancy, load)
 
     def _ask_home(
         self, tenant: TenantId, keys: list[SegmentKey], found: list[Segment | None], codes: bytearray
@@ -162,8 +163,8 @@ class Serving:
 
     # -- sends
 
-    def pull(self, stream: int, tenant: TenantId, keys: list[SegmentKey]) -> None:
-        """Pin what is here and send it; what is not is LOST."""
+    def pull(self, stream: int, tenant: TenantId, keys: list[SegmentKey], *, background: bool = False) -> None:
+        """Pin what is here and send it; what is not is LOST. `background`: to be kept there, no engine reads it now."""
         found = self._context.ready(tenant, keys)
         sizes = {segment.slot_bytes for segment in found if segment is not None}
         slot_bytes = sizes.pop() if len(sizes) == 1 else 0
@@ -174,6 +175,8 @@ class Serving:
         self._sends[stream] = sent
         self._context.counters.add(SENT, len(sent))
         self._context.counters.add(SENT_BYTES, len(sent) * slot_bytes)
+        if not background:
+            self._context.served(len(sent) * slot_bytes)
         slots = b"".join(segment.packed for segment in sent)
         checksums = b"".join(segment.checksums for segment in sent)
         self._context.emit(SendBulk(stream, slot_bytes, codes, slots, checksums))

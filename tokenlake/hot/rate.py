@@ -20,16 +20,16 @@ class Rate:
     def add(self, amount: float, now: float) -> None:
         """`amount` more, at `now`, which never decreases."""
         self._sum = self._decayed(now) + amount
-        self._at = now
+        self._at = max(self._at, now)
 
-    def set(self, per_second: float, now: float) -> None:
-        """Forget what was added: it is `per_second` at `now`."""
+    def set(self, per_second: float, until: float) -> None:
+        """Forget what was added: it is `per_second` until then."""
         self._sum = per_second * self._half_life_s / math.log(2)
-        self._at = now
+        self._at = until
 
     def at(self, now: float) -> float:
         """Per second."""
         return self._decayed(now) * math.log(2) / self._half_life_s
 
     def _decayed(self, now: float) -> float:
-        return self._sum * 2.0 ** ((self._at - now) / self._half_life_s)
+        return self._sum * math.exp2(min(0.0, self._at - now) / self._half_life_s)

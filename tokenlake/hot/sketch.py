@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
+
+import msgspec
 
 __all__ = ["Heavy", "SpaceSaving"]
 
@@ -20,7 +22,7 @@ FARTHEST = 64.0
 """Half-lives after which all counts are scaled back, so that no float overflows."""
 
 
-class Heavy(NamedTuple, Generic[Item]):
+class Heavy(msgspec.Struct, Generic[Item], frozen=True):
     """An item and what it has, decayed: between `count - error` and `count`."""
 
     item: Item

@@ -25,6 +25,8 @@ class Budgets(msgspec.Struct, frozen=True):
     copies when all staged ones are in use."""
     dirty: float = 0.10
     """Segments being written or waiting to be pushed."""
+    replica: float = 0.05
+    """Extra copies of hot segments."""
 
 
 class SlotPool:
@@ -39,9 +41,9 @@ class SlotPool:
         self.free: list[tuple[int, int]] = []
         """(region, slot), taken from the end."""
         # By kind, in lists: hashing an enum member for a dict runs Python code, and this is the hot path.
-        self.order: list[EvictionPolicy] = [LeastRecentlyUsed(), LeastRecentlyUsed(), home()]
-        """READY segments but those set aside; those of DIRTY are in order as well, but nobody asks for a victim among
-        them."""
+        self.order: list[EvictionPolicy] = [LeastRecentlyUsed(), LeastRecentlyUsed(), home(), LeastRecentlyUsed()]
+        """READY segments but those set aside; those of DIRTY and REPLICA are in order as well, but nobody asks for a
+        victim among them."""
         self.counts = [0] * len(Kind)
         """Segments RESERVED or READY."""
         self.quarantined = 0

@@ -42,6 +42,8 @@ class Kind(IntEnum):
     """Kept because a local engine wrote or fetched it; first victim."""
     HOME = 2
     """The copy the pool relies on; victim by policy."""
+    REPLICA = 3
+    """An extra copy of a hot segment, on purpose: never a victim; it becomes STAGED when its home says so."""
 
 
 class Segment:
@@ -59,6 +61,7 @@ class Segment:
         "pins",
         "place",
         "pool",
+        "record",
         "slot_bytes",
         "source",
         "state",
@@ -95,10 +98,12 @@ class Segment:
         """8 bytes per shard once READY."""
         self.advice = NO_ADVICE
         """The newest word of those that wrote or read it."""
+        self.record: object = None
+        """What the policy of eviction of home copies knows of it."""
         self.missing_shards = 0
         """Bit mask of the shards not committed yet."""
         self.source: NodeId | None = None
-        """Of a staged copy: the node that keeps the home copy."""
+        """Of a staged copy or a replica: the node that keeps the home copy."""
 
     def __repr__(self) -> str:
         return (

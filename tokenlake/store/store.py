@@ -112,6 +112,10 @@ class SegmentStore:
         """Slots that `pool` has or can still get."""
         return pool.slots + len(self._spare) * RegionShape(self.region_bytes, pool.slot_bytes).slots
 
+    def replica_room(self, pool: SlotPool) -> int:
+        """How many more replicas `pool` may keep."""
+        return max(0, pool.budget(pool.budgets.replica, self.capacity(pool)) - pool.counts[Kind.REPLICA])
+
     def vacancy(self, now: float) -> Vacancy:
         """Free memory, and the greatest age of a home copy that some pool would evict next."""
         total = self._regions * self.region_bytes
@@ -152,6 +156,8 @@ class SegmentStore:
         # Of what the pool can grow to: a fresh node's first region is no reason to refuse.
         if kind is Kind.DIRTY and pool.counts[kind] >= pool.budget(pool.budgets.dirty, self.capacity(pool)):
             return Code.WRITE_BUDGET
+        if kind is Kind.REPLICA and not self.replica_room(pool):
+            return Code.REPLICA_BUDGET
         if not pool.free and self._spare:
             self._grow(pool)
         if not pool.free and not self._make_room(pool, kind, now):

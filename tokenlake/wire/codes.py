@@ -44,6 +44,8 @@ class Code(IntEnum):
     """Refused: no region of this slot size, and none free to become one."""
     BAD_CHECKSUM = 36
     """Refused: the bytes that arrived are not those that were written."""
+    REPLICA_BUDGET = 40
+    """Refused, between nodes: as many extra copies of hot segments as allowed are there."""
 
     @property
     def refused(self) -> bool:

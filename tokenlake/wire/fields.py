@@ -10,6 +10,7 @@ from tokenlake.layout import MAX_SEGMENT_BYTES, MAX_SHARDS
 
 __all__ = [
     "MAX_REQUEST_NAME",
+    "Amount",
     "Index",
     "Name",
     "Nonce",
@@ -20,6 +21,9 @@ __all__ = [
     "Share",
     "SlotBytes",
 ]
+
+Amount = Annotated[float, Meta(ge=0, le=1e15)]
+"""Bytes, or bytes per second; more than any machine moves is refused, and so is what is no number."""
 
 Index = Annotated[int, Meta(ge=0, lt=1 << 32)]
 """Of a segment in its prompt, of a key in a batch, of a region; a bit mask of shards."""
