@@ -269,7 +269,7 @@ class NodeCore:
         if message.used:
             self._context.store.touch(homes, self._context.now, message.advice)
         elif message.advice is not None:
-            self._context.store.advise(homes, message.advice)
+            self._context.store.advise(homes, message.advice, self._context.now)
 
     def _tell_evicted(self) -> None:
         evicted, self._context.store.evicted = self._context.store.evicted, []

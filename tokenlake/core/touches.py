@@ -49,7 +49,7 @@ class Touches:
         candidates: the holder is one of them, unless a run was kept together."""
         found = self._context.ready(tenant, keys)
         here = [segment for segment in found if segment is not None]
-        self._context.store.advise(here, advice)
+        self._context.store.advise(here, advice, self._context.now)
         word = (advice, False)
         self._note(here, word)
         absent = [key for key, segment in zip(keys, found, strict=True) if segment is None]

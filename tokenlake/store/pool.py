@@ -11,6 +11,7 @@ import msgspec
 from tokenlake.identity import TenantId
 from tokenlake.store.eviction import EvictionPolicy, LeastRecentlyUsed
 from tokenlake.store.region import RegionShape
+from tokenlake.store.retention import HIGH_SHARE, Retention
 from tokenlake.store.segment import Kind, Segment, State
 from tokenlake.wire.slots import SlotRef
 
@@ -41,7 +42,14 @@ class SlotPool:
         self.free: list[tuple[int, int]] = []
         """(region, slot), taken from the end."""
         # By kind, in lists: hashing an enum member for a dict runs Python code, and this is the hot path.
-        self.order: list[EvictionPolicy] = [LeastRecentlyUsed(), LeastRecentlyUsed(), home(), LeastRecentlyUsed()]
+        self.retention = Retention(home(), lambda: self.budget(HIGH_SHARE, self.slots))
+        """Of the home copies."""
+        self.order: list[EvictionPolicy] = [
+            LeastRecentlyUsed(),
+            LeastRecentlyUsed(),
+            self.retention,
+            LeastRecentlyUsed(),
+        ]
         """READY segments but those set aside; those of DIRTY and REPLICA are in order as well, but nobody asks for a
         victim among them."""
         self.counts = [0] * len(Kind)

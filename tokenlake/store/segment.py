@@ -56,6 +56,7 @@ class Segment:
         "depth",
         "key",
         "kind",
+        "lane",
         "missing_shards",
         "packed",
         "pins",
@@ -98,6 +99,8 @@ class Segment:
         """8 bytes per shard once READY."""
         self.advice = NO_ADVICE
         """The newest word of those that wrote or read it."""
+        self.lane = 1
+        """Of `Retention`: 1 is the policy's."""
         self.record: object = None
         """What the policy of eviction of home copies knows of it."""
         self.missing_shards = 0

@@ -233,9 +233,12 @@ class SegmentStore:
             if not segment.aside:
                 segment.pool.order[segment.kind].touch(segment, now)
 
-    def advise(self, segments: Sequence[Segment], advice: Advice) -> None:
+    def advise(self, segments: Sequence[Segment], advice: Advice, now: float) -> None:
         """A word about the READY segments of one prompt that came late; no use."""
         _take_word(segments, advice)
+        for segment in reversed(segments):
+            if not segment.aside:
+                segment.pool.order[segment.kind].advised(segment, now)
 
     # -- regions
 
@@ -303,7 +306,8 @@ class SegmentStore:
         """
         room = pool.budget(pool.budgets.staged, pool.slots) - pool.counts[Kind.STAGED]
         spares_staged = room > 0 if kind is Kind.STAGED else room >= 0 and kind is Kind.HOME
-        for victims in (Kind.HOME, Kind.STAGED) if spares_staged else (Kind.STAGED, Kind.HOME):
+        homes_first = spares_staged or pool.retention.overdue(now)
+        for victims in (Kind.HOME, Kind.STAGED) if homes_first else (Kind.STAGED, Kind.HOME):
             victim = pool.victim(victims, now)
             if victim is not None:
                 self._evict(victim, now)

@@ -9,7 +9,7 @@ from tokenlake.advice import Advice
 from tokenlake.identity import SegmentKey
 from tokenlake.store.segment import Segment
 
-__all__ = ["SAME_USE_S", "EvictionPolicy"]
+__all__ = ["SAME_USE_S", "EvictionPolicy", "recency", "refuse"]
 
 SAME_USE_S = 1.0
 """Touches of a segment within this time are one use: a lease that is released in parts touches twice."""
@@ -28,6 +28,9 @@ class EvictionPolicy(Protocol):
 
     def touch(self, segment: Segment, now: float) -> None:
         """`segment`, which is in order, was used. Touches within `SAME_USE_S` are one use."""
+
+    def advised(self, segment: Segment, now: float) -> None:
+        """`segment.advice` of `segment`, which is in order, changed; no use."""
 
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
         """`segment` left. `evicted`: for good, for want of memory; else it may be inserted again."""
@@ -57,3 +60,14 @@ class EvictionPolicy(Protocol):
     def restore(self, learned: bytes) -> None:
         """Begin with what an earlier life of the same policy saved; before the first `insert`. Raises `ValueError`
         when it cannot be used, and nothing was changed."""
+
+
+def recency(segment: Segment, now: float) -> float:
+    """Worth of a segment to policies that weigh nothing else: falls with the time since it was used."""
+    return 1.0 / (1.0 + max(0.0, now - segment.touched))
+
+
+def refuse(learned: bytes) -> None:
+    """`restore` of a policy that learns nothing."""
+    if learned:
+        raise ValueError("this policy learns nothing, so these are the statistics of another")

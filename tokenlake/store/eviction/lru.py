@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from tokenlake.advice import Advice
 from tokenlake.identity import SegmentKey
+from tokenlake.store.eviction.base import recency, refuse
 from tokenlake.store.segment import Segment
 
 __all__ = ["LeastRecentlyUsed"]
@@ -28,6 +29,9 @@ class LeastRecentlyUsed:
         segment.touched = now
         self._order.move_to_end(segment)
 
+    def advised(self, segment: Segment, now: float) -> None:
+        """Advice changes nothing here."""
+
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
         """See `EvictionPolicy`."""
         del self._order[segment]
@@ -40,7 +44,7 @@ class LeastRecentlyUsed:
 
     def worth(self, segment: Segment, now: float) -> float:
         """See `EvictionPolicy`."""
-        return 1.0 / (1.0 + max(0.0, now - segment.touched))
+        return recency(segment, now)
 
     def worth_of_new(self, key: SegmentKey, advice: Advice, now: float) -> float:
         """See `EvictionPolicy`."""
@@ -62,5 +66,4 @@ class LeastRecentlyUsed:
 
     def restore(self, learned: bytes) -> None:
         """See `EvictionPolicy`."""
-        if learned:
-            raise ValueError("least recently used first learns nothing, so this is another policy's")
+        refuse(learned)

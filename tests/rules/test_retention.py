@@ -1,0 +1,171 @@
+"""Retention: which home copies go first and last whatever the policy, how long, and how many."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from tokenlake.advice import MAX_TTL_S, NO_ADVICE, Advice
+from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.metrics import Counters
+from tokenlake.store import Budgets, Kind, Segment, SegmentStore
+from tokenlake.store.eviction import POLICIES, EvictionPolicy, LeastRecentlyUsed
+from tokenlake.store.retention import HIGH_S, HIGH_SHARE
+
+TENANT = TenantId("t")
+SLOT_BYTES = 1024
+SLOTS = 20
+HIGHS = int(HIGH_SHARE * SLOTS)
+HIGH, LOW = Advice(priority=1), Advice(priority=-1)
+every_policy = pytest.mark.parametrize("make", POLICIES.values(), ids=list(POLICIES))
+
+
+class Scene:
+    """A store of one region, and home copies by number."""
+
+    def __init__(self, make: Callable[[], EvictionPolicy] = LeastRecentlyUsed, slots: int = SLOTS) -> None:
+        self.store = SegmentStore([0], 4096 + slots * SLOT_BYTES, Budgets(), Counters(), make)
+        self.segments: dict[int, Segment] = {}
+
+    def add(self, number: int, now: float, advice: Advice = NO_ADVICE, kind: Kind = Kind.HOME) -> Segment:
+        key = SegmentKey(number.to_bytes(32, "little"))
+        segment = self.store.reserve(TENANT, SLOT_BYTES, key, kind, 0, now, advice)
+        assert isinstance(segment, Segment), segment
+        self.store.publish(segment, b"", now)
+        self.store.unpin(segment)
+        self.segments[number] = segment
+        self.store.check_integrity()
+        return segment
+
+    def here(self) -> list[int]:
+        present = {segment.key for segment in self.store.segments()}
+        return [number for number, segment in self.segments.items() if segment.key in present]
+
+    def gone(self) -> list[int]:
+        here = self.here()
+        return [number for number in self.segments if number not in here]
+
+
+@every_policy
+def test_high_priority_goes_after_and_low_before_what_says_nothing(make: Callable[[], EvictionPolicy]) -> None:
+    scene = Scene(make)
+    for number in range(SLOTS):
+        scene.add(number, float(number), {0: HIGH, 1: HIGH, SLOTS - 1: LOW, SLOTS - 2: LOW}.get(number, NO_ADVICE))
+    for number in range(SLOTS, SLOTS + 4):
+        scene.add(number, 100.0 + number)
+    assert set(scene.gone()) >= {SLOTS - 1, SLOTS - 2}
+    assert not set(scene.gone()) & {0, 1}
+
+
+@every_policy
+def test_what_outlived_its_time_goes_first_and_a_use_renews_it(make: Callable[[], EvictionPolicy]) -> None:
+    scene = Scene(make)
+    for number in range(SLOTS):
+        scene.add(number, float(number), Advice(ttl_s=60.0) if number in (17, 18) else NO_ADVICE)
+    scene.store.touch([scene.segments[18]], 70.0)
+    scene.add(100, 90.0)
+    assert scene.gone() == [17]
+    # Used at 70, so at 129 its time has not passed, and at 131 it has.
+    scene.add(101, 129.0)
+    assert 18 in scene.here()
+    scene.add(102, 131.0)
+    assert 18 in scene.gone()
+
+
+def test_what_is_overdue_goes_before_staged_copies() -> None:
+    scene = Scene()
+    for number in range(SLOTS):
+        staged = number < 2
+        scene.add(number, float(number), Advice(ttl_s=5.0) if number == 10 else NO_ADVICE, Kind(1 + (not staged)))
+    scene.add(100, 100.0, kind=Kind.DIRTY)
+    assert scene.gone() == [10]
+
+
+def test_high_priority_is_bounded_and_the_newest_have_it() -> None:
+    scene = Scene()
+    for number in range(SLOTS):
+        scene.add(number, float(number), HIGH)
+    for number in range(100, 100 + SLOTS - HIGHS):
+        scene.add(number, float(number))
+    assert scene.here() == [*range(SLOTS - HIGHS, SLOTS), *range(100, 100 + SLOTS - HIGHS)]
+
+
+def test_a_prompt_beyond_the_bound_keeps_its_beginning() -> None:
+    scene = Scene()
+    prompt = [scene.add(number, 0.0, HIGH) for number in range(HIGHS + 3)]
+    scene.store.touch(prompt, 1.0, HIGH)
+    for number in range(100, 100 + SLOTS - HIGHS):
+        scene.add(number, float(number))
+    assert scene.gone() == [HIGHS, HIGHS + 1, HIGHS + 2]
+
+
+def test_high_priority_ends_without_a_use() -> None:
+    scene = Scene()
+    for number in range(SLOTS):
+        scene.add(number, float(number), HIGH if number < 2 else NO_ADVICE)
+    scene.store.touch([scene.segments[number] for number in range(1, SLOTS)], 10.0 + HIGH_S)
+    for number in range(100, 100 + SLOTS):
+        scene.add(number, 20.0 + HIGH_S)
+    assert 0 in scene.gone()
+    assert 1 in scene.here()
+
+
+def test_a_late_word_changes_the_lane_and_is_no_use() -> None:
+    scene = Scene()
+    for number in range(SLOTS):
+        scene.add(number, float(number))
+    first, last = scene.segments[0], scene.segments[SLOTS - 1]
+    scene.store.advise([last], LOW, 50.0)
+    scene.store.advise([first], HIGH, 50.0)
+    scene.add(100, 60.0)
+    scene.add(101, 61.0)
+    assert scene.gone() == [1, SLOTS - 1]
+
+
+def test_a_shorter_time_to_live_counts_at_once() -> None:
+    scene = Scene()
+    for number in range(SLOTS):
+        scene.add(number, float(number), Advice(ttl_s=MAX_TTL_S) if number == 7 else NO_ADVICE)
+    scene.store.advise([scene.segments[7]], Advice(ttl_s=1.0), 50.0)
+    scene.add(100, 60.0)
+    assert scene.gone() == [7]
+
+
+def test_what_is_leased_stays_whatever_its_lane() -> None:
+    scene = Scene()
+    for number in range(SLOTS):
+        scene.add(number, float(number), Advice(priority=-1, ttl_s=1.0) if number < 3 else NO_ADVICE)
+    scene.store.pin(scene.segments[0])
+    for number in range(100, 103):
+        scene.add(number, 200.0)
+    assert 0 in scene.here()
+    scene.store.unpin(scene.segments[0])
+    scene.add(103, 400.0)
+    assert 0 in scene.gone()
+
+
+@every_policy
+def test_every_mixture_keeps_the_books(make: Callable[[], EvictionPolicy]) -> None:
+    draw = random.Random(5)
+    scene = Scene(make)
+    now = 0.0
+    words = [NO_ADVICE, HIGH, LOW, Advice(ttl_s=3.0), Advice(priority=1, ttl_s=7.0), Advice(priority=-1, ttl_s=2.0)]
+    for number in range(600):
+        now += draw.choice((0.0, 0.3, 2.0))
+        here = scene.here()
+        if here and draw.random() < 0.5:
+            segment = scene.segments[draw.choice(here)]
+            if draw.random() < 0.5:
+                scene.store.touch([segment], now, draw.choice([None, *words]))
+            else:
+                scene.store.advise([segment], draw.choice(words), now)
+            scene.store.check_integrity()
+        else:
+            scene.add(number, now, draw.choice(words))
+    retention = next(iter(scene.store.pools())).retention
+    assert len(retention) == len(set(retention)) == SLOTS
+    # Whatever came and went, what is noted of times is bounded by what is here.
+    assert len(retention._until) <= SLOTS
+    assert len(retention._due) <= 2 * SLOTS + 64
