@@ -1,0 +1,76 @@
+"""Segments for a policy of eviction alone, and a memory of so many that it keeps full."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenlake.advice import NO_ADVICE, Advice
+from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.metrics import Counters
+from tokenlake.store import Budgets, Kind, Segment, SegmentStore
+from tokenlake.store.eviction import EvictionPolicy
+
+__all__ = ["Memory", "key_of"]
+
+SLOT_BYTES = 1024
+
+
+def key_of(name: object) -> SegmentKey:
+    """The key of that name."""
+    return SegmentKey(repr(name).encode().ljust(32, b"."))
+
+
+class Memory:
+    """`capacity` segments, ordered by `policy` as a store would do it: a prompt is touched deepest first, and what is
+    missing of it is stored if the policy admits it."""
+
+    def __init__(self, policy: EvictionPolicy, capacity: int) -> None:
+        self.policy = policy
+        self.capacity = capacity
+        self.here: dict[object, Segment] = {}
+        self.evicted: list[object] = []
+        self.refused: list[object] = []
+        store = SegmentStore([0], 4096 + SLOT_BYTES, Budgets(), Counters())
+        pool = store.pool(TenantId("t"), SLOT_BYTES)
+        assert pool is not None
+        self._pool = pool
+        self._place = pool.take({0: [0]})
+
+    def request(self, prompt: Sequence[object], now: float, advice: Advice = NO_ADVICE) -> int:
+        """Read what is here of a prompt of named segments, from its start; store the rest. How many were hit."""
+        hit = next((depth for depth, name in enumerate(prompt) if name not in self.here), len(prompt))
+        for depth in reversed(range(hit, len(prompt))):
+            self.store(prompt[depth], depth, now, advice)
+        for name in reversed(prompt[:hit]):
+            if name in self.here:
+                self.here[name].advice = advice
+                self.policy.touch(self.here[name], now)
+        return hit
+
+    def store(self, name: object, depth: int, now: float, advice: Advice = NO_ADVICE) -> None:
+        """As a holder stores what is pushed to it; touched when it is here."""
+        if name in self.here:
+            self.policy.touch(self.here[name], now)
+            return
+        if len(self.here) >= self.capacity:
+            if not self.policy.admits(key_of(name), advice, now):
+                self.refused.append(name)
+                return
+            self.evict(now)
+        segment = Segment(self._pool, key_of(name), self._place, Kind.HOME, depth, now)
+        segment.advice = advice
+        self.here[name] = segment
+        self.policy.insert(segment, now)
+
+    def evict(self, now: float) -> object:
+        """The coldest; its name."""
+        segment = self.policy.coldest(now)
+        name = next(name for name, held in self.here.items() if held is segment)
+        del self.here[name]
+        self.policy.remove(segment, now, evicted=True)
+        self.evicted.append(name)
+        return name
+
+    def order(self, now: float) -> list[object]:
+        """Names in the order in which they would go, evicting them all."""
+        return [self.evict(now) for _ in range(len(self.here))]

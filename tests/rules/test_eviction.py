@@ -1,0 +1,233 @@
+"""What every policy of eviction keeps to, and what is the idea of each."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.rules.eviction_scene import Memory, key_of
+from tokenlake.advice import NO_ADVICE
+from tokenlake.store.eviction import POLICIES, EvictionPolicy, policy_named
+
+Make = Callable[[], EvictionPolicy]
+every_policy = pytest.mark.parametrize("make", POLICIES.values(), ids=list(POLICIES))
+MINUTE = 60.0
+
+
+def busy(memory: Memory, seed: int, requests: int = 400) -> list[int]:
+    """Conversations on a common prefix, one request a second; hits of each."""
+    draw = random.Random(seed)
+    hits, turns = [], [1] * 12
+    for second in range(requests):
+        who = draw.randrange(len(turns))
+        turns[who] += 1
+        prompt = ["common", *((who, turn) for turn in range(turns[who]))]
+        hits.append(memory.request(prompt, float(second)))
+        if turns[who] > 8:
+            turns[who] = 1
+    return hits
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"'fifo' is no policy of eviction; there are reuse, lru, s3fifo, arc"):
+        policy_named("fifo")
+
+
+@every_policy
+def test_nothing_is_cold_where_nothing_is(make: Make) -> None:
+    policy = make()
+    assert len(policy) == 0
+    with pytest.raises(KeyError):
+        policy.coldest(0.0)
+    assert policy.admits(key_of("a"), NO_ADVICE, 0.0)
+
+
+@every_policy
+def test_what_is_evicted_was_there_and_goes_once(make: Make) -> None:
+    memory = Memory(make(), 20)
+    busy(memory, seed=1)
+    assert len(memory.policy) == len(memory.here) == 20
+    assert {id(segment) for segment in memory.policy} == {id(segment) for segment in memory.here.values()}
+    memory.order(now=1000.0)
+    assert len(memory.policy) == 0
+
+
+@every_policy
+def test_looking_at_the_coldest_changes_nothing(make: Make) -> None:
+    memory = Memory(make(), 20)
+    busy(memory, seed=2)
+    for _ in range(20):
+        coldest = memory.policy.coldest(1000.0)
+        assert memory.policy.coldest(1000.0) is coldest
+        memory.policy.remove(coldest, 1000.0, evicted=True)
+
+
+@every_policy
+def test_the_same_calls_lead_to_the_same_evictions(make: Make) -> None:
+    memories = [Memory(make(), 20), Memory(make(), 20)]
+    for memory in memories:
+        busy(memory, seed=3)
+    assert memories[0].evicted == memories[1].evicted
+    assert memories[0].refused == memories[1].refused
+
+
+@every_policy
+def test_a_pin_in_between_is_no_use(make: Make) -> None:
+    """A segment is taken out of the order and comes back: it is one that was used once, as the others."""
+    memory = Memory(make(), 100)
+    for number in range(10):
+        memory.store(number, 0, float(10 * number))
+    pinned = memory.here[0]
+    memory.policy.remove(pinned, 100.0, evicted=False)
+    memory.policy.insert(pinned, 110.0)
+    worth = memory.policy.worth(pinned, 110.0)
+    memory.store("new", 0, 110.0)
+    assert memory.policy.worth(memory.here["new"], 110.0) == worth
+
+
+@pytest.mark.parametrize("make", [make for name, make in POLICIES.items() if name != "lru"])
+def test_touches_within_a_second_are_one_use(make: Make) -> None:
+    """Once used, and touched a thousand times in the same second: it goes no later than what was used twice."""
+    memory = Memory(make(), 3)
+    memory.store("twice", 0, 0.0)
+    memory.request(["twice"], 20.0)
+    memory.store("once", 0, 20.0)
+    for step in range(1000):
+        memory.request(["once"], 20.0 + step / 1001)
+    for number in range(8):
+        memory.store(number, 0, 30.0 + number)
+    gone = [*memory.evicted, *memory.order(40.0)]
+    assert gone.index("once") < gone.index("twice")
+
+
+@every_policy
+def test_what_was_used_often_and_lately_outlives_what_passes_once(make: Make) -> None:
+    memory = Memory(make(), 10)
+    for second in range(0, 600, 3):
+        memory.request(["hot"], float(second))
+        memory.store(("passing", second), 0, float(second))
+    assert "hot" in memory.here
+    assert "hot" not in memory.evicted
+
+
+Requests = list[tuple[int, int, int, float]]
+"""Stem, branch, length, seconds since the one before."""
+
+
+def requests(most: int) -> st.SearchStrategy[Requests]:
+    pauses = st.sampled_from([0.1, 1.0, 7.0, 90.0, 700.0])
+    return st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 6), pauses), max_size=most)
+
+
+def paths_of(asked: Requests) -> list[tuple[float, list[object]]]:
+    """When each prompt of a tree is asked for, and its segments."""
+    now, prompts = 0.0, []
+    for stem, branch, length, pause in asked:
+        now += pause
+        prompts.append((now, [(stem, depth) if depth < 2 else (stem, branch, depth) for depth in range(length)]))
+    return prompts
+
+
+ordered = pytest.mark.parametrize("name", ["lru", "reuse"])
+
+
+@ordered
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(asked=requests(120))
+def test_children_are_evicted_before_their_parents(name: str, asked: Requests) -> None:
+    memory = Memory(POLICIES[name](), 1000)
+    prompts = paths_of(asked)
+    for now, prompt in prompts:
+        memory.request(prompt, now)
+    gone = memory.order(prompts[-1][0] if prompts else 0.0)
+    for _, prompt in prompts:
+        places = [gone.index(segment) for segment in prompt]
+        assert places == sorted(places, reverse=True)
+
+
+@ordered
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(asked=requests(40), nodes=st.integers(2, 3), later=st.sampled_from([0.0, 20.0, 3000.0]))
+def test_a_parent_is_worth_no_less_than_its_child_on_another_node(
+    name: str, asked: Requests, nodes: int, later: float
+) -> None:
+    """Each node sees only its own segments; all have learned the same before."""
+    experienced = Memory(POLICIES[name](), 20)
+    busy(experienced, seed=4)
+    memories = [Memory(POLICIES[name](), 1000) for _ in range(nodes)]
+    for memory in memories:
+        memory.policy.restore(experienced.policy.save())
+    prompts = paths_of(asked)
+    for now, prompt in prompts:
+        for depth in reversed(range(len(prompt))):
+            memories[depth % nodes].store(prompt[depth], depth, now)
+    for _, prompt in prompts:
+        end = prompts[-1][0] + later
+        held = [memories[depth % nodes] for depth in range(len(prompt))]
+        worth = [memory.policy.worth(memory.here[name], end) for memory, name in zip(held, prompt, strict=True)]
+        assert worth == sorted(worth, reverse=True)
+
+
+def test_s3fifo_keeps_what_passes_once_on_probation() -> None:
+    """A scan of what is used once drives nothing out of the main queue."""
+    memory = Memory(POLICIES["s3fifo"](), 20)
+    for number in range(20):
+        memory.store(number, 0, float(number))
+    for number in range(20):
+        memory.request([number], 100.0 + number)
+    for number in range(200):
+        memory.store(("scan", number), 0, 200.0 + number)
+    assert sum(isinstance(name, int) for name in memory.here) >= 17
+
+
+def test_s3fifo_takes_what_it_let_go_lately_into_the_main_queue() -> None:
+    memory = Memory(POLICIES["s3fifo"](), 10)
+    for number in range(11):
+        memory.store(number, 0, float(number))
+    back = memory.evicted[0]
+    memory.store(back, 0, 20.0)
+    for number in range(30):
+        memory.store(("scan", number), 0, 30.0 + number)
+    assert back in memory.here
+
+
+def test_arc_gives_more_room_to_those_used_once_when_they_are_missed() -> None:
+    """What was evicted after one use and is wanted again moves the border: of a scan more stays."""
+
+    def kept(missed: bool) -> int:
+        memory = Memory(POLICIES["arc"](), 20)
+        for number in range(10):
+            memory.store(("again", number), 0, float(number))
+            memory.request([("again", number)], 20.0 + number)
+        for number in range(20):
+            memory.store(number, 0, 50.0 + number)
+        if missed:
+            for number in range(10):
+                memory.store(number, 0, 100.0 + number)
+        for number in range(20):
+            memory.store(("scan", number), 0, 200.0 + number)
+        return sum(isinstance(name, tuple) and name[0] == "scan" for name in memory.here)
+
+    assert kept(missed=True) > kept(missed=False)
+
+
+@pytest.mark.parametrize("name", ["s3fifo", "arc"])
+def test_ghosts_are_no_more_than_segments(name: str) -> None:
+    memory = Memory(POLICIES[name](), 50)
+    for number in range(1000):
+        memory.store(number, 0, float(number))
+    ghosts = [value for field, value in vars(memory.policy).items() if field.startswith("_ghosts")]
+    assert 0 < sum(map(len, ghosts)) <= 51
+
+
+@pytest.mark.parametrize("name", ["lru", "s3fifo", "arc"])
+def test_what_learns_nothing_saves_nothing(name: str) -> None:
+    policy = POLICIES[name]()
+    assert policy.save() == b""
+    policy.restore(b"")
+    with pytest.raises(ValueError, match="learns nothing"):
+        policy.restore(b"x")

@@ -1,0 +1,161 @@
+"""How likely a segment is used again, by its class and its age, and what keeping it is therefore worth.
+
+A *class* is how often a segment was used, and what is known of the request that used it last (its *label*). Its *age*
+is the time since then, in buckets that grow by a constant factor. Per class and bucket two numbers are counted:
+segments that reached the bucket, and those used again within it. Their ratio is the *hazard*. Old counts fade.
+
+The worth of (class, age) is the greatest rate at which a segment of it earns uses: over all times that it could be held
+from now on at most, the chance of a use by then over the time that it is expected to be held (Gittins index).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenlake.advice import Advice
+
+__all__ = ["AGES", "EDGES", "UNLABELLED", "USES", "Hazards", "worth_table"]
+
+AGES = 30
+EDGES = [0.0, *(1.5**step for step in range(AGES - 1))]
+"""Where each bucket of age begins, in seconds."""
+_WIDTHS = np.append(np.diff(EDGES), EDGES[-1] * 0.5)
+
+_USES_FROM = (1, 2, 3, 5, 9, 33)
+USES = len(_USES_FROM)
+"""Buckets of use counts."""
+
+LABELS = 12
+"""With counts of their own; what comes later counts as unlabelled."""
+UNLABELLED = 0
+
+FADE = 0.99
+"""Of all counts, each time that the tables are made."""
+PRIOR_HAZARD = 0.05
+"""Per bucket, of nobody counted yet: since buckets grow, what was used last stays longest."""
+WEIGHT = 20.0
+"""Segments that the next more general hazard counts for: of all labels for a label, of all uses for a bucket of uses,
+the prior for them all."""
+
+Table = NDArray[np.float64]
+
+
+class _Saved(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    version: int
+    labels: tuple[tuple[int, str, str], ...]
+    reached: bytes
+    """[classes, AGES] float64, little-endian."""
+    used: bytes
+
+
+_VERSION = 1
+_decoder = msgspec.msgpack.Decoder(_Saved)
+
+
+class Hazards:
+    """Counts of a pool, and the tables made of them. Bounded: `USES` x `LABELS` classes of `AGES` buckets.
+
+    Worth never rises with age and never falls with uses (of one label): a prompt's prefix was used at least as often
+    and as lately as what follows it, so it is worth at least as much at every node that has learned the same.
+    """
+
+    def __init__(self) -> None:
+        self._labels: dict[tuple[int, str, str], int] = {(0, "", ""): UNLABELLED}
+        self._reached: Table = np.zeros((USES, AGES))
+        self._used: Table = np.zeros((USES, AGES))
+        self.reached: list[list[float]] = []
+        """Since the tables were made, by class and bucket; the owner adds to it."""
+        self.used: list[list[float]] = []
+        self.worth: list[list[float]] = []
+        """By class and bucket of age."""
+        self._tables()
+
+    def label(self, advice: Advice) -> int:
+        """Of a request with this advice."""
+        said = (advice.outlook, advice.category, advice.stop_reason)
+        label = self._labels.get(said)
+        if label is None:
+            if len(self._labels) >= LABELS:
+                return UNLABELLED
+            label = self._labels[said] = len(self._labels)
+            fresh = np.zeros((USES, AGES))
+            self._reached, self._used = np.vstack([self._reached, fresh]), np.vstack([self._used, fresh])
+            self.reached += [[0.0] * AGES for _ in range(USES)]
+            self.used += [[0.0] * AGES for _ in range(USES)]
+            # Until the tables are made again it is worth what anything is.
+            self.worth += self.worth[:USES]
+        return label
+
+    @staticmethod
+    def class_of(uses: int, label: int) -> int:
+        """Index of the class."""
+        return label * USES + bisect_right(_USES_FROM, uses) - 1
+
+    def learn(self) -> None:
+        """Old counts fade, new ones are added, the tables are made."""
+        self._reached = self._reached * FADE + np.asarray(self.reached)
+        self._used = self._used * FADE + np.asarray(self.used)
+        self._tables()
+
+    def _tables(self) -> None:
+        classes = len(self._reached)
+        self.reached = [[0.0] * AGES for _ in range(classes)]
+        self.used = [[0.0] * AGES for _ in range(classes)]
+        self.worth = worth_table(self._hazards()).tolist()
+
+    def _hazards(self) -> Table:
+        """[labels, USES, AGES]; each is drawn to the more general one, the more so the less was counted."""
+        reached, used = self._reached.reshape(-1, USES, AGES), self._used.reshape(-1, USES, AGES)
+        hazard: Table = np.full((1, 1, AGES), PRIOR_HAZARD)
+        axes: tuple[tuple[int, ...], ...] = ((0, 1), (0,), ())
+        for axis in axes:
+            in_all, again = reached.sum(axis, keepdims=True), used.sum(axis, keepdims=True)
+            hazard = (again + WEIGHT * hazard) / (in_all + WEIGHT)
+        return hazard
+
+    def save(self) -> bytes:
+        """The counts that the tables were made of."""
+        reached, used = self._reached.astype("<f8").tobytes(), self._used.astype("<f8").tobytes()
+        return msgspec.msgpack.encode(_Saved(_VERSION, tuple(self._labels), reached, used))
+
+    def restore(self, learned: bytes) -> None:
+        """Inverse of `save`. Raises `ValueError` for what no `save` made; nothing is changed then."""
+        try:
+            saved = _decoder.decode(learned)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ValueError(f"these are no statistics of re-use: {error}") from error
+        labels = dict(zip(saved.labels, range(len(saved.labels)), strict=True))
+        shape = (len(labels) * USES, AGES)
+        if saved.version != _VERSION or not 1 <= len(labels) <= LABELS or labels.get((0, "", "")) != UNLABELLED:
+            raise ValueError(f"statistics of re-use of version {saved.version} with {len(labels)} labels")
+        if not len(saved.reached) == len(saved.used) == shape[0] * shape[1] * 8:
+            raise ValueError(f"statistics of re-use with {len(saved.reached)} bytes for {len(labels)} labels")
+        reached = np.frombuffer(saved.reached, "<f8").reshape(shape).astype(np.float64)
+        used = np.frombuffer(saved.used, "<f8").reshape(shape).astype(np.float64)
+        if not (np.isfinite(reached).all() and np.isfinite(used).all() and (used >= 0).all() and (reached >= 0).all()):
+            raise ValueError("statistics of re-use with a count that is no number or below 0")
+        self._labels, self._reached, self._used = labels, reached, used
+        self._tables()
+
+
+def worth_table(hazards: Table) -> Table:
+    """Gittins index of [labels, USES, AGES] hazards, as [labels * USES, AGES].
+
+    With S[k] the share that is unused until bucket k ends and T[k] the time that all were held by then, the index at
+    the beginning of a is max over k >= a of (S[a-1] - S[k]) / (T[k] - T[a-1]).
+    """
+    stay = 1.0 - np.clip(hazards, 0.0, 0.999)
+    ends = np.cumprod(stay, axis=-1)
+    begins = np.concatenate([np.ones_like(ends[..., :1]), ends[..., :-1]], axis=-1)
+    held = np.cumsum((begins + ends) / 2 * _WIDTHS, axis=-1)
+    before = np.concatenate([np.zeros_like(held[..., :1]), held[..., :-1]], axis=-1)
+    rates = (begins[..., :, None] - ends[..., None, :]) / np.maximum(held[..., None, :] - before[..., :, None], 1e-12)
+    earlier = np.tri(AGES, k=-1, dtype=bool)
+    index = np.where(earlier, 0.0, rates).max(axis=-1)
+    # Never rising with age, so that of a class the one unused longest is worth least; never falling with uses.
+    falling = np.maximum.accumulate(index[..., ::-1], axis=-1)[..., ::-1]
+    return np.maximum.accumulate(falling, axis=-2).reshape(-1, AGES)

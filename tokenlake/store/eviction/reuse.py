@@ -1,0 +1,328 @@
+"""The learned re-use index: what was used again how soon says what is worth keeping now (`hazard.py`).
+
+What was evicted or refused is remembered for a while, so that the policy learns also from what it did not keep, and
+knows it when it comes again.
+
+::
+
+    queues      one per class, by last use: [oldest ... youngest]; the coldest is the oldest of some class
+    batches     what was used at one moment in one class ages together: 30 ages, one queue of batches each
+    ghosts      records of segments that are gone, in order of their going
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+
+from tokenlake.advice import Advice
+from tokenlake.identity import SegmentKey
+from tokenlake.store.eviction.base import SAME_USE_S
+from tokenlake.store.eviction.hazard import AGES, EDGES, USES, Hazards
+from tokenlake.store.segment import Segment
+
+__all__ = ["LearnedReuse"]
+
+GHOST_S = 900.0
+"""How long a segment is remembered after it went."""
+LEAST_GHOSTS, GHOSTS_EACH = 1 << 14, 4
+"""At most so many are remembered, or so many for each segment in order if that is more."""
+LEARN_EVERY = 50
+"""Moments at which something was used, from one making of the tables to the next."""
+
+
+class _Batch:
+    """Records of one class last used at one moment."""
+
+    __slots__ = ("age", "at", "cls", "members")
+
+    def __init__(self, cls: int, at: float) -> None:
+        self.cls = cls
+        self.at = at
+        self.age = 0
+        """Bucket."""
+        self.members = 0
+
+
+class _Record:
+    """What is known of a segment: in order, set aside, or gone."""
+
+    __slots__ = ("batch", "counted", "gone", "uses")
+
+    def __init__(self, now: float) -> None:
+        self.uses = 0
+        self.counted = now - SAME_USE_S
+        """When its last use was."""
+        self.gone = 0.0
+        """When it was evicted or refused."""
+        self.batch: _Batch | None = None
+
+
+class _Queue:
+    """Segments of one class, and what the first of them is worth."""
+
+    __slots__ = ("head", "order", "uses", "worth")
+
+    def __init__(self, uses: int) -> None:
+        self.uses = uses
+        """Bucket."""
+        self.order: OrderedDict[Segment, _Record] = OrderedDict()
+        self.head: Segment | None = None
+        """None: to be looked at."""
+        self.worth = 0.0
+
+
+class LearnedReuse:
+    """Evicts what earns the fewest uses for the time that it will be held; a newcomer that would earn fewer than that
+    stays out."""
+
+    def __init__(self) -> None:
+        self._hazards = Hazards()
+        self._queues: list[_Queue] = []
+        self._ages: list[deque[_Batch]] = [deque() for _ in range(AGES)]
+        self._young: list[_Batch | None] = []
+        """By class the newest batch."""
+        self._ghosts: OrderedDict[SegmentKey, _Record] = OrderedDict()
+        self._size = 0
+        self._now = 0.0
+        self._moments = 0
+        self._ripe = float("inf")
+        """When the next batch comes of age."""
+        self._grow()
+
+    # -- segments
+
+    def insert(self, segment: Segment, now: float) -> None:
+        """See `EvictionPolicy`."""
+        now = self._advance(now)
+        if isinstance(segment.record, _Record):
+            self._enter(segment, segment.record)
+            return
+        ghost = self._ghosts.pop(segment.key, None)
+        record = segment.record = _Record(now) if ghost is None else ghost
+        self._count_use(record, now)
+        self._enter(segment, record)
+
+    def touch(self, segment: Segment, now: float) -> None:
+        """See `EvictionPolicy`."""
+        now = self._advance(now)
+        record = self._leave(segment)
+        if now - record.counted >= SAME_USE_S:
+            self._count_use(record, now)
+        self._leave_batch(record)
+        self._enter(segment, record)
+
+    def advised(self, segment: Segment, now: float) -> None:
+        """See `EvictionPolicy`; whoever speaks of it had it in use until now."""
+        self._advance(now)
+        record = self._leave(segment)
+        self._leave_batch(record)
+        self._enter(segment, record)
+
+    def remove(self, segment: Segment, now: float, evicted: bool) -> None:
+        """See `EvictionPolicy`."""
+        now = self._advance(now)
+        record = self._leave(segment)
+        if evicted:
+            self._remember(segment.key, record, now)
+        else:
+            self._leave_batch(record)
+
+    # -- what goes
+
+    def coldest(self, now: float) -> Segment:
+        """See `EvictionPolicy`."""
+        self._advance(now)
+        coldest: _Queue | None = None
+        for queue in self._queues:
+            if not queue.order:
+                continue
+            if queue.head is None:
+                self._look_at(queue)
+            # Of equals those used less: a child is in the class of its parent, where it is older, or in one before.
+            if coldest is None or (queue.worth, queue.uses) < (coldest.worth, coldest.uses):
+                coldest = queue
+        if coldest is None or coldest.head is None:
+            raise KeyError("no segment")
+        return coldest.head
+
+    def worth(self, segment: Segment, now: float) -> float:
+        """See `EvictionPolicy`: uses per second."""
+        self._advance(now)
+        return self._worth_of(_record(segment))
+
+    def worth_of_new(self, key: SegmentKey, advice: Advice, now: float) -> float:
+        """See `EvictionPolicy`."""
+        ghost = self._ghosts.get(key)
+        uses = ghost.uses + 1 if ghost is not None else 1
+        return self._hazards.worth[self._class_of(uses, advice)][0]
+
+    def admits(self, key: SegmentKey, advice: Advice, now: float) -> bool:
+        """See `EvictionPolicy`."""
+        now = self._advance(now)
+        if not self._size or self.worth_of_new(key, advice, now) >= self.worth(self.coldest(now), now):
+            return True
+        record = self._ghosts.pop(key, None) or _Record(now)
+        self._count_use(record, now)
+        self._join_batch(record, self._class_of(record.uses, advice))
+        self._remember(key, record, now)
+        return False
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Segment]:
+        for queue in sorted((queue for queue in self._queues if queue.order), key=self._first_worth):
+            yield from queue.order
+
+    def save(self) -> bytes:
+        """See `EvictionPolicy`."""
+        return self._hazards.save()
+
+    def restore(self, learned: bytes) -> None:
+        """See `EvictionPolicy`."""
+        self._hazards.restore(learned)
+        self._grow()
+
+    # -- inside
+
+    def _class_of(self, uses: int, advice: Advice) -> int:
+        cls = self._hazards.class_of(uses, self._hazards.label(advice))
+        if cls >= len(self._queues):
+            self._grow()
+        return cls
+
+    def _grow(self) -> None:
+        """There are new labels."""
+        while len(self._queues) < len(self._hazards.worth):
+            self._queues.append(_Queue(len(self._queues) % USES))
+            self._young.append(None)
+
+    def _enter(self, segment: Segment, record: _Record) -> None:
+        """To the young end of its class."""
+        segment.touched = self._now
+        cls = self._class_of(record.uses, segment.advice)
+        self._join_batch(record, cls)
+        queue = self._queues[cls]
+        if not queue.order:
+            queue.head = None
+        queue.order[segment] = record
+        self._size += 1
+
+    def _leave(self, segment: Segment) -> _Record:
+        """Out of its queue; it ages on in its batch."""
+        record = _record(segment)
+        assert record.batch is not None
+        queue = self._queues[record.batch.cls]
+        del queue.order[segment]
+        if queue.head is segment:
+            queue.head = None
+        self._size -= 1
+        return record
+
+    def _count_use(self, record: _Record, now: float) -> None:
+        """A use of it, which is a re-use if it ages in some batch; not any more."""
+        batch = record.batch
+        if batch is not None:
+            self._hazards.used[batch.cls][batch.age] += 1.0
+            self._leave_batch(record)
+        record.uses += 1
+        record.counted = now
+
+    def _leave_batch(self, record: _Record) -> None:
+        if record.batch is not None:
+            record.batch.members -= 1
+            record.batch = None
+
+    def _join_batch(self, record: _Record, cls: int) -> None:
+        batch = self._young[cls]
+        if batch is None or batch.at != self._now:
+            batch = self._young[cls] = _Batch(cls, self._now)
+            self._ages[0].append(batch)
+            self._ripe = min(self._ripe, self._now + EDGES[1])
+        batch.members += 1
+        record.batch = batch
+        self._hazards.reached[cls][0] += 1.0
+
+    def _look_at(self, queue: _Queue) -> None:
+        queue.head, record = next(iter(queue.order.items()))
+        queue.worth = self._worth_of(record)
+
+    def _first_worth(self, queue: _Queue) -> float:
+        return self._worth_of(next(iter(queue.order.values())))
+
+    def _worth_of(self, record: _Record) -> float:
+        assert record.batch is not None
+        return self._hazards.worth[record.batch.cls][record.batch.age]
+
+    def _remember(self, key: SegmentKey, record: _Record, now: float) -> None:
+        record.gone = now
+        self._ghosts[key] = record
+        limit = max(LEAST_GHOSTS, GHOSTS_EACH * self._size)
+        forgotten = 0
+        while self._ghosts and (len(self._ghosts) > limit or (forgotten < 4 and self._oldest_gone(now))):
+            _, ghost = self._ghosts.popitem(last=False)
+            self._leave_batch(ghost)
+            forgotten += 1
+
+    def _oldest_gone(self, now: float) -> bool:
+        return next(iter(self._ghosts.values())).gone + GHOST_S < now
+
+    # -- time
+
+    def _advance(self, now: float) -> float:
+        """Up to `now`, or up to the latest time heard of: what comes back from a pin comes with an earlier one."""
+        if now <= self._now:
+            return self._now
+        self._now = now
+        self._moments += 1
+        if now >= self._ripe:
+            self._age(now)
+        if self._moments >= LEARN_EVERY:
+            self._moments = 0
+            self._hazards.learn()
+            for queue in self._queues:
+                queue.head = None
+        return now
+
+    def _age(self, now: float) -> None:
+        """Batches that are old enough go on to the next age."""
+        self._ripe = float("inf")
+        for age in range(AGES - 1):
+            batches, edge = self._ages[age], EDGES[age + 1]
+            while batches and batches[0].at + edge <= now:
+                batch = batches.popleft()
+                if batch.members:
+                    batch.age = age + 1
+                    self._hazards.reached[batch.cls][age + 1] += batch.members
+                    self._ages[age + 1].append(batch)
+                    self._queues[batch.cls].head = None
+            if batches:
+                self._ripe = min(self._ripe, batches[0].at + edge)
+        # The oldest grow no older: those that nobody is in any more are looked for one at a time.
+        oldest = self._ages[-1]
+        if oldest:
+            batch = oldest.popleft()
+            if batch.members:
+                oldest.append(batch)
+
+    def check_integrity(self) -> None:
+        """AssertionError when sizes, batches or bounds do not add up."""
+        assert self._size == sum(len(queue.order) for queue in self._queues)
+        assert len(self._ghosts) <= max(LEAST_GHOSTS, GHOSTS_EACH * self._size)
+        records = [record for queue in self._queues for record in queue.order.values()]
+        records += self._ghosts.values()
+        members: dict[_Batch, int] = {}
+        for record in records:
+            assert record.batch is not None
+            members[record.batch] = members.get(record.batch, 0) + 1
+        batches = [batch for queue in self._ages for batch in queue]
+        assert all(members.get(batch, 0) == batch.members for batch in batches)
+        assert len(batches) == len(dict.fromkeys(batches))
+        assert all(batch in batches for batch in members)
+
+
+def _record(segment: Segment) -> _Record:
+    record = segment.record
+    assert isinstance(record, _Record)
+    return record

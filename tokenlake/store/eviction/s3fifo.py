@@ -1,0 +1,114 @@
+"""S3-FIFO: a small queue on probation, a main queue, and the memory of what the small one let go.
+
+Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import chain
+
+from tokenlake.advice import Advice
+from tokenlake.identity import SegmentKey
+from tokenlake.store.eviction.base import SAME_USE_S, recency, refuse
+from tokenlake.store.segment import Segment
+
+__all__ = ["S3Fifo"]
+
+SMALL_SHARE = 0.1
+"""Of all segments, on probation; those beyond it go first."""
+MOST_USES = 3
+"""Counted; as many rounds a segment stays in the main queue without another."""
+
+
+class _Record:
+    """What the policy knows of a segment, also while it is out of order."""
+
+    __slots__ = ("main", "uses")
+
+    def __init__(self, main: bool) -> None:
+        self.main = main
+        self.uses = 0
+        """Since it came or went round, at most `MOST_USES`."""
+
+
+class S3Fifo:
+    """Whatever is new comes in, mostly on probation."""
+
+    def __init__(self) -> None:
+        self._small: OrderedDict[Segment, _Record] = OrderedDict()
+        self._main: OrderedDict[Segment, _Record] = OrderedDict()
+        self._ghosts: OrderedDict[SegmentKey, None] = OrderedDict()
+
+    def insert(self, segment: Segment, now: float) -> None:
+        """See `EvictionPolicy`."""
+        record = segment.record
+        if not isinstance(record, _Record):
+            known = segment.key in self._ghosts
+            if known:
+                del self._ghosts[segment.key]
+            record = segment.record = _Record(main=known)
+        segment.touched = now
+        (self._main if record.main else self._small)[segment] = record
+
+    def touch(self, segment: Segment, now: float) -> None:
+        """See `EvictionPolicy`. Changes no order."""
+        if now - segment.touched >= SAME_USE_S:
+            segment.touched = now
+            record = self._main.get(segment) or self._small[segment]
+            record.uses = min(record.uses + 1, MOST_USES)
+
+    def advised(self, segment: Segment, now: float) -> None:
+        """Advice changes nothing here."""
+
+    def remove(self, segment: Segment, now: float, evicted: bool) -> None:
+        """See `EvictionPolicy`."""
+        queue = self._main if segment in self._main else self._small
+        del queue[segment]
+        if evicted and queue is self._small:
+            self._ghosts[segment.key] = None
+            while len(self._ghosts) > len(self._main) + len(self._small):
+                self._ghosts.popitem(last=False)
+
+    def coldest(self, now: float) -> Segment:
+        """See `EvictionPolicy`. Those that come first and were used go round, or from probation to the main queue."""
+        while self._small or self._main:
+            on_probation = not self._main or len(self._small) > SMALL_SHARE * len(self)
+            segment, record = next(iter((self._small if on_probation else self._main).items()))
+            if not record.uses:
+                return segment
+            if on_probation:
+                del self._small[segment]
+                record.main, record.uses = True, 0
+                self._main[segment] = record
+            else:
+                record.uses -= 1
+                self._main.move_to_end(segment)
+        raise KeyError("no segment")
+
+    def worth(self, segment: Segment, now: float) -> float:
+        """See `EvictionPolicy`."""
+        return recency(segment, now)
+
+    def worth_of_new(self, key: SegmentKey, advice: Advice, now: float) -> float:
+        """See `EvictionPolicy`."""
+        return 1.0
+
+    def admits(self, key: SegmentKey, advice: Advice, now: float) -> bool:
+        """See `EvictionPolicy`."""
+        return True
+
+    def __len__(self) -> int:
+        return len(self._small) + len(self._main)
+
+    def __iter__(self) -> Iterator[Segment]:
+        return chain(self._small, self._main)
+
+    def save(self) -> bytes:
+        """Nothing is learned."""
+        return b""
+
+    def restore(self, learned: bytes) -> None:
+        """See `EvictionPolicy`."""
+        refuse(learned)
