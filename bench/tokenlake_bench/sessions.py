@@ -22,18 +22,14 @@ from numpy.typing import NDArray
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.baselines import Accesses, Prompt
 from tokenlake_bench.mixing import WORD, key_of, mix64
-from tokenlake_bench.trace_lines import TraceError, explain, text_lines
+from tokenlake_bench.trace_lines import TraceError, explain, refuse_beyond_share, text_lines
 from tokenlake_bench.workload import Request, check_vocabulary, stream_tokens
 
-__all__ = ["BLOCK_TOKENS", "MALFORMED_SHARE", "SESSIONS_PER_HOUR", "SessionTrace", "read_sessions"]
+__all__ = ["BLOCK_TOKENS", "SESSIONS_PER_HOUR", "SessionTrace", "read_sessions"]
 
 BLOCK_TOKENS: Final = 64
 SESSIONS_PER_HOUR: Final = 24.0
 """Some 20 sessions are open at a time, and LRU finds 28, 58 and 92 % of the tokens at 0.5, 1 and 3M."""
-MALFORMED_SHARE: Final = 0.01
-"""Of the lines; with more the file is refused."""
-NAMED: Final = 5
-"""Malformed lines that are named, the first ones."""
 
 _MAX_PROMPT: Final = 1 << 24
 _MAX_RUN: Final = 32
@@ -221,10 +217,7 @@ def _parse(path: Path) -> tuple[list[list[SessionRequest]], list[TraceError]]:
             continue
         if session:
             sessions.append(session)
-    if len(malformed) > MALFORMED_SHARE * lines:
-        named = "; ".join(str(error) for error in malformed[:NAMED])
-        problem = f"expected at most {MALFORMED_SHARE:.0%} malformed lines; {len(malformed)} of {lines} are: {named}"
-        raise TraceError(path, problem)
+    refuse_beyond_share(path, malformed, lines)
     if not sessions:
         raise TraceError(path, "expected at least one session that is primary; the file has none")
     return sessions, malformed

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from tokenlake.errors import TokenLakeError
 
-__all__ = ["TraceError", "explain", "text_lines"]
+__all__ = ["MALFORMED_SHARE", "TraceError", "explain", "refuse_beyond_share", "text_lines"]
+
+MALFORMED_SHARE: Final = 0.01
+"""Of the lines; a file with more is refused."""
+NAMED: Final = 5
+"""Malformed lines that are named, the first ones."""
 
 _CHUNK_BYTES: Final = 1 << 16
 
@@ -40,10 +45,20 @@ def explain(message: str, kinds: Mapping[str, str]) -> tuple[str, str | None]:
     return what[:1].lower() + what[1:], found[-1] if found else None
 
 
-def text_lines(path: Path) -> Iterator[bytes]:
+def refuse_beyond_share(path: Path, malformed: Sequence[TraceError], lines: int) -> None:
+    """Raises a TraceError that names the first of them if more than `MALFORMED_SHARE` of the lines are malformed."""
+    if len(malformed) <= MALFORMED_SHARE * lines:
+        return
+    first = malformed[0]
+    named = "; ".join(str(error) for error in malformed[:NAMED])
+    problem = f"expected at most {MALFORMED_SHARE:.0%} malformed lines; {len(malformed)} of {lines} are: {named}"
+    raise TraceError(path, problem, first.line, first.field)
+
+
+def text_lines(path: Path, suffixes: tuple[str, ...] = (".jsonl", ".zst")) -> Iterator[bytes]:
     """Lines of the file without their ends; one compressed chunk and one line are held at a time."""
-    if path.suffix not in (".jsonl", ".zst"):
-        raise TraceError(path, "expected a file name ending in .jsonl or .jsonl.zst")
+    if path.suffix not in suffixes:
+        raise TraceError(path, f"expected a file name ending in {suffixes[0]} or {suffixes[0]}.zst")
     rest = b""
     for chunk in _decompressed(path) if path.suffix == ".zst" else _chunks(path):
         *whole, rest = (rest + chunk).split(b"\n")

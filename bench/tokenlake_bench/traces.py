@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.baselines import Accesses, Prompt
 from tokenlake_bench.mixing import WORD, key_of, mix64
-from tokenlake_bench.trace_lines import TraceError, explain, text_lines
+from tokenlake_bench.trace_lines import TraceError, explain, refuse_beyond_share, text_lines
 from tokenlake_bench.workload import Request, check_vocabulary, stream_tokens
 
 __all__ = ["BLOCK_TOKENS", "MooncakeTrace", "TraceError", "read_mooncake"]
@@ -51,7 +51,11 @@ class _TraceRequest(msgspec.Struct, frozen=True, gc=False):
 class MooncakeTrace:
     """A `TraceSource`."""
 
-    def __init__(self, name: str, requests: list[_TraceRequest], seed: int, vocabulary: int) -> None:
+    def __init__(
+        self, name: str, requests: list[_TraceRequest], malformed: list[TraceError], seed: int, vocabulary: int
+    ) -> None:
+        self.malformed = malformed
+        """Lines that were passed over."""
         self._name = name
         self._requests = requests
         self._key = np.array([key_of(seed & WORD)], dtype=np.uint64)
@@ -100,8 +104,8 @@ def read_mooncake(
     request whose prompt contains the last full block of an earlier prompt goes on where that one ended (a
     first block, which all requests may share, does not count).
 
-    Raises TraceError for a file that cannot be read, is empty or has a malformed line, ConfigurationError for
-    an argument out of range.
+    A malformed line is passed over and counted. Raises TraceError for a file that cannot be read, is empty, goes back in
+    time, or has more malformed lines than `MALFORMED_SHARE`; ConfigurationError for an argument out of range.
     """
     if limit is not None and limit < 1:
         raise ConfigurationError("limit", limit, "at least 1")
@@ -109,7 +113,7 @@ def read_mooncake(
         raise ConfigurationError("jitter_s", jitter_s, "a finite number of seconds, at least 0")
     check_vocabulary(vocabulary)
     path = Path(path)
-    lines = _parse(path, limit)
+    lines, malformed = _parse(path, limit)
     arrivals = _jittered([line.timestamp / 1_000 for line in lines], jitter_s, seed)
     conversations = _conversations(lines)
     requests = [
@@ -118,17 +122,23 @@ def read_mooncake(
         )
         for at_s, conversation, line in zip(arrivals, conversations, lines, strict=True)
     ]
-    return MooncakeTrace(path.name, requests, seed, vocabulary)
+    return MooncakeTrace(path.name, requests, malformed, seed, vocabulary)
 
 
-def _parse(path: Path, limit: int | None) -> list[_Line]:
+def _parse(path: Path, limit: int | None) -> tuple[list[_Line], list[TraceError]]:
+    """Lines in time order, and those that could not be read."""
     decoder = msgspec.json.Decoder(_Line)
     lines: list[_Line] = []
+    malformed: list[TraceError] = []
     earliest = 0.0
     for number, text in enumerate(text_lines(path), start=1):
         if not text.strip():
             continue
-        line = _decode(decoder, text, path, number)
+        try:
+            line = _decode(decoder, text, path, number)
+        except TraceError as error:
+            malformed.append(error)
+            continue
         if line.timestamp < earliest:
             problem = f"expected at least {earliest:g}, the line before; got {line.timestamp:g}"
             raise TraceError(path, problem, number, "timestamp")
@@ -136,9 +146,10 @@ def _parse(path: Path, limit: int | None) -> list[_Line]:
         lines.append(line)
         if len(lines) == limit:
             break
+    refuse_beyond_share(path, malformed, len(lines) + len(malformed))
     if not lines:
         raise TraceError(path, "expected at least one request; the file has none")
-    return lines
+    return lines, malformed
 
 
 def _decode(decoder: msgspec.json.Decoder[_Line], text: bytes, path: Path, number: int) -> _Line:

@@ -130,6 +130,19 @@ def test_a_bad_value_names_file_line_field_and_expectation(
     assert (caught.value.line, caught.value.field) == (2, field)
 
 
+def test_few_malformed_lines_are_counted_and_named_many_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    good, bad = json.dumps(GOOD) + "\n", "nonsense\n"
+    path.write_text(good * 150 + bad + good * 49)
+    trace = read_mooncake(path)
+    assert len(trace) == 199
+    assert [error.line for error in trace.malformed] == [151]
+    path.write_text(good * 150 + bad * 3 + good * 49)
+    with pytest.raises(TraceError, match="3 of 202 are: .*line 151: .*line 152: .*line 153: ") as caught:
+        read_mooncake(path)
+    assert caught.value.line == 151
+
+
 @pytest.mark.parametrize("field", list(GOOD))
 def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
     with pytest.raises(TraceError, match=f"line 1, field '{field}': expected .* missing"):
