@@ -1,0 +1,1 @@
+"""The cluster on a simulated clock: real rules (`NodeCore`), a simulated network, engines that only ask and store."""

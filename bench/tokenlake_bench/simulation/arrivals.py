@@ -1,0 +1,92 @@
+"""Requests as the simulated engines get them: segments by number, keys made from the numbers.
+
+A number stands for all tokens up to a segment's end, as in `baselines.Accesses`; equal numbers share a prefix.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenlake.errors import ConfigurationError
+from tokenlake_bench.baselines import Accesses
+from tokenlake_bench.flash import FLASH_SEGMENTS, FLASH_SHARE
+from tokenlake_bench.mixing import WORD, key_of, mix64
+
+__all__ = ["Arrival", "arrivals_of", "flash_crowd", "keys_of", "merged"]
+
+_KEY_WORDS = 4
+_COPY = 1 << 40
+"""Apart from each other lie the numbers of two copies of a workload."""
+_BEHIND = 1 << 56
+"""Below all other numbers: what follows the prefix of a flash crowd."""
+
+
+class Arrival(NamedTuple):
+    """One request."""
+
+    at_s: float
+    tokens: int
+    """Of the prompt, those beyond the last full segment included."""
+    chain: NDArray[np.int64]
+    """Number of each full segment, in order."""
+
+
+def arrivals_of(accesses: Accesses) -> list[Arrival]:
+    """The requests of a workload, in order."""
+    return [Arrival(prompt.at_s, prompt.tokens, np.array(prompt.chain, dtype=np.int64)) for prompt in accesses.prompts]
+
+
+def keys_of(chain: NDArray[np.int64], seed: int) -> bytes:
+    """The keys of a chain, 32 bytes each, uniform over the ring; a function of number and seed."""
+    lanes = np.arange(_KEY_WORDS, dtype=np.uint64) + np.uint64(key_of(seed & WORD))
+    words: NDArray[np.uint64] = chain.astype(np.uint64)[:, None] * np.uint64(_KEY_WORDS) + lanes
+    return mix64(mix64(words)).tobytes()
+
+
+def merged(arrivals: Sequence[Arrival], copies: int, *, common_share: float = 0.01) -> Iterator[Arrival]:
+    """`copies` of a workload at the same time: as much load on each of `copies` times the nodes.
+
+    Each copy begins at another point of the workload and goes round. Its segments are its own, but for those that at
+    least `common_share` of the requests have: templates, which all copies share.
+    """
+    if copies < 1:
+        raise ConfigurationError("copies", copies, "at least 1")
+    if not arrivals:
+        raise ConfigurationError("arrivals", 0, "at least one request")
+    numbers, counts = np.unique(np.concatenate([arrival.chain for arrival in arrivals]), return_counts=True)
+    common = numbers[counts >= common_share * len(arrivals)]
+    duration_s = arrivals[-1].at_s + 1e-9
+    return heapq.merge(
+        *(_copy(arrivals, common, copy, duration_s * copy / copies) for copy in range(copies)),
+        key=lambda arrival: arrival.at_s,
+    )
+
+
+def _copy(arrivals: Sequence[Arrival], common: NDArray[np.int64], copy: int, begins_s: float) -> Iterator[Arrival]:
+    end_s = arrivals[-1].at_s + 1e-9
+    first = next((index for index, arrival in enumerate(arrivals) if arrival.at_s >= begins_s), 0)
+    for place in range(len(arrivals)):
+        index = (first + place) % len(arrivals)
+        arrival = arrivals[index]
+        at_s = arrival.at_s - begins_s + (end_s if index < first else 0.0)
+        own = np.where(np.isin(arrival.chain, common), arrival.chain, arrival.chain + copy * _COPY)
+        yield Arrival(at_s, arrival.tokens, own)
+
+
+def flash_crowd(arrivals: Iterable[Arrival], from_s: float, segment_tokens: int, seed: int) -> Iterator[Arrival]:
+    """The same requests, but from `from_s` on `FLASH_SHARE` of them, drawn by `seed`, come behind a prefix of
+    `FLASH_SEGMENTS` that nobody asked for before. What follows it is new as well."""
+    draw = random.Random(seed)
+    prefix = -np.arange(1, FLASH_SEGMENTS + 1, dtype=np.int64)
+    for arrival in arrivals:
+        if arrival.at_s >= from_s and draw.random() < FLASH_SHARE:
+            tokens = arrival.tokens + FLASH_SEGMENTS * segment_tokens
+            yield Arrival(arrival.at_s, tokens, np.concatenate([prefix, -arrival.chain - _BEHIND]))
+        else:
+            yield arrival

@@ -1,0 +1,194 @@
+"""A simulated engine: one process at one node, which serves requests side by side.
+
+Each request does what `live_client.LiveClient` does, on simulated time: match, fetch and release a window at a time,
+then compute and store the rest a window at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tokenlake.core import events
+from tokenlake.keys import KEY_BYTES
+from tokenlake.wire import Code, engine
+from tokenlake_bench.live_client import PATIENCE_S, WINDOW
+from tokenlake_bench.simulation.arrivals import Arrival, keys_of
+from tokenlake_bench.simulation.node import CHECKSUM
+
+if TYPE_CHECKING:
+    from tokenlake_bench.simulation.node import SimNode
+
+__all__ = ["SOCKET_S", "Engine", "Served"]
+
+SOCKET_S = 20e-6
+"""From an engine to its daemon, and back."""
+RETRY_S = 0.001
+LONGEST_RETRY_S = 0.05
+"""Between two tries of a store that the write budget refuses, doubled each time up to this."""
+TENANT = "default"
+_ANSWERED = engine.Matched | engine.Fetched | engine.Prepared | engine.Committed
+_Step = engine.EngineRequest | float
+"""A request that is answered, or seconds to wait."""
+_Steps = Generator[_Step, engine.EngineReply | None, None]
+
+
+@dataclass(slots=True, eq=False)
+class Served:
+    """What became of one request. Counts are of segments."""
+
+    arrival: Arrival
+    node: int
+    hits: int = 0
+    """Read from the pool, from the first on without a gap."""
+    remote: int = 0
+    """Of these, from other nodes."""
+    cut_by: Code | None = None
+    stored: Counter[Code] = field(default_factory=Counter)
+    read_s: float = 0.0
+    """From the match to the last byte of the prefix."""
+
+
+class Engine:
+    """Joins its daemon when made. `finished` is called with each request that is done."""
+
+    def __init__(self, node: SimNode, window: int, finished: Callable[[Served], None]) -> None:
+        cluster = node.cluster
+        self._node = node
+        self._clock = cluster.clock
+        self._options = cluster.options
+        self._window = max(1, min(WINDOW, window))
+        self._finished = finished
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, _Steps] = {}
+        self.connection = 1
+        self.joined = False
+        self.open = 0
+        """Requests under way."""
+        node.engines[self.connection] = self
+        layout = cluster.size.layout
+        node.deliver(events.Joined(self.connection, 0, TENANT, layout.segment_bytes, 1, layout.segment_tokens, 0, 0))
+        self._beat(None)
+
+    def serve(self, arrival: Arrival) -> None:
+        """Begin a request."""
+        self.open += 1
+        self._go_on(self._request(Served(arrival, self._node.index)), None)
+
+    def hear(self, message: engine.EngineReply) -> None:
+        """The daemon answered."""
+        self._clock.after(SOCKET_S, self._answered, message)
+
+    # -- steps
+
+    def _answered(self, message: engine.EngineReply) -> None:
+        steps = self._waiting.pop(message.id, None)
+        if steps is not None:
+            self._go_on(steps, message)
+
+    def _go_on(self, steps: _Steps, message: engine.EngineReply | None) -> None:
+        step = next(steps, None) if message is None else _send(steps, message)
+        if isinstance(step, float):
+            self._clock.after(step, self._woken, steps)
+        elif step is not None:
+            self._waiting[step.id] = steps  # type: ignore[union-attr]
+            self._tell(step)
+
+    def _woken(self, steps: _Steps) -> None:
+        self._go_on(steps, None)
+
+    def _tell(self, message: engine.EngineRequest) -> None:
+        self._clock.after(SOCKET_S, self._node.deliver, events.Requested(self.connection, message))
+
+    def _beat(self, _: None) -> None:
+        self._tell(engine.Heartbeat(next(self._numbers)))
+        self._clock.after(self._node.core.config.lease_s / 3, self._beat)
+
+    # -- a request
+
+    def _request(self, served: Served) -> _Steps:
+        keys = keys_of(served.arrival.chain, self._options.seed)
+        began = self._clock.now
+        if keys:
+            yield from self._read(served, keys)
+        served.read_s = self._clock.now - began
+        if served.hits * KEY_BYTES < len(keys):
+            yield from self._store(served, keys)
+        self.open -= 1
+        self._finished(served)
+
+    def _read(self, served: Served, keys: bytes) -> _Steps:
+        matched = yield engine.Match(next(self._numbers), keys, 0.0, False)
+        assert isinstance(matched, engine.Matched)
+        if matched.hits < len(matched.codes):
+            served.cut_by = Code(matched.codes[matched.hits])
+        while served.hits < matched.hits:
+            start, stop = served.hits, min(served.hits + self._window, matched.hits)
+            codes = there = matched.codes[start:stop]
+            if Code.REMOTE in codes:
+                fetched = yield engine.Fetch(next(self._numbers), matched.lease, start, stop, 0.0, False)
+                assert isinstance(fetched, engine.Fetched)
+                codes = fetched.codes
+            arrived = len(codes) - len(codes.lstrip(_LOCAL))
+            here = b"".join(
+                keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+                for at, code in enumerate(there[:arrived], start)
+                if code == Code.LOCAL
+            )
+            self._node.cluster.meter.read(self._clock.now, self._node.index, here)
+            served.hits += arrived
+            served.remote += there[:arrived].count(Code.REMOTE)
+            self._tell(engine.Release(((matched.lease, start, stop),)))
+            if served.hits < stop:
+                served.cut_by = Code.LOST
+                if stop < matched.hits:
+                    self._tell(engine.Release(((matched.lease, stop, matched.hits),)))
+                return
+
+    def _store(self, served: Served, keys: bytes) -> _Steps:
+        first, count = served.hits, len(keys) // KEY_BYTES
+        pause, until = RETRY_S, self._clock.now + PATIENCE_S
+        while first < count:
+            last = min(first + WINDOW, count)
+            window = keys[first * KEY_BYTES : last * KEY_BYTES]
+            prepared = yield engine.Prepare(next(self._numbers), window, first)
+            assert isinstance(prepared, engine.Prepared)
+            codes = bytearray(prepared.codes)
+            done = len(codes)
+            if Code.WRITE_BUDGET in codes:
+                done = codes.index(Code.WRITE_BUDGET)
+                if not prepared.write and self._clock.now + pause <= until:
+                    yield pause
+                    pause = min(2 * pause, LONGEST_RETRY_S)
+                    continue
+                if not prepared.write:
+                    done = len(codes)
+            if prepared.write:
+                yield from self._write(prepared, codes)
+                pause, until = RETRY_S, self._clock.now + PATIENCE_S
+            served.stored.update(map(Code, codes[:done]))
+            first += done
+
+    def _write(self, prepared: engine.Prepared, codes: bytearray) -> _Steps:
+        """Compute and commit what is RESERVED of `codes`, which then say what became of it."""
+        reserved = tuple(at for at, code in enumerate(codes) if code == Code.RESERVED)
+        rate = self._options.prefill_tokens_per_s
+        if rate:
+            yield len(reserved) * self._options.segment_tokens / rate
+        committed = yield engine.Commit(next(self._numbers), prepared.write, reserved, 1, CHECKSUM * len(reserved))
+        assert isinstance(committed, engine.Committed)
+        for at, code in zip(reserved, committed.codes, strict=True):
+            codes[at] = code
+
+
+_LOCAL = bytes([Code.LOCAL])
+
+
+def _send(steps: _Steps, message: engine.EngineReply) -> _Step | None:
+    try:
+        return steps.send(message)
+    except StopIteration:
+        return None

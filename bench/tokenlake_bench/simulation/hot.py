@@ -1,0 +1,208 @@
+"""Hot prefixes on many nodes: balance in steady traffic and in a flash crowd, with the hot set off and on.
+
+python -m tokenlake_bench.simulation.hot --trace TRACE --nodes 64 --hot off,on --json FILE
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tokenlake.errors import ConfigurationError, TokenLakeError
+from tokenlake_bench.balance import WINDOW_S
+from tokenlake_bench.progress import LiveProgress
+from tokenlake_bench.simulation.arrivals import Arrival, arrivals_of, flash_crowd, merged
+from tokenlake_bench.simulation.cluster import SimulationOptions
+from tokenlake_bench.simulation.meter import WindowLoad
+from tokenlake_bench.simulation.run import Measured, Simulation, Totals
+from tokenlake_bench.traces import read_mooncake
+
+__all__ = ["HotArguments", "HotResult", "HotRow", "main", "run_hot"]
+
+MODES = ("off", "observe", "on")
+SEGMENT_TOKENS = 512
+TRACE_NODES = 8
+"""A copy of the trace is the load of so many nodes."""
+JITTER_S = 3.0
+"""To whole multiples of which the traces' times are rounded."""
+PREFILL_TOKENS_PER_S = 20_000.0
+"""Of an engine, so that a segment that many want at once is under way for some time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HotArguments:
+    """As on the command line; seconds are of the workload."""
+
+    trace: Path
+    nodes: int = 64
+    node_tokens: int = 375_000
+    hot: tuple[str, ...] = ("off", "on")
+    warm_s: float = 120.0
+    steady_s: float = 180.0
+    crowd_s: float = 60.0
+    load_delay_s: float = 1.0
+    gossip_s: float = 1.0
+    seed: int = 0
+    json_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("warm_s", "steady_s", "crowd_s"):
+            value = getattr(self, field)
+            if value < 0 or value % WINDOW_S:
+                raise ConfigurationError(field, value, f"a multiple of {WINDOW_S:g} seconds, at least 0")
+        for mode in self.hot:
+            if mode not in MODES:
+                raise ConfigurationError("hot", mode, f"some of {', '.join(MODES)}")
+        if self.nodes < 1:
+            raise ConfigurationError("nodes", self.nodes, "at least 1")
+
+    @property
+    def crowd_from_s(self) -> float:
+        """When the flash crowd comes."""
+        return self.warm_s + self.steady_s
+
+    @property
+    def ends_s(self) -> float:
+        """Of the run."""
+        return self.crowd_from_s + self.crowd_s
+
+
+class HotRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One mode of the hot set. `crowd`: the windows of the flash crowd, its first one first."""
+
+    hot: str
+    steady: Measured
+    crowd: list[Measured]
+    windows: list[WindowLoad]
+    totals: Totals
+
+
+class HotResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON of this command."""
+
+    trace: str
+    nodes: int
+    node_tokens: int
+    load_delay_s: float
+    gossip_s: float
+    seed: int
+    rows: list[HotRow]
+
+
+def workload(arguments: HotArguments, arrivals: list[Arrival]) -> Iterator[Arrival]:
+    """Copies of the trace, so many that the load per node is that of the trace on `TRACE_NODES`; then the crowd."""
+    many = merged(arrivals, max(1, round(arguments.nodes / TRACE_NODES)))
+    stream = flash_crowd(many, arguments.crowd_from_s, SEGMENT_TOKENS, arguments.seed)
+    return takewhile(lambda arrival: arrival.at_s < arguments.ends_s, stream)
+
+
+def run_hot(arguments: HotArguments, console: Console) -> HotResult:
+    """Simulates each mode in turn. Raises TokenLakeError."""
+    trace = read_mooncake(arguments.trace, seed=arguments.seed, jitter_s=JITTER_S)
+    arrivals = arrivals_of(trace.accesses(SEGMENT_TOKENS))
+    total = sum(1 for _ in workload(arguments, arrivals))
+    rows: list[HotRow] = []
+    for mode in arguments.hot:
+        options = SimulationOptions(
+            nodes=arguments.nodes,
+            capacity_tokens=arguments.nodes * arguments.node_tokens,
+            segment_tokens=SEGMENT_TOKENS,
+            seed=arguments.seed,
+            load_delay_s=arguments.load_delay_s,
+            prefill_tokens_per_s=PREFILL_TOKENS_PER_S,
+            rules={"hot": mode, "gossip_s": arguments.gossip_s},
+        )
+        simulation = Simulation(options)
+        with LiveProgress(console, f"hot {mode}", total) as bar:
+            simulation.run(workload(arguments, arrivals), lambda done, bar=bar: bar.update(done, ""))  # type: ignore[misc]
+        rows.append(_row(arguments, mode, simulation))
+    return HotResult(
+        trace=arguments.trace.name,
+        nodes=arguments.nodes,
+        node_tokens=arguments.node_tokens,
+        load_delay_s=arguments.load_delay_s,
+        gossip_s=arguments.gossip_s,
+        seed=arguments.seed,
+        rows=rows,
+    )
+
+
+def _row(arguments: HotArguments, mode: str, simulation: Simulation) -> HotRow:
+    windows = int(arguments.crowd_s / WINDOW_S)
+    starts = [arguments.crowd_from_s + WINDOW_S * number for number in range(windows)]
+    return HotRow(
+        hot=mode,
+        steady=simulation.measure(arguments.warm_s, arguments.crowd_from_s),
+        crowd=[simulation.measure(start, start + WINDOW_S) for start in starts],
+        windows=simulation.windows(),
+        totals=simulation.totals(),
+    )
+
+
+def table(result: HotResult) -> Table:
+    """For a terminal."""
+    title = f"{result.trace}: {result.nodes} nodes, load {result.load_delay_s:g} s late, seed {result.seed}"
+    shown = Table(title=title, title_justify="left")
+    shown.add_column("")
+    for row in result.rows:
+        shown.add_column(f"hot {row.hot}", justify="right")
+    for name, values in _lines(result.rows):
+        shown.add_row(name, *values)
+    return shown
+
+
+def _lines(rows: list[HotRow]) -> Iterator[tuple[str, list[str]]]:
+    yield "requests", [f"{row.totals.requests:,}" for row in rows]
+    yield "token hit rate, steady", [f"{row.steady.token_hit_rate:.1%}" for row in rows]
+    yield "load CV, steady (floor)", [f"{row.steady.load_cv:.3f} ({row.steady.load_cv_floor:.3f})" for row in rows]
+    yield "max / mean, steady", [f"{row.steady.load_max_over_mean:.2f}" for row in rows]
+    yield "copies per node, steady", [f"{row.steady.replicas_per_node:.1f}" for row in rows]
+    yield "most copies on a node", [f"{row.steady.most_replicas_on_a_node}" for row in rows]
+    made = "copies made per node and minute, steady"
+    yield made, [f"{row.steady.replicas_made_per_node_minute:.2f}" for row in rows]
+    for number in range(max((len(row.crowd) for row in rows), default=0)):
+        values = [
+            f"{row.crowd[number].load_max_over_mean:.2f} ({row.crowd[number].replicas_per_node:.0f})" for row in rows
+        ]
+        yield f"max / mean, window {number + 1} of the crowd (copies per node)", values
+    yield "copies per segment", [f"{row.totals.duplication:.3f}" for row in rows]
+    yield "messages per request", [f"{row.totals.messages_per_request:.0f}" for row in rows]
+    yield "processor time, s", [f"{row.totals.processor_s:.0f}" for row in rows]
+
+
+@click.command()
+@click.option("--trace", required=True, type=click.Path(dir_okay=False, path_type=Path), help="In Mooncake's format.")
+@click.option("--nodes", default=HotArguments.nodes, show_default=True)
+@click.option("--node-tokens", default=HotArguments.node_tokens, show_default=True, help="Capacity of one node.")
+@click.option("--hot", default=",".join(HotArguments.hot), show_default=True, help="Modes of the hot set, in turn.")
+@click.option("--warm-s", default=HotArguments.warm_s, show_default=True, help="Left out of what is measured.")
+@click.option("--steady-s", default=HotArguments.steady_s, show_default=True, help="Before the flash crowd comes.")
+@click.option("--crowd-s", default=HotArguments.crowd_s, show_default=True, help="Of the flash crowd.")
+@click.option("--load-delay-s", default=HotArguments.load_delay_s, show_default=True, help="Age of reported loads.")
+@click.option("--gossip-s", default=HotArguments.gossip_s, show_default=True, help="Between two pings to a peer.")
+@click.option("--seed", default=HotArguments.seed, show_default=True)
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the result here.")
+def main(hot: str, **options: object) -> None:
+    """Balance of many simulated nodes: copies of a trace side by side, then a prefix that is suddenly in 30 % of the
+    requests."""
+    console = Console()
+    try:
+        arguments = HotArguments(hot=tuple(hot.split(",")), **options)  # type: ignore[arg-type]
+        result = run_hot(arguments, console)
+    except TokenLakeError as error:
+        raise click.ClickException(str(error)) from error
+    console.print(table(result))
+    if arguments.json_file is not None:
+        arguments.json_file.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""What the simulated arenas were read for, and the extra copies that were made of hot segments."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenlake.core.instructions import StartFetch
+from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.keys import KEY_BYTES
+from tokenlake.store import Kind, SegmentStore
+from tokenlake.wire import Code
+from tokenlake_bench.balance import WINDOW_S, ReadLog
+
+__all__ = ["Meter", "WindowLoad"]
+
+
+@dataclass(frozen=True, slots=True)
+class WindowLoad:
+    """Segments read in one window."""
+
+    from_s: float
+    mean: float
+    """Per node."""
+    max_over_mean: float
+    cv: float
+
+
+class Meter:
+    """A read is counted where the bytes lay: by the engine of that node, or sent to be read elsewhere. What another
+    node pulls to keep it (a push, a replica) is no read. Times are of the workload."""
+
+    def __init__(self, nodes: int, segment_bytes: int, begins_s: float) -> None:
+        """`begins_s`: of the clock, when the workload's time is 0."""
+        self._nodes = nodes
+        self._segment_bytes = segment_bytes
+        self._begins_s = begins_s
+        self._at_s = array("d")
+        self._node = array("q")
+        self._segment = array("q")
+        self.replicas_made = array("d")
+        """When each began."""
+
+    def read(self, now: float, node: int, keys: bytes) -> None:
+        """From the arena of `node`."""
+        count = len(keys) // KEY_BYTES
+        # A key is uniform: 8 bytes of it tell segments apart.
+        self._segment.frombytes(np.frombuffer(keys, dtype="<i8")[:: KEY_BYTES // 8].tobytes())
+        self._at_s.extend([now - self._begins_s] * count)
+        self._node.extend([node] * count)
+
+    def sent(self, now: float, node: int, receiver: SegmentStore, order: StartFetch, codes: bytes) -> None:
+        """`node` sends what `order` of the `receiver` asked for."""
+        pulled = receiver.get(TenantId(order.tenant), SegmentKey(order.keys[:KEY_BYTES]))
+        if pulled is None or pulled.kind is Kind.STAGED:
+            keys = order.keys
+            if codes.count(Code.LOCAL) < len(codes):
+                parts = (keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at, c in enumerate(codes) if c == Code.LOCAL)
+                keys = b"".join(parts)
+            self.read(now, node, keys)
+        elif pulled.kind is Kind.REPLICA:
+            self.replicas_made.extend([now - self._begins_s] * codes.count(Code.LOCAL))
+
+    def log(self, start_s: float, stop_s: float) -> ReadLog:
+        """The reads of this time."""
+        at_s, node, segment = self._columns()
+        chosen = (at_s >= start_s) & (at_s < stop_s)
+        log = ReadLog(self._nodes)
+        for row in zip(at_s[chosen].tolist(), node[chosen].tolist(), segment[chosen].tolist(), strict=True):
+            log.add(*row, self._segment_bytes)
+        return log
+
+    def windows(self, window_s: float = WINDOW_S) -> list[WindowLoad]:
+        """Each window from time 0 on, the last one as far as it went."""
+        at_s, node, _ = self._columns()
+        if not len(at_s):
+            return []
+        window = np.floor(at_s / window_s).astype(np.int64)
+        count = int(window.max()) + 1
+        table = np.bincount(window * self._nodes + node, minlength=count * self._nodes).reshape(count, self._nodes)
+        means = table.mean(axis=1)
+        whole = np.maximum(means, 1e-9)
+        return [
+            WindowLoad(
+                at * window_s, float(means[at]), float(table[at].max() / whole[at]), float(table[at].std() / whole[at])
+            )
+            for at in range(count)
+        ]
+
+    def _columns(self) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
+        return np.array(self._at_s), np.array(self._node), np.array(self._segment)

@@ -1,0 +1,154 @@
+"""A workload on a simulated cluster, and what came of it between two times."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import msgspec
+import numpy as np
+
+from tokenlake.identity import SegmentKey
+from tokenlake.store import State
+from tokenlake.wire import Code
+from tokenlake_bench import balance
+from tokenlake_bench.simulation.arrivals import Arrival
+from tokenlake_bench.simulation.cluster import Cluster, SimulationOptions
+from tokenlake_bench.simulation.engine import Served
+from tokenlake_bench.simulation.meter import WindowLoad
+
+__all__ = ["Measured", "Simulation", "Totals"]
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """From `from_s` to `to_s` of the workload. Rates are shares; the load is that of `balance`; replicas are extra
+    copies of hot segments, as they were at the end of each window."""
+
+    from_s: float
+    to_s: float
+    requests: int
+    token_hit_rate: float
+    remote_share: float
+    load_cv: float
+    load_cv_floor: float
+    load_max_over_mean: float
+    replicas_per_node: float
+    most_replicas_on_a_node: int
+    replicas_made_per_node_minute: float
+
+
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a whole run. `messages` go between nodes, `events` are what the simulated clock had to do, `bytes_moved` what
+    nodes sent each other of segments, `duplication` copies per segment that is held at the end."""
+
+    requests: int
+    duplication: float
+    bytes_moved: int
+    messages_per_request: float
+    messages_per_request_by_type: dict[str, float]
+    events: int
+    processor_s: float
+    stored: dict[str, int]
+    cut_by: dict[str, int]
+
+
+class Simulation:
+    """One run; `cluster` may be looked at afterwards."""
+
+    def __init__(self, options: SimulationOptions) -> None:
+        self.options = options
+        self.done = 0
+        """Requests so far."""
+        self.cut_by: Counter[Code] = Counter()
+        self.stored: Counter[Code] = Counter()
+        self.cluster = Cluster(options, self._finished)
+        self._at_s = array("d")
+        self._tokens = array("q")
+        self._hits = array("q")
+        self._remote = array("q")
+        self._read_s = array("d")
+        self._replicas: list[tuple[float, list[int]]] = []
+        self._processor_s = 0.0
+
+    def run(self, arrivals: Iterable[Arrival], progress: Callable[[int], None] = lambda done: None) -> None:
+        """Serve all of them. `progress` is called with the number done, once per window."""
+
+        def look() -> None:
+            self._replicas.append((self.cluster.now_s, [node.replicas() for node in self.cluster.nodes]))
+            progress(self.done)
+
+        began = time.process_time()
+        self.cluster.run(arrivals, look)
+        self._processor_s += time.process_time() - began
+
+    def windows(self) -> list[WindowLoad]:
+        """The load in each window of the workload."""
+        return self.cluster.meter.windows()
+
+    def measure(self, from_s: float, to_s: float) -> Measured:
+        """Requests that arrived, and reads that happened, in this time."""
+        at_s = np.array(self._at_s)
+        chosen = (at_s >= from_s) & (at_s < to_s)
+        tokens, hits, remote = (
+            int(np.array(column)[chosen].sum()) for column in (self._tokens, self._hits, self._remote)
+        )
+        log = self.cluster.meter.log(from_s, to_s)
+        spread = balance.spread(log)
+        seen = [counts for at, counts in self._replicas if from_s < at <= to_s]
+        made = np.array(self.cluster.meter.replicas_made)
+        made_here = int(((made >= from_s) & (made < to_s)).sum())
+        return Measured(
+            from_s=from_s,
+            to_s=to_s,
+            requests=int(chosen.sum()),
+            token_hit_rate=hits * self.options.segment_tokens / max(1, tokens),
+            remote_share=remote / max(1, hits),
+            load_cv=spread.cv,
+            load_cv_floor=balance.floor(log, self.options.seed).cv,
+            load_max_over_mean=spread.max_over_mean,
+            replicas_per_node=float(np.mean(seen)) if seen else 0.0,
+            most_replicas_on_a_node=int(np.max(seen)) if seen else 0,
+            replicas_made_per_node_minute=made_here / self.options.nodes / ((to_s - from_s) / 60),
+        )
+
+    def read_s(self, quantile: float) -> float:
+        """Of the requests that read something: from the match to the last byte of the prefix."""
+        return float(np.quantile(np.array(self._read_s), quantile)) if self._read_s else 0.0
+
+    def totals(self) -> Totals:
+        """Of all requests so far."""
+        cluster, done = self.cluster, max(1, self.done)
+        return Totals(
+            requests=self.done,
+            duplication=_copies_per_segment(cluster),
+            bytes_moved=cluster.network.nbytes,
+            messages_per_request=cluster.messages.total() / done,
+            messages_per_request_by_type={
+                kind.__name__: round(count / done, 2) for kind, count in cluster.messages.most_common()
+            },
+            events=cluster.clock.asked,
+            processor_s=self._processor_s,
+            stored={code.name: self.stored[code] for code in sorted(self.stored)},
+            cut_by={code.name: self.cut_by[code] for code in sorted(self.cut_by)},
+        )
+
+    def _finished(self, served: Served) -> None:
+        self.done += 1
+        self._at_s.append(served.arrival.at_s)
+        self._tokens.append(served.arrival.tokens)
+        self._hits.append(served.hits)
+        self._remote.append(served.remote)
+        self.stored += served.stored
+        if served.hits:
+            self._read_s.append(served.read_s)
+        if served.cut_by is not None:
+            self.cut_by[served.cut_by] += 1
+
+
+def _copies_per_segment(cluster: Cluster) -> float:
+    copies: Counter[SegmentKey] = Counter()
+    for node in cluster.nodes:
+        copies.update(segment.key for segment in node.store.segments() if segment.state is State.READY)
+    return copies.total() / len(copies) if copies else 0.0

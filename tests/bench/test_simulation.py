@@ -1,0 +1,154 @@
+"""Small clusters on simulated time: what they give must add up, and be the same each time."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from tokenlake.core.fetch_calls import FETCHED, MISSING
+from tokenlake.core.matches import ASKED, LOCAL, PENDING
+from tokenlake.core.serving import SENT, SENT_BYTES
+from tokenlake.core.sessions import SKIPPED
+from tokenlake.core.writes import STORED
+from tokenlake.errors import ConfigurationError
+from tokenlake.metrics import Metric
+from tokenlake.wire import Code
+from tokenlake_bench.baselines import Accesses, Prompt, global_lru, infinite_cache
+from tokenlake_bench.simulation.arrivals import arrivals_of
+from tokenlake_bench.simulation.cluster import SimulationOptions
+from tokenlake_bench.simulation.network import Link, NetworkShape
+from tokenlake_bench.simulation.run import Measured, Simulation, Totals
+
+TOKENS = 512
+NODE_SEGMENTS = 120
+
+
+def conversations(requests: int, seed: int = 0, gap_s: float = 0.5) -> Accesses:
+    """Turns of open conversations, each a template, its own past and something new; a part of a segment remains."""
+    draw = random.Random(seed)
+    numbers = iter(range(1 << 30))
+    templates = [[next(numbers) for _ in range(draw.randint(2, 5))] for _ in range(3)]
+    chains = [list(draw.choice(templates)) for _ in range(20)]
+    prompts: list[Prompt] = []
+    for at in range(requests):
+        which = draw.randrange(len(chains))
+        if len(chains[which]) > 14:
+            chains[which] = list(draw.choice(templates))
+        chains[which] += [next(numbers) for _ in range(draw.randint(1, 3))]
+        tokens = len(chains[which]) * TOKENS + draw.randrange(TOKENS)
+        prompts.append(Prompt(tokens, tuple(chains[which]), at * gap_s + draw.random() * gap_s))
+    return Accesses(TOKENS, prompts)
+
+
+def options(nodes: int, **other: object) -> SimulationOptions:
+    """Of a cluster with `NODE_SEGMENTS` on each node."""
+    return SimulationOptions(nodes=nodes, capacity_tokens=nodes * NODE_SEGMENTS * TOKENS, **other)  # type: ignore[arg-type]
+
+
+def simulate(accesses: Accesses, how: SimulationOptions) -> Simulation:
+    """A run that ended in order."""
+    simulation = Simulation(how)
+    simulation.run(arrivals_of(accesses))
+    assert simulation.cluster.idle()
+    assert simulation.done == len(accesses.prompts)
+    simulation.cluster.check_integrity()
+    return simulation
+
+
+def result(simulation: Simulation) -> tuple[Measured, Totals]:
+    """What must not depend on this machine."""
+    return simulation.measure(0.0, 1e9), msgspec.structs.replace(simulation.totals(), processor_s=0.0)
+
+
+def counted(simulation: Simulation, metric: Metric) -> int:
+    """Over all nodes."""
+    return sum(node.core.counters[metric] for node in simulation.cluster.nodes)
+
+
+def hit_tokens(simulation: Simulation, accesses: Accesses) -> int:
+    """Read by the engines."""
+    return round(simulation.measure(0.0, 1e9).token_hit_rate * accesses.prompt_tokens)
+
+
+def test_equal_seeds_give_equal_runs_and_others_do_not() -> None:
+    accesses = conversations(150)
+    first = result(simulate(accesses, options(4)))
+    assert result(simulate(accesses, options(4))) == first
+    assert result(simulate(accesses, options(4, seed=1))) != first
+
+
+def test_every_token_is_accounted_for_by_the_nodes_that_gave_it() -> None:
+    accesses = conversations(200)
+    simulation = simulate(accesses, options(4))
+    asked = sum(len(prompt.chain) for prompt in accesses.prompts) * TOKENS
+    assert counted(simulation, ASKED) == asked
+    assert asked == sum(counted(simulation, metric) for metric in (LOCAL, FETCHED, MISSING, PENDING, SKIPPED))
+    hits = hit_tokens(simulation, accesses)
+    assert 0 < hits == counted(simulation, LOCAL) + counted(simulation, FETCHED)
+    assert counted(simulation, STORED) == simulation.stored[Code.COMMITTED] > 0
+
+
+def test_bytes_moved_are_those_that_the_nodes_sent_and_reads_are_all_but_pushes() -> None:
+    accesses = conversations(200)
+    simulation = simulate(accesses, options(4, rules={"hot": "off"}))
+    segment_bytes = simulation.cluster.size.layout.segment_bytes
+    totals = simulation.totals()
+    assert totals.bytes_moved == counted(simulation, SENT_BYTES) == counted(simulation, SENT) * segment_bytes
+    windows = simulation.windows()
+    # One at a time: nobody waits for what somebody else fetches, so each hit is one read.
+    assert sum(window.mean * 4 for window in windows) == pytest.approx(hit_tokens(simulation, accesses) / TOKENS)
+    assert counted(simulation, SENT) * TOKENS > counted(simulation, FETCHED)
+
+
+def test_one_node_finds_what_one_cache_of_its_size_finds() -> None:
+    accesses = conversations(300)
+    simulation = simulate(accesses, options(1))
+    cache = global_lru(accesses, NODE_SEGMENTS * TOKENS)
+    assert cache.hit_tokens < infinite_cache(accesses).hit_tokens
+    assert hit_tokens(simulation, accesses) == pytest.approx(cache.hit_tokens, rel=0.02)
+    assert simulation.totals().bytes_moved == 0
+
+
+def test_a_pool_that_holds_everything_finds_all_there_is() -> None:
+    accesses = conversations(150)
+    many = SimulationOptions(nodes=4, capacity_tokens=4 * 2000 * TOKENS)
+    assert hit_tokens(simulate(accesses, many), accesses) == infinite_cache(accesses).hit_tokens
+
+
+def test_a_slow_link_slows_what_comes_over_it() -> None:
+    accesses = conversations(100, gap_s=2.0)
+    slow = Link(latency_s=0.002, bandwidth=1e9)
+    links = {(0, 1): slow, (1, 0): slow}
+    usual = simulate(accesses, options(2))
+    slowed = simulate(accesses, options(2, network=NetworkShape(links=links)))
+    assert usual.measure(0.0, 1e9).remote_share > 0.1
+    assert hit_tokens(slowed, accesses) == pytest.approx(hit_tokens(usual, accesses), rel=0.02)
+    assert slowed.read_s(0.99) > 5 * usual.read_s(0.99)
+
+
+def test_a_match_over_a_network_slower_than_its_deadline_finds_what_is_here() -> None:
+    accesses = conversations(60, gap_s=2.0)
+    simulation = simulate(accesses, options(2, network=NetworkShape(usual=Link(latency_s=0.03))))
+    assert counted(simulation, FETCHED) == 0
+    assert counted(simulation, LOCAL) > 0
+
+
+def test_what_an_engine_still_computes_is_not_found_by_others() -> None:
+    # Twenty requests for one new prompt within 0.2 s; to compute it takes a second.
+    accesses = Accesses(TOKENS, [Prompt(8 * TOKENS, tuple(range(8)), 1.0 + at / 100) for at in range(20)])
+    at_once = simulate(accesses, options(2))
+    assert hit_tokens(at_once, accesses) == 19 * 8 * TOKENS
+    later = simulate(accesses, options(2, prefill_tokens_per_s=4096.0))
+    assert later.cut_by[Code.MISSING] < later.cut_by[Code.PENDING] <= 19
+    # Each node's engine may have begun before it heard of the other.
+    assert counted(later, STORED) <= 2 * 8
+
+
+def test_what_has_no_meaning_is_refused_by_name() -> None:
+    for field, value in {"load_delay_s": -1.0, "prefill_tokens_per_s": float("nan"), "rules": {"colour": 1}}.items():
+        with pytest.raises(ConfigurationError, match=field):
+            options(2, **{field: value})
+    with pytest.raises(ConfigurationError, match="bandwidth"):
+        Link(bandwidth=0.0)
