@@ -175,7 +175,8 @@ def test_the_command_measures_each_mode_and_writes_what_it_prints(tmp_path: Path
         assert [measured.from_s for measured in row.crowd] == [20.0, 30.0]
         assert row.steady.token_hit_rate > 0.5
         assert row.steady.load_cv > 0
-    assert result.rows[0].totals.requests == result.rows[1].totals.requests == 400
+    # Some of the last ones are jittered beyond the end.
+    assert 360 < result.rows[0].totals.requests == result.rows[1].totals.requests <= 400
 
 
 @pytest.mark.parametrize(
