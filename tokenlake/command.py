@@ -16,6 +16,7 @@ SUMMARIES = {
     "config": "show each setting, its value and where it came from",
     "demo": "three daemons and two engines on this machine, with and without the pool",
     "bench": "measure the pool on a workload",
+    "workload": "write a workload as a trace file",
 }
 
 

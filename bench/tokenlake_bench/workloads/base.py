@@ -1,0 +1,138 @@
+"""What all generators share: lines of a trace, texts that grow, distributions, and sessions laid on one time line."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Final, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from tokenlake_bench.traces import BLOCK_TOKENS
+
+__all__ = [
+    "Count",
+    "Draw",
+    "Positive",
+    "Share",
+    "Sigma",
+    "TraceLine",
+    "TraceSettings",
+    "Turn",
+    "lay_out",
+    "zipf_mean",
+]
+
+Count = Annotated[int, Meta(ge=1, le=1 << 24)]
+Positive = Annotated[float, Meta(gt=0, le=1e9)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Sigma = Annotated[float, Meta(ge=0, le=5)]
+"""Of a lognormal distribution: the standard deviation of the logarithm."""
+
+_NO_BLOCKS: Final[tuple[int, ...]] = ()
+
+
+class TraceLine(msgspec.Struct, frozen=True, gc=False):
+    """A request in Mooncake's format; `timestamp` in ms."""
+
+    timestamp: int
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+class TraceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters that every generator has. Lengths are in tokens, times in seconds."""
+
+    requests: Annotated[int, Meta(ge=1, le=10_000_000, description="Lines to write.")] = 10_000
+    rate: Annotated[float, Meta(gt=0, le=1e6, description="Requests per second, in the long run.")] = 3.4
+    seed: Annotated[int, Meta(ge=0, description="Of all that is drawn.")] = 0
+
+    @property
+    def turns_mean(self) -> float:
+        """Requests of a session, on average: sessions begin so many times less often than requests come."""
+        return 1.0
+
+
+class Turn(NamedTuple):
+    """A request of a session, `gap_s` after the one before."""
+
+    gap_s: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+class Draw:
+    """Seeded draws, and block ids that nobody else has."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self._ids = itertools.count()
+
+    def blocks(self, count: int) -> list[int]:
+        """Ids that were not there before."""
+        return list(itertools.islice(self._ids, count))
+
+    def text(self, begins_with: Sequence[int] = _NO_BLOCKS) -> Text:
+        """A new text behind a prefix of full blocks."""
+        return Text(self, begins_with)
+
+    def lognormal(self, median: float, sigma: float) -> float:
+        """Its mean is median x exp(sigma^2 / 2)."""
+        return median * math.exp(self.rng.gauss(0.0, sigma))
+
+    def length(self, median: float, sigma: float, longest: int) -> int:
+        """Lognormal tokens, 1 to `longest`."""
+        return min(longest, max(1, round(self.lognormal(median, sigma))))
+
+
+class Text:
+    """Text that grows: what was once a full block stays it."""
+
+    def __init__(self, draw: Draw, begins_with: Sequence[int]) -> None:
+        self._draw = draw
+        self._blocks = list(begins_with)
+
+    def hash_ids(self, length: int) -> list[int]:
+        """Of the first `length` tokens. A last block that is not full gets an id of its own."""
+        full, rest = divmod(length, BLOCK_TOKENS)
+        if full > len(self._blocks):
+            self._blocks += self._draw.blocks(full - len(self._blocks))
+        return self._blocks[:full] + (self._draw.blocks(1) if rest else [])
+
+
+def lay_out(requests: int, starts: Iterator[float], session: Callable[[], Iterator[Turn]]) -> list[TraceLine]:
+    """The first `requests` turns of sessions that begin at `starts` (seconds, not decreasing), in time order.
+
+    The first turn of a session comes its own gap after the start.
+    """
+    lines: list[TraceLine] = []
+    order = itertools.count()
+    waiting: list[tuple[float, int, Turn, Iterator[Turn]]] = []
+
+    def queue(after_s: float, turns: Iterator[Turn]) -> None:
+        turn = next(turns, None)
+        if turn is not None:
+            heapq.heappush(waiting, (after_s + turn.gap_s, next(order), turn, turns))
+
+    start = next(starts)
+    while len(lines) < requests:
+        if not waiting or start <= waiting[0][0]:
+            queue(start, session())
+            start = next(starts)
+            continue
+        at_s, _, turn, turns = heapq.heappop(waiting)
+        lines.append(TraceLine(round(at_s * 1000), turn.input_length, turn.output_length, turn.hash_ids))
+        queue(at_s, turns)
+    return lines
+
+
+def zipf_mean(exponent: float, most: int) -> float:
+    """Mean of 1 to `most`, drawn with weight 1 / k^exponent."""
+    weights: list[float] = [float(k) ** -exponent for k in range(1, most + 1)]
+    return sum(k * weight for k, weight in enumerate(weights, start=1)) / sum(weights)

@@ -1,0 +1,69 @@
+"""What a trace looks like, by the figures that are published of traces."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from tokenlake_bench.traces import BLOCK_TOKENS
+from tokenlake_bench.workloads.base import TraceLine
+
+__all__ = ["TraceStatistics", "statistics_of"]
+
+
+class TraceStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Lengths in tokens; shares 0 to 1. Blocks that are not full count as blocks, but are never found."""
+
+    requests: int
+    duration_s: float
+    input_mean: float
+    input_p50: float
+    input_p99: float
+    output_mean: float
+    ideal_token_hit: float
+    """Found in a cache that never evicts, by longest prefix."""
+    blocks: int
+    used_once: float
+    """Of the blocks."""
+    top_permille: float
+    """Of the accesses, those to the most used 0.1 % of the blocks."""
+    top_percent: float
+    """The same for 1 %."""
+    hottest: float
+    """Of the requests, those with the most used block."""
+
+
+def statistics_of(lines: Sequence[TraceLine]) -> TraceStatistics:
+    """Of at least one line, in time order."""
+    inputs = np.array([line.input_length for line in lines])
+    uses = Counter(block for line in lines for block in line.hash_ids)
+    counts = np.sort(np.fromiter(uses.values(), dtype=np.int64))[::-1]
+    accesses = int(counts.sum())
+    return TraceStatistics(
+        requests=len(lines),
+        duration_s=(lines[-1].timestamp - lines[0].timestamp) / 1000,
+        input_mean=float(inputs.mean()),
+        input_p50=float(np.percentile(inputs, 50)),
+        input_p99=float(np.percentile(inputs, 99)),
+        output_mean=sum(line.output_length for line in lines) / len(lines),
+        ideal_token_hit=_found(lines) * BLOCK_TOKENS / int(inputs.sum()),
+        blocks=len(counts),
+        used_once=float((counts == 1).mean()),
+        top_permille=float(counts[: max(1, len(counts) // 1000)].sum()) / accesses,
+        top_percent=float(counts[: max(1, len(counts) // 100)].sum()) / accesses,
+        hottest=int(counts[0]) / len(lines),
+    )
+
+
+def _found(lines: Sequence[TraceLine]) -> int:
+    """Full blocks, in sum over the prompts."""
+    seen: set[int] = set()
+    found = 0
+    for line in lines:
+        full = line.hash_ids[: line.input_length // BLOCK_TOKENS]
+        found += next((depth for depth, block in enumerate(full) if block not in seen), len(full))
+        seen.update(full)
+    return found

@@ -1,0 +1,39 @@
+"""Prompts of one length behind prefixes that are equally popular: what can be checked on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from msgspec import Meta
+
+from tokenlake_bench.traces import BLOCK_TOKENS
+from tokenlake_bench.workloads.base import Count, Draw, TraceLine, TraceSettings, Turn, lay_out
+
+__all__ = ["UniformSettings", "uniform_prompts"]
+
+
+class UniformSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """With r requests and p prefixes an infinite cache finds (r - p (1 - (1 - 1/p)^r)) / r of the prefixes' tokens."""
+
+    prefixes: Annotated[Count, Meta(description="To choose from, evenly.")] = 1_000
+    prefix_blocks: Annotated[int, Meta(ge=0, le=4096, description="Of a prefix.")] = 4
+    own_tokens: Annotated[Count, Meta(description="Behind the prefix.")] = 2_048
+    output_tokens: Annotated[Count, Meta(description="Of an answer.")] = 128
+
+    @property
+    def turns_mean(self) -> float:
+        """A prompt stands alone."""
+        return 1.0
+
+
+def uniform_prompts(settings: UniformSettings, draw: Draw, starts: Iterator[float]) -> list[TraceLine]:
+    """`starts` gives the requests."""
+    prefixes = [draw.blocks(settings.prefix_blocks) for _ in range(settings.prefixes)]
+    length = settings.prefix_blocks * BLOCK_TOKENS + settings.own_tokens
+
+    def prompt() -> Iterator[Turn]:
+        text = draw.text(draw.rng.choice(prefixes))
+        yield Turn(0.0, length, settings.output_tokens, text.hash_ids(length))
+
+    return lay_out(settings.requests, starts, prompt)

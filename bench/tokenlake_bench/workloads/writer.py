@@ -1,0 +1,35 @@
+"""Lines of a trace to a file in Mooncake's format, plain or compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from tokenlake.errors import ConfigurationError
+from tokenlake_bench.workloads.base import TraceLine
+
+__all__ = ["check_target", "write_lines"]
+
+
+def check_target(path: Path) -> None:
+    """Raises ConfigurationError for a file that `read_mooncake` would not take, or in a directory that is not there."""
+    if not path.name.endswith((".jsonl", ".jsonl.zst")):
+        raise ConfigurationError("out", str(path), "a file name ending in .jsonl or .jsonl.zst")
+    if not path.parent.is_dir():
+        raise ConfigurationError("out", str(path), "a file in a directory that exists")
+
+
+def write_lines(lines: Iterable[TraceLine], path: Path) -> None:
+    """Replaces the file. Raises ConfigurationError where it cannot be written."""
+    check_target(path)
+    data = msgspec.json.Encoder().encode_lines(lines)
+    if path.suffix == ".zst":
+        import zstandard
+
+        data = zstandard.compress(data)
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise ConfigurationError("out", str(path), f"a file that can be written; {error.strerror}") from error
