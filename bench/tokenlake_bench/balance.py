@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,7 +20,16 @@ from numpy.typing import NDArray
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.mixing import GOLDEN, WORD, key_of, mix64
 
-__all__ = ["WINDOW_S", "ReadLog", "Spread", "floor", "load_of_nodes", "spread"]
+__all__ = [
+    "WINDOW_S",
+    "ReadLog",
+    "Spread",
+    "floor",
+    "floor_from",
+    "load_of_nodes",
+    "max_over_mean_from",
+    "spread",
+]
 
 WINDOW_S: Final = 10.0
 
@@ -104,6 +114,36 @@ def floor(log: ReadLog, seed: int, window_s: float = WINDOW_S) -> Spread:
     Hottest is by bytes over the whole log; of equals, the smaller number. The mean of 16 placements drawn by
     `seed`.
     """
+    spreads = [_spread(table) for table in _fair_tables(log, seed, window_s)]
+    return Spread(
+        cv=sum(each.cv for each in spreads) / _PLACEMENTS,
+        max_over_mean=sum(each.max_over_mean for each in spreads) / _PLACEMENTS,
+    )
+
+
+def max_over_mean_from(log: ReadLog, at_s: float, windows: int, window_s: float = WINDOW_S) -> list[float]:
+    """Of each of so many windows, the first of which begins at `at_s` (a multiple of `window_s`); less where the log
+    ends earlier. Windows without reads are left out."""
+    reads = log.arrays()
+    window, count = reads.windows(window_s)
+    return _rows(_table(window, count, reads.node, reads.nbytes, reads.nodes), reads, at_s, windows, window_s)
+
+
+def floor_from(log: ReadLog, seed: int, at_s: float, windows: int, window_s: float = WINDOW_S) -> list[float]:
+    """The same of the reads placed as by `floor`."""
+    reads = log.arrays()
+    each = [_rows(table, reads, at_s, windows, window_s) for table in _fair_tables(log, seed, window_s)]
+    return [sum(column) / _PLACEMENTS for column in zip(*each, strict=True)]
+
+
+def _rows(table: NDArray[np.float64], reads: _Reads, at_s: float, windows: int, window_s: float) -> list[float]:
+    starts = np.unique(np.floor(reads.at_s / window_s)) * window_s
+    chosen = table[(starts >= at_s) & (starts < at_s + windows * window_s)]
+    return [float(row.max() / row.mean()) for row in chosen]
+
+
+def _fair_tables(log: ReadLog, seed: int, window_s: float) -> Iterator[NDArray[np.float64]]:
+    """Bytes per (window, node) under each of the placements of `floor`."""
     reads = log.arrays()
     nodes = reads.nodes
     window, windows = reads.windows(window_s)
@@ -115,14 +155,9 @@ def floor(log: ReadLog, seed: int, window_s: float = WINDOW_S) -> Spread:
     hot = is_hot[which]
     fair = np.bincount(window[hot], weights=reads.nbytes[hot], minlength=windows)[:, None] / nodes
     window, which, nbytes = window[~hot], which[~hot], reads.nbytes[~hot]
-    spreads = []
     for number in range(_PLACEMENTS):
         home = _homes(segments, key_of(seed & WORD, number), nodes)
-        spreads.append(_spread(fair + _table(window, windows, home[which], nbytes, nodes)))
-    return Spread(
-        cv=sum(each.cv for each in spreads) / _PLACEMENTS,
-        max_over_mean=sum(each.max_over_mean for each in spreads) / _PLACEMENTS,
-    )
+        yield fair + _table(window, windows, home[which], nbytes, nodes)
 
 
 def _homes(segments: NDArray[np.int64], key: int, nodes: int) -> NDArray[np.int64]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tokenlake.errors import ConfigurationError
+from tokenlake_bench.flash import FlashCrowd
 from tokenlake_bench.live import LiveOptions, notes, run_live
 from tokenlake_bench.plot import plot_cache_hit
 from tokenlake_bench.progress import LiveProgress
@@ -40,6 +41,9 @@ class CacheHitArguments:
     speed: float
     route: str
     seed: int
+    hot: str
+    eviction: str | None
+    flash_at: float | None
     shipped_deadlines: bool
     json_file: Path | None
     plot_file: Path | None
@@ -57,8 +61,12 @@ class CacheHitArguments:
     def workload(self) -> Workload:
         """The trace, or the built-in workload where there is none."""
         if self.trace is not None:
-            return read_mooncake(self.trace, limit=self.limit, seed=self.seed)
-        return builtin_workload(BuiltinSettings(requests=self.limit or BuiltinSettings.requests, seed=self.seed))
+            plain: Workload = read_mooncake(self.trace, limit=self.limit, seed=self.seed)
+        else:
+            plain = builtin_workload(BuiltinSettings(requests=self.limit or BuiltinSettings.requests, seed=self.seed))
+        if self.flash_at is None:
+            return plain
+        return FlashCrowd(plain, self.flash_at, self.options().segment_tokens, self.seed)
 
     def options(self) -> LiveOptions:
         """The rest, with the defaults that depend on the workload."""
@@ -72,6 +80,9 @@ class CacheHitArguments:
             route=self.route,
             speed=self.speed,
             seed=self.seed,
+            hot=self.hot,
+            eviction=self.eviction,
+            flash_at=self.flash_at,
             shipped_deadlines=self.shipped_deadlines,
         )
 

@@ -31,6 +31,15 @@ def bench() -> None:
 @click.option("--route", default="round-robin", show_default=True, help="round-robin, random or conversation.")
 @click.option("--seed", default=0, show_default=True, help="Of token ids, bytes, routes and placements.")
 @click.option(
+    "--hot",
+    type=click.Choice(["off", "observe", "on"]),
+    default="on",
+    show_default=True,
+    help="Copies of hot segments: none, counted only, made.",
+)
+@click.option("--eviction", help="What a full node gives up: the daemons' setting of that name. [default: theirs]")
+@click.option("--flash-at", type=float, help="From this second on, 30 % of the requests share a new prefix.")
+@click.option(
     "--shipped-deadlines",
     is_flag=True,
     help="Daemons wait for each other as long as by default; without this longer, so that a busy machine matters less.",
@@ -48,6 +57,30 @@ def cache_hit(**arguments: object) -> None:
         run_cache_hit(CacheHitArguments(**arguments))  # type: ignore[arg-type]
     except TokenLakeError as error:
         raise click.ClickException(str(error)) from error
+
+
+@bench.command("eviction")
+@click.option("--trace", "traces", type=_FILE, multiple=True, help="Mooncake's format or coding-agent sessions; repeat.")
+@click.option("--capacity-tokens", help="Of the whole pool: 1000000,3000000. [default: three that bind, by the format]")
+@click.option("--policy", "policies", help="lru,s3fifo for some. [default: all there are]")
+@click.option("--nodes", default="1", show_default=True, help="That share the capacity and decide by themselves: 1,8.")
+@click.option("--hint-accuracy", type=float, help="Clients say whether a conversation goes on; right so often, 0 to 1.")
+@click.option("--limit", type=int, help="The first requests of each trace only.")
+@click.option("--seed", default=0, show_default=True, help="Of when sessions start and which hints are right.")
+@_json
+@click.option("--plot", "plot_file", type=_FILE, help="Draw the result as this .png file.")
+def eviction(**arguments: object) -> None:
+    """What each policy of eviction keeps, beside an infinite cache and one that knows the future.
+
+    The daemons' own stores and placement, without bytes. Ctrl-C shows and writes what is done.
+    """
+    from tokenlake_bench.eviction.command import EvictionArguments, run_eviction
+
+    try:
+        result = run_eviction(EvictionArguments(**arguments))  # type: ignore[arg-type]
+    except TokenLakeError as error:
+        raise click.ClickException(str(error)) from error
+    sys.exit(0 if result.complete else 130)
 
 
 @bench.command("engine")

@@ -33,12 +33,16 @@ PATIENT = {"match_deadline_ms": "1000", "suspect_ms": "5000"}
 """Settings of the daemons unless told otherwise: what is found must not depend on how busy this machine is."""
 SENT_BYTES = "tokenlake_sent_bytes_total"
 EVICTED = "tokenlake_evicted_segments_total"
+HOT_COPIES = 'tokenlake_hot_segments{of="copies"}'
+HOT_COPIED = "tokenlake_hot_copied_segments_total"
+FLASH_WINDOWS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiveOptions:
     """`capacity_tokens` is that of the whole pool; `speed` 0 replays as fast as it goes. `shipped_deadlines`: the
-    daemons wait for each other as long as they do by default."""
+    daemons wait for each other as long as they do by default. `hot` and `eviction` (None: the default) are settings of
+    the daemons. `flash_at`: when a flash crowd comes that is in the workload."""
 
     nodes: int = 3
     capacity_tokens: int
@@ -46,7 +50,20 @@ class LiveOptions:
     route: str = "round-robin"
     speed: float = 0.0
     seed: int = 0
+    hot: str = "on"
+    eviction: str | None = None
+    flash_at: float | None = None
     shipped_deadlines: bool = False
+
+    def settings(self) -> dict[str, str]:
+        """Of the daemons, beside sizes and addresses."""
+        settings = {} if self.shipped_deadlines else dict(PATIENT)
+        settings["hot"] = self.hot
+        if self.eviction is not None:
+            settings["eviction"] = self.eviction
+        if self.speed > 0:
+            settings["time_scale"] = str(self.speed)
+        return settings
 
 
 @dataclass(frozen=True)
@@ -66,8 +83,7 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
     accesses = intern_segments(workload, options.segment_tokens)
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
-        deadlines = {} if options.shipped_deadlines else PATIENT
-        cluster = stack.enter_context(Cluster(options.nodes, str(size.memory), str(size.memory), **deadlines))
+        cluster = stack.enter_context(Cluster(options.nodes, str(size.memory), str(size.memory), **options.settings()))
         # What is fetched has to fit among the staged copies.
         window = max(1, min(WINDOW, int(STAGED_SHARE * size.node_segments)))
         clients = [
@@ -87,6 +103,7 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
     done = Accesses(accesses.segment_tokens, accesses.prompts[: log.requests])
     compared = baselines(done, nodes=options.nodes, capacity_tokens=size.capacity_tokens, seed=options.seed)
     spread = balance.spread(meter.served)
+    minutes = max(1.0, log.seconds / 60) * options.nodes
     result = CacheHitResult(
         token_hit_rate=log.hit_segments * options.segment_tokens / max(1, log.prompt_tokens),
         ideal_token_hit_rate=compared.ideal.rate,
@@ -97,6 +114,10 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
         load_cv=spread.cv,
         load_cv_floor=balance.floor(meter.read, options.seed).cv,
         load_max_over_mean=spread.max_over_mean,
+        hot_copies_per_node=totals[HOT_COPIES] / options.nodes,
+        hot_copies_per_node_minute=totals[HOT_COPIED] / minutes,
+        flash_max_over_mean=_flash(options, lambda at: balance.max_over_mean_from(meter.served, at, FLASH_WINDOWS)),
+        flash_floor=_flash(options, lambda at: balance.floor_from(meter.read, options.seed, at, FLASH_WINDOWS)),
         bytes_moved=int(totals[SENT_BYTES]),
         wrong_bytes=log.wrong_bytes,
         requests=log.requests,
@@ -113,6 +134,11 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
         elapsed_s=elapsed_s,
     )
     return LiveRun(result, details, log, compared.global_lru.rate, int(totals[EVICTED]))
+
+
+def _flash(options: LiveOptions, windows: Callable[[float], list[float]]) -> tuple[float, ...]:
+    """Of the windows that begin with the flash crowd; nothing without one."""
+    return () if options.flash_at is None else tuple(windows(options.flash_at))
 
 
 def notes(run: LiveRun) -> list[str]:

@@ -1,7 +1,7 @@
 """What each node's arena was read for, window by window of trace time.
 
 A local read is counted by the client that made it. A read for another node is counted by the daemon that sent
-the bytes: what it sent less what others pulled from it to keep. The daemons are asked once per window, when
+the bytes; what others pulled from it to keep is no read. The daemons are asked once per window, when
 nothing is on its way between nodes.
 """
 
@@ -55,8 +55,8 @@ class LoadMeter:
         at_s = self._window * self._window_s
         for number, node in enumerate(self._cluster.nodes):
             metrics = node.metrics()
-            sent = int(metrics["tokenlake_sent_segments_total"] - metrics["tokenlake_pushed_segments_total"])
-            count = self._local[number] + max(0, sent - self._sent[number])
+            sent = int(metrics["tokenlake_sent_to_readers_segments_total"])
+            count = self._local[number] + sent - self._sent[number]
             self.served.add(at_s, number, 0, count * self._segment_bytes)
             self._sent[number] = sent
         self._local = [0] * len(self._local)

@@ -8,8 +8,7 @@ from tokenlake_bench.cluster import Cluster
 
 __all__ = ["NodeTotals"]
 
-SENT = "tokenlake_sent_segments_total"
-PUSHED = "tokenlake_pushed_segments_total"
+SENT = "tokenlake_sent_to_readers_segments_total"
 
 
 class NodeTotals:
@@ -38,6 +37,6 @@ class NodeTotals:
         are those that the engine of each node read there; nodes beyond have no engine."""
         local = [*local_segments, *[0] * (len(self._counters) - len(local_segments))]
         return {
-            node.name: (own + max(0, int(known[SENT] - known[PUSHED]))) * segment_bytes
+            node.name: (own + int(known[SENT])) * segment_bytes
             for node, known, own in zip(self._cluster.nodes, self._counters, local, strict=True)
         }

@@ -23,6 +23,8 @@ class ReplayLog:
     """Sums over the requests done so far."""
 
     requests: int = 0
+    seconds: float = 0.0
+    """Of trace time, from the first request to the last."""
     prompt_tokens: int = 0
     hit_segments: int = 0
     remote_segments: int = 0
@@ -74,6 +76,7 @@ def replay(
     """
     log = ReplayLog()
     began = time.monotonic()
+    first_s: float | None = None
     try:
         for request, prompt in zip(workload, accesses.prompts, strict=True):
             if speed > 0:
@@ -83,6 +86,8 @@ def replay(
             served = clients[node].serve(request.tokens)
             meter.add(request.at_s, node, list(prompt.chain[: served.hits]), len(served.remote))
             log.add(request, served, prompt.chain)
+            first_s = request.at_s if first_s is None else first_s
+            log.seconds = request.at_s - first_s
             progress(log)
         meter.close_window()
     except KeyboardInterrupt:

@@ -37,6 +37,10 @@ class CacheHitResult(msgspec.Struct, frozen=True, kw_only=True):
     came from another node; `duplication` the mean number of copies per stored segment; the load is that of
     `balance`; `bytes_moved` went between nodes; `wrong_bytes` counts bytes of segments that were not what was
     stored.
+
+    `hot_copies_per_node`: copies of hot segments at the end; `hot_copies_per_node_minute`: made per minute of trace
+    time.
+    `flash_max_over_mean`: of the two windows that begin with the flash crowd, beside their floor; empty without one.
     """
 
     token_hit_rate: float
@@ -48,6 +52,10 @@ class CacheHitResult(msgspec.Struct, frozen=True, kw_only=True):
     load_cv: float
     load_cv_floor: float
     load_max_over_mean: float
+    hot_copies_per_node: float
+    hot_copies_per_node_minute: float
+    flash_max_over_mean: tuple[float, ...]
+    flash_floor: tuple[float, ...]
     bytes_moved: int
     wrong_bytes: int
     requests: int
@@ -193,6 +201,10 @@ def cache_hit_table(result: CacheHitResult, details: CacheHitDetails) -> Rendera
     _loads(table, details.node_bytes)
     table.add_row("load CV, 10 s windows", f"{result.load_cv:.3f} (floor {result.load_cv_floor:.3f})")
     table.add_row("load max / mean", f"{result.load_max_over_mean:.3f}")
+    for number, (ratio, least) in enumerate(zip(result.flash_max_over_mean, result.flash_floor, strict=True), 1):
+        table.add_row(f"the same in window {number} of the flash crowd", f"{ratio:.3f} (floor {least:.3f})")
+    copies, made = result.hot_copies_per_node, result.hot_copies_per_node_minute
+    table.add_row("hot copies per node, made per minute", f"{copies:.1f}, {made:.2f}")
     table.add_section()
     table.add_row("match p50 / p99", _quantiles(details.match))
     table.add_row("fetch p50 / p99", _quantiles(details.fetch))

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from tokenlake.errors import ConfigurationError
-from tokenlake_bench.balance import ReadLog, Spread, floor, load_of_nodes, spread
+from tokenlake_bench.balance import (
+    ReadLog,
+    Spread,
+    floor,
+    floor_from,
+    load_of_nodes,
+    max_over_mean_from,
+    spread,
+)
 
 
 def log_of(nodes: int, *reads: tuple[float, int, int, int]) -> ReadLog:
@@ -103,3 +111,17 @@ def test_what_is_out_of_range_is_refused() -> None:
         log_of(2, (0.0, 2, 1, 5))
     with pytest.raises(ConfigurationError, match="window_s"):
         spread(log_of(2, (0.0, 1, 1, 5)), window_s=0.0)
+
+
+def test_windows_from_a_moment_on() -> None:
+    log = log_of(2, (5.0, 0, 1, 9), (10.0, 0, 1, 3), (12.0, 1, 2, 1), (31.0, 1, 1, 2), (55.0, 0, 1, 1))
+    # Windows at 0, 10, 30 and 50 s; the one at 20 s has no reads.
+    assert max_over_mean_from(log, 10.0, 3) == pytest.approx([1.5, 2.0])
+    assert max_over_mean_from(log, 60.0, 2) == []
+
+
+def test_the_floor_of_windows_spreads_the_hottest_fairly() -> None:
+    # ceil(2 ln 2) = 2 hot segments: all there are.
+    log = log_of(2, (0.0, 0, 1, 8), (11.0, 0, 1, 3), (12.0, 1, 2, 1))
+    assert floor_from(log, seed=0, at_s=10.0, windows=1) == pytest.approx([1.0])
+    assert floor(log, seed=0).max_over_mean == pytest.approx(1.0)
