@@ -1,0 +1,57 @@
+"""Hit rate over capacity, one picture per trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenlake.errors import ConfigurationError
+from tokenlake_bench.eviction.results import StudyResult
+
+__all__ = ["check_plot", "plot_study"]
+
+
+def check_plot(path: Path | None) -> None:
+    """Raises ConfigurationError, before anything is run, where the picture could not be drawn."""
+    if path is None:
+        return
+    if path.suffix != ".png":
+        raise ConfigurationError("plot", str(path), "a file name ending in .png")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ConfigurationError("plot", str(path), "matplotlib: pip install 'tokenlake[bench]'") from None
+
+
+def plot_study(result: StudyResult, path: Path) -> None:
+    """Writes a PNG with a panel per trace; solid lines are one cache, dashed ones several nodes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    traces = list(dict.fromkeys(ceiling.trace for ceiling in result.ceilings))
+    figure = Figure(figsize=(5 * max(1, len(traces)), 4.2), layout="constrained")
+    panels = figure.subplots(1, max(1, len(traces)), squeeze=False)[0]
+    runs = list(dict.fromkeys((cell.policy, cell.nodes) for cell in result.cells))
+    policies = list(dict.fromkeys(policy for policy, _ in runs))
+    for panel, trace in zip(panels, traces, strict=False):
+        for policy, nodes in runs:
+            mine = [cell for cell in result.cells if (cell.trace, cell.policy, cell.nodes) == (trace, policy, nodes)]
+            panel.plot(
+                [cell.capacity_tokens / 1e6 for cell in mine],
+                [cell.hit_rate * 100 for cell in mine],
+                "o-" if nodes == 1 else "s--",
+                color=f"C{policies.index(policy)}",
+                label=policy if nodes == 1 else f"{policy}, {nodes} nodes",
+            )
+        ceilings = [ceiling for ceiling in result.ceilings if ceiling.trace == trace]
+        sizes = [ceiling.capacity_tokens / 1e6 for ceiling in ceilings]
+        panel.plot(sizes, [ceiling.clairvoyant * 100 for ceiling in ceilings], "k^-", label="clairvoyant")
+        panel.axhline(ceilings[0].infinite * 100, color="gray", linestyle=":", label="infinite")
+        panel.set_xscale("log")
+        panel.set_xticks(sizes, [f"{size:g}" for size in sizes])
+        panel.set_xticks([], minor=True)
+        panel.set_xlabel("capacity, million tokens")
+        panel.set_ylabel("token hit rate, %")
+        panel.set_ylim(bottom=0)
+        panel.set_title(trace.split(".")[0], fontsize="medium")
+    panels[0].legend(fontsize="small")
+    FigureCanvasAgg(figure).print_png(str(path))

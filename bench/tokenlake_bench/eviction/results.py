@@ -1,0 +1,126 @@
+"""What the study found, as it is written to JSON, and the figures that follow from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+__all__ = ["Ceiling", "Cell", "Mean", "StudyResult", "result_of"]
+
+LRU = "lru"
+
+
+class Ceiling(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one trace and capacity: token hit rates that no policy can beat."""
+
+    trace: str
+    capacity_tokens: int
+    infinite: float
+    clairvoyant: float
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """One run. The last four follow from other runs of the same study, None where those were not made."""
+
+    trace: str
+    capacity_tokens: int
+    nodes: int
+    policy: str
+    hit_rate: float
+    """Of all prompt tokens, those behind the last full segment included."""
+    orphan_share: float
+    """Of the segments held, those whose parent is not; mean over samples."""
+    copies_per_segment: float
+    serve_us: float
+    """Processor time per segment of a prompt, with all that serving it takes here."""
+    policy_us: float
+    """The policy's part of it."""
+    of_clairvoyant: float | None = None
+    of_lru: float | None = None
+    of_one_node: float | None = None
+    """Against the same policy and capacity on one node."""
+    policy_of_lru: float | None = None
+    """Of the policy's time."""
+
+
+class Mean(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one policy over all traces and capacities."""
+
+    policy: str
+    nodes: int
+    cells: int
+    of_clairvoyant: float
+    """Geometric mean."""
+    worst_of_lru: float | None
+
+
+class StudyResult(msgspec.Struct, frozen=True, kw_only=True):
+    """All of it. Not `complete`: interrupted, and the rest was not run."""
+
+    segment_tokens: int
+    hint_accuracy: float | None
+    seed: int
+    complete: bool
+    ceilings: list[Ceiling]
+    cells: list[Cell]
+    means: list[Mean]
+
+
+def result_of(
+    ceilings: Sequence[Ceiling],
+    cells: Sequence[Cell],
+    *,
+    segment_tokens: int,
+    hint_accuracy: float | None,
+    seed: int,
+    complete: bool,
+) -> StudyResult:
+    """The cells with what follows from comparing them."""
+    compared = _compared(ceilings, cells)
+    return StudyResult(
+        segment_tokens=segment_tokens,
+        hint_accuracy=hint_accuracy,
+        seed=seed,
+        complete=complete,
+        ceilings=list(ceilings),
+        cells=compared,
+        means=_means(compared),
+    )
+
+
+def _compared(ceilings: Sequence[Ceiling], cells: Sequence[Cell]) -> list[Cell]:
+    best = {(each.trace, each.capacity_tokens): each.clairvoyant for each in ceilings}
+    known = {(each.trace, each.capacity_tokens, each.nodes, each.policy): each for each in cells}
+    compared: list[Cell] = []
+    for cell in cells:
+        lru = known.get((cell.trace, cell.capacity_tokens, cell.nodes, LRU))
+        alone = known.get((cell.trace, cell.capacity_tokens, 1, cell.policy))
+        compared.append(
+            msgspec.structs.replace(
+                cell,
+                of_clairvoyant=_ratio(cell.hit_rate, best[cell.trace, cell.capacity_tokens]),
+                of_lru=_ratio(cell.hit_rate, lru.hit_rate) if lru else None,
+                of_one_node=_ratio(cell.hit_rate, alone.hit_rate) if alone and cell.nodes > 1 else None,
+                policy_of_lru=_ratio(cell.policy_us, lru.policy_us) if lru else None,
+            )
+        )
+    return compared
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _means(cells: Sequence[Cell]) -> list[Mean]:
+    means: list[Mean] = []
+    for policy, nodes in dict.fromkeys((cell.policy, cell.nodes) for cell in cells):
+        mine = [cell for cell in cells if (cell.policy, cell.nodes) == (policy, nodes)]
+        shares = [cell.of_clairvoyant for cell in mine if cell.of_clairvoyant is not None]
+        against = [cell.of_lru for cell in mine if cell.of_lru is not None]
+        # A policy that finds nothing somewhere has a mean of nothing.
+        mean = math.exp(math.fsum(map(math.log, shares)) / len(shares)) if shares and min(shares) > 0 else 0.0
+        worst = min(against, default=None)
+        means.append(Mean(policy=policy, nodes=nodes, cells=len(mine), of_clairvoyant=mean, worst_of_lru=worst))
+    return means

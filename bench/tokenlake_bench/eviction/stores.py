@@ -1,0 +1,167 @@
+"""The segments of some nodes without their bytes: the daemons' stores, eviction and placement, asked prompt by prompt.
+
+Prompts are served one at a time, each as the nodes would: what is found is pinned while the rest is computed; each
+segment that is not there asks its holder for a slot, which evicts or refuses; what got one is published, deepest first;
+then what was found is unpinned and touched, deepest first. What lies beyond the first missing segment was computed
+again although it is here: it is touched as well.
+
+Left out: dirty and staged copies, and time. Bytes are where they belong at once, and every node knows how full the
+others are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+
+from tokenlake.advice import Advice
+from tokenlake.errors import ConfigurationError
+from tokenlake.identity import NodeId, SegmentKey, TenantId
+from tokenlake.metrics import Counters
+from tokenlake.placement import choose_holder, default_run_length, runs
+from tokenlake.ring import Ring
+from tokenlake.store import Budgets, EvictionPolicy, Kind, Segment, SegmentStore
+from tokenlake.store.region import GENERATION_BYTES
+from tokenlake_bench.baselines import Accesses, Prompt
+
+__all__ = ["NodeStores"]
+
+_TENANT = TenantId("study")
+_SLOT_BYTES = 64
+_PAGE = 4096
+
+
+class NodeStores:
+    """`nodes` stores with an even share of `capacity_tokens`. Segments are those of `accesses`, by their ids."""
+
+    def __init__(
+        self, accesses: Accesses, nodes: int, capacity_tokens: int, policy: Callable[[], EvictionPolicy]
+    ) -> None:
+        if nodes < 1:
+            raise ConfigurationError("nodes", nodes, "at least 1")
+        slots = capacity_tokens // nodes // accesses.segment_tokens
+        if slots < 1:
+            smallest = nodes * accesses.segment_tokens
+            raise ConfigurationError("capacity_tokens", capacity_tokens, f"at least {smallest}, one segment per node")
+        self._stores = [_store(slots, policy) for _ in range(nodes)]
+        self._parents = _parents(accesses)
+        self._keys = [_key(segment) for segment in range(len(self._parents))]
+        self._ids = {key: segment for segment, key in enumerate(self._keys)}
+        self._held: list[Segment | None] = [None] * len(self._keys)
+        """By id, wherever it is."""
+        self._node: list[int] = [0] * len(self._keys)
+        """That holds it, or did last."""
+        names = [NodeId(f"node-{node}") for node in range(nodes)]
+        self._numbers = {name: number for number, name in enumerate(names)}
+        self._ring = Ring(dict.fromkeys(names, slots), default_run_length(nodes))
+        self._candidates = self._ring.candidates(b"".join(self._keys))
+
+    def serve(self, prompt: Prompt, advice: Advice) -> int:
+        """How many segments of the prompt were found: its longest prefix."""
+        now, chain, held = prompt.at_s, prompt.chain, self._held
+        hits = next((depth for depth, segment in enumerate(chain) if held[segment] is None), len(chain))
+        found = self._by_node(chain[:hits])
+        for node, segments in found.items():
+            self._stores[node].pin(*segments)
+        created = self._store_new(chain, hits, advice, now)
+        for node, segments in self._by_node(chain[hits:]).items():
+            self._stores[node].touch([segment for segment in segments if not segment.pins], now)
+        for node, segment in reversed(created):
+            self._stores[node].publish(segment, b"", now)
+            self._stores[node].unpin(segment)
+        for node, segments in found.items():
+            self._stores[node].unpin(*segments)
+            self._stores[node].touch(segments, now, advice)
+        return hits
+
+    def held(self) -> int:
+        """Segments that some node holds."""
+        return sum(segment is not None for segment in self._held)
+
+    def copies(self) -> int:
+        """Segments that the nodes hold, each counted where it is."""
+        return sum(len(store.index(_TENANT)) for store in self._stores)
+
+    def orphans(self) -> int:
+        """Held segments whose parent is not: nobody finds them until it comes back."""
+        return sum(
+            parent >= 0 and self._held[parent] is None
+            for segment, parent in zip(self._held, self._parents, strict=True)
+            if segment is not None
+        )
+
+    def check_integrity(self) -> None:
+        """AssertionError when what is known here is not what the stores hold. Slow; for tests."""
+        for store in self._stores:
+            store.check_integrity()
+        here = {(node, id(segment)) for node, store in enumerate(self._stores) for segment in store.segments()}
+        assert here == {
+            (node, id(segment)) for node, segment in zip(self._node, self._held, strict=True) if segment is not None
+        }
+
+    def _store_new(self, chain: tuple[int, ...], hits: int, advice: Advice, now: float) -> list[tuple[int, Segment]]:
+        """Slots for what is not there, in prompt order: (node, segment), pinned once."""
+        missing = [depth for depth in range(hits, len(chain)) if self._held[chain[depth]] is None]
+        holders: dict[tuple[NodeId, NodeId], int] = {}
+        created: list[tuple[int, Segment]] = []
+        for run in runs(missing, self._ring.run_length):
+            pair = self._candidates[chain[missing[run.start]]]
+            if pair not in holders:
+                # As a writer does: chosen once for all that it stores of a prompt.
+                holders[pair] = self._holder(pair, now)
+            for index in run:
+                depth = missing[index]
+                made = self._reserve(holders[pair], chain[depth], depth, advice, now)
+                if made is not None:
+                    created.append((holders[pair], made))
+        return created
+
+    def _holder(self, pair: tuple[NodeId, NodeId], now: float) -> int:
+        if len(self._stores) == 1:
+            return 0
+        return self._numbers[
+            choose_holder([(name, self._stores[self._numbers[name]].vacancy(now)) for name in dict.fromkeys(pair)])
+        ]
+
+    def _reserve(self, node: int, number: int, depth: int, advice: Advice, now: float) -> Segment | None:
+        store = self._stores[node]
+        made = store.reserve(_TENANT, _SLOT_BYTES, self._keys[number], Kind.HOME, depth, now, advice)
+        store.reissued.clear()
+        for gone in store.evicted:
+            self._held[self._ids[gone.key]] = None
+        store.evicted.clear()
+        if not isinstance(made, Segment):
+            return None
+        self._held[number] = made
+        self._node[number] = node
+        return made
+
+    def _by_node(self, numbers: Iterable[int]) -> dict[int, list[Segment]]:
+        """Those that are held, in the same order."""
+        grouped: dict[int, list[Segment]] = {}
+        for number in numbers:
+            segment = self._held[number]
+            if segment is not None:
+                grouped.setdefault(self._node[number], []).append(segment)
+        return grouped
+
+
+def _store(slots: int, policy: Callable[[], EvictionPolicy]) -> SegmentStore:
+    header_bytes = -(-slots * GENERATION_BYTES // _PAGE) * _PAGE
+    return SegmentStore([0], header_bytes + slots * _SLOT_BYTES, Budgets(), Counters(), policy)
+
+
+def _key(segment: int) -> SegmentKey:
+    return SegmentKey(hashlib.blake2b(segment.to_bytes(8, "little"), digest_size=32).digest())
+
+
+def _parents(accesses: Accesses) -> list[int]:
+    """By id: the segment before it in every prompt that has it; -1 for a first one."""
+    parents: dict[int, int] = {}
+    for prompt in accesses.prompts:
+        # Whatever has a parent already was seen with all that lies before it.
+        for depth in range(len(prompt.chain) - 1, -1, -1):
+            if prompt.chain[depth] in parents:
+                break
+            parents[prompt.chain[depth]] = prompt.chain[depth - 1] if depth else -1
+    return [parents[segment] for segment in range(len(parents))]

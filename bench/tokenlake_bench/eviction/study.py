@@ -1,0 +1,115 @@
+"""Policy x capacity x nodes on one trace after the other, beside the bounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from tokenlake.advice import Advice
+from tokenlake.store.eviction import POLICIES, EvictionPolicy
+from tokenlake_bench.baselines import Accesses
+from tokenlake_bench.eviction.bounds import Bounds
+from tokenlake_bench.eviction.hints import hints
+from tokenlake_bench.eviction.results import Ceiling, Cell
+from tokenlake_bench.eviction.stores import NodeStores
+from tokenlake_bench.eviction.timed import Timed
+
+__all__ = ["Plan", "ceiling_of", "run_cells"]
+
+SAMPLES = 16
+"""Times that orphans and copies are counted, evenly over the second half of a run."""
+STEP = 200
+"""Prompts between two reports of progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is run on each trace."""
+
+    policies: Sequence[str]
+    nodes: Sequence[int]
+    hint_accuracy: float | None
+    seed: int
+
+    def cells(self, capacities: Sequence[int]) -> int:
+        """How many runs one trace takes."""
+        return len(self.policies) * len(self.nodes) * len(capacities)
+
+
+def ceiling_of(trace: str, bounds: Bounds, capacity_tokens: int) -> Ceiling:
+    """What no policy can beat."""
+    return Ceiling(
+        trace=trace,
+        capacity_tokens=capacity_tokens,
+        infinite=bounds.infinite().rate,
+        clairvoyant=bounds.clairvoyant(capacity_tokens // bounds.accesses.segment_tokens).rate,
+    )
+
+
+def run_cells(
+    trace: str, accesses: Accesses, capacities: Sequence[int], plan: Plan, advance: Callable[[int], None]
+) -> Iterator[Cell]:
+    """One after the other, capacities in order; `advance` is told how many prompts more are done."""
+    said = hints(accesses.prompts, plan.hint_accuracy, plan.seed)
+    for capacity in capacities:
+        for nodes in plan.nodes:
+            for policy in plan.policies:
+                run = _Run(accesses, nodes, capacity, policy)
+                for start in range(0, len(accesses.prompts), STEP):
+                    stop = min(start + STEP, len(accesses.prompts))
+                    run.serve(said, start, stop)
+                    advance(stop - start)
+                yield run.cell(trace)
+
+
+class _Run:
+    """One policy on so many nodes of one size: what was counted so far."""
+
+    def __init__(self, accesses: Accesses, nodes: int, capacity_tokens: int, policy: str) -> None:
+        self._accesses = accesses
+        self._nodes = nodes
+        self._capacity_tokens = capacity_tokens
+        self._name = policy
+        self._policies: list[Timed] = []
+        self._stores = NodeStores(accesses, nodes, capacity_tokens, self._policy)
+        self._hits = 0
+        self._touches = 0
+        self._cpu_s = self._wall_s = 0.0
+        self._orphans = self._copies = self._held = 0
+        """Sums over the samples."""
+
+    def _policy(self) -> EvictionPolicy:
+        self._policies.append(Timed(POLICIES[self._name]()))
+        return self._policies[-1]
+
+    def serve(self, said: Sequence[Advice], start: int, stop: int) -> None:
+        """Some prompts more."""
+        prompts = self._accesses.prompts
+        cpu, wall = time.process_time(), time.perf_counter()
+        self._hits += sum(map(self._stores.serve, prompts[start:stop], said[start:stop]))
+        self._cpu_s += time.process_time() - cpu
+        self._wall_s += time.perf_counter() - wall
+        self._touches += sum(len(prompt.chain) for prompt in prompts[start:stop])
+        every = max(1, len(prompts) // (2 * SAMPLES))
+        if stop == len(prompts) or (2 * start >= len(prompts) and start // every != stop // every):
+            self._orphans += self._stores.orphans()
+            self._copies += self._stores.copies()
+            self._held += self._stores.held()
+
+    def cell(self, trace: str) -> Cell:
+        """When all are served."""
+        # Whoever else used the machine meanwhile took as much of the policy's time as of all time.
+        share = sum(policy.taken_ns for policy in self._policies) * 1e-9 / max(1e-9, self._wall_s)
+        each_us = self._cpu_s * 1e6 / max(1, self._touches)
+        return Cell(
+            trace=trace,
+            capacity_tokens=self._capacity_tokens,
+            nodes=self._nodes,
+            policy=self._name,
+            hit_rate=self._hits * self._accesses.segment_tokens / max(1, self._accesses.prompt_tokens),
+            orphan_share=self._orphans / max(1, self._held),
+            copies_per_segment=self._copies / max(1, self._held),
+            serve_us=each_us,
+            policy_us=each_us * share,
+        )

@@ -1,0 +1,88 @@
+"""A policy of eviction, and how long it took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from time import perf_counter_ns
+
+from tokenlake.advice import Advice
+from tokenlake.identity import SegmentKey
+from tokenlake.store import EvictionPolicy, Segment
+
+__all__ = ["Timed"]
+
+
+class Timed:
+    """An `EvictionPolicy` that does what `policy` does. Reading the clock adds some 0.1 us to a call."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
+        self.taken_ns = 0
+        """In all calls that change or compare something."""
+
+    def insert(self, segment: Segment, now: float) -> None:
+        """See `EvictionPolicy`."""
+        began = perf_counter_ns()
+        self._policy.insert(segment, now)
+        self.taken_ns += perf_counter_ns() - began
+
+    def touch(self, segment: Segment, now: float) -> None:
+        """See `EvictionPolicy`."""
+        began = perf_counter_ns()
+        self._policy.touch(segment, now)
+        self.taken_ns += perf_counter_ns() - began
+
+    def advised(self, segment: Segment, now: float) -> None:
+        """See `EvictionPolicy`."""
+        began = perf_counter_ns()
+        self._policy.advised(segment, now)
+        self.taken_ns += perf_counter_ns() - began
+
+    def remove(self, segment: Segment, now: float, evicted: bool) -> None:
+        """See `EvictionPolicy`."""
+        began = perf_counter_ns()
+        self._policy.remove(segment, now, evicted)
+        self.taken_ns += perf_counter_ns() - began
+
+    def coldest(self, now: float) -> Segment:
+        """See `EvictionPolicy`."""
+        began = perf_counter_ns()
+        try:
+            return self._policy.coldest(now)
+        finally:
+            self.taken_ns += perf_counter_ns() - began
+
+    def worth(self, segment: Segment, now: float) -> float:
+        """See `EvictionPolicy`."""
+        began = perf_counter_ns()
+        worth = self._policy.worth(segment, now)
+        self.taken_ns += perf_counter_ns() - began
+        return worth
+
+    def worth_of_new(self, key: SegmentKey, advice: Advice, now: float) -> float:
+        """See `EvictionPolicy`."""
+        began = perf_counter_ns()
+        worth = self._policy.worth_of_new(key, advice, now)
+        self.taken_ns += perf_counter_ns() - began
+        return worth
+
+    def admits(self, key: SegmentKey, advice: Advice, now: float) -> bool:
+        """See `EvictionPolicy`."""
+        began = perf_counter_ns()
+        admitted = self._policy.admits(key, advice, now)
+        self.taken_ns += perf_counter_ns() - began
+        return admitted
+
+    def __len__(self) -> int:
+        return len(self._policy)
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self._policy)
+
+    def save(self) -> bytes:
+        """See `EvictionPolicy`."""
+        return self._policy.save()
+
+    def restore(self, learned: bytes) -> None:
+        """See `EvictionPolicy`."""
+        self._policy.restore(learned)
