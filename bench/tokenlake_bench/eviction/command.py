@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from tokenlake_bench.eviction.bounds import bounds_of
 from tokenlake_bench.eviction.picture import check_plot, plot_study
 from tokenlake_bench.eviction.results import Ceiling, Cell, StudyResult, result_of
 from tokenlake_bench.eviction.show import show
+from tokenlake_bench.eviction.stores import slots_per_node
 from tokenlake_bench.eviction.study import Plan, ceiling_of, run_cells
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.sessions import SessionTrace
@@ -75,10 +77,8 @@ class EvictionArguments:
 
     def _source(self, path: Path) -> _Source:
         trace = read_trace(path, limit=self.limit, seed=self.seed)
-        sessions = isinstance(trace, SessionTrace)
-        capacities = self.capacities(SESSION_CAPACITIES if sessions else TRACE_CAPACITIES)
-        malformed = len(trace.malformed) if isinstance(trace, SessionTrace) else 0
-        return _Source(trace.name, trace.accesses(TRACE_SEGMENT_TOKENS), capacities, malformed)
+        capacities = self.capacities(SESSION_CAPACITIES if isinstance(trace, SessionTrace) else TRACE_CAPACITIES)
+        return _Source(trace.name, trace.accesses(TRACE_SEGMENT_TOKENS), capacities, len(trace.malformed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,8 @@ def run_eviction(arguments: EvictionArguments) -> StudyResult:
     console = Console()
     sources = arguments.sources()
     for source in sources:
+        for nodes, capacity in itertools.product(arguments.plan().nodes, source.capacities):
+            slots_per_node(source.accesses, nodes, capacity)
         if source.malformed:
             console.print(f"{source.name}: {source.malformed} malformed lines passed over")
     study = _Study(arguments, sources)

@@ -24,7 +24,7 @@ from tokenlake.store import Budgets, EvictionPolicy, Kind, Segment, SegmentStore
 from tokenlake.store.region import GENERATION_BYTES
 from tokenlake_bench.baselines import Accesses, Prompt
 
-__all__ = ["NodeStores"]
+__all__ = ["NodeStores", "slots_per_node"]
 
 _TENANT = TenantId("study")
 _SLOT_BYTES = 64
@@ -37,12 +37,7 @@ class NodeStores:
     def __init__(
         self, accesses: Accesses, nodes: int, capacity_tokens: int, policy: Callable[[], EvictionPolicy]
     ) -> None:
-        if nodes < 1:
-            raise ConfigurationError("nodes", nodes, "at least 1")
-        slots = capacity_tokens // nodes // accesses.segment_tokens
-        if slots < 1:
-            smallest = nodes * accesses.segment_tokens
-            raise ConfigurationError("capacity_tokens", capacity_tokens, f"at least {smallest}, one segment per node")
+        slots = slots_per_node(accesses, nodes, capacity_tokens)
         self._stores = [_store(slots, policy) for _ in range(nodes)]
         self._parents = _parents(accesses)
         self._keys = [_key(segment) for segment in range(len(self._parents))]
@@ -144,6 +139,17 @@ class NodeStores:
             if segment is not None:
                 grouped.setdefault(self._node[number], []).append(segment)
         return grouped
+
+
+def slots_per_node(accesses: Accesses, nodes: int, capacity_tokens: int) -> int:
+    """Segments of an even share. Raises ConfigurationError where that is none."""
+    if nodes < 1:
+        raise ConfigurationError("nodes", nodes, "at least 1")
+    slots = capacity_tokens // nodes // accesses.segment_tokens
+    if slots < 1:
+        smallest = nodes * accesses.segment_tokens
+        raise ConfigurationError("capacity_tokens", capacity_tokens, f"at least {smallest}, one segment per node")
+    return slots
 
 
 def _store(slots: int, policy: Callable[[], EvictionPolicy]) -> SegmentStore:

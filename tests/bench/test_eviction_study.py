@@ -1,0 +1,278 @@
+"""The study of eviction: the daemons' stores against the baselines, hints, several nodes, and the command."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenlake.advice import NO_ADVICE, Advice, Outlook
+from tokenlake.errors import ConfigurationError
+from tokenlake.store.eviction import POLICIES, LeastRecentlyUsed
+from tokenlake_bench.baselines import Accesses, Prompt, global_lru, infinite_cache, intern_segments
+from tokenlake_bench.cli import bench
+from tokenlake_bench.eviction import study
+from tokenlake_bench.eviction.bounds import bounds_of
+from tokenlake_bench.eviction.hints import hints
+from tokenlake_bench.eviction.results import Ceiling, Cell, result_of
+from tokenlake_bench.eviction.stores import NodeStores
+from tokenlake_bench.eviction.timed import Timed
+from tokenlake_bench.workload import BuiltinSettings, builtin_workload
+
+TOKENS = 64
+
+
+def accesses(texts: list[tuple[int, ...]]) -> Accesses:
+    """Segments of 10 tokens, prompts 3 longer, two seconds apart; letters are told apart by all before them."""
+    ids: dict[tuple[int, ...], int] = {}
+    chains = [tuple(ids.setdefault(text[: end + 1], len(ids)) for end in range(len(text))) for text in texts]
+    return Accesses(10, [Prompt(10 * len(chain) + 3, chain, 2.0 * at) for at, chain in enumerate(chains)])
+
+
+def conversations(requests: int = 120) -> Accesses:
+    return intern_segments(builtin_workload(BuiltinSettings(requests=requests)), TOKENS)
+
+
+def serve(stores: NodeStores, asked: Accesses) -> int:
+    """Hit segments."""
+    hits = 0
+    for prompt in asked.prompts:
+        hits += stores.serve(prompt, NO_ADVICE)
+    stores.check_integrity()
+    return hits
+
+
+# -- stores
+
+
+TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=5).map(tuple), max_size=40)
+
+
+@given(TEXTS, st.integers(1, 12))
+def test_lru_through_the_stores_is_the_lru_of_the_baselines(texts: list[tuple[int, ...]], capacity: int) -> None:
+    asked = accesses(texts)
+    stores = NodeStores(asked, 1, 10 * capacity, LeastRecentlyUsed)
+    assert 10 * serve(stores, asked) == global_lru(asked, 10 * capacity).hit_tokens
+    assert stores.orphans() == 0
+    assert stores.held() <= capacity
+
+
+@given(TEXTS, st.integers(1, 12), st.sampled_from(sorted(POLICIES)), st.integers(1, 3))
+def test_no_policy_on_any_number_of_nodes_finds_more_than_the_bound(
+    texts: list[tuple[int, ...]], each: int, policy: str, nodes: int
+) -> None:
+    asked = accesses(texts)
+    stores = NodeStores(asked, nodes, 10 * each * nodes, POLICIES[policy])
+    assert 10 * serve(stores, asked) <= bounds_of(asked).clairvoyant(each * nodes).hit_tokens
+    assert stores.copies() == stores.held()
+
+
+def test_nodes_without_pressure_find_all_there_is() -> None:
+    asked = conversations()
+    for nodes in (1, 4, 20):
+        stores = NodeStores(asked, nodes, 4_000_000, LeastRecentlyUsed)
+        assert TOKENS * serve(stores, asked) == infinite_cache(asked).hit_tokens
+        assert stores.orphans() == 0
+
+
+def test_several_nodes_decide_by_themselves() -> None:
+    asked = conversations()
+    alone, apart = (NodeStores(asked, nodes, 12_000, LeastRecentlyUsed) for nodes in (1, 6))
+    assert 0.8 * serve(alone, asked) < serve(apart, asked) < serve(alone, asked)
+    assert alone.orphans() == 0
+    assert apart.orphans() > 0
+
+
+def test_an_orphan_is_a_segment_whose_parent_is_gone() -> None:
+    asked = accesses([(0, 1, 2), (3,)])
+    stores = NodeStores(asked, 1, 30, _ParentsFirst)
+    serve(stores, asked)
+    assert (stores.held(), stores.orphans()) == (3, 1)
+
+
+class _ParentsFirst(LeastRecentlyUsed):
+    """Evicts what is least deep."""
+
+    def coldest(self, now: float) -> Any:
+        return min(self, key=lambda segment: segment.depth)
+
+
+# -- hints
+
+
+def test_hints_are_right_as_often_as_is_said_and_drawn_by_the_seed() -> None:
+    prompts = [Prompt(1, (), conversation=number % 700) for number in range(2_000)]
+    truth = [Advice(Outlook.GOES_ON if number + 700 < 2_000 else Outlook.OVER) for number in range(2_000)]
+    assert hints(prompts, 1.0, 0) == truth
+    said = hints(prompts, 0.9, 3)
+    assert sum(a == b for a, b in zip(said, truth, strict=True)) / 2_000 == pytest.approx(0.9, abs=0.02)
+    assert said == hints(prompts, 0.9, 3) != hints(prompts, 0.9, 4)
+    assert not any(a == b for a, b in zip(hints(prompts, 0.0, 0), truth, strict=True))
+    assert hints(prompts, None, 0) == [NO_ADVICE] * 2_000
+    with pytest.raises(ConfigurationError, match="hint_accuracy"):
+        hints(prompts, 1.1, 0)
+
+
+def test_hints_reach_the_policy() -> None:
+    asked = accesses([(0, 1), (0, 1), (2,)])
+    words: list[Advice] = []
+
+    class _Listens(LeastRecentlyUsed):
+        def insert(self, segment: Any, now: float) -> None:
+            words.append(segment.advice)
+            super().insert(segment, now)
+
+        def touch(self, segment: Any, now: float) -> None:
+            words.append(segment.advice)
+            super().touch(segment, now)
+
+    stores = NodeStores(asked, 1, 100, _Listens)
+    said = [Advice(Outlook.GOES_ON), Advice(Outlook.OVER), Advice(category="x")]
+    for prompt, advice in zip(asked.prompts, said, strict=True):
+        stores.serve(prompt, advice)
+    assert words == [said[0]] * 2 + [said[1]] * 2 + [said[2]]
+
+
+# -- figures
+
+
+def cell(policy: str, rate: float, *, tokens: int = 100, nodes: int = 1) -> Cell:
+    return Cell(
+        trace="t",
+        capacity_tokens=tokens,
+        nodes=nodes,
+        policy=policy,
+        hit_rate=rate,
+        orphan_share=0.0,
+        copies_per_segment=1.0,
+        serve_us=1.0,
+        policy_us=rate,
+    )
+
+
+def test_figures_that_follow_from_comparing() -> None:
+    ceilings = [Ceiling(trace="t", capacity_tokens=tokens, infinite=0.9, clairvoyant=0.8) for tokens in (100, 200)]
+    cells = [cell("lru", 0.2), cell("arc", 0.4), cell("arc", 0.1, tokens=200), cell("arc", 0.3, nodes=8)]
+    found = result_of(ceilings, cells, segment_tokens=10, hint_accuracy=None, seed=0, complete=True)
+    assert [each.of_clairvoyant for each in found.cells] == pytest.approx([0.25, 0.5, 0.125, 0.375])
+    assert [each.of_lru for each in found.cells] == [1.0, 2.0, None, None]
+    assert [each.policy_of_lru for each in found.cells] == [1.0, 2.0, None, None]
+    assert [each.of_one_node for each in found.cells] == [None, None, None, pytest.approx(0.75)]
+    means = {(each.policy, each.nodes): each for each in found.means}
+    assert means["arc", 1].of_clairvoyant == pytest.approx(0.25)
+    assert (means["arc", 1].cells, means["arc", 1].worst_of_lru, means["arc", 8].worst_of_lru) == (2, 2.0, None)
+
+
+def test_a_timed_policy_does_what_the_policy_does() -> None:
+    asked = conversations(60)
+    for make in POLICIES.values():
+        timed: list[Timed] = []
+
+        def maker(make: Any = make, timed: list[Timed] = timed) -> Timed:
+            timed.append(Timed(make()))
+            return timed[-1]
+
+        assert serve(NodeStores(asked, 1, 6_000, maker), asked) == serve(NodeStores(asked, 1, 6_000, make), asked)
+        assert timed[0].taken_ns > 0
+
+
+# -- command
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(bench, ["eviction", *arguments])
+
+
+def test_the_built_in_workload_end_to_end(tmp_path: Path) -> None:
+    written, drawn = tmp_path / "out.json", tmp_path / "out.png"
+    files = ("--json", str(written), "--plot", str(drawn))
+    done = invoke("--policy", "lru,arc", "--nodes", "1,2", "--capacity-tokens", "8000,16000", "--limit", "60", *files)
+    assert done.exit_code == 0, done.output
+    assert "built-in, 2 nodes" in done.output
+    result = json.loads(written.read_bytes())
+    assert result["complete"]
+    assert [(each["capacity_tokens"], each["nodes"], each["policy"]) for each in result["cells"]] == [
+        (tokens, nodes, policy) for tokens in (8_000, 16_000) for nodes in (1, 2) for policy in ("lru", "arc")
+    ]
+    asked = conversations(60)
+    assert result["cells"][0]["hit_rate"] == pytest.approx(global_lru(asked, 8_000).rate)
+    assert result["ceilings"][0]["infinite"] == pytest.approx(infinite_cache(asked).rate)
+    assert len(result["means"]) == 4
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
+def test_traces_of_both_formats_get_the_capacities_that_bind_them(tmp_path: Path) -> None:
+    mooncake, sessions = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    line = {"timestamp": 0, "input_length": 1_024, "output_length": 1, "hash_ids": [1, 2]}
+    mooncake.write_text(json.dumps(line) + "\n" + json.dumps(line))
+    request = {"t": 0, "in": 640, "out": 1, "hash_ids": "1-10"}
+    sessions.write_text(json.dumps({"primary": True, "block_size": 64, "requests": [request, request]}))
+    written = tmp_path / "out.json"
+    done = invoke("--trace", str(mooncake), "--trace", str(sessions), "--policy", "lru", "--json", str(written))
+    assert done.exit_code == 0, done.output
+    cells = json.loads(written.read_bytes())["cells"]
+    assert [(each["trace"], each["capacity_tokens"] / 1e6) for each in cells] == [
+        *(("a.jsonl", size) for size in (1, 3, 10)),
+        *(("b.jsonl", size) for size in (0.5, 1, 3)),
+    ]
+    assert [each["hit_rate"] for each in cells] == [0.5] * 3 + [0.4] * 3
+
+
+def test_an_interrupted_study_shows_and_writes_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = study.NodeStores.serve
+    calls = 0
+
+    def interrupted(self: NodeStores, prompt: Prompt, advice: Advice) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 100:
+            raise KeyboardInterrupt
+        return served(self, prompt, advice)
+
+    monkeypatch.setattr(study.NodeStores, "serve", interrupted)
+    written = tmp_path / "out.json"
+    done = invoke("--policy", "lru,arc", "--limit", "60", "--json", str(written), "--plot", str(tmp_path / "out.png"))
+    assert done.exit_code == 130
+    assert "interrupted" in done.output
+    result = json.loads(written.read_bytes())
+    assert not result["complete"]
+    assert [each["policy"] for each in result["cells"]] == ["lru"]
+    assert (tmp_path / "out.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--policy", "lru,best"), "'policy' is 'best'; expected names out of .*lru"),
+        (("--nodes", "0"), "'nodes' is '0'"),
+        (("--nodes", "2,x"), "'nodes'"),
+        (("--capacity-tokens", "-5"), "'capacity_tokens'"),
+        (("--capacity-tokens", "10"), "'capacity_tokens' is 10; expected at least 64"),
+        (("--capacity-tokens", "128", "--nodes", "4"), "expected at least 256"),
+        (("--hint-accuracy", "1.5"), "'hint_accuracy'"),
+        (("--hint-accuracy", "nan"), "'hint_accuracy'"),
+        (("--limit", "0"), "'limit'"),
+        (("--plot", "a.jpg"), "'plot'"),
+        (("--trace", "absent.jsonl"), "absent.jsonl: expected a readable file"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_by_name(arguments: tuple[str, ...], named: str) -> None:
+    done = invoke(*arguments)
+    assert done.exit_code == 1
+    assert done.output.startswith("Error: ")
+    assert re.search(named, done.output)
+
+
+def test_malformed_lines_are_told(tmp_path: Path) -> None:
+    request = {"t": 0, "in": 640, "out": 1, "hash_ids": "1-10"}
+    good = json.dumps({"primary": True, "block_size": 64, "requests": [request]})
+    path = tmp_path / "sessions.jsonl"
+    path.write_text("\n".join([good] * 150 + ["broken"]))
+    done = invoke("--trace", str(path), "--policy", "lru", "--capacity-tokens", "100000")
+    assert "sessions.jsonl: 1 malformed lines passed over" in done.output
