@@ -17,7 +17,6 @@ from tokenlake.errors import ConfigurationError
 from tokenlake.store.eviction import POLICIES, LeastRecentlyUsed
 from tokenlake_bench.baselines import Accesses, Prompt, global_lru, infinite_cache, intern_segments
 from tokenlake_bench.cli import bench
-from tokenlake_bench.eviction import study
 from tokenlake_bench.eviction.bounds import bounds_of
 from tokenlake_bench.eviction.hints import hints
 from tokenlake_bench.eviction.results import Ceiling, Cell, result_of
@@ -225,7 +224,7 @@ def test_traces_of_both_formats_get_the_capacities_that_bind_them(tmp_path: Path
 
 
 def test_an_interrupted_study_shows_and_writes_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = study.NodeStores.serve
+    served = NodeStores.serve
     calls = 0
 
     def interrupted(self: NodeStores, prompt: Prompt, advice: Advice) -> int:
@@ -235,7 +234,7 @@ def test_an_interrupted_study_shows_and_writes_what_is_done(tmp_path: Path, monk
             raise KeyboardInterrupt
         return served(self, prompt, advice)
 
-    monkeypatch.setattr(study.NodeStores, "serve", interrupted)
+    monkeypatch.setattr(NodeStores, "serve", interrupted)
     written = tmp_path / "out.json"
     done = invoke("--policy", "lru,arc", "--limit", "60", "--json", str(written), "--plot", str(tmp_path / "out.png"))
     assert done.exit_code == 130
