@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 from tokenlake.identity import NodeId
 
-__all__ = ["RUN_LENGTH_FROM", "Vacancy", "choose_holder", "default_run_length", "runs"]
+__all__ = ["MOST_WORTH", "RUN_LENGTH_FROM", "Vacancy", "choose_holder", "default_run_length", "runs"]
 
 RUN_LENGTH_FROM = ((16, 4), (1, 1))
 """(nodes from, E): measured in `policy.md`: fewer nodes per hit at nearly the same balance."""
 
 
 FREE_TOLERANCE = 0.005
+WORTH_TOLERANCE = 1.1
 AGE_TOLERANCE = 1.02
 """What is known of another node is a moment old. Differences below these are noise, and following noise sends all
 that is stored meanwhile to one node."""
@@ -25,16 +26,25 @@ class Vacancy(NamedTuple):
     free_share: float
     """Free slots / all slots, 0 to 1."""
     victim_age_s: float
-    """Seconds since the segment that would be evicted next was touched: the older, the less it is worth."""
+    """Seconds since the segment that would be evicted next was touched."""
+    victim_worth: float
+    """What keeping it is worth to the policy of eviction, which is the same on all nodes."""
 
     def beats(self, other: Vacancy) -> bool:
-        """Clearly more free slots, or as many and a clearly older victim."""
+        """Clearly more free slots, or as many and a victim that is clearly worth less, or worth the same and clearly
+        older."""
         if abs(self.free_share - other.free_share) > FREE_TOLERANCE:
             return self.free_share > other.free_share
+        if self.victim_worth * WORTH_TOLERANCE < other.victim_worth:
+            return True
+        if other.victim_worth * WORTH_TOLERANCE < self.victim_worth:
+            return False
         return self.victim_age_s > other.victim_age_s * AGE_TOLERANCE
 
 
-UNKNOWN_VACANCY = Vacancy(0.0, 0.0)
+MOST_WORTH = 1e9
+"""Where nothing can be evicted."""
+UNKNOWN_VACANCY = Vacancy(0.0, 0.0, MOST_WORTH)
 
 
 def default_run_length(nodes: int) -> int:

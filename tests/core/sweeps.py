@@ -55,7 +55,7 @@ class Longest:
             for instruction in out:
                 message = getattr(instruction, "message", None)
                 if isinstance(message, peer.Ping):
-                    pong = peer.Pong(message.call, (0.0, 0.0), 0.0)
+                    pong = peer.Pong(message.call, (0.0, 0.0, 0.0), 0.0, 0)
                     self.core.handle(events.PeerSaid(instruction.node, pong), self.now)  # type: ignore[union-attr]
         self.now = until
 

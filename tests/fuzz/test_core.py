@@ -117,11 +117,11 @@ class Node:
         known = bytes(codes[at % len(codes)] for at in range(count))
         match asked:
             case peer.Lookup():
-                self.said(node, peer.LookupReply(asked.call, lease, known, nodes, (0.5, 1.0), 1e6))
+                self.said(node, peer.LookupReply(asked.call, lease, known, nodes, (0.5, 1.0, 0.5), 1e6))
             case peer.Ready():
                 self.said(node, peer.ReadyReply(asked.call, known, nodes))
             case peer.Offer():
-                self.said(node, peer.OfferReply(asked.call, known, (0.5, 1.0), 1e6))
+                self.said(node, peer.OfferReply(asked.call, known, (0.5, 1.0, 0.5), 1e6))
 
     def connect(self, node: str, incarnation: int) -> None:
         self.up.add(node)

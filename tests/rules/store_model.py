@@ -7,13 +7,16 @@ less those of indexed and quarantined copies), pins are the names of their holde
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
+from tokenlake.advice import NO_ADVICE, Advice
+from tokenlake.placement import MOST_WORTH
 from tokenlake.store import Kind
 from tokenlake.wire.codes import Code
 
-__all__ = ["Copy", "Place", "Pool", "StoreModel"]
+__all__ = ["Copy", "LruModel", "Place", "Pool", "StoreModel"]
 
 Place = tuple[int, int]
 """(region, slot)."""
@@ -32,6 +35,10 @@ class Copy:
     generation: int
     content: int
     touched: float
+    depth: int = 0
+    record: object = None
+    """The policy's."""
+    advice: Advice = NO_ADVICE
     ready: bool = False
     """Published once; stays True in quarantine."""
     aside: bool = False
@@ -39,11 +46,53 @@ class Copy:
     pins: list[str] = field(default_factory=list)
 
 
+class LruModel:
+    """Least recently used first: a list, coldest first."""
+
+    def __init__(self) -> None:
+        self.copies: list[Copy] = []
+
+    def insert(self, copy: Copy, now: float) -> None:
+        copy.touched = now
+        self.copies.append(copy)
+
+    def touch(self, copy: Copy, now: float) -> None:
+        self.copies.remove(copy)
+        self.insert(copy, now)
+
+    def remove(self, copy: Copy, now: float, evicted: bool) -> None:
+        self.copies.remove(copy)
+
+    def coldest(self, now: float) -> Copy:
+        return self.copies[0]
+
+    def worth(self, copy: Copy, now: float) -> float:
+        return 1 / (1 + now - copy.touched)
+
+    def admits(self, key: int, advice: Advice, now: float) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return len(self.copies)
+
+    def __iter__(self) -> Iterator[Copy]:
+        return iter(self.copies)
+
+
 class StoreModel:
     """Regions, copies and their order. A method changes the model as the store has to change."""
 
-    def __init__(self, regions: int, slots: dict[int, int], staged: float, dirty: float, replica: float) -> None:
-        """`slots`: how many slots of each size a region holds."""
+    def __init__(
+        self,
+        regions: int,
+        slots: dict[int, int],
+        staged: float,
+        dirty: float,
+        replica: float,
+        policy: Callable[[], Any] = LruModel,
+    ) -> None:
+        """`slots`: how many slots of each size a region holds. `policy`: orders home copies; any but the model of LRU
+        is the policy itself, so that the model says what has to be told to it, and what must come of its answers."""
         self.all_regions = regions
         self.slots = slots
         self.staged = staged
@@ -55,11 +104,14 @@ class StoreModel:
         self.regions: dict[Pool, list[int]] = {}
         self.index: dict[tuple[str, int], Copy] = {}
         self.quarantine: list[Copy] = []
-        self.order: dict[tuple[Pool, Kind], list[Copy]] = {}
-        """READY staged and home copies, coldest first."""
+        self.policy = policy
+        self.order: dict[tuple[Pool, Kind], Any] = {}
+        """READY staged and home copies: policies of the two kinds."""
         self.evictions = 0
+        self.unworthy = 0
         self.quarantines = 0
-        self.evicted_homes: list[Copy] = []
+        self.evicted: list[Copy] = []
+        """That a home may think are here: no staged one has a source."""
 
     # -- asking
 
@@ -75,16 +127,23 @@ class StoreModel:
     def count(self, pool: Pool, kind: Kind) -> int:
         return sum(copy.pool == pool and copy.kind is kind for copy in self.index.values())
 
-    def vacancy(self, now: float, region_bytes: int) -> tuple[float, float]:
+    def vacancy(self, now: float, region_bytes: int) -> tuple[float, float, float]:
         free = len(self.spare) * region_bytes + sum(len(self.free(pool)) * pool[1] for pool in self.regions)
-        unpinned = [[c for c in self.order.get((pool, Kind.HOME), []) if not c.pins] for pool in self.regions]
-        next_out = [copies[0] for copies in unpinned if copies]
-        age = max((now - copy.touched for copy in next_out), default=0.0)
-        return free / (self.all_regions * region_bytes), age
+        orders = [self.order_of(pool, Kind.HOME) for pool in self.regions]
+        unpinned = [(order, [copy for copy in order if not copy.pins]) for order in orders]
+        next_out = [(order, copies[0]) for order, copies in unpinned if copies]
+        age = max((now - copy.touched for _, copy in next_out), default=0.0)
+        worth = min((order.worth(copy, now) for order, copy in next_out), default=MOST_WORTH)
+        return free / (self.all_regions * region_bytes), age, worth
+
+    def order_of(self, pool: Pool, kind: Kind) -> Any:
+        if (pool, kind) not in self.order:
+            self.order[pool, kind] = self.policy() if kind is Kind.HOME else LruModel()
+        return self.order[pool, kind]
 
     # -- changing
 
-    def admit(self, pool: Pool, kind: Kind, now: float) -> Code | Copy | None:
+    def admit(self, pool: Pool, kind: Kind, key: int, now: float) -> Code | Copy | None:
         """What a reservation must come to: a refusal, a victim, or None where a slot is free."""
         if pool not in self.regions and not self._grow(pool):
             return Code.NO_REGION
@@ -103,7 +162,10 @@ class StoreModel:
         victims = [Kind.HOME, Kind.STAGED] if spares_staged else [Kind.STAGED, Kind.HOME]
         for victim in (self._coldest(pool, kind, now) for kind in victims):
             if victim is not None:
-                self._evict(victim)
+                if kind is victim.kind is Kind.HOME and not self.order_of(pool, kind).admits(key, NO_ADVICE, now):
+                    self.unworthy += 1
+                    return Code.NOT_WORTH
+                self._evict(victim, now)
                 return victim
         return Code.NO_SLOT
 
@@ -114,8 +176,8 @@ class StoreModel:
         copy.ready = True
         self._enter(copy, now)
 
-    def discard(self, copy: Copy) -> None:
-        self._leave(copy)
+    def discard(self, copy: Copy, now: float, evicted: bool = False) -> None:
+        self._leave(copy, now, evicted)
         del self.index[copy.pool[0], copy.key]
         if copy.pins:
             self.quarantine.append(copy)
@@ -123,34 +185,40 @@ class StoreModel:
 
     def become(self, copy: Copy, kind: Kind, now: float) -> None:
         if copy.kind is not kind:
-            self._leave(copy)
+            self._leave(copy, now)
             copy.kind = kind
             if copy.ready:
                 self._enter(copy, now)
 
     def touch(self, prompt: list[Copy], now: float) -> None:
         for copy in reversed(prompt):
-            if copy.kind is not Kind.DIRTY and not copy.aside:
-                self._leave(copy)
-                self._enter(copy, now)
+            if copy.kind is not Kind.DIRTY:
+                if copy.aside:
+                    self._come_back(copy)
+                self.order_of(copy.pool, copy.kind).touch(copy, now)
 
     def unpin(self, copy: Copy, holder: str) -> None:
         copy.pins.remove(holder)
         if not copy.pins and copy in self.quarantine:
             self.quarantine.remove(copy)
         if not copy.pins and copy.aside:
-            copy.aside = False
-            self._enter(copy, copy.touched)
+            self._come_back(copy)
 
-    def reclaim(self, pool: Pool) -> int | None:
+    def _come_back(self, copy: Copy) -> None:
+        copy.aside = False
+        self._enter(copy, copy.touched)
+
+    def reclaim(self, pool: Pool, now: float) -> int | None:
         for region in list(self.regions[pool]):
             inside = [copy for copy in self.copies() if copy.place[0] == region]
             if not any(copy.pins or copy.kind is Kind.DIRTY for copy in inside):
                 for copy in inside:
-                    self._evict(copy)
+                    self._evict(copy, now)
                 self.regions[pool].remove(region)
                 if not self.regions[pool]:
                     del self.regions[pool]
+                    # What comes later is a fresh pool.
+                    self.order = {at: order for at, order in self.order.items() if at[0] != pool}
                 self.away.append(region)
                 return region
             # The next search begins with the others.
@@ -171,25 +239,26 @@ class StoreModel:
 
     def _coldest(self, pool: Pool, kind: Kind, now: float) -> Copy | None:
         """The coldest without a pin; what is colder is in use: touched, and set aside."""
-        order = self.order.get((pool, kind), [])
-        while order and order[0].pins:
-            passed = order.pop(0)
-            passed.touched, passed.aside = now, True
-        return order[0] if order else None
+        order = self.order_of(pool, kind)
+        while len(order):
+            copy: Copy = order.coldest(now)
+            if not copy.pins:
+                return copy
+            order.remove(copy, now, evicted=False)
+            copy.touched, copy.aside = now, True
+        return None
 
-    def _evict(self, copy: Copy) -> None:
+    def _evict(self, copy: Copy, now: float) -> None:
         self.evictions += 1
-        if copy.kind is Kind.HOME:
-            self.evicted_homes.append(copy)
-        self.discard(copy)
+        if copy.kind in (Kind.HOME, Kind.STAGED):
+            self.evicted.append(copy)
+        self.discard(copy, now, evicted=True)
 
     def _enter(self, copy: Copy, now: float) -> None:
         if copy.kind is not Kind.DIRTY:
-            copy.touched = now
-            self.order.setdefault((copy.pool, copy.kind), []).append(copy)
+            self.order_of(copy.pool, copy.kind).insert(copy, now)
 
-    def _leave(self, copy: Copy) -> None:
+    def _leave(self, copy: Copy, now: float, evicted: bool = False) -> None:
+        if copy.ready and not copy.aside and copy.kind is not Kind.DIRTY:
+            self.order_of(copy.pool, copy.kind).remove(copy, now, evicted)
         copy.aside = False
-        order = self.order.get((copy.pool, copy.kind), [])
-        if copy in order:
-            order.remove(copy)

@@ -125,7 +125,8 @@ def requests(most: int) -> st.SearchStrategy[Requests]:
 
 def paths_of(asked: Requests) -> list[tuple[float, list[object]]]:
     """When each prompt of a tree is asked for, and its segments."""
-    now, prompts = 0.0, []
+    now = 0.0
+    prompts: list[tuple[float, list[object]]] = []
     for stem, branch, length, pause in asked:
         now += pause
         prompts.append((now, [(stem, depth) if depth < 2 else (stem, branch, depth) for depth in range(length)]))

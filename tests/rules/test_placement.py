@@ -17,13 +17,16 @@ A, B = NodeId("a"), NodeId("b")
 @pytest.mark.parametrize(
     ("home", "other", "holder"),
     [
-        (Vacancy(0.5, 0), Vacancy(0.4, 9), A),
-        (Vacancy(0.4, 9), Vacancy(0.5, 0), B),
-        (Vacancy(0.0, 3), Vacancy(0.0, 7), B),
-        (Vacancy(0.0, 7), Vacancy(0.0, 3), A),
-        (Vacancy(0.5, 1), Vacancy(0.5, 1), A),
+        (Vacancy(0.5, 0, 0.9), Vacancy(0.4, 9, 0.1), A),
+        (Vacancy(0.4, 9, 0.1), Vacancy(0.5, 0, 0.9), B),
+        (Vacancy(0.0, 9, 0.5), Vacancy(0.0, 3, 0.2), B),
+        (Vacancy(0.0, 3, 0.2), Vacancy(0.0, 9, 0.5), A),
+        (Vacancy(0.0, 3, 0.2), Vacancy(0.0, 7, 0.2), B),
+        (Vacancy(0.0, 7, 0.2), Vacancy(0.0, 3, 0.2), A),
+        (Vacancy(0.0, 3, 0.0), Vacancy(0.0, 7, 0.0), B),
+        (Vacancy(0.5, 1, 0.2), Vacancy(0.5, 1, 0.2), A),
         (UNKNOWN_VACANCY, UNKNOWN_VACANCY, A),
-        (UNKNOWN_VACANCY, Vacancy(0.0, 1), B),
+        (UNKNOWN_VACANCY, Vacancy(0.0, 1, 0.5), B),
     ],
 )
 def test_the_emptier_candidate_holds_and_equals_go_home(home: Vacancy, other: Vacancy, holder: NodeId) -> None:

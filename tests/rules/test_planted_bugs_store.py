@@ -75,15 +75,13 @@ class GenerationForgotten(SegmentStore):
 class LeaseIgnored(SegmentStore):
     """A leased segment may be the victim, and its slot changes hands at once."""
 
-    def _make_room(self, pool: SlotPool, kind: Kind, now: float) -> bool:
-        if super()._make_room(pool, kind, now):
-            return True
-        for segment in self.segments():
-            if segment.state is State.READY and segment.kind is not Kind.DIRTY and segment.pool is pool:
-                with unseen_pins(segment):
-                    self._evict(segment, now)
-                return True
-        return False
+    def _victim(self, pool: SlotPool, kind: Kind, now: float) -> Segment | None:
+        leased = (s for s in self.segments() if s.state is State.READY and s.kind is not Kind.DIRTY and s.pool is pool)
+        return super()._victim(pool, kind, now) or next(leased, None)
+
+    def _evict(self, segment: Segment, now: float) -> None:
+        with unseen_pins(segment):
+            super()._evict(segment, now)
 
     def unpin(self, *segments: Segment) -> None:
         for segment in segments:
@@ -118,26 +116,17 @@ class QuarantineNeverFreed(SegmentStore):
 class DirtyEvictable(SegmentStore):
     """A segment that only its writer has is evicted."""
 
-    def _make_room(self, pool: SlotPool, kind: Kind, now: float) -> bool:
-        if super()._make_room(pool, kind, now):
-            return True
-        for segment in self.segments():
-            dirty = segment.kind is Kind.DIRTY and segment.state is State.READY and not segment.pins
-            if dirty and segment.pool is pool:
-                self._evict(segment, now)
-                return True
-        return False
+    def _victim(self, pool: SlotPool, kind: Kind, now: float) -> Segment | None:
+        dirty = (s for s in self.segments() if s.kind is Kind.DIRTY and s.state is State.READY and not s.pins)
+        return super()._victim(pool, kind, now) or next((s for s in dirty if s.pool is pool), None)
 
 
 class StagedBudgetIgnored(SegmentStore):
     """A staged copy takes a home copy's slot whatever the staged copies hold already."""
 
-    def _make_room(self, pool: SlotPool, kind: Kind, now: float) -> bool:
+    def _victim(self, pool: SlotPool, kind: Kind, now: float) -> Segment | None:
         victim = pool.victim(Kind.HOME, now) if kind is Kind.STAGED else None
-        if victim is None:
-            return super()._make_room(pool, kind, now)
-        self._evict(victim, now)
-        return True
+        return victim or super()._victim(pool, kind, now)
 
 
 class DirtyBudgetIgnored(SegmentStore):
@@ -172,8 +161,8 @@ class ParentTouchedFirst(SegmentStore):
 class HomesEvictedFirst(SegmentStore):
     """A write evicts a home copy while a staged one is there."""
 
-    def _make_room(self, pool: SlotPool, kind: Kind, now: float) -> bool:
-        return super()._make_room(pool, Kind.STAGED, now) or super()._make_room(pool, kind, now)
+    def _victim(self, pool: SlotPool, kind: Kind, now: float) -> Segment | None:
+        return super()._victim(pool, Kind.STAGED, now) or super()._victim(pool, kind, now)
 
 
 class TenantDropped(SegmentStore):

@@ -12,18 +12,19 @@ long after the segment left the index; whoever reads without a pin compares the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.rules.store_model import Copy, Place, Pool, StoreModel
+from tests.rules.store_model import Copy, LruModel, Place, Pool, StoreModel
 from tests.rules.test_places import add, store_of
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters
 from tokenlake.store import Budgets, Kind, Segment, SegmentStore, State
-from tokenlake.store.store import EVICTED, LOOKED_AT, QUARANTINED
+from tokenlake.store.eviction import POLICIES, LeastRecentlyUsed
+from tokenlake.store.store import EVICTED, LOOKED_AT, QUARANTINED, UNWORTHY
 from tokenlake.wire.codes import Code
 from tokenlake.wire.slots import SlotRef
 
@@ -55,14 +56,18 @@ class StoreMachine(RuleBasedStateMachine):
     """Subclasses plant bugs by another `make_store`."""
 
     make_store: ClassVar[Callable[..., SegmentStore]] = SegmentStore
+    policy: ClassVar[Callable[[], Any]] = LruModel
+    """Orders the home copies of the model; the store's do the same by their policy."""
 
     @initialize(regions=st.integers(1, 4), slots=st.integers(1, 4), staged=shares, dirty=shares, replica=shares)
     def start(self, regions: int, slots: int, staged: float, dirty: float, replica: float) -> None:
         self.region_bytes = HEADER + slots * SMALL
         self.counters = Counters()
         budgets = Budgets(staged, dirty, replica)
-        self.store = type(self).make_store(range(regions), self.region_bytes, budgets, self.counters)
-        self.model = StoreModel(regions, {SMALL: slots, LARGE: slots // 2}, staged, dirty, replica)
+        store, model = type(self).make_store, type(self).policy
+        policy = LeastRecentlyUsed if model is LruModel else model
+        self.store = store(range(regions), self.region_bytes, budgets, self.counters, policy)
+        self.model = StoreModel(regions, {SMALL: slots, LARGE: slots // 2}, staged, dirty, replica, model)
         self.real: dict[Copy, Segment] = {}
         self.now = 0.0
         self.written = 0
@@ -103,7 +108,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(pick=picks)
     def discard(self, pick: int) -> None:
         copy = pick_from(pick, self.model.index.values())
-        self.model.discard(copy)
+        self.model.discard(copy, self.now)
         self.store.discard(self.real[copy], self.now)
 
     @precondition(lambda self: self.model.index)
@@ -139,7 +144,7 @@ class StoreMachine(RuleBasedStateMachine):
     def reclaim(self, pick: int) -> None:
         pool = pick_from(pick, self.model.regions)
         real = next(p for p in self.store.pools() if (p.tenant, p.slot_bytes) == pool)
-        region = self.model.reclaim(pool)
+        region = self.model.reclaim(pool, self.now)
         assert self.store.reclaim(real, self.now) == region
         for place in [place for place in self.memory if place[0] == region]:
             del self.memory[place]
@@ -173,7 +178,7 @@ class StoreMachine(RuleBasedStateMachine):
             return None
         self.now += 1
         name = SegmentKey(bytes([key]) * 32)
-        expected = self.model.admit(pool, kind, self.now)
+        expected = self.model.admit(pool, kind, key, self.now)
         result = self.store.reserve(TenantId(tenant), size, name, kind, key, self.now)
         if isinstance(expected, Code) or isinstance(result, Code):
             assert result == expected, f"reserving came to {result!r}, must come to {expected!r}"
@@ -242,17 +247,19 @@ class StoreMachine(RuleBasedStateMachine):
             assert set(pool.free) == self.model.free(at), f"free slots of {at}"
             assert pool.regions == self.model.regions[at]
             for kind in (Kind.STAGED, Kind.HOME):
-                order = [self.real[copy] for copy in self.model.order.get((at, kind), [])]
+                order = self.model.order_of(at, kind)
                 assert len(pool.order[kind]) == len(order)
-                assert not order or pool.order[kind].coldest(self.now) is order[0], f"coldest {kind.name} copy of {at}"
+                coldest = self.real[order.coldest(self.now)] if len(order) else None
+                assert not order or pool.order[kind].coldest(self.now) is coldest, f"coldest {kind.name} copy of {at}"
             quarantined = sum(copy.pool == at for copy in self.model.quarantine)
             assert pool.quarantined == quarantined, f"{pool.quarantined} slots in quarantine, must be {quarantined}"
 
     @invariant()
     def evictions_are_the_model_s(self) -> None:
-        evicted = [self.real[copy] for copy in self.model.evicted_homes]
-        assert {id(s) for s in self.store.evicted} == {id(s) for s in evicted}, "evicted home copies"
+        evicted = [self.real[copy] for copy in self.model.evicted]
+        assert {id(s) for s in self.store.evicted} == {id(s) for s in evicted}, "evicted copies"
         assert self.counters[EVICTED] == self.model.evictions, "evictions counted"
+        assert self.counters[UNWORTHY] == self.model.unworthy, "refusals counted"
         assert self.counters[QUARANTINED] == self.model.quarantines, "quarantines counted"
 
     @invariant()
@@ -265,8 +272,19 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.published.get(ref, content) == content, f"a reader with no pin accepts other bytes in {ref}"
 
 
-TestStore = StoreMachine.TestCase
-TestStore.settings = settings(
+class S3FifoMachine(StoreMachine):
+    policy = POLICIES["s3fifo"]
+
+
+class ArcMachine(StoreMachine):
+    policy = POLICIES["arc"]
+
+
+class ReuseMachine(StoreMachine):
+    policy = POLICIES["reuse"]
+
+
+SEARCH = settings(
     derandomize=True,
     database=None,
     deadline=None,
@@ -274,6 +292,12 @@ TestStore.settings = settings(
     stateful_step_count=50,
     suppress_health_check=list(HealthCheck),
 )
+TestStore = StoreMachine.TestCase
+TestS3Fifo = S3FifoMachine.TestCase
+TestArc = ArcMachine.TestCase
+TestReuse = ReuseMachine.TestCase
+TestStore.settings = SEARCH
+TestS3Fifo.settings = TestArc.settings = TestReuse.settings = settings(SEARCH, max_examples=60)
 
 
 def test_the_age_that_is_offered_is_looked_for_among_the_coldest_alone() -> None:

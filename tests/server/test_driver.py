@@ -64,7 +64,7 @@ def test_an_answer_between_alarm_and_tick_leaves_one_alarm() -> None:
             loop.now += 0.010
             # The alarm rang, and the answer is read before the Tick.
             await turns(2)
-            reply = peer.LookupReply(lookup.call, 0, bytes([Code.MISSING]), (), (1.0, 0.0), 0.0)
+            reply = peer.LookupReply(lookup.call, 0, bytes([Code.MISSING]), (), (1.0, 0.0, 1.0), 0.0)
             driver.handle(events.PeerSaid("b", reply))
             await turns(4)
         ticks.clear()

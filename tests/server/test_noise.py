@@ -97,12 +97,12 @@ def peer_frames() -> tuple[list[bytes], list[bytes]]:
     keys = bytes(range(32)) * 2
     messages: list[msgspec.Struct] = [
         peer.Lookup(1, "default", keys),
-        peer.LookupReply(1, 1, b"\7\7", ("nobody",), (0.5, 1.0), 1e6),
+        peer.LookupReply(1, 1, b"\7\7", ("nobody",), (0.5, 1.0, 0.5), 1e6),
         peer.ReleaseLease((1, 2, 3)),
         peer.Announce("default", keys, 1.0),
         peer.Ready(2, "default", keys),
-        peer.Pong(3, (0.5, 1.0), 1e6),
-        peer.Ping(4, (0.5, 1.0), 1e6),
+        peer.Pong(3, (0.5, 1.0, 0.5), 1e6, 3),
+        peer.Ping(4, (0.5, 1.0, 0.5), 1e6, 3),
         peer.Pull("default", keys),
         peer.Offer(5, "default", keys, (0, 1), LAYOUT.segment_bytes, LAYOUT.shards),
         peer.Redundant("default", keys, ("nobody",)),

@@ -169,7 +169,7 @@ def test_strangers_obtain_nothing_in_the_name_of_a_member_that_is_down(cluster: 
         refused(raw, "CredentialRefused")
     # 4. No proof at all, before and after the hello.
     for said in ((), (hello,)):
-        for message in (peer.Pull("red", keys), peer.Lookup(1, "red", keys), peer.Ping(1, (0.0, 0.0), 0.0)):
+        for message in (peer.Pull("red", keys), peer.Lookup(1, "red", keys), peer.Ping(1, (0.0, 0.0, 0.0), 0.0, 0)):
             with Raw(address) as raw:
                 for each in said:
                     challenged(raw, each)

@@ -14,6 +14,9 @@
                           +------------------------------- OfferReply: STAGED here
 
 A push is an offer that the holder pulls, so bytes between nodes have one path, one deadline and one checksum.
+
+Where memory is full and what would have to go is worth more, no home copy is made: the copy here is STAGED without a
+holder. Its home knows it until it is evicted; when it is read before, it is worth more, and is placed again.
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ from tokenlake.advice import Advice
 from tokenlake.core.context import Context
 from tokenlake.core.fetches import Fetches, deadline_s
 from tokenlake.core.home import Home
+from tokenlake.core.packing import CHECKSUM_BYTES
 from tokenlake.core.peers import Peer, Peers, Reply
-from tokenlake.core.sessions import Session
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.placement import choose_holder, runs
@@ -47,6 +50,7 @@ OFFERED_BYTES = 64 << 20
 OFFER_GRACE_S = 1.0
 """Added to the give-up time of a push: the holder may have other pushes to pull first."""
 
+_STAGED = Kind.STAGED
 ADOPT_SLOTS = 256
 """Slots looked at at a time when a peer is lost."""
 
@@ -54,11 +58,11 @@ ADOPT_SLOTS = 256
 class _Parcel:
     """What one store has for one holder."""
 
-    def __init__(self, session: Session, segments: list[Segment], request: str) -> None:
+    def __init__(self, segments: list[Segment], request: str) -> None:
         self.request = request
-        self.tenant = session.tenant
-        self.slot_bytes = session.slot_bytes
-        self.shards = session.shards
+        self.tenant = segments[0].tenant
+        self.slot_bytes = segments[0].slot_bytes
+        self.shards = len(segments[0].checksums) // CHECKSUM_BYTES
         self.segments = segments
 
     @property
@@ -80,7 +84,7 @@ class Pushes:
 
     # -- commit
 
-    def add(self, session: Session, segments: list[Segment], request: str = "") -> None:
+    def add(self, tenant: TenantId, segments: list[Segment], request: str = "") -> None:
         """Newly committed dirty copies of one write, in prompt order. `request`: for the logs."""
         if not segments:
             return
@@ -97,23 +101,33 @@ class Pushes:
                 self._stage(by_key.pop(key), NodeId(next(named, "")) or None)
                 self._context.counters.add(DUPLICATES)
             if not waiting:
-                self._place(session, [segment for segment in segments if segment.key in by_key], request)
+                self._place(tenant, [segment for segment in segments if segment.key in by_key], request)
 
         for home, keys in grouped.items():
             if home == self._context.node:
-                answered(keys, *self._home.ready(home, session.tenant, keys))
+                answered(keys, *self._home.ready(home, tenant, keys))
             else:
                 self._peers.call(
                     home,
-                    partial(_ready, tenant=session.tenant, keys=join_keys(keys)),
+                    partial(_ready, tenant=tenant, keys=join_keys(keys)),
                     self._context.config.suspect_s,
                     partial(_ready_codes, partial(answered, keys), len(keys)),
                 )
 
-    def _place(self, session: Session, segments: list[Segment], request: str) -> None:
+    def again(self, segments: list[Segment]) -> None:
+        """READY segments of one prompt, in its order, were read: those that nobody wanted to keep are placed again."""
+        store = self._context.store
+        waiting = [segment for segment in segments if segment.kind is _STAGED and segment.source is None]
+        if waiting:
+            waiting = waiting[: store.dirty_room(waiting[0].pool)]
+            for segment in waiting:
+                store.become(segment, Kind.DIRTY, self._context.load_now)
+            self._place(segments[0].tenant, waiting, "")
+
+    def _place(self, tenant: TenantId, segments: list[Segment], request: str) -> None:
         """Choose a holder for each run."""
         for segment in segments:
-            self._asking.pop(segment)
+            self._asking.pop(segment, None)
         candidates = self._context.ring.candidates(join_keys(segment.key for segment in segments))
         # Nothing here changes while they are placed: chosen once for each pair.
         holders = {pair: self._holder(pair) for pair in dict.fromkeys(candidates)}
@@ -126,9 +140,9 @@ class Pushes:
                 kept += chosen
             else:
                 queued.setdefault(holder, []).extend(chosen)
-        self._keep(session.tenant, kept)
+        self._keep(tenant, kept)
         for holder, offered in queued.items():
-            self._queues.setdefault(holder, deque()).append(_Parcel(session, offered, request))
+            self._queues.setdefault(holder, deque()).append(_Parcel(offered, request))
             self._offer_next(holder)
 
     def _holder(self, candidates: Iterable[NodeId]) -> NodeId:
@@ -186,6 +200,8 @@ class Pushes:
             if code in (Code.COMMITTED, Code.EXISTS):
                 self._stage(segment, holder)
                 self._context.counters.add(PUSHED)
+            elif code == Code.NOT_WORTH:
+                self._stage(segment, None)
             else:
                 kept.insert(0, segment)
         self._keep(parcel.tenant, kept)
@@ -197,13 +213,21 @@ class Pushes:
         self._asking.pop(segment, None)
         if segment.state is State.READY and segment.kind is Kind.DIRTY:
             segment.source = holder
-            self._context.store.become(segment, Kind.STAGED, self._context.now)
+            self._context.store.become(segment, Kind.STAGED, self._context.load_now)
 
     def _keep(self, tenant: TenantId, segments: list[Segment]) -> None:
-        """They become home copies where they are."""
-        kept = [s for s in segments if s.state is State.READY and s.kind is Kind.DIRTY]
+        """They become home copies where they are, if they are worth it."""
+        store, now = self._context.store, self._context.load_now
+        dirty = [s for s in segments if s.state is State.READY and s.kind is Kind.DIRTY]
+        kept = []
+        # From the prompt's beginning: if not all are worth it, it is what stays.
+        for segment in dirty:
+            if store.worth_keeping(segment, now):
+                kept.append(segment)
+            else:
+                self._stage(segment, None)
         for segment in reversed(kept):
-            self._context.store.become(segment, Kind.HOME, self._context.now)
+            store.become(segment, Kind.HOME, now)
         self._context.counters.add(KEPT, len(kept))
         self.tell_held(tenant, [segment.key for segment in kept])
 
@@ -244,13 +268,13 @@ class Pushes:
         self._context.after(wait_s, lambda: self._context.in_slices(work))
 
     def _adopt(self, segments: list[Segment]) -> None:
-        """Of these, staged copies become home copies."""
+        """Of these, staged copies and replicas become home copies."""
         by_tenant: dict[TenantId, list[SegmentKey]] = {}
         # Deepest first, so that parents are evicted last.
         for segment in sorted(segments, key=lambda segment: -segment.depth):
-            if segment.state is State.READY and segment.kind is Kind.STAGED:
+            if segment.state is State.READY and segment.kind in (Kind.STAGED, Kind.REPLICA):
                 segment.source = None
-                self._context.store.become(segment, Kind.HOME, self._context.now)
+                self._context.store.become(segment, Kind.HOME, self._context.load_now)
                 by_tenant.setdefault(segment.tenant, []).append(segment.key)
         for tenant, keys in by_tenant.items():
             self.tell_held(tenant, keys)
@@ -262,7 +286,7 @@ class Pushes:
             segment = self._context.store.get(tenant, key)
             if segment is not None and segment.state is State.READY and segment.kind is Kind.HOME:
                 segment.source = NodeId(holder)
-                self._context.store.become(segment, Kind.STAGED, self._context.now)
+                self._context.store.become(segment, Kind.STAGED, self._context.load_now)
 
     # -- offers taken
 
@@ -290,9 +314,9 @@ class Pushes:
                 settle(index, code if code.refused else Code.LOST)
                 return
             self._context.store.unpin(segment)
-            if segment.kind is Kind.STAGED:
+            if segment.kind in (Kind.STAGED, Kind.REPLICA):
                 segment.source = None
-                self._context.store.become(segment, Kind.HOME, self._context.now)
+                self._context.store.become(segment, Kind.HOME, self._context.load_now)
             settle(index, Code.COMMITTED if segment.kind is Kind.HOME else Code.LOST)
 
         wanted = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tokenlake.advice import Advice
 from tokenlake.core.context import Context
 from tokenlake.core.peers import Peers
@@ -32,7 +34,9 @@ class _Batch:
 class Touches:
     """What was read here of copies whose home copy is elsewhere, and words that came late, until it is reported."""
 
-    def __init__(self, context: Context, peers: Peers) -> None:
+    def __init__(self, context: Context, peers: Peers, on_read: Callable[[list[Segment]], None]) -> None:
+        """`on_read`: called with READY segments of one prompt, in its order, after they were touched."""
+        self._on_read = on_read
         self._context = context
         self._peers = peers
         self._batches: dict[tuple[NodeId, TenantId], _Batch] = {}
@@ -41,15 +45,16 @@ class Touches:
         """Segments of one prompt, in its order, were read until now, or were written again, here. `advice`: of the
         request that did."""
         segments = [segment for segment in segments if segment.state is _READY]
-        self._context.store.touch(segments, self._context.now, advice)
+        self._context.store.touch(segments, self._context.load_now, advice)
         self._note(segments, (advice, True))
+        self._on_read(segments)
 
     def advise(self, tenant: TenantId, keys: list[SegmentKey], advice: Advice) -> None:
         """A word that came late about segments of one prompt, in its order. What is not here is told to both
         candidates: the holder is one of them, unless a run was kept together."""
         found = self._context.ready(tenant, keys)
         here = [segment for segment in found if segment is not None]
-        self._context.store.advise(here, advice, self._context.now)
+        self._context.store.advise(here, advice, self._context.load_now)
         word = (advice, False)
         self._note(here, word)
         absent = [key for key, segment in zip(keys, found, strict=True) if segment is None]

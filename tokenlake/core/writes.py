@@ -87,9 +87,11 @@ class Writes:
             return Code.EXISTS if known.state is State.READY else Code.PENDING
         if room <= 0:
             pool = self._context.store.pool(session.tenant, session.slot_bytes)
-            return Code.NO_REGION if pool is None else Code.SESSION_LIMIT
+            if pool is None:
+                return self._context.store.refusal(session.tenant, Code.NO_REGION)
+            return Code.SESSION_LIMIT
         segment = self._context.store.reserve(
-            session.tenant, session.slot_bytes, key, Kind.DIRTY, depth, self._context.now, advice or NO_ADVICE
+            session.tenant, session.slot_bytes, key, Kind.DIRTY, depth, self._context.load_now, advice or NO_ADVICE
         )
         if isinstance(segment, Segment):
             segment.missing_shards = (1 << session.shards) - 1
@@ -147,11 +149,11 @@ class Writes:
             if segment.missing_shards:
                 self._sessions.filled(write, process.connection, index)
             else:
-                self._context.store.publish(segment, segment.checksums, self._context.now)
+                self._context.store.publish(segment, segment.checksums, self._context.load_now)
                 self._sessions.committed(session, write, index)
                 whole.append(segment)
         self._context.counters.add(STORED, len(whole))
-        self._pushes.add(session, whole, write.request)
+        self._pushes.add(session.tenant, whole, write.request)
         return bytes(codes)
 
     def abort(self, process: Process, request: wire.Abort) -> None:

@@ -2,6 +2,7 @@
 
 from tokenlake.store.eviction import EvictionPolicy, LeastRecentlyUsed
 from tokenlake.store.places import Cursor
+from tokenlake.store.pool import SlotPool
 from tokenlake.store.region import RegionShape
 from tokenlake.store.segment import Kind, Segment, State
 from tokenlake.store.store import Budgets, SegmentStore
@@ -15,5 +16,6 @@ __all__ = [
     "RegionShape",
     "Segment",
     "SegmentStore",
+    "SlotPool",
     "State",
 ]

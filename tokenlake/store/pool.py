@@ -55,6 +55,9 @@ class SlotPool:
         self.counts = [0] * len(Kind)
         """Segments RESERVED or READY."""
         self.quarantined = 0
+        self.draining: int | None = None
+        """A region that is to be given away: its slots are counted no more, and are taken by nobody once they are
+        free."""
 
     def add_region(self, region: int, region_bytes: int) -> None:
         """Cut a fresh region into free slots."""
@@ -63,12 +66,21 @@ class SlotPool:
         self.slots += count
         self.free.extend(zip(itertools.repeat(region), range(count - 1, -1, -1), strict=False))
 
+    def drain(self, region: int, slots: int) -> None:
+        """Begin to give a region of `slots` slots away."""
+        self.draining = region
+        self.slots -= slots
+        self.free = [place for place in self.free if place[0] != region]
+
     def drop_region(self, region: int) -> None:
-        """Forget a region all of whose slots are free."""
-        kept = [place for place in self.free if place[0] != region]
-        self.slots -= len(self.free) - len(kept)
-        self.free = kept
+        """Forget a region that was drained, and is empty."""
+        self.draining = None
         self.regions.remove(region)
+
+    def give_back(self, region: int, slot: int) -> None:
+        """A slot holds nothing any more."""
+        if region != self.draining:
+            self.free.append((region, slot))
 
     def budget(self, share: float, slots: int) -> int:
         """A share of `slots`."""
@@ -104,13 +116,14 @@ class SlotPool:
             self.order[segment.kind].remove(segment, now, evicted)
 
     def come_back(self, segment: Segment) -> None:
-        """The last pin of a segment that was set aside went."""
+        """Inverse of setting aside: the last pin of a segment went, or it is touched."""
         segment.aside = False
         self.enter(segment, segment.touched)
 
     def check_integrity(self, segments: list[Segment], quarantined: list[Segment]) -> None:
         """Conservation of slots: free + indexed + quarantined = all, each place once."""
         places = [*self.free, *((s.place.region, s.place.slot) for s in segments + quarantined)]
+        places = [place for place in places if place[0] != self.draining]
         assert len(places) == len(set(places)) == self.slots, f"{len(places)} places for {self.slots} slots"
         assert self.quarantined == len(quarantined), f"counted {self.quarantined} in quarantine, are {len(quarantined)}"
         for kind in Kind:

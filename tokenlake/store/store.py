@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 
 from tokenlake.advice import NO_ADVICE, Advice
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters, Metric
-from tokenlake.placement import Vacancy
+from tokenlake.placement import MOST_WORTH, Vacancy
 from tokenlake.store.eviction import EvictionPolicy, LeastRecentlyUsed
 from tokenlake.store.places import Cursor, Places
 from tokenlake.store.pool import Budgets, SlotPool
+from tokenlake.store.quota import Quotas
 from tokenlake.store.region import RegionShape
 from tokenlake.store.segment import Kind, Segment, State
 from tokenlake.wire.codes import Code
@@ -19,6 +21,9 @@ from tokenlake.wire.slots import SlotRef
 
 __all__ = ["Budgets", "SegmentStore"]
 
+UNWORTHY = Metric(
+    "tokenlake_unworthy_segments_total", "Segments not kept since what would have gone for them was worth more"
+)
 EVICTED = Metric("tokenlake_evicted_segments_total", "Segments that gave their slot to another, staged ones included")
 QUARANTINED = Metric(
     "tokenlake_quarantined_segments_total",
@@ -27,6 +32,8 @@ QUARANTINED = Metric(
 
 LOOKED_AT = 64
 """Segments in search of the next victim's age."""
+MAX_UNSERVED = 64
+"""Pools without memory that are remembered."""
 RECLAIM_SLOTS = 1024
 """Segments that one call of `reclaim` looks at, or one region's if that is more."""
 RECLAIM_EVICTIONS = 128
@@ -41,7 +48,8 @@ class SegmentStore:
     """All changes are synchronous: a reservation takes a slot, evicting if it must, or is refused at once.
 
     `reissued` and `evicted` collect what the caller has to make known (generations of slots that changed
-    hands, home copies that left); the caller empties them.
+    hands, copies that left and that a home may think are here: home copies, and staged ones of which no holder is
+    known); the caller empties them.
     """
 
     def __init__(
@@ -51,8 +59,9 @@ class SegmentStore:
         budgets: Budgets,
         counters: Counters,
         policy: Callable[[], EvictionPolicy] = LeastRecentlyUsed,
+        quotas: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """`regions`: ids of the regions that exist, each of `region_bytes`."""
+        """`regions`: ids of the regions that exist, each of `region_bytes`. `quotas`: share of them by tenant."""
         self.region_bytes = region_bytes
         self.reissued: list[SlotRef] = []
         self.evicted: list[Segment] = []
@@ -63,6 +72,10 @@ class SegmentStore:
         self._policy = policy
         self._spare = list(regions)
         self._regions = len(self._spare)
+        self._quotas = Quotas(self._regions, quotas)
+        self._unserved: dict[tuple[TenantId, int], None] = {}
+        self._owned: dict[TenantId, int] = {}
+        """Regions by tenant; those with none are not in it."""
         self._generations: dict[int, list[int]] = {}
         self._index: dict[TenantId, dict[SegmentKey, Segment]] = {}
         self._pools: dict[tuple[TenantId, int], SlotPool] = {}
@@ -90,15 +103,15 @@ class SegmentStore:
         return self._places.walk(start, slots)
 
     def pool(self, tenant: TenantId, slot_bytes: int) -> SlotPool | None:
-        """The pool of that slot size, given a spare region if it has none. None when there is none to give."""
+        """The pool of that slot size, given a spare region if it has none. None when there is none to give, or the
+        tenant has its quota."""
         pool = self._pools.get((tenant, slot_bytes))
         if pool is None:
-            if not self._spare or not RegionShape(self.region_bytes, slot_bytes).slots:
+            if not self._room(tenant) or not RegionShape(self.region_bytes, slot_bytes).slots:
                 return None
             pool = self._pools[tenant, slot_bytes] = SlotPool(tenant, slot_bytes, self._budgets, self._policy)
-        if not pool.regions:
             self._grow(pool)
-        return pool if pool.regions else None
+        return pool
 
     def pools(self) -> Iterable[SlotPool]:
         """Every pool, in order of creation."""
@@ -110,17 +123,22 @@ class SegmentStore:
 
     def capacity(self, pool: SlotPool) -> int:
         """Slots that `pool` has or can still get."""
-        return pool.slots + len(self._spare) * RegionShape(self.region_bytes, pool.slot_bytes).slots
+        return pool.slots + self._room(pool.tenant) * RegionShape(self.region_bytes, pool.slot_bytes).slots
+
+    def dirty_room(self, pool: SlotPool) -> int:
+        """How many more dirty copies `pool` may keep. Of what it can grow to: a fresh node's first region is no reason
+        to refuse."""
+        return max(0, pool.budget(pool.budgets.dirty, self.capacity(pool)) - pool.counts[Kind.DIRTY])
 
     def replica_room(self, pool: SlotPool) -> int:
         """How many more replicas `pool` may keep."""
         return max(0, pool.budget(pool.budgets.replica, self.capacity(pool)) - pool.counts[Kind.REPLICA])
 
     def vacancy(self, now: float) -> Vacancy:
-        """Free memory, and the greatest age of a home copy that some pool would evict next."""
+        """Free memory, and of the home copies that pools would evict next the greatest age and the least worth."""
         total = self._regions * self.region_bytes
         free = len(self._spare) * self.region_bytes
-        age = 0.0
+        age, worth = 0.0, MOST_WORTH
         for pool in self._pools.values():
             free += len(pool.free) * pool.slot_bytes
             # Only a look, with every answer to a peer: what is pinned on the way stays where it is in the order. A pool
@@ -129,7 +147,8 @@ class SegmentStore:
             coldest = next((segment for segment in looked_at if not segment.pins), None)
             if coldest is not None:
                 age = max(age, now - coldest.touched)
-        return Vacancy(free / total if total else 0.0, age)
+                worth = min(worth, pool.order[Kind.HOME].worth(coldest, now))
+        return Vacancy(free / total if total else 0.0, max(0.0, age), worth)
 
     # -- life of a segment
 
@@ -152,16 +171,24 @@ class SegmentStore:
         """
         pool = self.pool(tenant, slot_bytes)
         if pool is None:
-            return Code.NO_REGION
-        # Of what the pool can grow to: a fresh node's first region is no reason to refuse.
-        if kind is Kind.DIRTY and pool.counts[kind] >= pool.budget(pool.budgets.dirty, self.capacity(pool)):
+            if len(self._unserved) < MAX_UNSERVED:
+                self._unserved[tenant, slot_bytes] = None
+            return self.refusal(tenant, Code.NO_REGION)
+        if kind is Kind.DIRTY and not self.dirty_room(pool):
             return Code.WRITE_BUDGET
         if kind is Kind.REPLICA and not self.replica_room(pool):
             return Code.REPLICA_BUDGET
-        if not pool.free and self._spare:
+        if not pool.free and self._room(tenant):
             self._grow(pool)
-        if not pool.free and not self._make_room(pool, kind, now):
-            return Code.NO_SLOT
+        # Once, but for victims in a region that is to be given away: their slots are nobody's.
+        while not pool.free:
+            victim = self._victim(pool, kind, now)
+            if victim is None:
+                return self.refusal(tenant, Code.NO_SLOT)
+            # Home copies compete with home copies; what an engine writes or reads needs a slot in any case.
+            if kind is victim.kind is Kind.HOME and not self._admits(pool, key, advice, now):
+                return Code.NOT_WORTH
+            self._evict(victim, now)
         segment = Segment(pool, key, pool.take(self._generations), kind, depth, now)
         segment.pins = 1
         segment.advice = advice
@@ -170,6 +197,12 @@ class SegmentStore:
         self._places.of[segment.place.region][segment.place.slot] = segment
         self.reissued.append(segment.place)
         return segment
+
+    def worth_keeping(self, segment: Segment, now: float) -> bool:
+        """Should this dirty copy become a home copy here? Not where memory is full and what would go next is worth
+        more."""
+        pool = segment.pool
+        return bool(pool.free or self._room(pool.tenant)) or self._admits(pool, segment.key, segment.advice, now)
 
     def publish(self, segment: Segment, checksums: bytes, now: float) -> None:
         """RESERVED -> READY. The caller's pin stays."""
@@ -230,8 +263,9 @@ class SegmentStore:
         if advice is not None:
             _take_word(segments, advice)
         for segment in reversed(segments):
-            if not segment.aside:
-                segment.pool.order[segment.kind].touch(segment, now)
+            if segment.aside:
+                segment.pool.come_back(segment)
+            segment.pool.order[segment.kind].touch(segment, now)
 
     def advise(self, segments: Sequence[Segment], advice: Advice, now: float) -> None:
         """A word about the READY segments of one prompt that came late; no use."""
@@ -241,6 +275,50 @@ class SegmentStore:
                 segment.pool.order[segment.kind].advised(segment, now)
 
     # -- regions
+
+    def refusal(self, tenant: TenantId, reason: Code) -> Code:
+        """`reason`, unless what stands in the way is the tenant's quota."""
+        return Code.QUOTA if self.has_quota(tenant) and self._regions > self._quotas.most(tenant) else reason
+
+    def has_quota(self, tenant: TenantId) -> bool:
+        """Has the tenant as much as it may have?"""
+        return self._owned.get(tenant, 0) >= self._quotas.most(tenant)
+
+    def take_unserved(self) -> list[tuple[TenantId, int]]:
+        """Tenants and slot sizes for which there was no region since this was last asked."""
+        taken, self._unserved = list(self._unserved), {}
+        return taken
+
+    def is_short(self, tenant: TenantId, slot_bytes: int, among: Iterable[TenantId]) -> bool:
+        """Has the tenant less than its fair part among those tenants, and could use more for slots of this size?"""
+        pool = self._pools.get((tenant, slot_bytes))
+        if pool is not None and (pool.free or self._room(tenant)):
+            return False
+        return self._owned.get(tenant, 0) < self._quotas.fair(tenant, among)
+
+    def has_too_much(self, tenant: TenantId, among: Iterable[TenantId]) -> bool:
+        """Has the tenant more than its fair part among those tenants?"""
+        return self._owned.get(tenant, 0) > self._quotas.fair(tenant, among)
+
+    def drain(self, pool: SlotPool, now: float) -> int | None:
+        """As `reclaim`, of a pool in use: one region is chosen, filled no more, and taken once all its pins have gone
+        and its dirty segments are pushed."""
+        if pool.draining is None:
+            looked, best, busiest = 0, pool.regions[0], RECLAIM_SLOTS
+            for region in pool.regions:
+                inside = [segment for segment in self._places.of[region] if segment is not None]
+                busy = sum(segment.pins > 0 or segment.kind is Kind.DIRTY for segment in inside)
+                if busy < busiest:
+                    best, busiest = region, busy
+                looked += len(inside)
+                if looked >= RECLAIM_SLOTS:
+                    break
+            pool.drain(best, len(self._places.of[best]))
+        inside = [segment for segment in self._places.of[pool.draining or 0] if segment is not None]
+        idle = [segment for segment in inside if not segment.pins and segment.kind is not Kind.DIRTY]
+        for segment in idle[:RECLAIM_EVICTIONS]:
+            self._evict(segment, now)
+        return self._take_away(pool) if len(idle[:RECLAIM_EVICTIONS]) == len(inside) else None
 
     def reclaim(self, pool: SlotPool, now: float) -> int | None:
         """Empty one region of `pool` for somebody else and take it away; its id, or None while something in
@@ -260,17 +338,36 @@ class SegmentStore:
                 self._evict(segment, now)
             if len(inside) > RECLAIM_EVICTIONS:
                 return None
-            pool.drop_region(region)
-            self._places.drop_region(region)
-            if not pool.regions:
-                del self._pools[pool.tenant, pool.slot_bytes]
-            return region
+            if pool.draining is None:
+                pool.drain(region, len(self._places.of[region]))
+            return self._take_away(pool)
         return None
 
-    def add_spare(self, region: int) -> None:
+    def _take_away(self, pool: SlotPool) -> int:
+        """The region that was drained, which is empty."""
+        region = pool.draining
+        assert region is not None
+        pool.drop_region(region)
+        self._places.drop_region(region)
+        self._owned[pool.tenant] -= 1
+        if not self._owned[pool.tenant]:
+            del self._owned[pool.tenant]
+        if not pool.regions:
+            del self._pools[pool.tenant, pool.slot_bytes]
+        return region
+
+    def add_spare(self, region: int, claimed: tuple[TenantId, int] | None = None) -> None:
         """`region` has fresh memory. Its generations go on from where they were, so that a reference to the
-        former memory fits no slot of the new one."""
-        self._spare.append(region)
+        former memory fits no slot of the new one. `claimed`: the tenant and slot size that it was taken for."""
+        if claimed is None or self.has_quota(claimed[0]):
+            self._spare.append(region)
+            return
+        self._spare.insert(0, region)
+        pool = self._pools.get(claimed)
+        if pool is not None:
+            self._grow(pool)
+        else:
+            self.pool(*claimed)
 
     @property
     def spare_regions(self) -> int:
@@ -287,19 +384,29 @@ class SegmentStore:
     def _free(self, segment: Segment) -> None:
         region, slot, _ = segment.place
         self._places.of[region][slot] = None
-        segment.pool.free.append((region, slot))
+        segment.pool.give_back(region, slot)
+
+    def _room(self, tenant: TenantId) -> int:
+        """Spare regions that the tenant may take."""
+        return max(0, min(len(self._spare), self._quotas.most(tenant) - self._owned.get(tenant, 0)))
 
     def _grow(self, pool: SlotPool) -> None:
-        if self._spare:
-            region = self._spare.pop(0)
-            former = max(self._generations.get(region, [0]))
-            slots = RegionShape(self.region_bytes, pool.slot_bytes).slots
-            self._generations[region] = [former] * slots
-            self._places.add_region(region, slots)
-            pool.add_region(region, self.region_bytes)
+        """By a spare region, which there is and which its tenant may take."""
+        region = self._spare.pop(0)
+        former = max(self._generations.get(region, [0]))
+        slots = RegionShape(self.region_bytes, pool.slot_bytes).slots
+        self._generations[region] = [former] * slots
+        self._places.add_region(region, slots)
+        self._owned[pool.tenant] = self._owned.get(pool.tenant, 0) + 1
+        pool.add_region(region, self.region_bytes)
 
-    def _make_room(self, pool: SlotPool, kind: Kind, now: float) -> bool:
-        """Evict one segment so that one of `kind` can come. Nothing is evicted for a loser.
+    def _admits(self, pool: SlotPool, key: SegmentKey, advice: Advice, now: float) -> bool:
+        admitted = pool.order[Kind.HOME].admits(key, advice, now)
+        self._counters.add(UNWORTHY, not admitted)
+        return admitted
+
+    def _victim(self, pool: SlotPool, kind: Kind, now: float) -> Segment | None:
+        """Which segment goes so that one of `kind` can come.
 
         A home copy displaces a staged one only where those are beyond their budget: else what other nodes push here
         would drive out what this node's engines read, and each read would travel again.
@@ -310,13 +417,12 @@ class SegmentStore:
         for victims in (Kind.HOME, Kind.STAGED) if homes_first else (Kind.STAGED, Kind.HOME):
             victim = pool.victim(victims, now)
             if victim is not None:
-                self._evict(victim, now)
-                return True
-        return False
+                return victim
+        return None
 
     def _evict(self, segment: Segment, now: float) -> None:
         self._counters.add(EVICTED)
-        if segment.kind is Kind.HOME:
+        if segment.kind is Kind.HOME or (segment.kind is Kind.STAGED and segment.source is None):
             self.evicted.append(segment)
         self.discard(segment, now, evicted=True)
 

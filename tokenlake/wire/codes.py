@@ -44,6 +44,10 @@ class Code(IntEnum):
     """Refused: no region of this slot size, and none free to become one."""
     BAD_CHECKSUM = 36
     """Refused: the bytes that arrived are not those that were written."""
+    NOT_WORTH = 37
+    """Refused: memory is full, and what would go for it is worth more."""
+    QUOTA = 38
+    """Refused: the tenant has as much of this node's memory as it may have, and nothing of it can go now."""
     REPLICA_BUDGET = 40
     """Refused, between nodes: as many extra copies of hot segments as allowed are there."""
 

@@ -6,12 +6,14 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from tokenlake.keys import KEY_BYTES
 from tokenlake.layout import MAX_SEGMENT_BYTES, MAX_SHARDS
 
 __all__ = [
     "MAX_REQUEST_NAME",
     "Amount",
     "Index",
+    "Key",
     "Name",
     "Nonce",
     "Proof",
@@ -20,6 +22,7 @@ __all__ = [
     "Shards",
     "Share",
     "SlotBytes",
+    "Worth",
 ]
 
 Amount = Annotated[float, Meta(ge=0, le=1e15)]
@@ -27,6 +30,9 @@ Amount = Annotated[float, Meta(ge=0, le=1e15)]
 
 Index = Annotated[int, Meta(ge=0, lt=1 << 32)]
 """Of a segment in its prompt, of a key in a batch, of a region; a bit mask of shards."""
+
+Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+"""Of one segment."""
 
 Name = Annotated[str, Meta(max_length=64)]
 """Of a node, from somebody who has proven nothing."""
@@ -49,6 +55,9 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 Shards = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
 """How many shards a segment has."""
+
+Worth = Annotated[float, Meta(ge=0, le=1e9)]
+"""What keeping a segment is worth to the policy of eviction."""
 
 SlotBytes = Annotated[int, Meta(ge=1, le=MAX_SEGMENT_BYTES)]
 """Bytes of one segment."""

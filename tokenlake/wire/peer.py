@@ -13,7 +13,20 @@ from typing import Literal
 import msgspec
 
 from tokenlake.advice import Advice
-from tokenlake.wire.fields import Amount, Index, Name, Nonce, Proof, RequestName, Seconds, Shards, Share, SlotBytes
+from tokenlake.wire.fields import (
+    Amount,
+    Index,
+    Key,
+    Name,
+    Nonce,
+    Proof,
+    RequestName,
+    Seconds,
+    Shards,
+    Share,
+    SlotBytes,
+    Worth,
+)
 
 __all__ = [
     "Advertised",
@@ -21,6 +34,9 @@ __all__ = [
     "Evicted",
     "Handshake",
     "Held",
+    "HotEntry",
+    "HotSet",
+    "HotWanted",
     "Lookup",
     "LookupReply",
     "Offer",
@@ -36,11 +52,14 @@ __all__ = [
     "Pull",
     "Pulled",
     "Purpose",
+    "Reads",
     "Ready",
     "ReadyReply",
     "Redundant",
     "ReleaseLease",
     "RenewLease",
+    "Replicate",
+    "Replicated",
     "Touched",
     "Withdraw",
     "bulk_request_decoder",
@@ -116,7 +135,7 @@ class LookupReply(_Message, frozen=True, tag=5):
     codes: bytes
     nodes: tuple[str, ...]
     """One for each ELSEWHERE, in order."""
-    vacancy: tuple[Share, Seconds]
+    vacancy: tuple[Share, Seconds, Worth]
     """The sender's."""
     load: Amount
     """Bytes read from the sender's arena per second, lately."""
@@ -187,7 +206,7 @@ class OfferReply(_Message, frozen=True, tag=12):
 
     call: int
     codes: bytes
-    vacancy: tuple[Share, Seconds]
+    vacancy: tuple[Share, Seconds, Worth]
     """The sender's."""
     load: Amount
     """As in `LookupReply`."""
@@ -231,20 +250,75 @@ class Advertised(_Message, frozen=True, tag=17):
     """The sender has told its home copies to this incarnation of the receiver, all of them."""
 
 
+class Reads(_Message, frozen=True, tag=40):
+    """To the home: these were read from the sender's arena since it last said so, and could have been elsewhere."""
+
+    tenant: str
+    keys: bytes
+    depths: tuple[Index, ...]
+    times: tuple[Index, ...]
+    """How often each was read."""
+    slot_bytes: SlotBytes
+    shards: Shards
+
+
+class Replicate(_Message, frozen=True, tag=41):
+    """From the home: take copies of these from `source`, and keep them while the sender's hot set names you."""
+
+    call: int
+    tenant: str
+    keys: bytes
+    depths: tuple[Index, ...]
+    slot_bytes: SlotBytes
+    shards: Shards
+    source: str
+    holder: str
+    """It keeps the home copies."""
+
+
+class Replicated(_Message, frozen=True, tag=42):
+    """COMMITTED, or why there is no copy, per key."""
+
+    call: int
+    codes: bytes
+
+
+class HotEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A hot segment, and who has a copy: positions in the ring's sorted members, the holder's first."""
+
+    tenant: str
+    key: Key
+    nodes: tuple[Index, ...]
+
+
+class HotSet(_Message, frozen=True, tag=43):
+    """From a home: all its hot segments. A greater version of the same incarnation replaces an earlier one."""
+
+    version: int
+    entries: tuple[HotEntry, ...]
+
+
+class HotWanted(_Message, frozen=True, tag=44):
+    """To a home: send your `HotSet`; one was missed."""
+
+
 class Ping(_Message, frozen=True, tag=18):
     """Are you there? `vacancy` and `load` (as in `LookupReply`) are the sender's."""
 
     call: int
-    vacancy: tuple[Share, Seconds]
+    vacancy: tuple[Share, Seconds, Worth]
     load: Amount
+    hot_version: int
+    """Of the sender's `HotSet`; 0: it has none."""
 
 
 class Pong(_Message, frozen=True, tag=19):
     """Answers `Ping`."""
 
     call: int
-    vacancy: tuple[Share, Seconds]
+    vacancy: tuple[Share, Seconds, Worth]
     load: Amount
+    hot_version: int
 
 
 class Pull(_Message, frozen=True, tag=20):
@@ -284,6 +358,11 @@ PeerMessage = (
     | Advertised
     | Ping
     | Pong
+    | Reads
+    | Replicate
+    | Replicated
+    | HotSet
+    | HotWanted
 )
 
 peer_decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)

@@ -162,8 +162,11 @@ class LearnedReuse:
         now = self._advance(now)
         if not self._size or self.worth_of_new(key, advice, now) >= self.worth(self.coldest(now), now):
             return True
-        record = self._ghosts.pop(key, None) or _Record(now)
-        self._count_use(record, now)
+        ghost = self._ghosts.pop(key, None)
+        record = _Record(now) if ghost is None else ghost
+        if now - record.counted >= SAME_USE_S:
+            self._count_use(record, now)
+        self._leave_batch(record)
         self._join_batch(record, self._class_of(record.uses, advice))
         self._remember(key, record, now)
         return False
