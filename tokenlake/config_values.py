@@ -69,10 +69,13 @@ class Tenant(msgspec.Struct, frozen=True):
     secret: bytes
     uids: tuple[int, ...] = ()
     tokens: tuple[str, ...] = ()
+    quota: float = 1.0
+    """Share of a node's memory that it may have."""
 
     def __repr__(self) -> str:
         uids = ",".join(map(str, self.uids))
-        return f"Tenant(name={self.name!r}, secret={MASK}, uids=({uids}), tokens={len(self.tokens)})"
+        held = f"uids=({uids}), tokens={len(self.tokens)}, quota={self.quota:g}"
+        return f"Tenant(name={self.name!r}, secret={MASK}, {held})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +255,7 @@ def uids() -> Kind:
 
 
 def tenants() -> Kind:
-    """An array of tables {name, secret, uids, tokens}, each name, uid and token once; only TOML holds it."""
+    """An array of tables {name, secret, uids, tokens, quota}, each name, uid and token once; only TOML holds it."""
 
     def parse(value: object) -> tuple[Tenant, ...]:
         if not isinstance(value, list | tuple):
@@ -294,7 +297,7 @@ def _peer(item: object) -> Peer:
 
 
 def _tenant(item: object) -> Tenant:
-    fields = ("name", "secret", "uids", "tokens")
+    fields = ("name", "secret", "uids", "tokens", "quota")
     if not isinstance(item, dict) or not {"name", "secret"} <= item.keys():
         raise ValueError("tenants with a name and a secret each")
     if unknown := sorted(item.keys() - set(fields)):
@@ -304,7 +307,10 @@ def _tenant(item: object) -> Tenant:
     if not isinstance(tokens, list) or not all(isinstance(token, str) and token for token in tokens):
         raise ValueError(f"a list of non-empty texts as tokens of tenant {tenant!r}")
     secret = _secret(item["secret"], f"16 to 64 bytes in hexadecimal as the secret of tenant {tenant!r}")
-    return Tenant(tenant, secret, _uids(item.get("uids", [])), tuple(tokens))
+    quota = item.get("quota", 1.0)
+    if not isinstance(quota, int | float) or isinstance(quota, bool) or not 0 < quota <= 1:
+        raise ValueError(f"a share of memory above 0, at most 1, as the quota of tenant {tenant!r}, not {quota!r}")
+    return Tenant(tenant, secret, _uids(item.get("uids", [])), tuple(tokens), float(quota))
 
 
 def _secret(value: object, expected: str) -> bytes:

@@ -57,6 +57,7 @@ def core_config(config: ServerConfig, incarnation: int) -> CoreConfig:
         staged_share=config.staged_share,
         dirty_share=config.dirty_share,
         replica_share=config.replica_share,
+        quotas={tenant.name: tenant.quota for tenant in config.tenants},
         hot=config.hot,
         time_scale=config.time_scale,
         session_lease_share=config.session_lease_share,

@@ -246,7 +246,7 @@ def test_parents_are_evicted_last_wherever_the_copies_are() -> None:
     for node in (0, 1, 2):
         for kind in (Kind.STAGED, Kind.HOME):
             for pool in cluster.core(node).store.pools():
-                order = list(pool.order[kind]._order)  # type: ignore[attr-defined]
+                order = list(pool.order[kind])
                 depths = [segment.depth for segment in order if segment.key in keys]
                 assert depths == sorted(depths, reverse=True), f"{kind.name} copies of node {node}"
 

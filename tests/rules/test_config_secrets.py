@@ -13,6 +13,7 @@ def test_tenants_come_from_the_file() -> None:
     toml = tenant("a", uids=[1, 2]) + tenant("b", tokens=["t"])
     secret = bytes.fromhex(SECRET)
     assert load(toml).config.tenants == (Tenant("a", secret, uids=(1, 2)), Tenant("b", secret, tokens=("t",)))
+    assert load(tenant("a", quota=0.5)).config.tenants[0].quota == 0.5
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,11 @@ def test_tenants_come_from_the_file() -> None:
         (tenant(tokens="t"), "a list of non-empty texts"),
         (tenant(tokens=[""]), "a list of non-empty texts"),
         (tenant(user="x"), "not 'user'"),
+        (tenant(quota=0), "a share of memory above 0, at most 1, as the quota of tenant 'a', not 0"),
+        (tenant(quota=1.5), "at most 1"),
+        (tenant(quota="half"), "a share of memory"),
+        (tenant().rstrip() + "\nquota = nan\n", "not nan"),
+        (tenant().rstrip() + "\nquota = true\n", "not True"),
         (tenant() + tenant(), "twice there is a"),
         (tenant(uids=[1]) + tenant("b", uids=[1]), "twice there is 1"),
         (tenant(tokens=["hush"]) + tenant("b", tokens=["hush"]), "each token once"),
@@ -97,7 +103,7 @@ def test_describe_masks_secrets_and_names_origins() -> None:
     assert described["memory"] == ("96MiB", "environment TOKENLAKE_MEMORY")
     assert described["peers"] == ("b=127.0.0.1:1/1GiB", "flag --peers")
     assert described["lease_s"] == ("10.0", "default")
-    assert described["tenants"] == ("Tenant(name='a', secret=***, uids=(7), tokens=1)", "file")
+    assert described["tenants"] == ("Tenant(name='a', secret=***, uids=(7), tokens=1, quota=1)", "file")
     for text in (str(described), repr(settings), str(settings.config)):
         assert SECRET not in text
         assert "hush" not in text

@@ -43,6 +43,8 @@ class CoreConfig(msgspec.Struct, frozen=True):
     """E; 0 takes the default for the number of nodes."""
     staged_share: float = 0.10
     dirty_share: float = 0.10
+    quotas: dict[str, float] = {}
+    """Share of the node's memory that a tenant may have; all of it for those that are not named."""
     session_lease_share: float = 0.5
     session_reserve_share: float = 0.25
     max_sessions: int = 256
@@ -80,6 +82,7 @@ class Context:
             config.region_bytes,
             Budgets(staged=config.staged_share, dirty=config.dirty_share, replica=config.replica_share),
             self.counters,
+            quotas=config.quotas,
         )
         self.directory = Directory(config.directory_limit)
         self._load = Rate(LOAD_HALF_LIFE_S)
@@ -87,6 +90,8 @@ class Context:
         self.now = 0.0
         self.started = 0.0
         """When this node's rules began: the time of `NodeCore.start`."""
+        self.hot_version = 0
+        """Of what this node, as a home, last told everybody of its hot segments."""
         self.out: list[Instruction] = []
         # They begin elsewhere in each life, so that what refers to an earlier one fits nothing.
         self._ids = itertools.count(((config.incarnation & 0x7FFFFFFF) << 31) + 1)
@@ -101,7 +106,7 @@ class Context:
 
     def vacancy(self) -> Vacancy:
         """How welcome a new segment is here, now."""
-        return self.store.vacancy(self.now)
+        return self.store.vacancy(self.load_now)
 
     @property
     def load_now(self) -> float:

@@ -1,0 +1,98 @@
+"""Memory that changes hands: a region has one tenant and one slot size for life, so it is emptied and replaced.
+
+::
+
+    wanted: no region yet, or less than a fair part --> somebody gives one: emptied, at once or bit by bit
+        --> ReplaceRegion --> RegionReady --> it belongs to whom it was taken for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenlake.core.context import Context
+from tokenlake.core.instructions import ReplaceRegion
+from tokenlake.core.sessions import Sessions
+from tokenlake.identity import TenantId
+from tokenlake.store import SlotPool
+
+__all__ = ["Regions"]
+
+Claim = tuple[TenantId, int]
+"""(tenant, slot size) that wants a region."""
+
+
+class Regions:
+    """One region changes hands at a time."""
+
+    def __init__(self, context: Context, sessions: Sessions) -> None:
+        self._context = context
+        self._sessions = sessions
+        self._claim: Claim | None = None
+        """For whom a region is emptied, or replaced."""
+        self._giver: SlotPool | None = None
+        """Whose region is emptied bit by bit."""
+        self._replacing = False
+        self._replaced = 0
+
+    def look(self) -> None:
+        """Does somebody want memory, and can somebody give some? Asked when an engine joins, and from time to time:
+        what is to be given may be in use for now."""
+        if self._replacing:
+            return
+        if self._giver is not None:
+            self._drain(self._giver)
+            return
+        used = list(dict.fromkeys((session.tenant, session.slot_bytes) for session in self._sessions))
+        claims = list(dict.fromkeys([*used, *self._context.store.take_unserved()]))
+        pools = list(self._context.store.pools())
+        among = list(dict.fromkeys([*(tenant for tenant, _ in claims), *(pool.tenant for pool in pools)]))
+        for claim in claims:
+            if self._serve(claim, used, among):
+                return
+
+    def _serve(self, claim: Claim, used: Sequence[Claim], among: Sequence[TenantId]) -> bool:
+        """False where it needs nothing, or nobody can give anything."""
+        store = self._context.store
+        newcomer = store.pool(*claim) is None
+        self._claim = claim
+        idle = [pool for pool in store.pools() if (pool.tenant, pool.slot_bytes) not in used]
+        if store.is_short(*claim, among):
+            rich = [
+                pool
+                for pool in store.pools()
+                if store.has_too_much(pool.tenant, among) and (pool in idle or len(pool.regions) > 1)
+            ]
+            if rich:
+                self._drain(max(rich, key=lambda pool: (pool in idle, len(pool.regions))))
+                return True
+        if not newcomer:
+            return False
+        # Nobody has more than a fair part: who has no memory for such slots gets what no connected engine uses.
+        for pool in idle:
+            if pool.tenant != claim[0] and store.has_quota(claim[0]):
+                continue
+            free = len(pool.free)
+            self._replace(store.reclaim(pool, self._context.load_now))
+            if self._replacing or len(pool.free) > free:
+                # It gave a region, or a part of one for now: no other pool has to lose anything.
+                return True
+        return False
+
+    def _drain(self, pool: SlotPool) -> None:
+        self._giver = pool
+        self._replace(self._context.store.drain(pool, self._context.load_now))
+
+    def _replace(self, region: int | None) -> None:
+        if region is None:
+            return
+        self._giver, self._replacing = None, True
+        fresh = self._context.config.regions + self._replaced
+        self._replaced += 1
+        self._context.emit(ReplaceRegion(region, fresh))
+
+    def ready(self, region: int) -> None:
+        """The fresh memory is there."""
+        claim, self._claim, self._replacing = self._claim, None, False
+        self._context.store.add_spare(region, claim)
+        self.look()
