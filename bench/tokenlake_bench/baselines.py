@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from tokenlake.errors import ConfigurationError
@@ -22,6 +22,7 @@ __all__ = [
     "Accesses",
     "Baselines",
     "HitCount",
+    "Lru",
     "Prompt",
     "baselines",
     "global_lru",
@@ -80,12 +81,19 @@ class Baselines:
     global_lru: HitCount
 
 
-class _Lru:
+class Lru:
     """Segment ids, at most `capacity`, least recently touched first."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._held: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[int]:
+        """The next to go first. Not to be touched meanwhile."""
+        return iter(self._held)
 
     def match(self, chain: tuple[int, ...]) -> int:
         """Length of the longest held prefix, in segments; does not touch."""
@@ -100,7 +108,15 @@ class _Lru:
         for segment in reversed(chain):
             held[segment] = None
             held.move_to_end(segment)
-        return [held.popitem(last=False)[0] for _ in range(len(held) - self._capacity)]
+        return self._shrink()
+
+    def resize(self, capacity: int) -> list[int]:
+        """Takes another capacity, at least 0; returns the ids no longer held."""
+        self._capacity = capacity
+        return self._shrink()
+
+    def _shrink(self) -> list[int]:
+        return [self._held.popitem(last=False)[0] for _ in range(len(self._held) - self._capacity)]
 
 
 def intern_segments(requests: Iterable[Request], segment_tokens: int) -> Accesses:
@@ -121,7 +137,7 @@ def intern_segments(requests: Iterable[Request], segment_tokens: int) -> Accesse
 def infinite_cache(accesses: Accesses) -> HitCount:
     """One cache for all that never evicts."""
     segments = sum(len(prompt.chain) for prompt in accesses.prompts)
-    return _round_robin(accesses, [_Lru(segments)])
+    return _round_robin(accesses, [Lru(segments)])
 
 
 def global_lru(accesses: Accesses, capacity_tokens: int) -> HitCount:
@@ -180,17 +196,17 @@ def _longest(chain: tuple[int, ...], holders: dict[int, int], everyone: int) -> 
     return best, len(chain)
 
 
-def _caches(accesses: Accesses, nodes: int, capacity_tokens: int) -> list[_Lru]:
+def _caches(accesses: Accesses, nodes: int, capacity_tokens: int) -> list[Lru]:
     if nodes < 1:
         raise ConfigurationError("nodes", nodes, "at least 1")
     segments = capacity_tokens // nodes // accesses.segment_tokens
     if segments < 1:
         smallest = nodes * accesses.segment_tokens
         raise ConfigurationError("capacity_tokens", capacity_tokens, f"at least {smallest}, one segment per node")
-    return [_Lru(segments) for _ in range(nodes)]
+    return [Lru(segments) for _ in range(nodes)]
 
 
-def _round_robin(accesses: Accesses, caches: list[_Lru]) -> HitCount:
+def _round_robin(accesses: Accesses, caches: list[Lru]) -> HitCount:
     hit_segments = 0
     for index, prompt in enumerate(accesses.prompts):
         cache = caches[index % len(caches)]

@@ -1,0 +1,66 @@
+"""Cache-aware routing as SGLang's router does it.
+
+Source: sgl-project/sglang, `docs/router/router.md` and the comment of `Router::CacheAware` in the router's Rust code.
+While the load is even, a prompt goes to the worker with the longest matching prefix if that is more than
+`cache_threshold` of the prompt, else to the one with the smallest tree; while it is uneven, to the shortest queue. Load
+is the router's own count of requests sent and not answered.
+
+Ours: of equal workers the one with fewer requests, then one drawn; SGLang takes whichever its map gives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenlake_bench.routing.base import Ask, Choice, Fleet, least
+
+__all__ = ["TREE_TOKENS", "CacheAware", "CacheAwareSettings"]
+
+TREE_TOKENS = (1 << 24) // 4
+"""What the router remembers per worker: `max_tree_size` is 2^24 characters, some four to a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheAwareSettings:
+    """The documented defaults."""
+
+    cache_threshold: float = 0.5
+    balance_abs_threshold: int = 32
+    balance_rel_threshold: float = 1.0001
+
+
+class CacheAware:
+    """A `Router`."""
+
+    def __init__(self, fleet: Fleet, settings: CacheAwareSettings | None = None) -> None:
+        self._fleet = fleet
+        self._settings = settings or CacheAwareSettings()
+        self._pending = [0] * fleet.instances
+
+    def choose(self, ask: Ask, now: float) -> Choice:
+        """See `Router`."""
+        instance = self._instance(ask)
+        self._pending[instance] += 1
+        self._fleet.knowledge.sent(ask.chain, instance)
+        return Choice(instance, instance)
+
+    def first_token(self, ask: Ask, choice: Choice, now: float) -> None:
+        """See `Router`."""
+
+    def finished(self, ask: Ask, choice: Choice, output_tokens: int, now: float) -> None:
+        """See `Router`."""
+        self._pending[choice.decode] -= 1
+
+    def _instance(self, ask: Ask) -> int:
+        fleet, settings, pending = self._fleet, self._settings, self._pending
+        everyone = range(fleet.instances)
+        most, fewest = max(pending), min(pending)
+        if most - fewest > settings.balance_abs_threshold and most > settings.balance_rel_threshold * fewest:
+            return least(pending, everyone, fleet.rng)
+        depths = fleet.knowledge.depths(ask.chain)
+        longest = max(depths)
+        if longest * fleet.segment_tokens > settings.cache_threshold * ask.tokens:
+            return least(pending, [i for i in everyone if depths[i] == longest], fleet.rng)
+        sizes = [fleet.knowledge.size(i) for i in everyone]
+        smallest = min(sizes)
+        return least(pending, [i for i in everyone if sizes[i] == smallest], fleet.rng)

@@ -1,0 +1,249 @@
+"""A workload through one system: router, caches and instances on one time line."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tokenlake.errors import ConfigurationError
+from tokenlake_bench.balance import ReadLog
+from tokenlake_bench.baselines import Accesses, Prompt
+from tokenlake_bench.engine_model import EngineModel
+from tokenlake_bench.routing.base import Ask, Choice, Fetch, Fleet
+from tokenlake_bench.routing.instance import Instance, InstanceOptions, Job
+from tokenlake_bench.routing.knowledge import OwnRecord, TrackedCaches
+from tokenlake_bench.routing.outcome import Answered, SystemRow, row_of
+from tokenlake_bench.routing.systems import System
+
+__all__ = ["FleetOptions", "at_rate", "run_system"]
+
+_PROGRESS = 100
+"""Requests between two calls of `progress`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetOptions:
+    """`capacity_tokens`: KV cache of all instances together, split evenly; the same in every system."""
+
+    instances: int
+    capacity_tokens: int
+    engine: EngineModel
+    chunk_tokens: int = 2048
+    seed: int = 0
+
+    def capacity(self, segment_tokens: int) -> int:
+        """Segments per instance. Raises ConfigurationError where there is room for none."""
+        segments = self.capacity_tokens // max(1, self.instances) // segment_tokens
+        if segments < 1:
+            smallest = self.instances * segment_tokens
+            raise ConfigurationError("capacity_tokens", self.capacity_tokens, f"at least {smallest}")
+        return segments
+
+
+def at_rate(accesses: Accesses, rate: float) -> Accesses:
+    """The same requests, faster or slower, `rate` per second on average. Raises ConfigurationError."""
+    if not 0 < rate < math.inf:
+        raise ConfigurationError("rate", rate, "a finite number of requests per second above 0")
+    prompts = accesses.prompts
+    duration_s = prompts[-1].at_s - prompts[0].at_s
+    if duration_s <= 0:
+        raise ConfigurationError("rate", rate, "a workload whose requests do not all come at once")
+    scale = (len(prompts) - 1) / rate / duration_s
+    moved = [
+        Prompt(p.tokens, p.chain, (p.at_s - prompts[0].at_s) * scale, p.output_tokens, p.conversation) for p in prompts
+    ]
+    return Accesses(accesses.segment_tokens, moved)
+
+
+def run_system(
+    accesses: Accesses,
+    system: System,
+    options: FleetOptions,
+    progress: Callable[[int], None] = lambda done: None,
+) -> SystemRow:
+    """Deterministic. `progress` is called with the requests sent so far. Raises ConfigurationError."""
+    least = 1 if system.phases is None else 2
+    if options.instances < least:
+        raise ConfigurationError("nodes", options.instances, f"at least {least} for {system.name}")
+    if not accesses.prompts:
+        raise ConfigurationError("requests", 0, "at least one")
+    return _Run(accesses, system, options).run(progress)
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """One request on its way."""
+
+    prompt: Prompt
+    ask: Ask
+    choice: Choice
+    fetched: int
+    """Segments that are copied to the prefill instance before it begins."""
+    hit_tokens: int = 0
+    began_s: float = 0.0
+    first_s: float = 0.0
+
+
+class _Run:
+    def __init__(self, accesses: Accesses, system: System, options: FleetOptions) -> None:
+        self._accesses = accesses
+        self._segment = accesses.segment_tokens
+        self._system = system
+        self._options = options
+        self._engine = options.engine
+        instances, self._capacity = options.instances, options.capacity(self._segment)
+        self._caching = frozenset(system.prefill_instances(instances))
+        self._caches = TrackedCaches([self._capacity if i in self._caching else 0 for i in range(instances)])
+        record = (system.record_tokens or self._capacity * self._segment) // self._segment
+        knowledge = self._caches if system.perfect else OwnRecord(instances, record)
+        rng = random.Random(options.seed)
+        self._router = system.router(Fleet(instances, self._capacity, self._segment, self._engine, knowledge, rng))
+        # Where requests under way take no memory from the caches they have all that they need.
+        memory = None if system.perfect else self._capacity * self._segment
+        limits = InstanceOptions(chunk_tokens=options.chunk_tokens, memory_tokens=memory)
+        self._instances = [
+            Instance(self._engine, limits, begin=self._begins(i), first=self._first) for i in range(instances)
+        ]
+        self._held = [0] * instances
+        """Tokens of memory that requests under way have beside the cache."""
+        self._due: list[tuple[float, int]] = []
+        self._requests: list[_Request] = []
+        self._answers: list[Answered] = []
+        self._reads = ReadLog(instances)
+        self._moved_tokens = 0
+
+    def run(self, progress: Callable[[int], None]) -> SystemRow:
+        """All requests, to the last token."""
+        for index, prompt in enumerate(self._accesses.prompts):
+            self._advance(prompt.at_s)
+            self._arrive(index, prompt)
+            if index % _PROGRESS == 0:
+                progress(index)
+        self._advance(math.inf)
+        progress(len(self._requests))
+        return row_of(
+            self._answers,
+            self._reads,
+            self._engine,
+            duplication=self._caches.copies_per_segment(),
+            bytes_moved=self._moved_tokens * self._engine.model.cache_bytes,
+            seed=self._options.seed,
+        )
+
+    def _arrive(self, index: int, prompt: Prompt) -> None:
+        now = prompt.at_s
+        ask = Ask(index, prompt.tokens, prompt.chain)
+        choice = self._router.choose(ask, now)
+        request = _Request(prompt, ask, choice, 0)
+        self._requests.append(request)
+        ready_s = now
+        if choice.fetch is not None:
+            ready_s += self._fetch(request, choice.fetch, now)
+        # A prefill instance is done with the first token; the rest is made where the request is handed over to.
+        output = max(1, prompt.output_tokens) if choice.prefill == choice.decode else 1
+        self._submit(choice.prefill, Job(index, prompt.tokens, output, ready_s=ready_s), now)
+
+    def _fetch(self, request: _Request, fetch: Fetch, now: float) -> float:
+        """Copies what the source really has of it; seconds until it is there."""
+        chain = request.ask.chain
+        there = min(fetch.segments, self._caches.match(chain, fetch.source))
+        missing = there - self._caches.match(chain, request.choice.prefill)
+        if missing <= 0:
+            return 0.0
+        request.fetched = there
+        moved = chain[there - missing : there]
+        self._caches.touch(chain[:there], fetch.source)
+        self._read(moved, fetch.source, now)
+        self._moved_tokens += missing * self._segment
+        return self._engine.transfer_s(missing * self._segment)
+
+    # -- what instances do
+
+    def _submit(self, instance: int, job: Job, now: float) -> None:
+        self._instances[instance].submit(job, now)
+        self._note(instance)
+
+    def _note(self, instance: int) -> None:
+        due = self._instances[instance].next_event()
+        if due < math.inf:
+            heapq.heappush(self._due, (due, instance))
+
+    def _advance(self, until: float) -> None:
+        while self._due and self._due[0][0] <= until:
+            at_s, instance = heapq.heappop(self._due)
+            if self._instances[instance].next_event() > at_s:
+                # Noted before something changed; it is noted again for what is due now.
+                continue
+            for job in self._instances[instance].advance(at_s):
+                self._finished(job, instance)
+            self._note(instance)
+
+    def _begins(self, instance: int) -> Callable[[Job, float], None]:
+        def begin(job: Job, now: float) -> None:
+            request = self._requests[job.number]
+            if not job.handed_over:
+                chain = request.ask.chain
+                depth = max(self._caches.match(chain, instance), request.fetched)
+                job.cached = request.hit_tokens = depth * self._segment
+                request.began_s = now
+                # What is read must not go while it is: it counts as used now.
+                self._caches.touch(chain[:depth], instance)
+                self._read(chain[:depth], instance, now)
+            self._hold(instance, job.prompt + job.output - (0 if job.handed_over else job.cached))
+
+        return begin
+
+    def _first(self, job: Job, now: float) -> None:
+        request = self._requests[job.number]
+        request.first_s = now
+        chain, instance = request.ask.chain, request.choice.prefill
+        # The computed segments become cache: the same memory under another name.
+        self._hold(instance, job.cached - len(chain) * self._segment)
+        self._caches.touch(chain, instance)
+        self._router.first_token(request.ask, request.choice, now)
+
+    def _finished(self, job: Job, instance: int) -> None:
+        request, now = self._requests[job.number], job.finished_s
+        cached = 0 if job.handed_over else len(request.ask.chain) * self._segment
+        self._hold(instance, cached - job.prompt - job.output)
+        prompt, choice = request.prompt, request.choice
+        if instance == choice.prefill != choice.decode:
+            self._moved_tokens += prompt.tokens
+            if prompt.output_tokens > 1:
+                self._hand_over(request, now)
+                return
+        answer = Answered(
+            at_s=prompt.at_s,
+            prompt_tokens=prompt.tokens,
+            output_tokens=max(1, prompt.output_tokens),
+            hit_tokens=request.hit_tokens,
+            first_s=request.first_s,
+            finished_s=now,
+        )
+        self._answers.append(answer)
+        self._router.finished(request.ask, choice, answer.output_tokens, now)
+
+    def _hand_over(self, request: _Request, now: float) -> None:
+        """The cache goes over layer by layer while the prefill runs."""
+        prompt = request.prompt
+        there_s = max(now, request.began_s + self._engine.transfer_s(prompt.tokens))
+        job = Job(request.ask.number, prompt.tokens, prompt.output_tokens - 1, prompt.tokens, there_s, handed_over=True)
+        self._submit(request.choice.decode, job, now)
+
+    # -- memory
+
+    def _hold(self, instance: int, tokens: int) -> None:
+        """So many more tokens of memory are taken by requests under way."""
+        self._held[instance] += tokens
+        if self._system.perfect or instance not in self._caching:
+            return
+        free = self._capacity * self._segment - self._held[instance]
+        self._caches.resize(instance, max(0, free // self._segment))
+
+    def _read(self, segments: Sequence[int], instance: int, now: float) -> None:
+        nbytes = self._segment * self._engine.model.cache_bytes
+        for segment in segments:
+            self._reads.add(now, instance, segment, nbytes)

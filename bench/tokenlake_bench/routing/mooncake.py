@@ -1,0 +1,86 @@
+"""Prefill and decode apart, with hot prefixes fetched from other instances, as Mooncake's conductor does it.
+
+Source: Qin et al., *Mooncake* (FAST '25, arXiv 2407.00079), algorithm 1 and sections 5 and 6. Of the prefill instances
+that whose expected time to the first token is least: what is queued there, plus the prefill, plus, where the best
+prefix elsewhere is at least `balancing_threshold` times as long as its own, the time to fetch that prefix (and then the
+prefill is that much shorter, and the copy stays). Queued time is the sum of expected prefills (the authors, issue 749).
+The decode instance is the one with the fewest tokens in its answers' contexts.
+
+Left out: refusing requests that would miss their objective; the paper's trace replays that way to keep an overloaded
+cluster alive. The threshold's value is not published; 2 is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenlake_bench.routing.base import Ask, Choice, Fetch, Fleet, least
+
+__all__ = ["BALANCING_THRESHOLD", "Mooncake", "split"]
+
+BALANCING_THRESHOLD = 2.0
+
+
+def split(instances: int, prefill_parts: int, decode_parts: int) -> tuple[range, range]:
+    """(prefill instances, decode instances), at least one of each, in about the proportion given."""
+    prefill = round(instances * prefill_parts / (prefill_parts + decode_parts))
+    prefill = min(max(1, prefill), instances - 1)
+    return range(prefill), range(prefill, instances)
+
+
+class Mooncake:
+    """A `Router`."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        prefill: Sequence[int],
+        decode: Sequence[int],
+        balancing_threshold: float = BALANCING_THRESHOLD,
+    ) -> None:
+        self._fleet = fleet
+        self._prefill = prefill
+        self._decode = decode
+        self._threshold = balancing_threshold
+        self._queued_s = [0.0] * fleet.instances
+        self._queued: list[dict[int, float]] = [{} for _ in range(fleet.instances)]
+        """Expected prefill of each request without a first token, by its index."""
+        self._contexts = [0] * fleet.instances
+
+    def choose(self, ask: Ask, now: float) -> Choice:
+        """See `Router`."""
+        depths = self._fleet.knowledge.depths(ask.chain)
+        source = least([-depth for depth in depths], self._prefill, self._fleet.rng)
+        prefills, costs = [0.0] * len(depths), [0.0] * len(depths)
+        for instance in self._prefill:
+            missing = self._to_fetch(depths[instance], depths[source])
+            prefills[instance] = self._prefill_s(ask, depths[instance] + missing)
+            costs[instance] = self._queued_s[instance] + self._fetch_s(missing) + prefills[instance]
+        prefill = least(costs, self._prefill, self._fleet.rng)
+        decode = least(self._contexts, self._decode, self._fleet.rng)
+        self._queued[prefill][ask.number] = prefills[prefill]
+        self._queued_s[prefill] = sum(self._queued[prefill].values())
+        self._contexts[decode] += ask.tokens
+        self._fleet.knowledge.sent(ask.chain, prefill)
+        fetches = self._to_fetch(depths[prefill], depths[source]) > 0
+        return Choice(prefill, decode, Fetch(source, depths[source]) if fetches else None)
+
+    def first_token(self, ask: Ask, choice: Choice, now: float) -> None:
+        """See `Router`."""
+        del self._queued[choice.prefill][ask.number]
+        self._queued_s[choice.prefill] = sum(self._queued[choice.prefill].values())
+
+    def finished(self, ask: Ask, choice: Choice, output_tokens: int, now: float) -> None:
+        """See `Router`."""
+        self._contexts[choice.decode] -= ask.tokens
+
+    def _to_fetch(self, depth: int, best: int) -> int:
+        """Segments that an instance which holds `depth` of them gets from the best."""
+        return best - depth if best >= self._threshold * depth else 0
+
+    def _prefill_s(self, ask: Ask, depth: int) -> float:
+        cached = depth * self._fleet.segment_tokens
+        return self._fleet.engine.prefill_s(max(1, ask.tokens - cached), cached)
+
+    def _fetch_s(self, segments: int) -> float:
+        return self._fleet.engine.transfer_s(segments * self._fleet.segment_tokens)

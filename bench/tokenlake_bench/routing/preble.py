@@ -1,0 +1,124 @@
+"""Routing by exploitation and exploration as Preble does it (E2).
+
+Source: Srivatsa et al., *Preble* (ICLR 2025, arXiv 2407.00023), and `global_scheduler_with_time.py` of WukLab/preble. A
+prompt whose cached part is longer than the rest goes where that part is (exploit), to the least loaded of those; any
+other goes where the cost is least (explore): the load of the last three minutes, plus what would be recomputed for what
+must be evicted, plus its own prefill. While the heaviest load is `rebalance_above` times the lightest, what would go to
+the heaviest goes to the lightest.
+
+Left out: splitting a prefix over two instances when its queue doubles, and the order of requests within an instance.
+Load is prefill plus decode seconds by the engine model, with the mean length and time per token of the answers that
+went by, as Preble fits both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from itertools import islice
+
+from tokenlake_bench.routing.base import Ask, Choice, Fleet, least
+
+__all__ = ["Preble", "PrebleSettings"]
+
+_NEWS = 0.05
+"""Weight of a new answer in the running means."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrebleSettings:
+    """`window_s` as in the paper, `rebalance_above` as in the code."""
+
+    window_s: float = 180.0
+    rebalance_above: float = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    at_s: float
+    instance: int
+    seconds: float
+    chain: tuple[int, ...]
+
+
+class Preble:
+    """A `Router`."""
+
+    def __init__(self, fleet: Fleet, settings: PrebleSettings | None = None) -> None:
+        self._fleet = fleet
+        self._settings = settings or PrebleSettings()
+        self._window: deque[_Sent] = deque()
+        self._load = [0.0] * fleet.instances
+        self._requests = [0] * fleet.instances
+        self._uses: list[Counter[int]] = [Counter() for _ in range(fleet.instances)]
+        self._segment_s = fleet.engine.prefill_s(fleet.segment_tokens)
+        self._began: dict[int, float] = {}
+        """First token of each answer that is not finished, by the request's index."""
+        self._output_tokens = 0.0
+        self._token_s = 0.0
+
+    def choose(self, ask: Ask, now: float) -> Choice:
+        """See `Router`."""
+        self._forget(now - self._settings.window_s)
+        depths = self._fleet.knowledge.depths(ask.chain)
+        instance = self._instance(ask, depths)
+        seconds = self._prefill_s(ask, depths[instance]) + self._output_tokens * self._token_s
+        self._window.append(_Sent(now, instance, seconds, ask.chain))
+        self._load[instance] += seconds
+        self._requests[instance] += 1
+        self._uses[instance].update(ask.chain)
+        self._fleet.knowledge.sent(ask.chain, instance)
+        return Choice(instance, instance)
+
+    def first_token(self, ask: Ask, choice: Choice, now: float) -> None:
+        """See `Router`."""
+        self._began[ask.number] = now
+
+    def finished(self, ask: Ask, choice: Choice, output_tokens: int, now: float) -> None:
+        """See `Router`."""
+        took = now - self._began.pop(ask.number)
+        first = not self._output_tokens
+        weight = 1.0 if first else _NEWS
+        self._output_tokens += weight * (output_tokens - self._output_tokens)
+        if output_tokens > 1:
+            self._token_s += weight * (took / (output_tokens - 1) - self._token_s)
+
+    def _instance(self, ask: Ask, depths: list[int]) -> int:
+        fleet, load = self._fleet, self._load
+        everyone = range(fleet.instances)
+        longest = max(depths)
+        cached = longest * fleet.segment_tokens
+        if cached > ask.tokens - cached:
+            best = least(load, [i for i in everyone if depths[i] == longest], fleet.rng)
+            lightest = least(load, everyone, fleet.rng)
+            heavy = load[best] == max(load) and load[best] > self._settings.rebalance_above * load[lightest]
+            return lightest if heavy else best
+        costs = [load[i] + self._eviction_s(ask, i, depths[i]) + self._prefill_s(ask, depths[i]) for i in everyone]
+        return least(costs, everyone, fleet.rng)
+
+    def _prefill_s(self, ask: Ask, depth: int) -> float:
+        cached = depth * self._fleet.segment_tokens
+        return self._fleet.engine.prefill_s(max(1, ask.tokens - cached), cached)
+
+    def _eviction_s(self, ask: Ask, instance: int, depth: int) -> float:
+        """Recomputing what would go, as often as it is asked for per request."""
+        knowledge = self._fleet.knowledge
+        excess = knowledge.size(instance) + len(ask.chain) - depth - self._fleet.capacity
+        if excess <= 0 or not self._requests[instance]:
+            return 0.0
+        uses = self._uses[instance]
+        asked = sum(uses[segment] for segment in islice(knowledge.coldest(instance), excess))
+        return self._segment_s * asked / self._requests[instance]
+
+    def _forget(self, before_s: float) -> None:
+        while self._window and self._window[0].at_s < before_s:
+            sent = self._window.popleft()
+            self._requests[sent.instance] -= 1
+            # Sums that should be 0 again are: otherwise equal loads would differ by what rounding left.
+            busy = self._requests[sent.instance] > 0
+            self._load[sent.instance] = self._load[sent.instance] - sent.seconds if busy else 0.0
+            uses = self._uses[sent.instance]
+            uses.subtract(sent.chain)
+            for segment in sent.chain:
+                if not uses[segment]:
+                    del uses[segment]

@@ -1,0 +1,25 @@
+"""Private caches behind round robin: what a load balancer does that knows nothing of caches."""
+
+from __future__ import annotations
+
+from tokenlake_bench.routing.base import Ask, Choice, Fleet
+
+__all__ = ["RoundRobin"]
+
+
+class RoundRobin:
+    """Request i goes to instance i modulo their number."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._instances = fleet.instances
+
+    def choose(self, ask: Ask, now: float) -> Choice:
+        """See `Router`."""
+        instance = ask.number % self._instances
+        return Choice(instance, instance)
+
+    def first_token(self, ask: Ask, choice: Choice, now: float) -> None:
+        """See `Router`."""
+
+    def finished(self, ask: Ask, choice: Choice, output_tokens: int, now: float) -> None:
+        """See `Router`."""
