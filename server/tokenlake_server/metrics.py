@@ -42,7 +42,8 @@ class Snapshot:
     """Values of one moment, taken on the control loop."""
 
     def __init__(self, core: NodeCore, processes: int, peers: list[str], query_engine: QueryEngine | None) -> None:
-        self.counters = {metric: core.counters[metric] for metric in Metric.all()}
+        self.counters = {metric: core.counters[metric] for metric in Metric.all() if not metric.label}
+        self.labelled = {metric: core.counters.by_label(metric) for metric in Metric.all() if metric.label}
         self.gauges: list[tuple[str, str, dict[str, str], float]] = [
             ("tokenlake_processes", "Engines' processes that may look at the arena", {}, processes),
             ("tokenlake_peers_connected", "Other nodes with a connection", {}, len(peers)),
@@ -50,10 +51,13 @@ class Snapshot:
         ]
         if query_engine is not None:
             self._of_query_engine(query_engine)
+        for name, count in core.hot().items():
+            self._gauge("tokenlake_hot_segments", "Hot segments: known, of this home, copies here", {"of": name}, count)
         for name, entries in core.census().items():
             self._gauge("tokenlake_map_entries", "Entries of each map of the rules", {"map": name}, entries)
         for pool in core.store.pools():
             labels = {"tenant": pool.tenant, "slot_bytes": str(pool.slot_bytes)}
+            self._gauge("tokenlake_regions", "Regions", labels, len(pool.regions))
             self._gauge("tokenlake_slots", "Slots", labels, pool.slots)
             self._gauge("tokenlake_free_slots", "Slots that hold nothing", labels, len(pool.free))
             self._gauge("tokenlake_quarantined_slots", "Slots that somebody may still touch", labels, pool.quarantined)
@@ -82,6 +86,11 @@ class _Collector:
         snapshot = self._take()
         for metric, value in snapshot.counters.items():
             yield CounterMetricFamily(metric.name.removesuffix("_total"), metric.help, value=value)
+        for metric, counted in snapshot.labelled.items():
+            labelled = CounterMetricFamily(metric.name.removesuffix("_total"), metric.help, labels=[metric.label])
+            for label, value in counted.items():
+                labelled.add_metric([label], value)
+            yield labelled
         families: dict[str, Any] = {}
         for name, help, labels, level in snapshot.gauges:
             family = families.setdefault(name, GaugeMetricFamily(name, help, labels=list(labels)))

@@ -16,11 +16,14 @@ from tokenlake.metrics import Counters, Metric
 from tokenlake.placement import Vacancy, default_run_length
 from tokenlake.ring import Ring
 from tokenlake.store import Budgets, Segment, SegmentStore, State
+from tokenlake.store.eviction import policy_named
 
 __all__ = ["LOAD_HALF_LIFE_S", "Context", "CoreConfig"]
 
-SERVED_BYTES = Metric(
-    "tokenlake_served_bytes_total", "Bytes of segments that engines read from this node's arena, here or from elsewhere"
+READ_BYTES = Metric(
+    "tokenlake_read_bytes_total",
+    "Bytes of segments that engines read from this node's arena, here or from elsewhere",
+    "tenant",
 )
 
 LOAD_HALF_LIFE_S = 2.0
@@ -59,6 +62,8 @@ class CoreConfig(msgspec.Struct, frozen=True):
     sync_grace_s: float = 5.0
     """A home that started answers UNKNOWN until every peer advertised, at most this long."""
     directory_limit: int = 1 << 20
+    eviction: str = "reuse"
+    """Policy of home copies, by its name in `tokenlake.store.eviction`."""
     replica_share: float = 0.05
     hot: str = "on"
     """`on`: hot segments are copied; `observe`: counts what that would take; `off`."""
@@ -82,6 +87,7 @@ class Context:
             config.region_bytes,
             Budgets(staged=config.staged_share, dirty=config.dirty_share, replica=config.replica_share),
             self.counters,
+            policy=policy_named(config.eviction),
             quotas=config.quotas,
         )
         self.directory = Directory(config.directory_limit)
@@ -119,9 +125,9 @@ class Context:
         had."""
         return max(LEAST_GOSSIP_S, self.config.gossip_s / max(1.0, self.config.time_scale))
 
-    def served(self, nbytes: int) -> None:
+    def served(self, tenant: TenantId, nbytes: int) -> None:
         """So much of what lies here was read: by engines of this node, or for those of another."""
-        self.counters.add(SERVED_BYTES, nbytes)
+        self.counters.add_for(READ_BYTES, tenant, nbytes)
         self._load.add(nbytes, self.load_now)
 
     def load(self) -> float:

@@ -29,6 +29,7 @@ from functools import partial
 from tokenlake.core.context import Context
 from tokenlake.core.fetch_calls import MISSING
 from tokenlake.core.home import Home
+from tokenlake.core.hot import Hot
 from tokenlake.core.instructions import Answer
 from tokenlake.core.packing import pack
 from tokenlake.core.peers import Peers, Reply
@@ -84,6 +85,10 @@ class _Match:
         """(key index, who does not have it though it may be elsewhere); only ever tested for membership."""
         self.hints: dict[int, tuple[NodeId, NodeId]] = {}
         """Per key index, (home that named a node, the node named)."""
+        self.hot: dict[int, NodeId] = {}
+        """Per key index, who was asked instead of the candidates and has not answered."""
+        self.given_up: list[list[int]] = []
+        """The indices of calls that are not waited for any more."""
 
     def missing(self) -> list[int]:
         """Indices of the keys that are not here, ascending."""
@@ -105,8 +110,10 @@ class Matches:
         sessions: Sessions,
         peers: Peers,
         home: Home,
+        hot: Hot,
     ) -> None:
         self._context = context
+        self._hot = hot
         self._sessions = sessions
         self._peers = peers
         self._home = home
@@ -128,7 +135,7 @@ class Matches:
             self._finish(match)
 
     def _ask(self, match: _Match) -> None:
-        """First round: both candidates of every key that is not here, this node last."""
+        """First round: of every key that is not here a copy where it is hot, else both candidates, this node last."""
         limit = self._context.config.match_deadline_s
         if 0 < match.request.deadline_s < limit:
             limit = match.request.deadline_s
@@ -137,27 +144,52 @@ class Matches:
         missing = match.missing()
         candidates = self._context.ring.candidates(join_keys([match.keys[index] for index in missing]))
         match.candidates = dict(zip(missing, candidates, strict=True))
+        session = match.process.session
+        match.hot = self._hot.choose(session.tenant, match.keys, missing, session.slot_bytes)
         wanted: defaultdict[NodeId, list[int]] = defaultdict(list)
         for index, (home, other) in match.candidates.items():
             match.codes[index] = _UNKNOWN
+            if index in match.hot:
+                wanted[match.hot[index]].append(index)
+                continue
             wanted[home].append(index)
             if other != home:
                 wanted[other].append(index)
         match.own = wanted.pop(self._context.node, [])
         if wanted:
             # Mostly those who are asked have everything, and there is nothing left to look up here.
-            self._context.after(limit * OWN_SHARE, lambda: self._ask_own(match))
+            self._context.after(limit * OWN_SHARE, lambda: self._ask_own(match, wanted))
             self._send(match, wanted)
         else:
-            self._ask_own(match)
+            self._ask_own(match, wanted)
 
-    def _ask_own(self, match: _Match) -> None:
-        """Look up in this node's own directory what nobody was found to have yet, unless that was done."""
+    def _ask_own(self, match: _Match, asked: dict[NodeId, list[int]]) -> None:
+        """Look up in this node's own directory what nobody was found to have yet, unless that was done. Of copies that
+        were `asked` first and are still silent the candidates are asked, and nobody waits for what else they say."""
         if match not in self._under_way:
             return
         wanted: dict[NodeId, list[int]] = {}
+        for node in dict.fromkeys(match.hot.values()):
+            if all(index in match.hot for index in asked[node]):
+                match.given_up.append(asked[node])
+                match.waiting -= 1
+            silent = [index for index, each in match.hot.items() if each == node]
+            self._ask_candidates(match, node, silent, wanted, denied=False)
         self._add_own(match, wanted)
         self._send(match, wanted)
+
+    def _ask_candidates(
+        self, match: _Match, node: NodeId, indices: list[int], wanted: dict[NodeId, list[int]], *, denied: bool
+    ) -> None:
+        """A copy at `node` was of no use for these hot ones."""
+        for index in indices:
+            del match.hot[index]
+            for candidate in dict.fromkeys(match.candidates[index]):
+                if candidate == self._context.node:
+                    match.own.append(index)
+                elif candidate != node:
+                    wanted.setdefault(candidate, []).append(index)
+        self._hot.missed(match.process.session.tenant, [match.keys[index] for index in indices], node, denied=denied)
 
     def _add_own(self, match: _Match, wanted: dict[NodeId, list[int]]) -> None:
         own, match.own = match.own, []
@@ -208,12 +240,25 @@ class Matches:
 
     def _heard(self, match: _Match, node: NodeId, indices: list[int], reply: Reply | None) -> None:
         """One node answered, or will not. Then the second round, or the end."""
-        match.waiting -= 1
+        if match not in self._under_way:
+            # It was given up.
+            if isinstance(reply, peer_wire.LookupReply) and reply.lease:
+                self._peers.tell(node, peer_wire.ReleaseLease((reply.lease,)))
+            return
+        if not any(given_up is indices for given_up in match.given_up):
+            match.waiting -= 1
         second: dict[NodeId, list[int]] = {}
         if isinstance(reply, peer_wire.LookupReply) and len(reply.codes) == len(indices):
             if reply.lease:
                 match.leases.setdefault(node, []).append(reply.lease)
+            missed = [i for i, code in zip(indices, reply.codes, strict=True) if i in match.hot and code != _LOCAL]
             self._take(match, node, indices, reply, second)
+            for index in [index for index in indices if index in match.hot and index not in missed]:
+                del match.hot[index]
+        else:
+            missed = [index for index in indices if index in match.hot]
+        if missed:
+            self._ask_candidates(match, node, missed, second, denied=reply is not None)
         if match.own:
             self._add_own(match, second)
         if second and self._context.now < match.deadline:
@@ -322,7 +367,8 @@ class Matches:
         local = hits - match.segments[:hits].count(None) if match.candidates else hits
         pending = int(hits < len(match.keys) and match.codes[hits] == Code.PENDING)
         self._context.counters.add(LOCAL, local * size)
-        self._context.served(local * match.process.session.slot_bytes)
+        self._context.served(match.process.session.tenant, local * match.process.session.slot_bytes)
+        self._hot.read(match.segments[:hits])
         self._context.counters.add(PENDING, pending * size)
         self._context.counters.add(MISSING, (len(match.keys) - hits - pending) * size)
 

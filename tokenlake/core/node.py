@@ -17,11 +17,14 @@ from tokenlake.core.advertising import Advertising
 from tokenlake.core.context import Context, CoreConfig
 from tokenlake.core.fetches import Fetches
 from tokenlake.core.home import Home
-from tokenlake.core.instructions import Answer, Instruction, ReplaceRegion, Say, Stamp, Welcomed
+from tokenlake.core.hot import Hot
+from tokenlake.core.instructions import Answer, Instruction, Say, Stamp, Welcomed
+from tokenlake.core.learned import Learned
 from tokenlake.core.matches import Matches
 from tokenlake.core.peers import Peer, Peers
 from tokenlake.core.pushes import Pushes
 from tokenlake.core.reads import Reads
+from tokenlake.core.regions import Regions
 from tokenlake.core.serving import Serving
 from tokenlake.core.sessions import Process, Session, Sessions
 from tokenlake.core.touches import Touches
@@ -42,18 +45,19 @@ class NodeCore:
     def __init__(self, config: CoreConfig) -> None:
         context = self._context = Context(config)
         self._peers = Peers(context, self._lost, self._suspected, self._restored)
-        self._touches = Touches(context, self._peers)
+        self._touches = Touches(context, self._peers, lambda segments: self._pushes.again(segments))
         self._sessions = Sessions(context, self._touches)
         self._home = Home(context, self._peers)
-        self._serving = Serving(context, self._peers, self._home)
         self._fetches = Fetches(context, self._peers)
+        self._hot = Hot(context, self._peers, self._fetches)
+        self._regions = Regions(context, self._sessions)
+        self._serving = Serving(context, self._peers, self._home, self._hot)
         self._pushes = Pushes(context, self._peers, self._home, self._fetches)
-        self._matches = Matches(context, self._sessions, self._peers, self._home)
+        self._matches = Matches(context, self._sessions, self._peers, self._home, self._hot)
         self._reads = Reads(context, self._sessions, self._peers, self._fetches, self._touches)
         self._writes = Writes(context, self._sessions, self._peers, self._home, self._pushes, self._touches)
         self._advertising = Advertising(context, self._peers)
-        self._replacing: int | None = None
-        self._replaced = 0
+        self._learned = Learned(context)
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.Joined: self._on_joined,
             events.Requested: self._on_requested,
@@ -64,7 +68,8 @@ class NodeCore:
             events.FetchDone: lambda e: self._fetches.done(e.fetch, e.codes, e.checksums),
             events.PullAsked: self._on_pull_asked,
             events.SendDone: lambda e: self._serving.sent(e.stream),
-            events.RegionReady: self._on_region_ready,
+            events.RegionReady: lambda e: self._regions.ready(e.region),
+            events.LearnedBefore: lambda e: self._learned.restore(e.data),
             events.Tick: lambda e: context.timers.fire(context.now),
         }
         self._requests: dict[type, Callable[[Process, Any], None]] = {
@@ -103,10 +108,15 @@ class NodeCore:
         """Who is in the cluster."""
         return self._context.ring
 
+    def learned(self) -> bytes:
+        """What the policy of eviction learned so far, for `events.LearnedBefore` of the next life. Changes nothing."""
+        return self._learned.save()
+
     def start(self, now: float) -> None:
         """Once, before the first event: timers begin at `now`."""
         self._context.now = self._context.started = now
         self._peers.start()
+        self._hot.start()
         self._context.after(self._context.config.peer_lease_s / 3, self._renew)
         self._context.after(self._context.config.gossip_s, self._report)
 
@@ -149,33 +159,9 @@ class NodeCore:
         )
         if isinstance(joined, Session):
             self._context.emit(Welcomed(event.connection, event.request, joined.id))
-            self._find_region(joined)
+            self._regions.look()
         else:
             self._context.emit(Answer(event.connection, engine.Failed(event.request, "LimitReached", joined)))
-
-    def _find_region(self, session: Session) -> None:
-        """A newcomer whose slot size has no region gets one from a pool that no connected engine uses."""
-        store = self._context.store
-        if self._replacing is not None or store.pool(session.tenant, session.slot_bytes) is not None:
-            return
-        used = [(s.tenant, s.slot_bytes) for s in self._sessions]
-        for pool in store.pools():
-            if (pool.tenant, pool.slot_bytes) not in used and pool.regions:
-                free = len(pool.free)
-                self._replacing = store.reclaim(pool, self._context.now)
-                if self._replacing is not None:
-                    fresh = self._context.config.regions + self._replaced
-                    self._replaced += 1
-                    self._context.emit(ReplaceRegion(self._replacing, fresh))
-                if self._replacing is not None or len(pool.free) > free:
-                    # It gave a region, or a part of one for now: no other pool has to lose anything.
-                    return
-
-    def _on_region_ready(self, event: events.RegionReady) -> None:
-        self._replacing = None
-        self._context.store.add_spare(event.region)
-        for session in self._sessions:
-            self._find_region(session)
 
     def _on_requested(self, event: events.Requested) -> None:
         process = self._sessions.process(ConnectionId(event.connection))
@@ -219,7 +205,10 @@ class NodeCore:
         match message:
             case peer.Lookup():
                 self._context.emit(Say(node, self._serving.lookup(node, message, split_keys(message.keys))))
-            case peer.LookupReply() | peer.ReadyReply() | peer.OfferReply() | peer.Pong():
+            case peer.Pong():
+                self._hot.heard_version(node, message.hot_version)
+                self._peers.replied(node, message)
+            case peer.LookupReply() | peer.ReadyReply() | peer.OfferReply() | peer.Replicated():
                 self._peers.replied(node, message)
             case peer.ReleaseLease():
                 for lease in message.leases:
@@ -232,6 +221,7 @@ class NodeCore:
             case peer.Offer():
                 self._pushes.offered(node, message)
             case peer.Ping():
+                self._hot.heard_version(node, message.hot_version)
                 self._peers.pinged(node, message)
             case _:
                 self._on_peer_told(node, message)
@@ -254,8 +244,18 @@ class NodeCore:
             case peer.Redundant():
                 self._pushes.redundant(message)
             case peer.Evicted():
-                for key in split_keys(message.keys):
+                keys = split_keys(message.keys)
+                for key in keys:
                     self._context.directory.gone(TenantId(message.tenant), key, NodeId(message.node))
+                self._hot.gone(TenantId(message.tenant), keys, NodeId(message.node))
+            case peer.Reads():
+                self._hot.home.reads(message)
+            case peer.Replicate():
+                self._hot.copies.asked(node, message)
+            case peer.HotSet():
+                self._hot.told(node, message)
+            case peer.HotWanted():
+                self._hot.home.wanted(node)
             case peer.Touched():
                 self._on_touched(message)
             case peer.Advertised():
@@ -267,9 +267,13 @@ class NodeCore:
         found = self._context.ready(TenantId(message.tenant), split_keys(message.keys))
         homes = [segment for segment in reversed(found) if segment is not None and segment.kind is Kind.HOME]
         if message.used:
-            self._context.store.touch(homes, self._context.now, message.advice)
+            self._context.store.touch(homes, self._context.load_now, message.advice)
+            self._pushes.again([segment for segment in reversed(found) if segment is not None])
         elif message.advice is not None:
-            self._context.store.advise(homes, message.advice, self._context.now)
+            self._context.store.advise(homes, message.advice, self._context.load_now)
+        replicas = [segment for segment in found if segment is not None and segment.kind is Kind.REPLICA]
+        if replicas:
+            self._touches.pass_on(replicas, message.advice, used=message.used)
 
     def _tell_evicted(self) -> None:
         evicted, self._context.store.evicted = self._context.store.evicted, []
@@ -293,8 +297,7 @@ class NodeCore:
     def _report(self) -> None:
         self._touches.report()
         # When a newcomer joined, the memory it needs may still have been pinned by engines that were gone already.
-        for session in self._sessions:
-            self._find_region(session)
+        self._regions.look()
         self._context.after(self._context.config.gossip_s, self._report)
 
     # -- checks
@@ -310,9 +313,14 @@ class NodeCore:
             self._pushes,
             self._peers,
             self._advertising,
+            self._hot,
         )
         counted = {name: count for part in parts for name, count in part.census().items()}
         return {**counted, "directory": len(self._context.directory), "timers": len(self._context.timers)}
+
+    def hot(self) -> dict[str, int]:
+        """Hot segments, by what of them: for gauges."""
+        return self._hot.gauges()
 
     def idle(self) -> bool:
         """Nothing is leased, reserved, pinned, on its way or waited for."""
@@ -332,6 +340,7 @@ class NodeCore:
         self._fetches.check_integrity()
         self._pushes.check_integrity()
         self._peers.check_integrity()
+        self._hot.check_integrity()
         self._context.directory.check_integrity()
         pins = Counter(self._pinned())
         for segment in self.store.segments():

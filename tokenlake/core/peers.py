@@ -29,7 +29,7 @@ CALLS = Metric("tokenlake_peer_calls_total", "Requests sent to other nodes")
 TIMEOUTS = Metric("tokenlake_peer_timeouts_total", "Requests to other nodes that missed their deadline")
 SUSPECTED = Metric("tokenlake_suspected_peers_total", "Times a peer became SUSPECT")
 
-Reply = wire.LookupReply | wire.ReadyReply | wire.OfferReply | wire.Pong
+Reply = wire.LookupReply | wire.ReadyReply | wire.OfferReply | wire.Replicated | wire.Pong
 OnReply = Callable[[Reply | None], None]
 R = TypeVar("R")
 
@@ -55,6 +55,8 @@ class Peer:
         self.node = node
         self.up = False
         self.incarnation = Incarnation(0)
+        self.born = 0.0
+        """When this node first heard of that incarnation."""
         self.overdue = False
         self.suspect = False
         self.heard_at = 0.0
@@ -112,6 +114,11 @@ class Peers:
         peer = self._peers.get(node)
         return peer is not None and peer.reachable
 
+    def settled(self, node: NodeId) -> bool:
+        """Is `node` another member, worth asking now, and did it not join a moment ago?"""
+        peer = self._peers.get(node)
+        return peer is not None and peer.usable and self._context.now >= peer.born + self._context.config.sync_grace_s
+
     def start(self) -> None:
         """Begin to ping."""
         self._context.after(self._context.config.gossip_s, self._ping)
@@ -124,7 +131,7 @@ class Peers:
         self.went_down(node, peer.incarnation)
         peer.up, peer.overdue, peer.suspect = True, False, False
         if peer.incarnation != incarnation:
-            peer.incarnation = incarnation
+            peer.incarnation, peer.born = incarnation, self._context.now
             self._context.directory.forget(node, incarnation)
             self._context.in_slices(lambda: self._context.directory.sweep(SWEPT))
         self._on_restored(peer)
@@ -208,7 +215,7 @@ class Peers:
     def replied(self, node: NodeId, message: Reply) -> None:
         """Hand a reply to its caller. A late `LookupReply` leased what nobody waits for: give it back."""
         peer = self._peers[node]
-        if not isinstance(message, wire.ReadyReply):
+        if not isinstance(message, wire.ReadyReply | wire.Replicated):
             self._told(peer, message)
         waiting = peer.calls.pop(message.call, None)
         if waiting is not None:
@@ -222,12 +229,12 @@ class Peers:
 
     def _ping(self) -> None:
         config = self._context.config
-        vacancy, load = self._context.vacancy(), self._context.load()
+        vacancy, load, hot = self._context.vacancy(), self._context.load(), self._context.hot_version
         for peer in self._peers.values():
             if peer.up:
                 self._send(
                     peer,
-                    lambda call: wire.Ping(call, vacancy, load),
+                    lambda call: wire.Ping(call, vacancy, load, hot),
                     config.suspect_s,
                     lambda reply, peer=peer: self._ponged(peer, reply),  # type: ignore[misc]
                     proves_life=True,
@@ -244,7 +251,8 @@ class Peers:
     def pinged(self, node: NodeId, message: wire.Ping) -> None:
         """Answer, and learn how full it is."""
         self._told(self._peers[node], message)
-        self._context.emit(Say(node, wire.Pong(message.call, self._context.vacancy(), self._context.load())))
+        vacancy, load, hot = self._context.vacancy(), self._context.load(), self._context.hot_version
+        self._context.emit(Say(node, wire.Pong(message.call, vacancy, load, hot)))
 
     def _told(self, peer: Peer, message: wire.Ping | wire.Pong | wire.LookupReply | wire.OfferReply) -> None:
         peer.vacancy = Vacancy(*message.vacancy)

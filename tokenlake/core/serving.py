@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from tokenlake.core.context import Context
 from tokenlake.core.home import Home
+from tokenlake.core.hot import Hot
 from tokenlake.core.instructions import SendBulk
 from tokenlake.core.peers import Peers
 from tokenlake.core.timers import Timer
@@ -24,6 +25,7 @@ __all__ = ["Serving"]
 
 SENT = Metric("tokenlake_sent_segments_total", "Segments sent to other nodes")
 SENT_BYTES = Metric("tokenlake_sent_bytes_total", "Bytes of segments sent to other nodes")
+SENT_TO_READERS = Metric("tokenlake_sent_to_readers_segments_total", "Those of them that an engine there was to read")
 
 PEER_LEASE_SHARE = 0.5
 """Of the slots that a pool can grow to, what other nodes together may have leased: the rest stays for writers
@@ -48,8 +50,9 @@ class _PeerLease:
 class Serving:
     """Leases to nodes, and the sends under way."""
 
-    def __init__(self, context: Context, peers: Peers, home: Home) -> None:
+    def __init__(self, context: Context, peers: Peers, home: Home, hot: Hot) -> None:
         self._context = context
+        self._hot = hot
         self._peers = peers
         self._home = home
         self._leases: dict[LeaseId, _PeerLease] = {}
@@ -176,7 +179,9 @@ class Serving:
         self._context.counters.add(SENT, len(sent))
         self._context.counters.add(SENT_BYTES, len(sent) * slot_bytes)
         if not background:
-            self._context.served(len(sent) * slot_bytes)
+            self._context.counters.add(SENT_TO_READERS, len(sent))
+            self._context.served(tenant, len(sent) * slot_bytes)
+            self._hot.sent(sent)
         slots = b"".join(segment.packed for segment in sent)
         checksums = b"".join(segment.checksums for segment in sent)
         self._context.emit(SendBulk(stream, slot_bytes, codes, slots, checksums))

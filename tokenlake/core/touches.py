@@ -16,7 +16,7 @@ __all__ = ["Touches"]
 
 MAX_TOUCHED = 4096
 """Keys in one report to one holder; more reads of copies in one gossip interval are not reported."""
-_READY, _STAGED = State.READY, Kind.STAGED
+_READY, _HOME = State.READY, Kind.HOME
 
 
 Word = tuple[Advice | None, bool]
@@ -69,10 +69,14 @@ class Touches:
     def _note(self, segments: list[Segment], word: Word) -> None:
         by_holder: dict[NodeId, list[SegmentKey]] = {}
         for segment in reversed(segments):
-            if segment.kind is _STAGED and segment.source is not None:
+            if segment.kind is not _HOME and segment.source is not None:
                 by_holder.setdefault(segment.source, []).append(segment.key)
         for node, keys in by_holder.items():
             self._tell(node, segments[0].tenant, word, keys)
+
+    def pass_on(self, replicas: list[Segment], advice: Advice | None, *, used: bool) -> None:
+        """Replicas here, deepest first, were read by engines of other nodes, which know of no other copy."""
+        self._note(replicas[::-1], (advice, used))
 
     def _tell(self, node: NodeId, tenant: TenantId, word: Word, keys: list[SegmentKey]) -> None:
         batch = self._batches.setdefault((node, tenant), _Batch())

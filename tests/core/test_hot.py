@@ -1,0 +1,272 @@
+"""Hot segments through whole nodes: copies, who reads them, and what deaths, restarts and lies do to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.core.scenes import calm, copies, fetch, kinds, match, placed, said, store, tell
+from tests.sim.arena import SHARDS, SLOT_BYTES
+from tests.sim.cluster import Cluster
+from tests.sim.engine import Engine
+from tokenlake.core import events, instructions
+from tokenlake.core.fetch_calls import FETCHED
+from tokenlake.core.hot import CHOSEN, MISSED
+from tokenlake.core.hot_copies import COPIED, UNLISTED_S
+from tokenlake.core.hot_home import DEMOTED, PROMOTED
+from tokenlake.hot.rule import DROP_S
+from tokenlake.identity import SegmentKey
+from tokenlake.store import Kind
+from tokenlake.wire import Code, engine, peer
+from tokenlake.wire.slots import join_keys
+
+NODES = 4
+
+
+def scene(nodes: int = NODES, **rules: Any) -> tuple[Cluster, list[Engine]]:
+    """An engine on each node; nobody is new any more."""
+    cluster = calm(nodes, replica_share=0.5, **rules)
+    engines = [cluster.join(node) for node in range(nodes)]
+    cluster.run_for(1.0)
+    return cluster, engines
+
+
+def read(cluster: Cluster, reader: Engine, keys: Sequence[SegmentKey]) -> list[Code]:
+    """Match, fetch and release; what was staged by it is gone afterwards, as if much else was read."""
+    found = match(cluster, reader, keys)
+    fetched = fetch(cluster, reader, found.lease, found.hits) if found.hits else None
+    tell(cluster, reader.processes[0], engine.Release(((found.lease, 0, found.hits),)))
+    core = reader.node.core
+    assert core is not None
+    for segment in list(core.store.segments()):
+        if segment.key in keys and segment.kind is Kind.STAGED and not segment.pins:
+            core.store.discard(segment, cluster.clock.now)
+    return [Code(code) for code in fetched.codes] if fetched is not None else []
+
+
+def hot(**rules: Any) -> tuple[Cluster, list[Engine], SegmentKey]:
+    """A segment of node 0, read by all others until it has copies."""
+    cluster, engines = scene(**rules)
+    (key,) = placed(cluster, 0, 1)
+    store(cluster, engines[0], [key])
+    crowd(cluster, engines, key)
+    return cluster, engines, key
+
+
+def crowd(cluster: Cluster, engines: Sequence[Engine], key: SegmentKey, rounds: int = 6) -> None:
+    for _ in range(rounds):
+        for reader in engines[1:]:
+            if reader.alive:
+                assert read(cluster, reader, [key]) == [Code.LOCAL]
+        cluster.run_for(0.05)
+    cluster.run_for(0.5)
+    cluster.check()
+
+
+def test_what_all_read_is_copied_and_everybody_knows() -> None:
+    cluster, _, key = hot()
+    assert kinds(cluster, key) == {0: Kind.HOME, 1: Kind.REPLICA, 2: Kind.REPLICA, 3: Kind.REPLICA}
+    for node in range(NODES):
+        assert cluster.core(node).hot()["known"] == 1
+    assert cluster.core(0).counters[PROMOTED] == 1
+    assert sum(cluster.core(node).counters[COPIED] for node in range(NODES)) <= NODES - 1
+    assert cluster.keepers() == {("red", key): ["n0"]}
+
+
+@pytest.mark.parametrize("mode", ["off", "observe"])
+def test_nothing_is_copied_unless_it_is_on(mode: str) -> None:
+    cluster, engines = scene(hot=mode)
+    (key,) = placed(cluster, 0, 1)
+    store(cluster, engines[0], [key])
+    crowd(cluster, engines, key)
+    assert kinds(cluster, key) == {0: Kind.HOME}
+    assert cluster.core(0).counters[PROMOTED] == (mode == "observe")
+    notes = [note.text for note in said(cluster, 0, instructions.Note) if "hot" in note.text]
+    assert len(notes) == (mode == "observe")
+    assert not said(cluster, 0, peer.HotSet)
+
+
+def test_copies_become_staged_when_nobody_reads_them_any_more() -> None:
+    cluster, _, key = hot()
+    cluster.run_for(DROP_S + 600.0)
+    assert cluster.core(0).counters[DEMOTED] == 1
+    assert set(kinds(cluster, key).values()) == {Kind.HOME, Kind.STAGED}
+    assert all(cluster.core(node).hot() == {"known": 0, "of this home": 0, "copies": 0} for node in range(NODES))
+
+
+def test_a_hot_segment_is_asked_of_one_copy_instead_of_its_candidates() -> None:
+    cluster, engines, key = hot(nodes=6)
+    reader = 5
+    cluster.core(reader).store.discard(copies(cluster, key)[reader], cluster.clock.now)
+    lookups, chosen = len(said(cluster, reader, peer.Lookup)), cluster.core(reader).counters[CHOSEN]
+    assert read(cluster, engines[reader], [key]) == [Code.LOCAL]
+    assert cluster.core(reader).counters[CHOSEN] == chosen + 1
+    assert len(said(cluster, reader, peer.Lookup)) == lookups + 1
+
+
+def test_a_copy_that_is_gone_costs_a_question_and_is_not_named_again() -> None:
+    cluster, engines, key = hot()
+    found = copies(cluster, key)
+    for node in (2, 3):
+        cluster.core(node).store.discard(found[node], cluster.clock.now)
+    reader = 1
+    cluster.core(reader).store.discard(found[reader], cluster.clock.now)
+    before = cluster.core(reader).counters[MISSED]
+    for _ in range(8):
+        assert read(cluster, engines[reader], [key]) == [Code.LOCAL]
+    assert cluster.core(reader).counters[MISSED] > before
+    cluster.check()
+
+
+def test_a_copy_that_freezes_costs_no_match_its_deadline() -> None:
+    """The candidates are asked after a quarter of it."""
+    cluster, engines, key = hot()
+    found = copies(cluster, key)
+    cluster.core(1).store.discard(found[1], cluster.clock.now)
+    core = cluster.core(1)
+    cluster.node(2).freeze()
+    cluster.node(3).freeze()
+    took: list[float] = []
+    for _ in range(4):
+        began = cluster.clock.now
+        reply = match(cluster, engines[1], [key])
+        took.append(cluster.clock.now - began)
+        assert reply.hits == 1
+        tell(cluster, engines[1].processes[0], engine.Release(((reply.lease, 0, 1),)))
+    assert max(took) < 0.75 * core.config.match_deadline_s
+    cluster.node(2).thaw()
+    cluster.node(3).thaw()
+    cluster.run_for(1.0)
+    cluster.check()
+
+
+def test_a_holder_that_dies_leaves_one_home_copy() -> None:
+    cluster, engines, key = hot()
+    cluster.node(0).crash()
+    cluster.run_for(2.0)
+    assert sorted(kinds(cluster, key).values()).count(Kind.HOME) == 1
+    for reader in engines[1:]:
+        assert read(cluster, reader, [key]) == [Code.LOCAL]
+    cluster.node(0).start()
+    cluster.run_for(2.0)
+    cluster.settle()
+    cluster.check_settled()
+
+
+def test_a_home_copy_that_is_evicted_is_replaced_by_a_copy() -> None:
+    cluster, _, key = hot()
+    home = cluster.core(0)
+    home.store.discard(copies(cluster, key)[0], cluster.clock.now)
+    home._context.directory.gone(copies(cluster, key)[1].tenant, key, home._context.node)
+    cluster.run_for(1.0)
+    assert list(kinds(cluster, key).values()).count(Kind.HOME) == 1
+    cluster.settle()
+    cluster.check_settled()
+
+
+def test_a_set_that_was_missed_is_sent_again() -> None:
+    cluster, engines = scene()
+    (key,) = placed(cluster, 0, 1)
+    store(cluster, engines[0], [key])
+    link = cluster.link("n0", "n2")
+    for _ in range(6):
+        for reader in (1, 3):
+            read(cluster, engines[reader], [key])
+        link.drop = 1
+    cluster.run_for(2.0)
+    assert cluster.core(0).hot()["known"] == 1
+    assert cluster.core(2).hot()["known"] == 1
+
+
+def test_a_home_that_begins_anew_knows_nothing_and_neither_does_anybody_then() -> None:
+    cluster, _, key = hot()
+    cluster.node(0).crash()
+    cluster.node(0).start()
+    cluster.run_for(1.0)
+    assert [cluster.core(node).hot()["known"] for node in range(NODES)] == [0] * NODES
+    cluster.run_for(UNLISTED_S + 1.0)
+    assert Kind.REPLICA not in kinds(cluster, key).values()
+    assert sorted(kinds(cluster, key).values()).count(Kind.HOME) == 1
+
+
+def test_a_node_that_joined_a_moment_ago_gets_no_copies() -> None:
+    cluster, engines = scene(sync_grace_s=1e6)
+    (key,) = placed(cluster, 0, 1)
+    store(cluster, engines[0], [key])
+    crowd(cluster, engines, key)
+    assert kinds(cluster, key) == {0: Kind.HOME}
+
+
+def test_a_node_whose_budget_is_full_refuses_and_the_next_is_asked() -> None:
+    cluster, engines = scene(hot="on")
+    keys = placed(cluster, 0, 1, 8)
+    full = cluster.core(2)
+    for number, key in enumerate(keys[:2]):
+        full.handle(events.PeerSaid("n0", replicate(number, key)), cluster.clock.now)
+    assert full.hot()["copies"] == 0
+    store(cluster, engines[0], keys)
+    for number, key in enumerate(keys):
+        bring = replicate(100 + number, key)
+        cluster.node(2).deliver(events.PeerSaid("n0", bring))
+    cluster.run_for(1.0)
+    replies = [reply.codes for reply in said(cluster, 2, peer.Replicated)]
+    assert bytes([Code.COMMITTED]) in replies
+    assert bytes([Code.REPLICA_BUDGET]) in replies
+    cluster.check()
+
+
+def replicate(call: int, key: SegmentKey) -> peer.Replicate:
+    return peer.Replicate(call, "red", key, (0,), SLOT_BYTES, SHARDS, "n0", "n0")
+
+
+def test_reads_of_a_replica_keep_the_home_copy() -> None:
+    cluster, engines, key = hot()
+    before = copies(cluster, key)[0].touched
+    assert kinds(cluster, key)[2] is Kind.REPLICA
+    fetched = cluster.core(2).counters[FETCHED]
+    read(cluster, engines[2], [key])
+    assert cluster.core(2).counters[FETCHED] == fetched
+    cluster.run_for(0.5)
+    assert copies(cluster, key)[0].touched > before
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        (peer.HotEntry("red", bytes(32), (0, 99)),),
+        tuple(peer.HotEntry("red", bytes(32), (0,)) for _ in range(5000)),
+    ],
+)
+def test_a_set_that_nobody_can_mean_is_refused(entries: tuple[peer.HotEntry, ...]) -> None:
+    cluster, _ = scene()
+    with pytest.raises(ValueError, match="hot set"):
+        cluster.core(1).handle(events.PeerSaid("n0", peer.HotSet(9, entries)), cluster.clock.now)
+
+
+def test_nobody_speaks_for_another_home() -> None:
+    cluster, _ = scene()
+    (key,) = placed(cluster, 2, 1)
+    cluster.core(1).handle(
+        events.PeerSaid("n0", peer.HotSet(9, (peer.HotEntry("red", key, (0, 3)),))), cluster.clock.now
+    )
+    assert cluster.core(1).hot()["known"] == 0
+
+
+def test_reads_that_somebody_makes_up_cost_no_more_than_the_budgets() -> None:
+    """Of segments that are nowhere nothing is copied; of those that are, what `replica_share` allows."""
+    cluster, engines = scene()
+    keys = placed(cluster, 0, 1, 20)
+    store(cluster, engines[0], keys[:4])
+    counts = (1 << 31,) * len(keys)
+    lies = peer.Reads("red", join_keys(keys), (0,) * len(keys), counts, SLOT_BYTES, SHARDS)
+    for _ in range(5):
+        cluster.node(0).deliver(events.PeerSaid("n3", lies))
+        cluster.run_for(0.5)
+        cluster.check()
+    for node in range(1, NODES):
+        pools = list(cluster.core(node).store.pools())
+        assert sum(pool.counts[Kind.REPLICA] for pool in pools) <= 4
+    cluster.settle()
+    cluster.check_settled()

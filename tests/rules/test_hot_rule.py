@@ -1,0 +1,119 @@
+"""The rule: how many copies, when, and for how long; and what nodes that lie can make of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenlake.hot import Change, HotItem, HotRule, Shape, fair_mean
+from tokenlake.identity import NodeId, SegmentKey, TenantId
+
+SIZE = 1 << 20
+SHAPE = Shape(0, SIZE, 1)
+NODES = [NodeId(f"n{number}") for number in range(8)]
+EVEN = dict.fromkeys(NODES, 100.0 * SIZE)
+
+
+def item(number: int) -> HotItem:
+    return TenantId("red"), SegmentKey(bytes([number]) * 32)
+
+
+def at_first(_: HotItem) -> Sequence[NodeId]:
+    return NODES[:1]
+
+
+def read(rule: HotRule, what: HotItem, per_s: float, from_s: float, to_s: float) -> None:
+    """A steady stream."""
+    for step in range(int((to_s - from_s) * per_s)):
+        rule.read(what, SHAPE, 1, from_s + step / per_s)
+    rule.check_integrity()
+
+
+def busy(load: float) -> dict[NodeId, float]:
+    """The first node has that times the load of each of the others."""
+    return {**EVEN, NODES[0]: load * EVEN[NODES[0]]}
+
+
+def test_as_many_copies_as_its_rate_needs() -> None:
+    rule = HotRule()
+    read(rule, item(1), 35.0, 0.0, 30.0)
+    assert rule.decide(30.0, busy(1.05), at_first) == []
+    # A share is a tenth of 100 segments a second.
+    assert rule.decide(30.0, busy(1.35), at_first) == [Change(item(1), 4)]
+    assert rule.decide(30.0, busy(1.35), at_first) == []
+
+
+def test_what_is_read_little_gets_none_however_busy_its_node_is() -> None:
+    rule = HotRule()
+    read(rule, item(1), 8.0, 0.0, 30.0)
+    assert rule.decide(30.0, busy(5.0), at_first) == []
+
+
+def test_the_hottest_first_and_no_more_than_helps() -> None:
+    rule = HotRule()
+    for step in range(600):
+        for number, times in ((1, 4), (2, 2), (3, 2)):
+            rule.read(item(number), SHAPE, times, step * 0.1)
+    changes = rule.decide(60.0, busy(1.35), at_first)
+    assert [change.item for change in changes] == [item(1)]
+    assert [change.item for change in HotRule().decide(60.0, busy(9.0), at_first)] == []
+
+
+def test_half_as_many_again_per_second_while_one_of_its_nodes_is_above() -> None:
+    """Up to twice what its rate needs."""
+    rule = HotRule()
+    read(rule, item(1), 35.0, 0.0, 30.0)
+    copies: list[int] = []
+    for step in range(50):
+        changes = rule.decide(30.0 + step / 10, busy(1.5), at_first)
+        read(rule, item(1), 35.0, 30.0 + step / 10, 30.1 + step / 10)
+        copies += [change.copies for change in changes]
+    assert copies == [4, 6, 7]
+
+
+def test_copies_go_when_nobody_read_them_for_long() -> None:
+    rule = HotRule()
+    read(rule, item(1), 35.0, 0.0, 30.0)
+    assert rule.decide(30.0, busy(1.5), at_first)
+    changes = {at_s: rule.decide(at_s, EVEN, at_first) for at_s in range(31, 400)}
+    (dropped_s,) = [at_s for at_s, change in changes.items() if change]
+    assert changes[dropped_s] == [Change(item(1), 1)]
+    # Half of a minute counts as 10.3 reads a second, a quarter of ten is reached two half-lives later; then 20 s pass.
+    assert 30 + 120 + 20 <= dropped_s <= 30 + 125 + 20
+    assert len(rule) == 0
+
+
+def test_a_single_read_on_idle_nodes_makes_nothing_hot() -> None:
+    rule = HotRule()
+    rule.read(item(1), SHAPE, 1, 0.0)
+    assert rule.decide(0.1, {**dict.fromkeys(NODES, 0.0), NODES[0]: SIZE / 3}, at_first) == []
+
+
+def test_a_crowd_on_idle_nodes_gets_copies_within_seconds() -> None:
+    rule = HotRule()
+    read(rule, item(1), 8.0, 0.0, 1.0)
+    changes = rule.decide(1.0, {**dict.fromkeys(NODES, 0.0), NODES[0]: 8.0 * SIZE}, at_first)
+    assert changes == [Change(item(1), len(NODES))]
+
+
+@given(st.floats(0.0, 1e15), st.integers(0, 7))
+def test_one_node_that_lies_moves_the_mean_by_at_most_one_part(lie: float, liar: int) -> None:
+    loads = list(EVEN.values())
+    loads[liar] = lie
+    assert 6 / 7 * EVEN[NODES[0]] <= fair_mean(loads) * (1 + 1e-12)
+    assert fair_mean(loads) <= EVEN[NODES[0]] * (1 + 1e-12)
+
+
+@given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 1 << 32)), max_size=300), st.floats(0.0, 1e15))
+def test_whatever_is_said_what_is_kept_is_bounded(reads: list[tuple[int, int]], lie: float) -> None:
+    rule = HotRule()
+    for step, (number, times) in enumerate(reads):
+        rule.read(item(number), SHAPE, times, step * 0.1)
+        rule.check_integrity()
+    changes = rule.decide(60.0, {**EVEN, NODES[0]: lie}, at_first)
+    assert all(2 <= change.copies <= len(NODES) for change in changes)
+    assert len(rule) <= 128
+    assert all(math.isfinite(change.copies) for change in changes)

@@ -1,0 +1,190 @@
+"""Hot segments at this node: reads counted and reported, everybody's sets, and which copy a match asks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from tokenlake.core.context import Context
+from tokenlake.core.fetches import Fetches
+from tokenlake.core.hot_copies import HotCopies
+from tokenlake.core.hot_home import HotHome
+from tokenlake.core.peers import Peers
+from tokenlake.hot import COUNTERS, HotItem, KnownSets, draws, less_loaded_of_two
+from tokenlake.identity import NodeId, SegmentKey, TenantId
+from tokenlake.metrics import Metric
+from tokenlake.store import Kind, Segment
+from tokenlake.wire import peer as wire
+from tokenlake.wire.slots import join_keys
+
+__all__ = ["Hot"]
+
+CHOSEN = Metric("tokenlake_hot_reads_total", "Segments asked of a copy because they are hot")
+MISSED = Metric("tokenlake_hot_misses_total", "Segments that such a copy did not have, or did not say so in time")
+
+MAX_COUNTED = 4096
+"""Segments whose reads are counted between two reports."""
+CHECKSUM_BYTES = 8
+KEPT_S = 60.0
+"""A home that cannot be reached keeps its set for so long: its copies are read meanwhile."""
+
+
+class Hot:
+    """One of each node."""
+
+    def __init__(self, context: Context, peers: Peers, fetches: Fetches) -> None:
+        self._context = context
+        self._peers = peers
+        self._known = KnownSets()
+        self.copies = HotCopies(context, peers, fetches, self._known)
+        self.home = HotHome(context, peers, self._known, self.copies)
+        self._counted: dict[Segment, int] = {}
+        """Reads since the last report."""
+        self._silent: dict[NodeId, float] = {}
+        """Homes that cannot be reached, and since when."""
+        self._on = context.config.hot == "on"
+        seed = hashlib.blake2b(f"{context.node}#{context.incarnation}".encode(), digest_size=8).digest()
+        self._draws = draws(int.from_bytes(seed, "big"))
+
+    def start(self) -> None:
+        """Begin to report and decide."""
+        if self._context.config.hot != "off" and len(self._context.ring.members) > 1:
+            self._context.after(self._context.gossip_s, self._turn)
+
+    def _turn(self) -> None:
+        self._report()
+        self.home.decide()
+        self.copies.sweep()
+        self._forget_silent()
+        self._context.after(self._context.gossip_s, self._turn)
+
+    # -- reads
+
+    def sent(self, segments: Sequence[Segment]) -> None:
+        """Other nodes' engines read these here: they could have been read elsewhere."""
+        counted = self._counted
+        for segment in segments:
+            if segment in counted or len(counted) < MAX_COUNTED:
+                counted[segment] = counted.get(segment, 0) + 1
+
+    def read(self, segments: Sequence[Segment | None]) -> None:
+        """Engines of this node read these here: only what is a replica would else have been read elsewhere."""
+        if len(self.copies):
+            self.sent([segment for segment in segments if segment is not None and segment.kind is Kind.REPLICA])
+
+    def _report(self) -> None:
+        """Tell the homes what was read most."""
+        counted, self._counted = self._counted, {}
+        if self._context.config.hot == "off":
+            return
+        by_shape: dict[tuple[TenantId, int, int], list[Segment]] = {}
+        for segment in counted:
+            shards = len(segment.checksums) // CHECKSUM_BYTES
+            by_shape.setdefault((segment.tenant, segment.slot_bytes, shards), []).append(segment)
+        for (tenant, slot_bytes, shards), segments in by_shape.items():
+            by_key = {segment.key: segment for segment in segments}
+            for home, keys in self._context.by_home(by_key).items():
+                # More than a home counts need not be told.
+                most = sorted(keys, key=lambda key: -counted[by_key[key]])[:COUNTERS]
+                depths = tuple(by_key[key].depth for key in most)
+                times = tuple(counted[by_key[key]] for key in most)
+                message = wire.Reads(tenant, join_keys(most), depths, times, slot_bytes, shards)
+                if home == self._context.node:
+                    self.home.reads(message)
+                else:
+                    self._peers.tell(home, message)
+
+    # -- sets
+
+    def told(self, home: NodeId, message: wire.HotSet) -> None:
+        """The set of `home`. Raises ValueError when it names nobody, or too much."""
+        members = self._context.ring.members
+        if len(message.entries) > MAX_COUNTED:
+            raise ValueError(f"a hot set of {len(message.entries)} segments; at most {MAX_COUNTED}")
+        if any(index >= len(members) for entry in message.entries for index in entry.nodes):
+            raise ValueError(f"a hot set names a node beyond the ring's {len(members)}")
+        peer = self._peers.get(home)
+        if peer is None or not self._on:
+            return
+        mine = dict.fromkeys(self._context.by_home(SegmentKey(e.key) for e in message.entries).get(home, ()))
+        nodes: dict[HotItem, tuple[NodeId, ...]] = {
+            (TenantId(entry.tenant), SegmentKey(entry.key)): tuple(members[index] for index in entry.nodes)
+            for entry in message.entries
+            if entry.key in mine and entry.nodes
+        }
+        if self._known.learn(home, peer.incarnation, message.version, nodes):
+            self.copies.learned(home)
+
+    def heard_version(self, home: NodeId, version: int) -> None:
+        """`home` says which set it has: ask for one that was missed, forget one of an earlier life."""
+        peer = self._peers.get(home)
+        if peer is None or not self._on:
+            return
+        known = self._known.version(home, peer.incarnation)
+        if version > known:
+            self._peers.tell(home, wire.HotWanted())
+        elif not version and not known:
+            self._known.drop(home)
+
+    def _forget_silent(self) -> None:
+        now = self._context.now
+        for home in self._known.homes():
+            if home == self._context.node or self._peers.reachable(home):
+                self._silent.pop(home, None)
+            elif now >= self._silent.setdefault(home, now) + KEPT_S:
+                del self._silent[home]
+                self._known.drop(home)
+
+    def gone(self, tenant: TenantId, keys: Sequence[SegmentKey], node: NodeId) -> None:
+        """`node` does not have these, whose home this node may be."""
+        for key in keys:
+            self.home.gone(tenant, key, node)
+
+    # -- choosing
+
+    def choose(
+        self, tenant: TenantId, keys: Sequence[SegmentKey], indices: Sequence[int], slot_bytes: int
+    ) -> dict[int, NodeId]:
+        """Which copy to ask, by index of the hot ones among `keys` at `indices`, ascending. Consecutive ones that a run
+        would keep together are asked of one node, as long as it has them."""
+        chosen: dict[int, NodeId] = {}
+        if not len(self._known):
+            return chosen
+        length, run = 0, self._context.ring.run_length
+        node: NodeId | None = None
+        for index in indices:
+            nodes = [each for each in self._known.nodes((tenant, keys[index])) if self._peers.usable(each)]
+            if not nodes:
+                continue
+            length += 1
+            if node is None or length >= run or node not in nodes or chosen.get(index - 1) != node:
+                node, length = less_loaded_of_two(nodes, next(self._draws), self._peers.load), 0
+            chosen[index] = node
+            self._peers.will_read(node, slot_bytes)
+        self._context.counters.add(CHOSEN, len(chosen))
+        return chosen
+
+    def missed(self, tenant: TenantId, keys: Sequence[SegmentKey], node: NodeId, *, denied: bool) -> None:
+        """What `node` was asked for is asked elsewhere. `denied`: it said that it has no copies; the homes are told."""
+        self._context.counters.add(MISSED, len(keys))
+        for home, homed in self._context.by_home(keys if denied else ()).items():
+            if home == self._context.node:
+                self.gone(tenant, homed, node)
+            else:
+                self._peers.tell(home, wire.Evicted(tenant, join_keys(homed), node))
+
+    # -- checks
+
+    def census(self) -> dict[str, int]:
+        """Entries of each map."""
+        return {"reads to count": len(self._counted), "hot homes silent": len(self._silent)}
+
+    def gauges(self) -> dict[str, int]:
+        """Hot segments: known of all homes, of this home, and copies of them here."""
+        return {"known": len(self._known), "of this home": len(self.home), "copies": len(self.copies)}
+
+    def check_integrity(self) -> None:
+        """AssertionError when sets, copies and what is looked after do not add up."""
+        self._known.check_integrity()
+        self.copies.check_integrity()
+        self.home.check_integrity()

@@ -1,0 +1,257 @@
+"""This node as a home of hot segments: who gets copies, and what everybody is told.
+
+::
+
+    Reads -> counts -> decide (every gossip interval) -> Replicate to nodes that a further hash names
+                                                              | Replicated
+                                                              v
+                                              HotSet, a new version, to every node
+
+Copies are taken from the holder and from those that have one already, so that many come quickly and no node sends all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from tokenlake.core.context import Context
+from tokenlake.core.fetches import deadline_s
+from tokenlake.core.hot_copies import GRACE_S, HotCopies
+from tokenlake.core.instructions import Note
+from tokenlake.core.peers import Peers, Reply
+from tokenlake.directory import Standing
+from tokenlake.hot import Change, HotItem, HotRule, KnownSets, Shape, by_a_further_hash
+from tokenlake.identity import NodeId, SegmentKey, TenantId
+from tokenlake.metrics import Metric
+from tokenlake.wire import Code
+from tokenlake.wire import peer as wire
+from tokenlake.wire.slots import split_keys
+
+__all__ = ["HotHome"]
+
+PROMOTED = Metric("tokenlake_hot_promotions_total", "Segments of this home that became hot")
+DEMOTED = Metric("tokenlake_hot_demotions_total", "Segments of this home that are not hot any more")
+
+FAN_OUT = 4
+"""Copies under way per node that has the segment."""
+REFUSED_S = 10.0
+"""A node that took no copy is not asked again for so long."""
+
+
+class _Copies:
+    """Of one hot segment."""
+
+    def __init__(self, order: list[NodeId], target: int) -> None:
+        self.order = order
+        """In which the nodes get copies."""
+        self.target = target
+        """Nodes in all, the holder included."""
+        self.nodes: dict[NodeId, None] = {}
+        """That have one, beside the holder."""
+        self.asked: dict[NodeId, None] = {}
+        self.refused: dict[NodeId, float] = {}
+        """Until when they are not asked again."""
+
+
+class HotHome:
+    """Decides for the segments whose home this node is."""
+
+    def __init__(self, context: Context, peers: Peers, known: KnownSets, copies: HotCopies) -> None:
+        self._context = context
+        self._peers = peers
+        self._known = known
+        self._copies = copies
+        self._rule = HotRule()
+        self._hot: dict[HotItem, _Copies] = {}
+        self._told: dict[HotItem, tuple[NodeId, ...]] = {}
+        """The set as everybody was told it last."""
+
+    def __len__(self) -> int:
+        return len(self._hot)
+
+    # -- what is heard
+
+    def reads(self, message: wire.Reads) -> None:
+        """Somebody read these, here or elsewhere."""
+        keys = split_keys(message.keys)
+        if not len(keys) == len(message.depths) == len(message.times):
+            raise ValueError(f"reads of {len(keys)} segments with {len(message.times)} counts")
+        tenant, here = TenantId(message.tenant), self._context.node
+        mine = self._context.by_home(keys).get(here, [])
+        told = {key: (depth, times) for key, depth, times in zip(keys, message.depths, message.times, strict=True)}
+        for key in mine:
+            depth, times = told[key]
+            if times:
+                shape = Shape(depth, message.slot_bytes, message.shards)
+                self._rule.read((tenant, key), shape, times, self._context.load_now)
+
+    def gone(self, tenant: TenantId, key: SegmentKey, node: NodeId) -> None:
+        """`node` has no copy."""
+        hot = self._hot.get((tenant, key))
+        if hot is not None:
+            hot.nodes.pop(node, None)
+
+    def wanted(self, node: NodeId) -> None:
+        """`node` missed the set."""
+        if self._context.hot_version:
+            self._peers.tell(node, self._message())
+
+    # -- what is decided
+
+    def decide(self) -> None:
+        """Once per gossip interval."""
+        loads = {peer.node: self._peers.load(peer.node) for peer in self._peers if peer.reachable}
+        loads[self._context.node] = self._context.load()
+        for change in self._rule.decide(self._context.load_now, loads, self._nodes):
+            self._change(change)
+        if self._context.config.hot != "on":
+            return
+        for item, hot in list(self._hot.items()):
+            self._look_after(item, hot)
+        self._publish()
+
+    def _change(self, change: Change) -> None:
+        item = change.item
+        hot = self._hot.get(item)
+        if change.copies == 1:
+            del self._hot[item]
+            self._context.counters.add(DEMOTED)
+            self._say(item, "is not hot any more")
+        elif hot is None:
+            others = [node for node in self._context.ring.members if node != self._holder(item)]
+            self._hot[item] = _Copies(by_a_further_hash(item[1], others), change.copies)
+            self._context.counters.add(PROMOTED)
+            self._say(item, f"is hot: {change.copies} copies")
+        else:
+            hot.target = change.copies
+            self._say(item, f"is hotter: {change.copies} copies")
+
+    def _say(self, item: HotItem, what: str) -> None:
+        observed = "" if self._context.config.hot == "on" else ", if this were not only observed"
+        depth = self._rule.shape(item).depth
+        self._context.emit(Note(f"segment {depth} of a prompt of tenant {item[0]!r} {what}{observed}"))
+
+    def _holder(self, item: HotItem) -> NodeId | None:
+        entry = self._context.directory.get(*item, self._context.now)
+        return entry.node if entry is not None and entry.standing is not Standing.PENDING else None
+
+    def _nodes(self, item: HotItem) -> list[NodeId]:
+        """Holder first; empty when nobody is known to have it."""
+        holder = self._holder(item)
+        if holder is None:
+            return []
+        hot = self._hot.get(item)
+        return [holder, *(node for node in hot.nodes if node != holder)] if hot is not None else [holder]
+
+    def _look_after(self, item: HotItem, hot: _Copies) -> None:
+        """One that has copies: are they there, and are they enough?"""
+        holder = self._holder(item)
+        if holder is None:
+            self._without_holder(item, hot)
+            return
+        hot.nodes.pop(holder, None)
+        while len(hot.nodes) > hot.target - 1:
+            hot.nodes.popitem()
+        sources = [node for node in (holder, *hot.nodes) if self._present(node)]
+        room = min(hot.target - 1 - len(hot.nodes), FAN_OUT * len(sources)) - len(hot.asked)
+        now = self._context.now
+        able = (node for node in hot.order if node != holder and self._able(node, hot, now))
+        for count, (node, _) in enumerate(zip(able, range(room), strict=False)):
+            self._ask(item, hot, node, sources[count % len(sources)], holder)
+
+    def _without_holder(self, item: HotItem, hot: _Copies) -> None:
+        """The home copy was evicted: a copy takes its place, or there is nothing left to copy."""
+        keeper = next((node for node in hot.nodes if self._peers.usable(node)), None)
+        if keeper is None:
+            del self._hot[item]
+            self._rule.forget(item)
+            return
+        hot.nodes.pop(keeper)
+        (tenant, key), shape = item, self._rule.shape(item)
+        self._peers.call(
+            keeper,
+            lambda call: wire.Offer(call, tenant, key, (shape.depth,), shape.slot_bytes, shape.shards),
+            GRACE_S,
+            lambda reply: None,
+            proves_life=False,
+        )
+
+    def _present(self, node: NodeId) -> bool:
+        return node == self._context.node or self._peers.usable(node)
+
+    def _able(self, node: NodeId, hot: _Copies, now: float) -> bool:
+        """May `node` be asked to take a copy? Not one that joined a moment ago: it has enough to do."""
+        if node in hot.nodes or node in hot.asked or hot.refused.get(node, 0.0) > now:
+            return False
+        return node == self._context.node or self._peers.settled(node)
+
+    def _ask(self, item: HotItem, hot: _Copies, node: NodeId, source: NodeId, holder: NodeId) -> None:
+        (tenant, key), shape = item, self._rule.shape(item)
+        hot.asked[node] = None
+        make = partial(
+            wire.Replicate,
+            tenant=tenant,
+            keys=key,
+            depths=(shape.depth,),
+            slot_bytes=shape.slot_bytes,
+            shards=shape.shards,
+            source=source,
+            holder=holder,
+        )
+
+        def done(codes: bytes) -> None:
+            hot.asked.pop(node, None)
+            if codes == bytes([Code.COMMITTED]):
+                hot.nodes[node] = None
+            else:
+                hot.refused[node] = self._context.now + REFUSED_S
+            if self._hot.get(item) is hot:
+                # Whoever has it now is a source for more.
+                self._context.after(0.0, lambda: self._go_on(item, hot))
+
+        if node == self._context.node:
+            self._copies.bring(make(0), done)
+            return
+        predicted = self._peers.predict_s(node, shape.slot_bytes)
+        self._peers.call(node, make, deadline_s(predicted) + GRACE_S, partial(_codes, done), proves_life=False)
+
+    def _go_on(self, item: HotItem, hot: _Copies) -> None:
+        if self._hot.get(item) is hot:
+            self._look_after(item, hot)
+
+    # -- what is told
+
+    def _publish(self) -> None:
+        """Tell everybody when the set is another than they were told."""
+        nodes = {item: tuple(self._nodes(item)) for item, hot in self._hot.items() if hot.nodes}
+        now = {item: nodes for item, nodes in nodes.items() if len(nodes) > 1}
+        if now == self._told:
+            return
+        self._told = now
+        self._context.hot_version += 1
+        self._known.learn(self._context.node, self._context.incarnation, self._context.hot_version, now)
+        self._copies.learned(self._context.node)
+        message = self._message()
+        for peer in self._peers:
+            self._peers.tell(peer.node, message)
+
+    def _message(self) -> wire.HotSet:
+        position = {node: index for index, node in enumerate(self._context.ring.members)}
+        entries = [
+            wire.HotEntry(tenant, key, tuple(position[node] for node in nodes))
+            for (tenant, key), nodes in self._told.items()
+        ]
+        return wire.HotSet(self._context.hot_version, tuple(entries))
+
+    def check_integrity(self) -> None:
+        """AssertionError when the rule and what is looked after differ, or somebody is told of what is not there."""
+        self._rule.check_integrity()
+        for item, hot in self._hot.items():
+            assert item in self._rule
+            assert not hot.nodes.keys() & hot.asked.keys()
+        assert len(self._told) <= len(self._context.ring.members) * 4096
+
+
+def _codes(done: Callable[[bytes], None], reply: Reply | None) -> None:
+    done(reply.codes if isinstance(reply, wire.Replicated) else b"")

@@ -1,0 +1,205 @@
+"""How many copies of which segments: what a home decides from how often they are read and how busy the nodes are.
+
+The rule is that of the design's simulations, over reads that a copy elsewhere could take: when the load of a segment's
+node is above (1 + eps) x the mean, the segment that is read most there gets as many copies as bring each of them to a
+share of eps x the mean, at once; after that half as many again per second for as long as one of its nodes stays above.
+It loses them when it was read less than a quarter of one share for 20 s.
+
+Three things are said more exactly than there, since loads are late, estimated, and may be lies:
+
+- The mean is that of all nodes but the busiest as reported: one node that claims an enormous load keeps nobody from
+  getting copies, and one that claims none makes the mean smaller by one part in n.
+- A rate counts when some reads stand behind it (`LEAST_READS`): on many nodes with little to do a single read would
+  look like a share.
+- A copy must be worth its own transfer: where the mean is tiny, the share is one read in the time after which it would
+  be dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from tokenlake.hot.sketch import Heavy, SpaceSaving
+from tokenlake.identity import NodeId, SegmentKey, TenantId
+
+__all__ = ["COUNTERS", "Change", "HotItem", "HotRule", "Shape", "fair_mean"]
+
+HotItem = tuple[TenantId, SegmentKey]
+
+EPSILON = 0.1
+COUNTERS = 64
+"""Segments that a home counts at a time; 16 suffice, 8 thrash."""
+REACTS_S, DECIDES_S = 2.0, 60.0
+"""Half-lives of the two counts: the first sees a crowd come, the second knows what is read at all times."""
+GROWTH = 1.5
+GROWTH_S = 1.0
+DROP_SHARE, DROP_S = 0.25, 20.0
+LEAST_READS = 4.0
+"""Decayed, in one of the counts."""
+MOST_COPIES = 2.0
+"""Times as many as its rate needs."""
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """What whoever copies a segment must know of it."""
+
+    depth: int
+    slot_bytes: int
+    shards: int
+
+
+class Change(msgspec.Struct, frozen=True):
+    """`item` is to be on `copies` nodes in all, its holder among them; 1: no copies any more."""
+
+    item: HotItem
+    copies: int
+
+
+class _Hot:
+    """A segment that has copies."""
+
+    __slots__ = ("cold_since", "copies", "grown_at")
+
+    def __init__(self, copies: int, now: float) -> None:
+        self.copies = copies
+        self.grown_at = now
+        self.cold_since: float | None = None
+
+
+class HotRule:
+    """Of one home. Times are seconds of the workload and never decrease."""
+
+    def __init__(self) -> None:
+        self._reacts: SpaceSaving[HotItem] = SpaceSaving(COUNTERS, REACTS_S)
+        self._decides: SpaceSaving[HotItem] = SpaceSaving(COUNTERS, DECIDES_S)
+        self._shapes: dict[HotItem, Shape] = {}
+        self._hot: dict[HotItem, _Hot] = {}
+
+    def __len__(self) -> int:
+        """Segments that have copies."""
+        return len(self._hot)
+
+    def __contains__(self, item: HotItem) -> bool:
+        return item in self._hot
+
+    def shape(self, item: HotItem) -> Shape:
+        """Of one that is counted, or has copies."""
+        return self._shapes[item]
+
+    def read(self, item: HotItem, shape: Shape, times: int, now: float) -> None:
+        """Read so often, from wherever a copy elsewhere could have been read as well."""
+        self._reacts.add(item, times * shape.slot_bytes, now)
+        self._decides.add(item, times * shape.slot_bytes, now)
+        self._shapes[item] = shape
+        if len(self._shapes) > 4 * COUNTERS:
+            counted = {**self._hot, **dict.fromkeys(heavy.item for heavy in self._all(now))}
+            self._shapes = {each: known for each, known in self._shapes.items() if each in counted}
+
+    def forget(self, item: HotItem) -> None:
+        """It is gone: its copies are no copies any more."""
+        self._hot.pop(item, None)
+        self._reacts.forget(item)
+        self._decides.forget(item)
+
+    def decide(
+        self,
+        now: float,
+        loads: Mapping[NodeId, float],
+        nodes_of: Callable[[HotItem], Sequence[NodeId]],
+    ) -> list[Change]:
+        """What changes. `loads`: bytes per second of every node that can be reached. `nodes_of`: who has it, holder
+        first; empty when nobody is known to."""
+        mean = fair_mean(list(loads.values()))
+        limit = (1 + EPSILON) * mean
+        over = {node: load - limit for node, load in loads.items() if load > limit}
+        changes = [self._drop(item, hot, mean, now) for item, hot in list(self._hot.items())]
+        if over:
+            changes += self._raise(now, mean, over, nodes_of, len(loads))
+        return [change for change in changes if change is not None]
+
+    def _raise(
+        self,
+        now: float,
+        mean: float,
+        over: dict[NodeId, float],
+        nodes_of: Callable[[HotItem], Sequence[NodeId]],
+        most: int,
+    ) -> list[Change]:
+        """More copies of what is read most at the nodes in `over`, which say by how much each is above the limit,
+        until what is expected to stay is not."""
+        changes: list[Change] = []
+        rates = {heavy.item: self._rate(heavy.item, now) for heavy in self._all(now)}
+        by_copy = sorted(
+            ((rate / (self._hot[item].copies if item in self._hot else 1), item) for item, rate in rates.items()),
+            key=lambda each: -each[0],
+        )
+        for per_copy, item in by_copy:
+            share = self._share(item, mean)
+            nodes = nodes_of(item)
+            least = share / MOST_COPIES if item in self._hot else share
+            if per_copy <= least or not any(over.get(node, 0.0) > 0.0 for node in nodes):
+                continue
+            copies = self._wanted(item, rates[item], share, now, most)
+            if copies is None:
+                continue
+            for node in nodes:
+                if node in over:
+                    over[node] -= per_copy - rates[item] / copies
+            changes.append(Change(item, copies))
+        return changes
+
+    def _wanted(self, item: HotItem, rate: float, share: float, now: float, most: int) -> int | None:
+        """On how many nodes from now on; None: as before."""
+        hot = self._hot.get(item)
+        needed = math.ceil(rate / share)
+        if hot is None:
+            copies = min(most, needed)
+            if copies < 2:
+                return None
+            self._hot[item] = _Hot(copies, now)
+            return copies
+        copies = min(most, math.ceil(MOST_COPIES * rate / share), math.ceil(hot.copies * GROWTH))
+        if copies <= hot.copies or now < hot.grown_at + GROWTH_S:
+            return None
+        hot.copies, hot.grown_at = copies, now
+        return copies
+
+    def _drop(self, item: HotItem, hot: _Hot, mean: float, now: float) -> Change | None:
+        rate = max(self._reacts.rate(item, now), self._decides.rate(item, now))
+        if rate >= DROP_SHARE * self._share(item, mean):
+            hot.cold_since = None
+        elif hot.cold_since is None:
+            hot.cold_since = now
+        elif now >= hot.cold_since + DROP_S:
+            del self._hot[item]
+            return Change(item, 1)
+        return None
+
+    def _share(self, item: HotItem, mean: float) -> float:
+        """What one copy should have to do for it."""
+        return max(EPSILON * mean, self._shapes[item].slot_bytes / DROP_S)
+
+    def _rate(self, item: HotItem, now: float) -> float:
+        """Bytes per second, 0 where too few reads stand behind it."""
+        least = LEAST_READS * self._shapes[item].slot_bytes * math.log(2)
+        fast, slow = self._reacts.rate(item, now), self._decides.rate(item, now)
+        return max(fast if fast >= least / REACTS_S else 0.0, slow if slow >= least / DECIDES_S else 0.0)
+
+    def _all(self, now: float) -> list[Heavy[HotItem]]:
+        """What one of the counts has, each once."""
+        slow = [heavy for heavy in self._decides.heaviest(now) if heavy.item not in self._reacts]
+        return [*self._reacts.heaviest(now), *slow]
+
+    def check_integrity(self) -> None:
+        """AssertionError when something is kept that nobody needs, or not kept that somebody does."""
+        assert len(self._shapes) <= 4 * COUNTERS + 1
+        assert all(item in self._shapes for item in self._hot)
+        assert all(hot.copies > 1 for hot in self._hot.values())
+
+
+def fair_mean(loads: Sequence[float]) -> float:
+    """Of all but the greatest; 0 where there is no other."""
+    return (sum(loads) - max(loads)) / (len(loads) - 1) if len(loads) > 1 else 0.0
