@@ -9,20 +9,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-__all__ = ["Counters", "Metric"]
+__all__ = ["MAX_LABELS", "OTHERS", "Counters", "Metric"]
+
+MAX_LABELS = 64
+"""Values of one metric's label; what comes later is counted together."""
+OTHERS = "(others)"
+"""What it is counted as."""
 
 
 class Metric:
-    """A counter's name and meaning; identity is the object. `all()` yields every one declared."""
+    """A counter's name and meaning, and the label that tells its values apart, if it has one; identity is the object.
+    `all()` yields every one declared."""
 
-    __slots__ = ("help", "name")
+    __slots__ = ("help", "label", "name")
     _declared: ClassVar[dict[str, Metric]] = {}
 
-    def __init__(self, name: str, help: str) -> None:
+    def __init__(self, name: str, help: str, label: str = "") -> None:
         if name in self._declared:
             raise ValueError(f"metric {name} is declared twice")
         self.name = name
         self.help = help
+        self.label = label
         self._declared[name] = self
 
     @classmethod
@@ -32,16 +39,29 @@ class Metric:
 
 
 class Counters:
-    """Values of one node's metrics; a metric never counted reads 0."""
+    """Values of one node's metrics; a metric never counted reads 0, and one with a label the sum."""
 
-    __slots__ = ("_values",)
+    __slots__ = ("_by_label", "_values")
 
     def __init__(self) -> None:
         self._values: dict[Metric, int] = {}
+        self._by_label: dict[Metric, dict[str, int]] = {}
 
     def add(self, metric: Metric, amount: int = 1) -> None:
         """Grow `metric` by `amount` (not negative)."""
         self._values[metric] = self._values.get(metric, 0) + amount
+
+    def add_for(self, metric: Metric, value: str, amount: int) -> None:
+        """Grow `metric`, which has a label, by `amount` (not negative) for that value of the label."""
+        counted = self._by_label.setdefault(metric, {})
+        if value not in counted and len(counted) >= MAX_LABELS:
+            value = OTHERS
+        counted[value] = counted.get(value, 0) + amount
+        self.add(metric, amount)
+
+    def by_label(self, metric: Metric) -> dict[str, int]:
+        """By value of the label; a copy."""
+        return dict(self._by_label.get(metric, {}))
 
     def __getitem__(self, metric: Metric) -> int:
         return self._values.get(metric, 0)

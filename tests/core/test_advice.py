@@ -63,7 +63,7 @@ def test_a_readers_word_reaches_the_holder_with_the_read() -> None:
 
 
 def test_a_late_word_reaches_every_copy_and_is_no_use() -> None:
-    cluster = calm()
+    cluster = calm(eviction="lru")
     writer = cluster.join(2)
     keys = placed(cluster, 0, 1, 2)
     stored(cluster, writer, keys, CHAT)

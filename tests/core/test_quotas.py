@@ -35,7 +35,7 @@ def hits(cluster: Cluster, reader: Engine, name: str, segments: int) -> int:
 
 @pytest.mark.parametrize("quotas", [{"red": 0.5}, {}], ids=["quota", "none"])
 def test_who_writes_without_end_takes_nothing_from_others(quotas: dict[str, float]) -> None:
-    cluster = calm(1, regions=4, quotas=quotas, **ROOMY)  # type: ignore[arg-type]
+    cluster = calm(1, regions=4, quotas=quotas, **ROOMY)
     red, blue = cluster.join(0), cluster.join(0, tenant="blue")
     write(cluster, blue, "kept", 2 * SLOTS)
     for turn in range(20):
@@ -97,7 +97,7 @@ def test_a_push_finds_memory_where_another_tenant_had_all() -> None:
 
 
 def test_the_reason_of_a_refusal_is_the_quota() -> None:
-    cluster = calm(1, regions=4, quotas={"red": 0.25}, **ROOMY)  # type: ignore[arg-type]
+    cluster = calm(1, regions=4, quotas={"red": 0.25}, **ROOMY)
     red, blue = cluster.join(0), cluster.join(0, tenant="blue")
     write(cluster, red, "leased", SLOTS)
     assert match(cluster, red, prompt("leased", SLOTS)).hits == SLOTS

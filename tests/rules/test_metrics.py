@@ -9,7 +9,7 @@ import re
 import pytest
 
 import tokenlake
-from tokenlake.metrics import Counters, Metric
+from tokenlake.metrics import MAX_LABELS, OTHERS, Counters, Metric
 
 NAME = re.compile(r"tokenlake(_[a-z]+)+_(?P<unit>[a-z]+)_total")
 UNITS = {
@@ -58,3 +58,16 @@ def test_a_counter_starts_at_zero_and_grows() -> None:
     counters.add(first)
     counters.add(first, 5)
     assert (counters[first], counters[second], Counters()[first]) == (6, 0, 0)
+
+
+def test_a_label_has_a_bounded_number_of_values_and_a_sum() -> None:
+    metric = next(each for each in declared() if each.label)
+    counters = Counters()
+    for number in range(MAX_LABELS + 3):
+        counters.add_for(metric, f"tenant {number}", 10)
+    counters.add_for(metric, "tenant 1", 1)
+    counted = counters.by_label(metric)
+    assert len(counted) == MAX_LABELS + 1
+    assert (counted["tenant 0"], counted["tenant 1"], counted[OTHERS]) == (10, 11, 30)
+    assert counters[metric] == sum(counted.values())
+    assert Counters().by_label(metric) == {}

@@ -67,9 +67,9 @@ class GenerationNotBumped(SegmentStore):
 class GenerationForgotten(SegmentStore):
     """A region's fresh memory starts again at generation 1."""
 
-    def add_spare(self, region: int) -> None:
+    def add_spare(self, region: int, claimed: tuple[TenantId, int] | None = None) -> None:
         del self._generations[region]
-        super().add_spare(region)
+        super().add_spare(region, claimed)
 
 
 class LeaseIgnored(SegmentStore):

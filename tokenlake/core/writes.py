@@ -26,6 +26,7 @@ from tokenlake.wire.slots import NO_SLOT_BYTES, join_keys, split_keys
 __all__ = ["Writes"]
 
 STORED = Metric("tokenlake_stored_segments_total", "Segments committed by local engines")
+WRITTEN_BYTES = Metric("tokenlake_written_bytes_total", "Bytes of segments committed by engines of this node", "tenant")
 REFUSED = Metric("tokenlake_refused_segments_total", "Segments for which a local engine got no slot")
 
 
@@ -153,6 +154,7 @@ class Writes:
                 self._sessions.committed(session, write, index)
                 whole.append(segment)
         self._context.counters.add(STORED, len(whole))
+        self._context.counters.add_for(WRITTEN_BYTES, session.tenant, len(whole) * session.slot_bytes)
         self._pushes.add(session.tenant, whole, write.request)
         return bytes(codes)
 
