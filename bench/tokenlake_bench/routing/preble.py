@@ -4,7 +4,7 @@ Source: Srivatsa et al., *Preble* (ICLR 2025, arXiv 2407.00023), and `global_sch
 prompt whose cached part is longer than the rest goes where that part is (exploit), to the least loaded of those; any
 other goes where the cost is least (explore): the load of the last three minutes, plus what would be recomputed for what
 must be evicted, plus its own prefill. While the heaviest load is `rebalance_above` times the lightest, what would go to
-the heaviest goes to the lightest.
+the heaviest goes to the lightest, but not within the first `rebalance_after` requests.
 
 Left out: splitting a prefix over two instances when its queue doubles, and the order of requests within an instance.
 Load is prefill plus decode seconds by the engine model, with the mean length and time per token of the answers that
@@ -27,10 +27,11 @@ _NEWS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class PrebleSettings:
-    """`window_s` as in the paper, `rebalance_above` as in the code."""
+    """`window_s` as in the paper, the others as in the code."""
 
     window_s: float = 180.0
     rebalance_above: float = 15.0
+    rebalance_after: int = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class Preble:
             best = least(load, [i for i in everyone if depths[i] == longest], fleet.rng)
             lightest = least(load, everyone, fleet.rng)
             heavy = load[best] == max(load) and load[best] > self._settings.rebalance_above * load[lightest]
-            return lightest if heavy else best
+            return lightest if heavy and ask.number >= self._settings.rebalance_after else best
         costs = [load[i] + self._eviction_s(ask, i, depths[i]) + self._prefill_s(ask, depths[i]) for i in everyone]
         return least(costs, everyone, fleet.rng)
 

@@ -1,0 +1,239 @@
+"""An engine instance as a queue, against schedules worked out by hand, and against one that takes single steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokenlake.errors import ConfigurationError
+from tokenlake_bench.engine_model import Chunk
+from tokenlake_bench.routing.instance import Instance, InstanceOptions, Job
+
+
+class PerToken:
+    """A step takes 1 s for each token of a prompt, and 1 s if anything decodes."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[list[Chunk], int, int]] = []
+
+    def step_s(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float:
+        self.steps.append((list(chunks), decoding, context))
+        return float(sum(chunk.new for chunk in chunks) + (decoding > 0))
+
+
+class ByContext:
+    """As above, and 1 ms per token that is attended to in decoding: the length of a run's middle step is their mean."""
+
+    def step_s(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float:
+        return sum(chunk.new + chunk.cached / 1000 for chunk in chunks) + (decoding > 0) + context / 1000
+
+
+def drain(instance: Instance) -> list[Job]:
+    finished: list[Job] = []
+    while (due := instance.next_event()) < math.inf:
+        finished += instance.advance(due)
+    return finished
+
+
+def test_one_request_alone() -> None:
+    """10 tokens in chunks of 4, 4 and 2 s, the first token at 10; two more tokens of 1 s each."""
+    engine = PerToken()
+    instance = Instance(engine, InstanceOptions(chunk_tokens=4, batch=4))
+    job = Job(0, prompt=13, output=3, cached=3)
+    instance.submit(job, 0.0)
+    assert drain(instance) == [job]
+    assert (job.began_s, job.first_s, job.finished_s) == (0.0, 10.0, 12.0)
+    chunks = [Chunk(4, 3, False), Chunk(4, 7, False), Chunk(2, 11, True)]
+    assert [step[0] for step in engine.steps] == [[chunk] for chunk in chunks] + [[]]
+    # Both further tokens are one run: the first attends to 14 tokens, the second to 15, the middle is taken as 14.
+    assert engine.steps[-1] == ([], 1, 14)
+    assert instance.pending == 0
+
+
+def test_a_second_prompt_waits_its_turn_and_decoding_goes_on() -> None:
+    """Chunks of 4. A: 4 tokens of prompt, 4 of output. B: 6 of prompt, 1 of output, arrives at 1.
+
+    0-4 A's prompt; A's first token. Then a chunk has room for 3 tokens beside A's decoding:
+    4-8 A decodes, 3 of B; 8-12 A decodes, 3 of B, which is done; 12-13 A decodes and is done.
+    """
+    instance = Instance(PerToken(), InstanceOptions(chunk_tokens=4, batch=4))
+    a, b = Job(0, 4, 4), Job(1, 6, 1)
+    instance.submit(a, 0.0)
+    instance.submit(b, 1.0)
+    assert drain(instance) == [b, a]
+    assert (a.first_s, a.finished_s) == (4.0, 13.0)
+    assert (b.began_s, b.first_s, b.finished_s) == (4.0, 12.0, 12.0)
+
+
+def test_two_prompts_share_a_step() -> None:
+    engine = PerToken()
+    instance = Instance(engine, InstanceOptions(chunk_tokens=10, batch=4))
+    a, b = Job(0, 20, 1, cached=18), Job(1, 3, 1)
+    instance.submit(Job(9, 1, 1), 0.0)
+    instance.submit(a, 0.0)
+    instance.submit(b, 0.5)
+    drain(instance)
+    assert engine.steps[1][0] == [Chunk(2, 18, True), Chunk(3, 0, True)]
+    assert a.first_s == b.first_s == 6.0
+
+
+def test_an_arrival_cuts_a_run_of_decode_steps_at_the_end_of_a_step() -> None:
+    """A decodes 10 tokens from 1 on; B comes at 3.5, so that it begins at 4."""
+    instance = Instance(PerToken(), InstanceOptions(chunk_tokens=8, batch=4))
+    a, b = Job(0, 1, 11), Job(1, 2, 1)
+    instance.submit(a, 0.0)
+    instance.advance(1.0)
+    assert instance.next_event() == 11.0
+    instance.submit(b, 3.5)
+    assert instance.next_event() == 4.0
+    assert drain(instance) == [b, a]
+    assert (b.began_s, b.first_s) == (4.0, 7.0)
+    # 3 tokens until 4, one in the step with B's prompt until 7, six more.
+    assert a.finished_s == 13.0
+
+
+def test_a_request_that_is_not_ready_yet_lets_others_pass() -> None:
+    instance = Instance(PerToken(), InstanceOptions(chunk_tokens=8, batch=4))
+    late, soon = Job(0, 2, 1, ready_s=10.0), Job(1, 3, 1)
+    instance.submit(late, 0.0)
+    instance.submit(soon, 1.0)
+    assert drain(instance) == [soon, late]
+    assert (soon.finished_s, late.began_s, late.finished_s) == (4.0, 10.0, 12.0)
+
+
+def test_a_run_of_decode_steps_makes_room_for_what_gets_ready() -> None:
+    instance = Instance(PerToken(), InstanceOptions(chunk_tokens=8, batch=4))
+    busy, later = Job(0, 1, 40), Job(1, 2, 1, ready_s=5.5)
+    instance.submit(busy, 0.0)
+    instance.submit(later, 0.0)
+    drain(instance)
+    assert later.began_s == 6.0
+
+
+def test_what_was_handed_over_only_decodes() -> None:
+    """No prompt to compute, no first token here: three tokens are left."""
+    firsts: list[int] = []
+    instance = Instance(
+        PerToken(), InstanceOptions(chunk_tokens=8, batch=4), first=lambda job, now: firsts.append(job.number)
+    )
+    job = Job(0, 100, 3, cached=100, ready_s=2.0, handed_over=True)
+    instance.submit(job, 0.0)
+    assert drain(instance) == [job]
+    assert (job.began_s, job.finished_s) == (2.0, 5.0)
+    assert firsts == []
+
+
+def test_a_prompt_that_is_all_cached_still_computes_its_last_token() -> None:
+    instance = Instance(PerToken(), InstanceOptions(chunk_tokens=8, batch=4))
+    job = Job(0, 100, 1, cached=100)
+    instance.submit(job, 0.0)
+    drain(instance)
+    assert job.first_s == 1.0
+
+
+def test_memory_bounds_what_is_under_way() -> None:
+    """10 tokens of memory: A (6) and B (4) run, C (3) waits for A or B, though it would fit no sooner; D is larger than
+    all of it and runs alone."""
+    instance = Instance(PerToken(), InstanceOptions(chunk_tokens=100, batch=4, memory_tokens=10))
+    a, b, c, d = Job(0, 5, 1), Job(1, 3, 1), Job(2, 2, 1), Job(3, 19, 1)
+    for job in (a, b, d, c):
+        instance.submit(job, 0.0)
+    drain(instance)
+    assert a.began_s == 0.0
+    assert b.began_s == 5.0
+    assert d.began_s == 8.0
+    assert c.began_s == d.finished_s == 27.0
+
+
+def test_the_batch_is_bounded() -> None:
+    instance = Instance(PerToken(), InstanceOptions(chunk_tokens=2, batch=2))
+    jobs = [Job(number, 1, 3) for number in range(3)]
+    for job in jobs:
+        instance.submit(job, 0.0)
+    drain(instance)
+    assert jobs[2].began_s == jobs[0].finished_s
+
+
+def test_callbacks_tell_when_and_may_say_what_is_cached() -> None:
+    seen: list[tuple[str, int, float]] = []
+
+    def begin(job: Job, now: float) -> None:
+        seen.append(("begin", job.number, now))
+        job.cached = 7
+
+    instance = Instance(
+        PerToken(),
+        InstanceOptions(chunk_tokens=8, batch=4),
+        begin=begin,
+        first=lambda job, now: seen.append(("first", job.number, now)),
+    )
+    instance.submit(Job(5, 10, 2), 1.0)
+    drain(instance)
+    assert seen == [("begin", 5, 1.0), ("first", 5, 4.0)]
+
+
+@pytest.mark.parametrize(("chunk_tokens", "batch", "field"), [(0, 1, "chunk_tokens"), (8, 0, "batch"), (8, 9, "batch")])
+def test_options_without_meaning_are_named(chunk_tokens: int, batch: int, field: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"'{field}'"):
+        InstanceOptions(chunk_tokens=chunk_tokens, batch=batch)
+
+
+REQUESTS = st.lists(
+    st.tuples(st.floats(0, 30), st.integers(1, 30), st.integers(1, 90), st.floats(0, 20)), min_size=1, max_size=12
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(REQUESTS, st.sampled_from([None, 60]))
+def test_nobody_is_lost_and_each_token_is_made_in_its_turn(
+    requests: list[tuple[float, int, int, float]], memory: int | None
+) -> None:
+    """However requests come: all finish, in order of time, none faster than alone, and memory ends empty."""
+    instance = Instance(ByContext(), InstanceOptions(chunk_tokens=8, batch=4, memory_tokens=memory))
+    jobs = [
+        Job(number, prompt, output, ready_s=at_s + delay if number % 3 == 0 else 0.0)
+        for number, (at_s, prompt, output, delay) in enumerate(requests)
+    ]
+    arrivals = sorted((at_s, number) for number, (at_s, _, _, _) in enumerate(requests))
+    finished: list[Job] = []
+    for at_s, number in arrivals:
+        while (due := instance.next_event()) <= at_s:
+            finished += instance.advance(due)
+        instance.submit(jobs[number], at_s)
+    finished += drain(instance)
+    assert sorted(job.number for job in finished) == list(range(len(jobs)))
+    assert [job.finished_s for job in finished] == sorted(job.finished_s for job in finished)
+    for at_s, number in arrivals:
+        job = jobs[number]
+        assert job.began_s >= max(at_s, job.ready_s) - 1e-6
+        assert job.first_s >= job.began_s + job.prompt - 1e-6
+        context = sum(job.prompt + k for k in range(1, job.output)) / 1000
+        assert job.finished_s >= job.first_s + (job.output - 1) + context - job.output / 1000 - 1e-6
+    assert instance.pending == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(REQUESTS)
+def test_runs_of_steps_are_like_single_steps(requests: list[tuple[float, int, int, float]]) -> None:
+    def run(longest: int) -> list[tuple[float, float]]:
+        instance = Instance(PerToken(), InstanceOptions(chunk_tokens=8, batch=8))
+        jobs = [
+            Job(number, prompt, output, ready_s=at_s + delay)
+            for number, (at_s, prompt, output, delay) in enumerate(requests)
+        ]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tokenlake_bench.routing.instance._RUN", longest)
+            for at_s, number in sorted((at_s, number) for number, (at_s, _, _, _) in enumerate(requests)):
+                while (due := instance.next_event()) <= at_s:
+                    instance.advance(due)
+                instance.submit(jobs[number], at_s)
+            drain(instance)
+        return [(job.first_s, job.finished_s) for job in jobs]
+
+    single, together = run(1), run(64)
+    for one, other in zip(single, together, strict=True):
+        assert one == pytest.approx(other, abs=1e-6)

@@ -1,0 +1,437 @@
+"""Routers on cases made by hand, what they know, and whole systems against counts that other code makes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokenlake.errors import ConfigurationError
+from tokenlake_bench.balance import ReadLog
+from tokenlake_bench.baselines import Accesses, Lru, Prompt, infinite_cache, private_round_robin
+from tokenlake_bench.engine_model import GPUS, MODELS, EngineModel
+from tokenlake_bench.routing import (
+    SYSTEMS,
+    Answered,
+    FleetOptions,
+    SystemRow,
+    at_rate,
+    row_of,
+    run_system,
+    systems_named,
+)
+from tokenlake_bench.routing.base import Ask, Choice, Fetch, Fleet, Knowledge, least
+from tokenlake_bench.routing.cache_aware import CacheAware, CacheAwareSettings
+from tokenlake_bench.routing.knowledge import OwnRecord, TrackedCaches
+from tokenlake_bench.routing.mooncake import Mooncake, split
+from tokenlake_bench.routing.preble import Preble, PrebleSettings
+from tokenlake_bench.routing.round_robin import RoundRobin
+
+ENGINE = EngineModel(MODELS["llama-3-8b"], GPUS["a100-80g"])
+SEGMENT = 512
+
+
+def fleet(knowledge: Knowledge, instances: int = 4, capacity: int = 100, seed: int = 0) -> Fleet:
+    return Fleet(instances, capacity, SEGMENT, ENGINE, knowledge, random.Random(seed))
+
+
+def ask(number: int, *chain: int, beyond: int = 0) -> Ask:
+    return Ask(number, len(chain) * SEGMENT + beyond, chain)
+
+
+def caches(*held: tuple[int, ...], capacity: int = 100) -> TrackedCaches:
+    tracked = TrackedCaches([capacity] * len(held))
+    for instance, chain in enumerate(held):
+        tracked.touch(chain, instance)
+    return tracked
+
+
+# -- knowledge
+
+
+def test_an_lru_changes_its_size() -> None:
+    cache = Lru(3)
+    assert cache.touch((1, 2, 3)) == []
+    assert list(cache) == [3, 2, 1]
+    assert cache.resize(2) == [3]
+    assert len(cache) == 2
+    assert cache.resize(0) == [2, 1]
+    assert cache.touch((4,)) == [4]
+    assert cache.resize(1) == []
+
+
+CHAINS = st.lists(
+    st.tuples(st.integers(0, 3), st.lists(st.integers(0, 8), max_size=6, unique=True).map(tuple), st.integers(0, 6)),
+    max_size=30,
+)
+
+
+@given(CHAINS, st.lists(st.integers(0, 8), max_size=6, unique=True).map(tuple))
+def test_depths_are_what_each_cache_finds(
+    steps: list[tuple[int, tuple[int, ...], int]], chain: tuple[int, ...]
+) -> None:
+    tracked, plain = TrackedCaches([5] * 4), [Lru(5) for _ in range(4)]
+    for instance, touched, capacity in steps:
+        tracked.touch(touched, instance)
+        plain[instance].touch(touched)
+        tracked.resize(instance, capacity)
+        plain[instance].resize(capacity)
+    assert tracked.depths(chain) == [cache.match(chain) for cache in plain]
+    assert [tracked.size(instance) for instance in range(4)] == [len(cache) for cache in plain]
+    distinct = {segment for cache in plain for segment in cache}
+    held = sum(len(cache) for cache in plain)
+    assert tracked.copies_per_segment() == (held / len(distinct) if distinct else 0.0)
+
+
+def test_perfect_knowledge_sees_evictions_an_own_record_does_not() -> None:
+    true, record = caches((), (), capacity=3), OwnRecord(2, 100)
+    for chain in ((1, 2), (3, 4)):
+        true.sent(chain, 0)
+        true.touch(chain, 0)
+        record.sent(chain, 0)
+    assert true.depths((1, 2)) == [1, 0]
+    assert record.depths((1, 2)) == [2, 0]
+
+
+def test_ties_are_drawn() -> None:
+    drawn = Counter(least([1.0, 0.0, 0.0, 2.0], range(4), random.Random(seed)) for seed in range(200))
+    assert set(drawn) == {1, 2}
+    assert min(drawn.values()) > 50
+    assert least([1.0, 0.0, 0.0], [0], random.Random(0)) == 0
+
+
+# -- round robin
+
+
+def test_round_robin() -> None:
+    router = RoundRobin(fleet(OwnRecord(4, 10)))
+    assert [router.choose(ask(number, 1), 0.0).prefill for number in range(6)] == [0, 1, 2, 3, 0, 1]
+
+
+# -- SGLang's
+
+
+def test_a_long_match_is_followed() -> None:
+    router = CacheAware(fleet(caches((1, 2, 3), (1,), (1, 2), ())))
+    assert router.choose(ask(0, 1, 2, 3, 4), 0.0) == Choice(0, 0)
+
+
+def test_a_match_up_to_the_threshold_goes_to_the_smallest_tree() -> None:
+    """2 of 4 segments are not more than half; instance 1 holds least."""
+    knowledge = caches((1, 2, 9), (7,), (8, 9), (5, 6))
+    router = CacheAware(fleet(knowledge))
+    assert router.choose(ask(0, 1, 2, 3, 4), 0.0).prefill == 1
+    lower = CacheAware(fleet(knowledge), CacheAwareSettings(cache_threshold=0.49))
+    assert lower.choose(ask(0, 1, 2, 3, 4), 0.0).prefill == 0
+
+
+def test_the_router_remembers_what_it_sent() -> None:
+    router = CacheAware(fleet(OwnRecord(4, 100)))
+    first = router.choose(ask(0, 1, 2), 0.0)
+    assert router.choose(ask(1, 1, 2, 3), 0.0).prefill == first.prefill
+    assert router.choose(ask(2, 7, 8), 0.0).prefill != first.prefill
+
+
+def test_an_uneven_load_goes_to_the_shortest_queue() -> None:
+    """One more than the absolute threshold, and the relative one too."""
+    settings = CacheAwareSettings(balance_abs_threshold=2, balance_rel_threshold=1.5)
+    router = CacheAware(fleet(caches((1, 2), ()), instances=2), settings)
+    sent = [router.choose(ask(number, 1, 2), 0.0) for number in range(4)]
+    assert [choice.prefill for choice in sent] == [0, 0, 0, 1]
+    router.finished(ask(0, 1, 2), sent[0], 1, 1.0)
+    assert router.choose(ask(4, 1, 2), 1.0).prefill == 0
+    relative = CacheAwareSettings(balance_abs_threshold=0, balance_rel_threshold=2.0)
+    router = CacheAware(fleet(caches((1, 2), (3, 4)), instances=2), relative)
+    router.choose(ask(0, 3, 4), 0.0)
+    assert [router.choose(ask(number, 1, 2), 0.0).prefill for number in range(1, 5)] == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("knowledge", [caches((), (), (), ()), caches((1,), (1,), (1,), (1,))])
+def test_equals_are_drawn_by_the_seed(knowledge: TrackedCaches) -> None:
+    makers: list[Callable[[Fleet], CacheAware | Preble | Mooncake]] = [
+        CacheAware,
+        Preble,
+        lambda each: Mooncake(each, range(4), range(4)),
+    ]
+    for maker in makers:
+        chosen = {maker(fleet(knowledge, seed=seed)).choose(ask(0, 1), 0.0).prefill for seed in range(60)}
+        assert chosen == {0, 1, 2, 3}
+
+
+# -- Preble's
+
+
+def test_more_cached_than_missing_is_exploited() -> None:
+    known = tuple(range(20))
+    router = Preble(fleet(caches(known, (), (), ())))
+    for number in range(2):
+        assert router.choose(ask(number, *known, *range(100, 119)), 0.0).prefill == 0
+    # Half is not more than half, and computing all of it elsewhere takes less than what 0 has to do first.
+    assert router.choose(ask(2, *known, *range(200, 220)), 0.0).prefill != 0
+
+
+def test_of_equally_long_matches_the_less_loaded_one() -> None:
+    router = Preble(fleet(caches((1, 2), (1, 2)), instances=2))
+    first = router.choose(ask(0, 1, 2, 3), 0.0).prefill
+    assert router.choose(ask(1, 1, 2, 3), 0.0).prefill == 1 - first
+
+
+def test_load_is_forgotten_after_the_window() -> None:
+    """Instance 0 was chosen for its cache; a new prompt goes to 1, and long after to either."""
+    late = set()
+    for seed in range(40):
+        router = Preble(fleet(caches((1, 2), ()), instances=2, seed=seed))
+        router.choose(ask(0, 1, 2), 0.0)
+        assert router.choose(ask(1, 8, 9), 100.0).prefill == 1
+        late.add(router.choose(ask(2, 5, 6), 281.0).prefill)
+    assert late == {0, 1}
+
+
+def test_what_would_be_evicted_counts() -> None:
+    """Both are full and as loaded; at 0 the coldest segments are asked for, at 1 those that go were never asked for."""
+    knowledge = caches((11, 1, 2, 3), (), capacity=4)
+    for chain in ((21,), (22,), (23,), (24,)):
+        knowledge.touch(chain, 1)
+    router = Preble(fleet(knowledge, instances=2, capacity=4))
+    router.choose(ask(0, 11, 1, 2, 3), 0.0)
+    router.choose(ask(1, 21, 22), 0.0)
+    load = router._load
+    load[0] = load[1] = 1.0
+    assert list(knowledge.coldest(0))[:2] == [3, 2]
+    assert router.choose(ask(2, 31, 32), 0.0).prefill == 1
+
+
+def test_a_heavy_instance_is_relieved() -> None:
+    settings = PrebleSettings(rebalance_above=1.0, rebalance_after=2)
+    router = Preble(fleet(caches((1, 2), ()), instances=2), settings)
+    assert [router.choose(ask(number, 1, 2, 3), 0.0).prefill for number in range(3)] == [0, 0, 1]
+
+
+def test_answers_teach_how_long_answers_take() -> None:
+    router = Preble(fleet(caches((), ()), instances=2))
+    for number, (output, took) in enumerate([(101, 2.0), (201, 8.0)]):
+        choice = router.choose(ask(number, number), 0.0)
+        router.first_token(ask(number, number), choice, 10.0)
+        router.finished(ask(number, number), choice, output, 10.0 + took)
+    assert router._output_tokens == pytest.approx(101 + 0.05 * 100)
+    assert router._token_s == pytest.approx(0.02 + 0.05 * 0.02)
+
+
+# -- Mooncake's
+
+
+def test_instances_are_split_in_proportion() -> None:
+    assert split(8, 1, 3) == (range(2), range(2, 8))
+    assert split(8, 3, 1) == (range(6), range(6, 8))
+    assert split(2, 1, 3) == (range(1), range(1, 2))
+    assert split(3, 30, 1) == (range(2), range(2, 3))
+
+
+def test_the_conductor_takes_the_shortest_time_to_a_first_token() -> None:
+    """The best prefix is at 0; 1 has more than half of it and would not fetch, 2 has nothing and would."""
+    knowledge = caches((1, 2, 3), (1, 2), (), ())
+    router = Mooncake(fleet(knowledge), range(3), range(3, 4))
+    assert router.choose(ask(0, 1, 2, 3, beyond=9), 0.0) == Choice(0, 3)
+
+
+def test_behind_a_queue_the_prefix_is_fetched() -> None:
+    knowledge = caches((1, 2, 3), (), (), ())
+    router = Mooncake(fleet(knowledge, seed=1), range(2), range(2, 4))
+    busy = ask(0, *range(1, 4), *range(50, 80))
+    assert router.choose(busy, 0.0).prefill == 0
+    fetched = router.choose(ask(1, 1, 2, 3, beyond=9), 0.0)
+    assert (fetched.prefill, fetched.fetch) == (1, Fetch(0, 3))
+    router.first_token(busy, Choice(0, 2), 1.0)
+    assert router.choose(ask(2, 1, 2, 3, beyond=9), 1.0).prefill == 0
+
+
+def test_less_than_the_threshold_is_not_fetched() -> None:
+    knowledge = caches((1, 2, 3), (1, 2), (), ())
+    for threshold, fetch in ((2.0, None), (1.5, Fetch(0, 3))):
+        router = Mooncake(fleet(knowledge), range(2), range(2, 4), threshold)
+        router.choose(ask(0, *range(1, 4), *range(50, 80)), 0.0)
+        choice = router.choose(ask(1, 1, 2, 3, beyond=9), 0.0)
+        assert (choice.prefill, choice.fetch) == (1, fetch)
+
+
+def test_decoding_goes_where_the_contexts_are_least() -> None:
+    router = Mooncake(fleet(caches((), (), (), ())), range(1), range(1, 4))
+    chosen = [router.choose(ask(number, *range(number, 3)), 0.0) for number in range(3)]
+    assert sorted(choice.decode for choice in chosen) == [1, 2, 3]
+    # The third prompt was the shortest.
+    assert router.choose(ask(3, 1), 0.0).decode == chosen[2].decode
+
+
+# -- rows
+
+
+def answered(at_s: float, prompt: int, output: int, hits: int, ttft: float, tpot: float) -> Answered:
+    return Answered(at_s, prompt, output, hits, at_s + ttft, at_s + ttft + tpot * (output - 1))
+
+
+def test_a_row_by_hand() -> None:
+    alone_s, token_s = ENGINE.prefill_s(1000), ENGINE.decode_s(1, 1005)
+    answers = [
+        answered(0.0, 1000, 11, 512, 9.9 * alone_s, 9.9 * token_s),
+        answered(1.0, 1000, 11, 0, 10.1 * alone_s, token_s),
+        answered(3.0, 1000, 11, 0, alone_s, 10.1 * token_s),
+        answered(4.0, 1000, 1, 0, alone_s, 0.0),
+    ]
+    reads = ReadLog(2)
+    reads.add(0.0, 0, 7, 100)
+    row = row_of(answers, reads, ENGINE, duplication=1.5, bytes_moved=3, seed=0)
+    assert row.token_hit_rate == 512 / 4000
+    assert row.slo_attainment == 0.5
+    assert row.goodput_rps == 2 / 4.0
+    assert row.load_cv == 1.0
+    assert (row.duplication, row.bytes_moved) == (1.5, 3)
+    assert row.ttft_p50_ms == pytest.approx((9.9 + 1) / 2 * alone_s * 1000)
+    assert row.tpot_p50_ms == pytest.approx(9.9 * token_s * 1000)
+
+
+# -- whole systems
+
+
+def workload(requests: int, gap_s: float, seed: int = 1) -> Accesses:
+    """Prompts of up to 12 segments over shared prefixes."""
+    rng = random.Random(seed)
+    prompts = []
+    for number in range(requests):
+        template, depth = rng.randrange(6), rng.randrange(1, 9)
+        chain = [template * 100 + k for k in range(depth)]
+        chain += [10_000 + number * 10 + k for k in range(rng.randrange(4))]
+        prompts.append(Prompt(len(chain) * SEGMENT + rng.randrange(SEGMENT), tuple(chain), number * gap_s, 40))
+    return Accesses(SEGMENT, prompts)
+
+
+def options(instances: int = 4, segments: int = 20, **changed: int) -> FleetOptions:
+    capacity = instances * segments * SEGMENT
+    return FleetOptions(instances=instances, capacity_tokens=capacity, engine=ENGINE, **changed)
+
+
+def test_one_at_a_time_round_robin_hits_what_private_caches_hit() -> None:
+    accesses = workload(300, gap_s=1000.0)
+    expected = private_round_robin(accesses, 4, 4 * 20 * SEGMENT)
+    for name in ("round-robin-perfect", "round-robin-real"):
+        row = run_system(accesses, SYSTEMS[name], options(segments=20 if name.endswith("perfect") else 60))
+        if name.endswith("perfect"):
+            assert row.token_hit_rate == pytest.approx(expected.rate)
+        assert row.slo_attainment == 1.0
+        assert row.bytes_moved == 0
+
+
+def test_requests_under_way_take_memory_from_real_caches() -> None:
+    accesses = workload(400, gap_s=0.05)
+    perfect, real = (
+        run_system(accesses, SYSTEMS[f"round-robin-{kind}"], options(segments=40)) for kind in ("perfect", "real")
+    )
+    assert real.token_hit_rate < perfect.token_hit_rate
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_system_serves_everything_alike_each_time(name: str) -> None:
+    accesses = workload(200, gap_s=0.1)
+    seen: list[int] = []
+    row = run_system(accesses, SYSTEMS[name], options(), seen.append)
+    assert run_system(accesses, SYSTEMS[name], options()) == row
+    assert seen[-1] == 200
+    assert 0 < row.token_hit_rate <= infinite_cache(accesses).rate
+    assert row.duplication >= 1.0
+    assert 0 < row.ttft_p50_ms <= row.ttft_p99_ms
+    assert 0 < row.tpot_p50_ms <= row.tpot_p99_ms
+    assert all(math.isfinite(getattr(row, field)) for field in SystemRow.__struct_fields__)
+
+
+@pytest.mark.parametrize("name", ["cache-aware-perfect", "preble-perfect", "mooncake-3p1d-perfect"])
+def test_routing_by_caches_finds_more_than_round_robin(name: str) -> None:
+    accesses = workload(400, gap_s=0.5)
+    ours = run_system(accesses, SYSTEMS[name], options())
+    assert ours.token_hit_rate > run_system(accesses, SYSTEMS["round-robin-perfect"], options()).token_hit_rate
+
+
+def test_a_hand_over_moves_the_whole_prompt() -> None:
+    prompts = [Prompt(1000, (1,), 0.0, 5), Prompt(2000, (2, 3, 4), 100.0, 1)]
+    row = run_system(Accesses(SEGMENT, prompts), SYSTEMS["mooncake-1p3d-perfect"], options())
+    assert row.bytes_moved == 3000 * ENGINE.model.cache_bytes
+    prefill_s = [ENGINE.prefill_s(1000), ENGINE.prefill_s(2000)]
+    assert row.ttft_p50_ms == pytest.approx(sum(prefill_s) / 2 * 1000)
+    # The transfer of the one answer that goes on is longer than its prefill or hidden behind it.
+    waits_s = max(0.0, ENGINE.transfer_s(1000) - prefill_s[0])
+    decode_s = sum(ENGINE.decode_s(1, 1000 + k) for k in range(4))
+    assert row.tpot_p50_ms == pytest.approx((waits_s + decode_s) / 4 * 1000, rel=1e-3)
+
+
+def test_a_fetched_prefix_is_moved_once_and_stays() -> None:
+    """Two prefill instances; a queue at the one that has the prefix sends the next request to the other, with it."""
+    long = tuple(range(60))
+    prompts = [
+        Prompt(20 * SEGMENT, long[:20], 0.0, 1),
+        Prompt(60 * SEGMENT, long, 100.0, 1),
+        Prompt(20 * SEGMENT + 1, long[:20], 100.001, 1),
+        Prompt(20 * SEGMENT + 1, long[:20], 200.0, 1),
+    ]
+    system = SYSTEMS["mooncake-3p1d-perfect"]
+    row = run_system(Accesses(SEGMENT, prompts), system, options(instances=3, segments=100))
+    handed = sum(prompt.tokens for prompt in prompts)
+    assert row.bytes_moved == (handed + 20 * SEGMENT) * ENGINE.model.cache_bytes
+    assert row.token_hit_rate == pytest.approx(60 * SEGMENT / handed)
+    assert row.duplication == pytest.approx(80 / 60)
+
+
+def test_the_engine_decides_the_times() -> None:
+    slower = EngineModel(MODELS["llama-3-8b"], GPUS["a100-80g"].scaled({"compute_efficiency": 0.5}))
+    accesses = workload(50, gap_s=50.0)
+    fast = run_system(accesses, SYSTEMS["round-robin-perfect"], options())
+    slow = run_system(accesses, SYSTEMS["round-robin-perfect"], dataclasses.replace(options(), engine=slower))
+    assert slow.ttft_p99_ms > 1.5 * fast.ttft_p99_ms
+    assert slow.token_hit_rate == fast.token_hit_rate
+
+
+def test_another_rate_keeps_the_shape() -> None:
+    accesses = workload(11, gap_s=3.0)
+    moved = at_rate(accesses, 2.0)
+    assert [prompt.at_s for prompt in moved.prompts] == pytest.approx([number / 2 for number in range(11)])
+    assert [prompt.chain for prompt in moved.prompts] == [prompt.chain for prompt in accesses.prompts]
+
+
+def test_names_and_arguments_without_meaning_are_named() -> None:
+    assert systems_named("all") == list(SYSTEMS.values())
+    assert [system.name for system in systems_named("preble-real,round-robin-real")] == [
+        "preble-real",
+        "round-robin-real",
+    ]
+    accesses, system = workload(3, 1.0), SYSTEMS["mooncake-1p3d-real"]
+    bad: list[tuple[str, Callable[[], object]]] = [
+        ("baselines", lambda: systems_named("preble")),
+        ("nodes", lambda: run_system(accesses, system, options(instances=1))),
+        ("requests", lambda: run_system(Accesses(SEGMENT, []), system, options())),
+        ("capacity_tokens", lambda: run_system(accesses, system, options(segments=0))),
+        ("rate", lambda: at_rate(accesses, 0.0)),
+        ("rate", lambda: at_rate(workload(3, 0.0), 1.0)),
+    ]
+    for field, call in bad:
+        with pytest.raises(ConfigurationError, match=f"'{field}'"):
+            call()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1000), st.sampled_from(sorted(SYSTEMS)), st.floats(0.001, 2.0))
+def test_memory_is_given_back(seed: int, name: str, gap_s: float) -> None:
+    """However requests overlap, what comes twice long after is found whole: the cache has room for it again."""
+    again, at_s = tuple(range(5_000, 5_010)), 40 * gap_s + 10_000
+    last = [Prompt(10 * SEGMENT, again, at_s, 5), Prompt(10 * SEGMENT, again, at_s + 1_000, 5)]
+    prompts = workload(40, gap_s, seed).prompts + last
+    row, less = (
+        run_system(Accesses(SEGMENT, served), SYSTEMS[name], options(instances=2, segments=12))
+        for served in (prompts, prompts[:-1])
+    )
+    tokens = sum(prompt.tokens for prompt in prompts)
+    gained = row.token_hit_rate * tokens - less.token_hit_rate * (tokens - 10 * SEGMENT)
+    if not name.startswith("round-robin"):
+        assert gained == pytest.approx(10 * SEGMENT)
