@@ -6,6 +6,7 @@ bytes 8..16 the other candidate.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping
 
@@ -33,19 +34,10 @@ class Ring:
         self.members = tuple(sorted(members))
         self._names = np.array(self.members, dtype=object)
         self.run_length = run_length
-        mean = sum(members.values()) / len(members)
-        points: list[tuple[int, int]] = []
-        for index, node in enumerate(self.members):
-            for replica in range(max(1, round(VIRTUAL_NODES * members[node] / mean))):
-                digest = hashlib.blake2b(f"{node}#{replica}".encode(), digest_size=8).digest()
-                points.append((int.from_bytes(digest, "big"), index))
-        points.sort()
-        self._points = np.array([point for point, _ in points], dtype=np.uint64)
-        owners = [owner for _, owner in points]
-        following = _next_distinct(owners)
-        # Beyond the last point the circle begins again.
-        self._owner = np.array([*owners, owners[0]], dtype=np.int64)
-        self._next_other = np.array([*following, following[0]], dtype=np.int64)
+        # Some 100 ms for 256 members: a simulation has as many rings in one process.
+        self._points, self._owner, self._next_other = _circle(
+            tuple(members[node] for node in self.members), self.members
+        )
         self.epoch = Epoch(self._digest(members))
 
     def _digest(self, members: Mapping[NodeId, int]) -> int:
@@ -64,6 +56,28 @@ class Ring:
         points = np.searchsorted(self._points, hashes)
         homes, others = self._owner[points].T
         return homes, np.where(others == homes, self._next_other[points[:, 1]], others)
+
+
+@functools.lru_cache(maxsize=4)
+def _circle(
+    weights: tuple[int, ...], members: tuple[NodeId, ...]
+) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64]]:
+    """(points in ascending order; the member that owns each; the next other member), members by index."""
+    mean = sum(weights) / len(weights)
+    points: list[tuple[int, int]] = []
+    for index, (node, weight) in enumerate(zip(members, weights, strict=True)):
+        for replica in range(max(1, round(VIRTUAL_NODES * weight / mean))):
+            digest = hashlib.blake2b(f"{node}#{replica}".encode(), digest_size=8).digest()
+            points.append((int.from_bytes(digest, "big"), index))
+    points.sort()
+    owners = [owner for _, owner in points]
+    following = _next_distinct(owners)
+    # Beyond the last point the circle begins again.
+    return (
+        np.array([point for point, _ in points], dtype=np.uint64),
+        np.array([*owners, owners[0]], dtype=np.int64),
+        np.array([*following, following[0]], dtype=np.int64),
+    )
 
 
 def _next_distinct(owners: list[int]) -> list[int]:

@@ -26,7 +26,7 @@ __all__ = ["Cluster", "SimulationOptions", "serving_layout"]
 
 BEGINS_S = 10.0
 """Of the clock, when the workload begins: the nodes know each other by then."""
-PINGS_PER_S = 64.0
+PINGS_PER_S = 16.0
 """That a node sends, about: every node pings every other, which would be most of what happens in a large cluster."""
 SETTLE_S = 60.0
 """At most, for what is still under way after the last request."""

@@ -54,14 +54,15 @@ class Meter:
 
     def sent(self, now: float, node: int, receiver: SegmentStore, order: StartFetch, codes: bytes) -> None:
         """`node` sends what `order` of the `receiver` asked for."""
-        pulled = receiver.get(TenantId(order.tenant), SegmentKey(order.keys[:KEY_BYTES]))
-        if pulled is None or pulled.kind is Kind.STAGED:
+        if not order.background:
             keys = order.keys
             if codes.count(Code.LOCAL) < len(codes):
                 parts = (keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at, c in enumerate(codes) if c == Code.LOCAL)
                 keys = b"".join(parts)
             self.read(now, node, keys)
-        elif pulled.kind is Kind.REPLICA:
+            return
+        kept = receiver.get(TenantId(order.tenant), SegmentKey(order.keys[:KEY_BYTES]))
+        if kept is not None and kept.kind is Kind.REPLICA:
             self.replicas_made.extend([now - self._begins_s] * codes.count(Code.LOCAL))
 
     def log(self, start_s: float, stop_s: float) -> ReadLog:

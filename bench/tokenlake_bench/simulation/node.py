@@ -134,7 +134,8 @@ class SimNode:
         order = pull.order
         if order is not None:
             pull.sender._sends[pull.stream] = pull
-            pull.sender.deliver(events.PullAsked(pull.stream, self.name, order.tenant, order.keys))
+            asked = events.PullAsked(pull.stream, self.name, order.tenant, order.keys, order.background)
+            pull.sender.deliver(asked)
 
     def _send_bulk(self, bulk: instructions.SendBulk) -> None:
         pull = self._sends[bulk.stream]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 import numpy as np
@@ -80,7 +82,8 @@ class Simulation:
             progress(self.done)
 
         began = time.process_time()
-        self.cluster.run(arrivals, look)
+        with _rare_collections():
+            self.cluster.run(arrivals, look)
         self._processor_s += time.process_time() - began
 
     def windows(self) -> list[WindowLoad]:
@@ -145,6 +148,21 @@ class Simulation:
             self._read_s.append(served.read_s)
         if served.cut_by is not None:
             self.cut_by[served.cut_by] += 1
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """A cluster is a few million objects that stay: to look through them for garbage as often as Python does by itself
+    takes as long as the run."""
+    usual = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
+        gc.unfreeze()
 
 
 def _copies_per_segment(cluster: Cluster) -> float:
