@@ -18,6 +18,7 @@ import msgspec
 from tokenlake import config_values as kinds
 from tokenlake.config_values import Address, Kind, Peer, Secret, Tenant, format_size, parse_address, parse_size
 from tokenlake.errors import ConfigurationError
+from tokenlake.store.eviction import POLICIES
 
 __all__ = [
     "ENGINE_PREFIX",
@@ -104,6 +105,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     record: str = ""
     # A daemon that serves users must not end by itself.
     failpoint: str = ""
+    # In each trace that we tried it keeps at least what the others keep.
+    eviction: str = "reuse"
+    # "": nothing outlives the process. What is learned again within minutes is not worth guessing a directory for that
+    # is writable, survives a restart and belongs to this node alone.
+    state_directory: str = ""
     # Without copies one template that all requests share makes its node the bottleneck.
     hot: str = "on"
     # Real workloads pass as fast as the clock.
@@ -146,6 +152,8 @@ _KINDS: dict[str, Kind] = {
     "query_engine": kinds.truth(),
     "record": kinds.path("a path, or nothing", optional=True),
     "failpoint": kinds.failpoint(),
+    "eviction": kinds.one_of(*POLICIES),
+    "state_directory": kinds.path("an absolute path, or nothing", absolute=True, optional=True),
     "hot": kinds.one_of("on", "observe", "off"),
     "time_scale": kinds.real(0.001, 1e6, "seconds of the workload in each second"),
     "log_level": kinds.one_of("debug", "info", "warning", "error"),

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from tokenlake.config import Settings, format_size, load_config
 from tokenlake.errors import TokenLakeError
+from tokenlake.store.eviction import POLICIES
 from tokenlake_server.daemon import Daemon, run
 from tokenlake_server.recording import replay as replay_log
 from tokenlake_server.watchdog import new_event_loop
@@ -50,6 +51,8 @@ _HELP = {
     "query_engine": "true or false: compute attention over this node's segments for engines anywhere.",
     "record": "Write an event log to this file.",
     "failpoint": "For tests: EDGE[:N], where this daemon ends itself.",
+    "eviction": f"What a full node gives up first: {', '.join(POLICIES)}.",
+    "state_directory": "Directory for what the node learned, to go on with after a restart; '' for none.",
     "hot": "on, observe or off: copy segments that are read so often that their node is overloaded.",
     "time_scale": "For replays: seconds of the workload in each second of the clock.",
     "log_level": "debug, info, warning or error; debug has a line per request.",

@@ -31,6 +31,7 @@ from tokenlake_server.metrics import MetricsServer, Snapshot
 from tokenlake_server.peers import Adopt, PeerIdentity, PeerListener, ring_members
 from tokenlake_server.query_engine import QueryEngine
 from tokenlake_server.recording import Recorder
+from tokenlake_server.state import StateFile
 from tokenlake_server.tenants import Tenants
 from tokenlake_server.watchdog import Watchdog
 
@@ -38,6 +39,8 @@ __all__ = ["Daemon", "core_config", "run"]
 
 log = logging.getLogger(__name__)
 
+SAVE_S = 60.0
+"""From one saving of what was learned to the next."""
 REPLACE_S = 0.5
 """Between two attempts to get memory for a region that changes its tenant."""
 
@@ -58,6 +61,7 @@ def core_config(config: ServerConfig, incarnation: int) -> CoreConfig:
         dirty_share=config.dirty_share,
         replica_share=config.replica_share,
         quotas={tenant.name: tenant.quota for tenant in config.tenants},
+        eviction=config.eviction,
         hot=config.hot,
         time_scale=config.time_scale,
         session_lease_share=config.session_lease_share,
@@ -129,6 +133,11 @@ class Daemon:
             self._connect_query,
         )
         self.driver.start(recorder)
+        self._state = StateFile(Path(config.state_directory), config.node) if config.state_directory else None
+        self._saving = loop.create_task(self._save_state()) if self._state is not None else None
+        learned = self._state.load() if self._state is not None else None
+        if learned is not None:
+            self.driver.handle(events.LearnedBefore(learned))
 
     def snapshot(self) -> Snapshot:
         """On the loop."""
@@ -181,6 +190,15 @@ class Daemon:
             self.driver.handle(events.RegionReady(instruction.fresh))
             return
 
+    async def _save_state(self) -> None:
+        """Now and then, and when the daemon ends."""
+        assert self._state is not None
+        closing = False
+        while not closing:
+            with contextlib.suppress(TimeoutError):
+                closing = await asyncio.wait_for(self._closing.wait(), SAVE_S)
+            await asyncio.to_thread(self._state.save, self.driver.core.learned())
+
     async def close(self) -> None:
         """Stop taking requests, end the threads."""
         self._closing.set()
@@ -193,6 +211,8 @@ class Daemon:
         await asyncio.to_thread(self.receivers.close)
         await asyncio.to_thread(self.senders.close)
         await asyncio.gather(*self._replacing)
+        if self._saving is not None:
+            await self._saving
         self.driver.stop()
 
 

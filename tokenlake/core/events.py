@@ -10,6 +10,7 @@ import msgspec
 from tokenlake.wire import engine, peer
 
 __all__ = [
+    "Asked",
     "Event",
     "FetchDone",
     "Joined",
@@ -113,6 +114,20 @@ class RegionReady(_Event, frozen=True, tag=10):
     region: int
 
 
+class LearnedBefore(_Event, frozen=True, tag=12):
+    """What `NodeCore.learned` gave in an earlier life; the first event, if there is such a thing."""
+
+    data: bytes
+
+
+class Asked(_Event, frozen=True, tag=13):
+    """A process, joined or not, that proved to be of `tenant` asks about a request."""
+
+    connection: int
+    tenant: str
+    message: engine.Explain
+
+
 class Tick(_Event, frozen=True, tag=11):
     """Time passed; a timer is due."""
 
@@ -128,5 +143,7 @@ Event = (
     | PullAsked
     | SendDone
     | RegionReady
+    | LearnedBefore
+    | Asked
     | Tick
 )

@@ -98,6 +98,10 @@ class Retention:
         self._lapse(now)
         return len(self._lanes[_OVERDUE]) > 0
 
+    def rule(self, segment: Segment) -> str:
+        """By which of its own rules `segment`, which is in order, would go; empty: by the policy's."""
+        return {_OVERDUE: "time to live", _LOW: "low priority"}.get(segment.lane, "")
+
     def worth(self, segment: Segment, now: float) -> float:
         """See `EvictionPolicy`; of a segment of high priority, as of one that is new."""
         if segment.lane == NORMAL:

@@ -10,7 +10,8 @@ from tokenlake.advice import NO_ADVICE, Advice
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters, Metric
 from tokenlake.placement import MOST_WORTH, Vacancy
-from tokenlake.store.eviction import EvictionPolicy, LeastRecentlyUsed
+from tokenlake.store.eviction import POLICIES, EvictionPolicy, LeastRecentlyUsed
+from tokenlake.store.history import Gone, History
 from tokenlake.store.places import Cursor, Places
 from tokenlake.store.pool import Budgets, SlotPool
 from tokenlake.store.quota import Quotas
@@ -34,6 +35,12 @@ LOOKED_AT = 64
 """Segments in search of the next victim's age."""
 MAX_UNSERVED = 64
 """Pools without memory that are remembered."""
+REMEMBERED = 64
+"""Pools that are gone, whose statistics are kept."""
+STAGED_RULE = "least recently used of the staged copies"
+RECLAIMED_RULE = "its memory went to another tenant or layout"
+UNWORTHY_RULE = "not worth storing"
+"""Of what went by no policy of eviction: for `History`."""
 RECLAIM_SLOTS = 1024
 """Segments that one call of `reclaim` looks at, or one region's if that is more."""
 RECLAIM_EVICTIONS = 128
@@ -60,6 +67,7 @@ class SegmentStore:
         counters: Counters,
         policy: Callable[[], EvictionPolicy] = LeastRecentlyUsed,
         quotas: Mapping[str, float] = MappingProxyType({}),
+        history: History | None = None,
     ) -> None:
         """`regions`: ids of the regions that exist, each of `region_bytes`. `quotas`: share of them by tenant."""
         self.region_bytes = region_bytes
@@ -72,6 +80,8 @@ class SegmentStore:
         self._policy = policy
         self._spare = list(regions)
         self._regions = len(self._spare)
+        self._history = History() if history is None else history
+        self._rule = next((name for name, make in POLICIES.items() if make is policy), "the policy")
         self._quotas = Quotas(self._regions, quotas)
         self._unserved: dict[tuple[TenantId, int], None] = {}
         self._owned: dict[TenantId, int] = {}
@@ -81,6 +91,8 @@ class SegmentStore:
         self._pools: dict[tuple[TenantId, int], SlotPool] = {}
         self._quarantine: dict[SlotRef, Segment] = {}
         self._places = Places()
+        self._learned: dict[tuple[TenantId, int], bytes] = {}
+        """Of pools that are gone, those that went last at the end."""
 
     # -- looking up
 
@@ -110,6 +122,7 @@ class SegmentStore:
             if not self._room(tenant) or not RegionShape(self.region_bytes, slot_bytes).slots:
                 return None
             pool = self._pools[tenant, slot_bytes] = SlotPool(tenant, slot_bytes, self._budgets, self._policy)
+            pool.retention.restore(self._learned.pop((tenant, slot_bytes), b""))
             self._grow(pool)
         return pool
 
@@ -274,6 +287,21 @@ class SegmentStore:
             if not segment.aside:
                 segment.pool.order[segment.kind].advised(segment, now)
 
+    # -- what was learned
+
+    def learned(self) -> dict[tuple[TenantId, int], bytes]:
+        """By tenant and slot size: what the policies learned of their home copies, also of pools that are gone."""
+        live = {at: pool.retention.save() for at, pool in self._pools.items()}
+        return {at: data for at, data in (self._learned | live).items() if data}
+
+    def remember(self, learned: Mapping[tuple[TenantId, int], bytes]) -> None:
+        """Pools that are yet to come begin with this, which `learned` gave to an equal policy."""
+        for at, data in learned.items():
+            self._learned.pop(at, None)
+            self._learned[at] = data
+            while len(self._learned) > REMEMBERED:
+                del self._learned[next(iter(self._learned))]
+
     # -- regions
 
     def refusal(self, tenant: TenantId, reason: Code) -> Code:
@@ -317,7 +345,7 @@ class SegmentStore:
         inside = [segment for segment in self._places.of[pool.draining or 0] if segment is not None]
         idle = [segment for segment in inside if not segment.pins and segment.kind is not Kind.DIRTY]
         for segment in idle[:RECLAIM_EVICTIONS]:
-            self._evict(segment, now)
+            self._evict(segment, now, RECLAIMED_RULE)
         return self._take_away(pool) if len(idle[:RECLAIM_EVICTIONS]) == len(inside) else None
 
     def reclaim(self, pool: SlotPool, now: float) -> int | None:
@@ -335,7 +363,7 @@ class SegmentStore:
                     return None
                 continue
             for segment in inside[:RECLAIM_EVICTIONS]:
-                self._evict(segment, now)
+                self._evict(segment, now, RECLAIMED_RULE)
             if len(inside) > RECLAIM_EVICTIONS:
                 return None
             if pool.draining is None:
@@ -354,6 +382,7 @@ class SegmentStore:
             del self._owned[pool.tenant]
         if not pool.regions:
             del self._pools[pool.tenant, pool.slot_bytes]
+            self.remember({(pool.tenant, pool.slot_bytes): pool.retention.save()})
         return region
 
     def add_spare(self, region: int, claimed: tuple[TenantId, int] | None = None) -> None:
@@ -420,8 +449,12 @@ class SegmentStore:
                 return victim
         return None
 
-    def _evict(self, segment: Segment, now: float) -> None:
+    def _evict(self, segment: Segment, now: float, rule: str = "") -> None:
         self._counters.add(EVICTED)
+        if not rule:
+            rule = segment.pool.retention.rule(segment) if segment.kind is Kind.HOME else STAGED_RULE
+        gone = Gone(now, rule or self._rule, unused_s=max(0.0, now - segment.touched))
+        self._history.add(segment.tenant, segment.key, gone)
         if segment.kind is Kind.HOME or (segment.kind is Kind.STAGED and segment.source is None):
             self.evicted.append(segment)
         self.discard(segment, now, evicted=True)

@@ -58,8 +58,8 @@ class EvictionPolicy(Protocol):
         """What was learned, for `restore` in a later life; of segments nothing. Empty when nothing is learned."""
 
     def restore(self, learned: bytes) -> None:
-        """Begin with what an earlier life of the same policy saved; before the first `insert`. Raises `ValueError`
-        when it cannot be used, and nothing was changed."""
+        """Begin with what an earlier life of the same policy saved; before the first `insert`. Nothing is nothing.
+        Raises `ValueError` when it cannot be used, and nothing was changed."""
 
 
 def recency(segment: Segment, now: float) -> float:

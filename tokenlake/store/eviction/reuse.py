@@ -184,8 +184,9 @@ class LearnedReuse:
 
     def restore(self, learned: bytes) -> None:
         """See `EvictionPolicy`."""
-        self._hazards.restore(learned)
-        self._grow()
+        if learned:
+            self._hazards.restore(learned)
+            self._grow()
 
     # -- inside
 
