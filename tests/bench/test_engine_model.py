@@ -109,6 +109,20 @@ def test_capacity_and_transfer() -> None:
     assert engine.step_s((), 0, 0) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("model", "gpu", "gpus"),
+    [
+        ("llama-2-7b", "a100-80g", 1),
+        ("llama-3-70b", "a100-80g", 4),
+        ("llama-3-70b", "h200", 2),
+        ("deepseek-v3", "h100", 16),
+        ("deepseek-v3", "h200", 8),
+    ],
+)
+def test_an_instance_has_as_many_gpus_as_its_weights_need(model: str, gpu: str, gpus: int) -> None:
+    assert EngineModel.fitting(MODELS[model], GPUS[gpu]).gpus == gpus
+
+
 A100, H100, H200 = GPUS["a100-80g"], GPUS["h100"], GPUS["h200"]
 
 

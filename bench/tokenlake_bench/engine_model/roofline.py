@@ -15,6 +15,9 @@ __all__ = ["Chunk", "EngineModel"]
 RESERVED: Final = 0.10
 """Share of a GPU's memory that is neither weights nor cache, as engines keep free by default."""
 
+MOST_WEIGHTS: Final = 2 / 3
+"""Of the rest, what weights take where the number of GPUs is ours to choose."""
+
 
 class Chunk(NamedTuple):
     """Part of a prompt in one pass: `new` tokens behind `cached` ones."""
@@ -40,6 +43,14 @@ class EngineModel:
         self._memory_rate = gpus * gpu.memory_rate * gpu.memory_efficiency
         self._fixed_s = gpu.layer_s * (model.dense_layers + gpu.mixture_factor * model.mixture_layers)
         self._cache_bytes = model.cache_bytes * model.attention.copies(gpus)
+
+    @classmethod
+    def fitting(cls, model: Model, gpu: Gpu) -> EngineModel:
+        """On the fewest GPUs whose memory the weights fill to at most two thirds."""
+        gpus = 1
+        while model.stored_parameters * model.weight_bytes > gpus * gpu.memory_bytes * (1 - RESERVED) * MOST_WEIGHTS:
+            gpus *= 2
+        return cls(model, gpu, gpus)
 
     @property
     def cache_tokens(self) -> int:

@@ -51,19 +51,18 @@ class Mooncake:
         """See `Router`."""
         depths = self._fleet.knowledge.depths(ask.chain)
         source = least([-depth for depth in depths], self._prefill, self._fleet.rng)
-        prefills, costs = [0.0] * len(depths), [0.0] * len(depths)
-        for instance in self._prefill:
-            missing = self._to_fetch(depths[instance], depths[source])
-            prefills[instance] = self._prefill_s(ask, depths[instance] + missing)
-            costs[instance] = self._queued_s[instance] + self._fetch_s(missing) + prefills[instance]
+        missing = {depth: self._to_fetch(depth, depths[source]) for depth in dict.fromkeys(depths)}
+        prefill_s = {depth: self._prefill_s(ask, depth + missing[depth]) for depth in missing}
+        ready_s = {depth: self._fetch_s(missing[depth]) + prefill_s[depth] for depth in missing}
+        costs = [queued_s + ready_s[depth] for queued_s, depth in zip(self._queued_s, depths, strict=True)]
         prefill = least(costs, self._prefill, self._fleet.rng)
         decode = least(self._contexts, self._decode, self._fleet.rng)
-        self._queued[prefill][ask.number] = prefills[prefill]
+        self._queued[prefill][ask.number] = prefill_s[depths[prefill]]
         self._queued_s[prefill] = sum(self._queued[prefill].values())
         self._contexts[decode] += ask.tokens
         self._fleet.knowledge.sent(ask.chain, prefill)
-        fetches = self._to_fetch(depths[prefill], depths[source]) > 0
-        return Choice(prefill, decode, Fetch(source, depths[source]) if fetches else None)
+        fetch = Fetch(source, depths[source]) if missing[depths[prefill]] else None
+        return Choice(prefill, decode, fetch)
 
     def first_token(self, ask: Ask, choice: Choice, now: float) -> None:
         """See `Router`."""

@@ -94,7 +94,8 @@ class Preble:
             lightest = least(load, everyone, fleet.rng)
             heavy = load[best] == max(load) and load[best] > self._settings.rebalance_above * load[lightest]
             return lightest if heavy and ask.number >= self._settings.rebalance_after else best
-        costs = [load[i] + self._eviction_s(ask, i, depths[i]) + self._prefill_s(ask, depths[i]) for i in everyone]
+        prefill_s = {depth: self._prefill_s(ask, depth) for depth in dict.fromkeys(depths)}
+        costs = [load[i] + self._eviction_s(ask, i, depths[i]) + prefill_s[depths[i]] for i in everyone]
         return least(costs, everyone, fleet.rng)
 
     def _prefill_s(self, ask: Ask, depth: int) -> float:
