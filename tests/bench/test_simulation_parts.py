@@ -141,14 +141,17 @@ def test_a_flash_crowd_begins_in_time_and_has_one_new_prefix() -> None:
 
 def test_reads_are_seen_by_window_and_in_logs() -> None:
     meter = Meter(2, 100, begins_s=10.0)
-    meter.read(11.0, 0, keys_of(chain(1, 2, 3), 0))
-    meter.read(21.0, 1, keys_of(chain(1), 0))
-    meter.read(22.0, 0, keys_of(chain(4), 0))
+    meter.read(11.0, 0, 0, keys_of(chain(1, 2, 3), 0))
+    meter.read(21.0, 1, 0, keys_of(chain(1), 0))
+    meter.read(22.0, 0, 1, keys_of(chain(4), 0))
     first, second = meter.windows()
     assert (first.from_s, first.mean, first.max_over_mean, first.cv) == (0.0, 1.5, 2.0, 1.0)
     assert (second.from_s, second.mean, second.max_over_mean, second.cv) == (10.0, 1.0, 1.0, 0.0)
     assert balance.load_of_nodes(meter.log(0.0, 10.0)) == [300, 0]
     assert balance.load_of_nodes(meter.log(0.0, 20.0)) == [400, 100]
+    assert balance.load_of_nodes(meter.log_of_readers(0.0, 20.0)) == [400, 100]
+    assert balance.load_of_nodes(meter.log_of_readers(10.0, 20.0)) == [100, 100]
+    assert balance.load_of_nodes(meter.log_of_sent(0.0, 20.0)) == [100, 100]
 
 
 # -- the command
@@ -180,7 +183,8 @@ def test_the_command_measures_each_mode_and_writes_what_it_prints(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "named"), [("--warm-s", "5", "warm_s"), ("--hot", "perhaps", "hot"), ("--nodes", "0", "nodes")]
+    ("flag", "value", "named"),
+    [("--warm-s", "5", "warm_s"), ("--hot", "perhaps", "hot"), ("--nodes", "0", "nodes"), ("--rate", "0", "rate")],
 )
 def test_arguments_without_meaning_are_refused_by_name(tmp_path: Path, flag: str, value: str, named: str) -> None:
     trace = tmp_path / "small.jsonl"

@@ -138,7 +138,7 @@ class Engine:
                 for at, code in enumerate(there[:arrived], start)
                 if code == Code.LOCAL
             )
-            self._node.cluster.meter.read(self._clock.now, self._node.index, here)
+            self._node.cluster.meter.read(self._clock.now, self._node.index, self._node.index, here)
             served.hits += arrived
             served.remote += there[:arrived].count(Code.REMOTE)
             self._tell(engine.Release(((matched.lease, start, stop),)))

@@ -39,11 +39,13 @@ PREFILL_TOKENS_PER_S = 20_000.0
 
 @dataclass(frozen=True, kw_only=True)
 class HotArguments:
-    """As on the command line; seconds are of the workload."""
+    """As on the command line; seconds are of the workload. `rate`: requests per node, times those of the trace on
+    `TRACE_NODES`."""
 
     trace: Path
     nodes: int = 64
     node_tokens: int = 375_000
+    rate: float = 1.0
     hot: tuple[str, ...] = ("off", "on")
     warm_s: float = 120.0
     steady_s: float = 180.0
@@ -61,6 +63,8 @@ class HotArguments:
         for mode in self.hot:
             if mode not in MODES:
                 raise ConfigurationError("hot", mode, f"some of {', '.join(MODES)}")
+        if not 0 < self.rate < 1000:
+            raise ConfigurationError("rate", self.rate, "above 0 and below 1000")
         if self.nodes < 1:
             raise ConfigurationError("nodes", self.nodes, "at least 1")
 
@@ -91,6 +95,7 @@ class HotResult(msgspec.Struct, frozen=True, kw_only=True):
     trace: str
     nodes: int
     node_tokens: int
+    rate: float
     load_delay_s: float
     gossip_s: float
     seed: int
@@ -99,7 +104,7 @@ class HotResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def workload(arguments: HotArguments, arrivals: list[Arrival]) -> Iterator[Arrival]:
     """Copies of the trace, so many that the load per node is that of the trace on `TRACE_NODES`; then the crowd."""
-    many = merged(arrivals, max(1, round(arguments.nodes / TRACE_NODES)))
+    many = merged(arrivals, max(1, round(arguments.rate * arguments.nodes / TRACE_NODES)))
     stream = flash_crowd(many, arguments.crowd_from_s, SEGMENT_TOKENS, arguments.seed)
     return takewhile(lambda arrival: arrival.at_s < arguments.ends_s, stream)
 
@@ -128,6 +133,7 @@ def run_hot(arguments: HotArguments, console: Console) -> HotResult:
         trace=arguments.trace.name,
         nodes=arguments.nodes,
         node_tokens=arguments.node_tokens,
+        rate=arguments.rate,
         load_delay_s=arguments.load_delay_s,
         gossip_s=arguments.gossip_s,
         seed=arguments.seed,
@@ -149,7 +155,7 @@ def _row(arguments: HotArguments, mode: str, simulation: Simulation) -> HotRow:
 
 def table(result: HotResult) -> Table:
     """For a terminal."""
-    title = f"{result.trace}: {result.nodes} nodes, load {result.load_delay_s:g} s late, seed {result.seed}"
+    title = f"{result.trace}: {result.nodes} nodes, rate {result.rate:g}, loads {result.load_delay_s:g} s late"
     shown = Table(title=title, title_justify="left")
     shown.add_column("")
     for row in result.rows:
@@ -164,15 +170,20 @@ def _lines(rows: list[HotRow]) -> Iterator[tuple[str, list[str]]]:
     yield "token hit rate, steady", [f"{row.steady.token_hit_rate:.1%}" for row in rows]
     yield "load CV, steady (floor)", [f"{row.steady.load_cv:.3f} ({row.steady.load_cv_floor:.3f})" for row in rows]
     yield "max / mean, steady", [f"{row.steady.load_max_over_mean:.2f}" for row in rows]
+    yield (
+        "CV of what is sent, of the readers",
+        [f"{row.steady.sent_cv:.3f}, {row.steady.readers_cv:.3f}" for row in rows],
+    )
     yield "copies per node, steady", [f"{row.steady.replicas_per_node:.1f}" for row in rows]
     yield "most copies on a node", [f"{row.steady.most_replicas_on_a_node}" for row in rows]
     made = "copies made per node and minute, steady"
     yield made, [f"{row.steady.replicas_made_per_node_minute:.2f}" for row in rows]
     for number in range(max((len(row.crowd) for row in rows), default=0)):
         values = [
-            f"{row.crowd[number].load_max_over_mean:.2f} ({row.crowd[number].replicas_per_node:.0f})" for row in rows
+            f"{each.load_max_over_mean:.2f} ({each.load_max_over_mean_floor:.2f}, {each.replicas_per_node:.0f})"
+            for each in (row.crowd[number] for row in rows)
         ]
-        yield f"max / mean, window {number + 1} of the crowd (copies per node)", values
+        yield f"max / mean, window {number + 1} of the crowd (floor, copies per node)", values
     yield "copies per segment", [f"{row.totals.duplication:.3f}" for row in rows]
     yield "messages per request", [f"{row.totals.messages_per_request:.0f}" for row in rows]
     yield "processor time, s", [f"{row.totals.processor_s:.0f}" for row in rows]
@@ -182,6 +193,7 @@ def _lines(rows: list[HotRow]) -> Iterator[tuple[str, list[str]]]:
 @click.option("--trace", required=True, type=click.Path(dir_okay=False, path_type=Path), help="In Mooncake's format.")
 @click.option("--nodes", default=HotArguments.nodes, show_default=True)
 @click.option("--node-tokens", default=HotArguments.node_tokens, show_default=True, help="Capacity of one node.")
+@click.option("--rate", default=HotArguments.rate, show_default=True, help="Times the load per node of the trace on 8.")
 @click.option("--hot", default=",".join(HotArguments.hot), show_default=True, help="Modes of the hot set, in turn.")
 @click.option("--warm-s", default=HotArguments.warm_s, show_default=True, help="Left out of what is measured.")
 @click.option("--steady-s", default=HotArguments.steady_s, show_default=True, help="Before the flash crowd comes.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +12,12 @@ from numpy.typing import NDArray
 from tokenlake.core.instructions import StartFetch
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
-from tokenlake.store import Kind, SegmentStore
+from tokenlake.store import Kind
 from tokenlake.wire import Code
 from tokenlake_bench.balance import WINDOW_S, ReadLog
+
+if TYPE_CHECKING:
+    from tokenlake_bench.simulation.node import SimNode
 
 __all__ = ["Meter", "WindowLoad"]
 
@@ -40,35 +44,49 @@ class Meter:
         self._begins_s = begins_s
         self._at_s = array("d")
         self._node = array("q")
+        self._reader = array("q")
         self._segment = array("q")
         self.replicas_made = array("d")
         """When each began."""
 
-    def read(self, now: float, node: int, keys: bytes) -> None:
-        """From the arena of `node`."""
+    def read(self, now: float, node: int, reader: int, keys: bytes) -> None:
+        """From the arena of `node`, by the engine of `reader`."""
         count = len(keys) // KEY_BYTES
         # A key is uniform: 8 bytes of it tell segments apart.
         self._segment.frombytes(np.frombuffer(keys, dtype="<i8")[:: KEY_BYTES // 8].tobytes())
         self._at_s.extend([now - self._begins_s] * count)
         self._node.extend([node] * count)
+        self._reader.extend([reader] * count)
 
-    def sent(self, now: float, node: int, receiver: SegmentStore, order: StartFetch, codes: bytes) -> None:
+    def sent(self, now: float, node: int, receiver: SimNode, order: StartFetch, codes: bytes) -> None:
         """`node` sends what `order` of the `receiver` asked for."""
         if not order.background:
             keys = order.keys
             if codes.count(Code.LOCAL) < len(codes):
                 parts = (keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at, c in enumerate(codes) if c == Code.LOCAL)
                 keys = b"".join(parts)
-            self.read(now, node, keys)
+            self.read(now, node, receiver.index, keys)
             return
-        kept = receiver.get(TenantId(order.tenant), SegmentKey(order.keys[:KEY_BYTES]))
+        kept = receiver.store.get(TenantId(order.tenant), SegmentKey(order.keys[:KEY_BYTES]))
         if kept is not None and kept.kind is Kind.REPLICA:
             self.replicas_made.extend([now - self._begins_s] * codes.count(Code.LOCAL))
 
     def log(self, start_s: float, stop_s: float) -> ReadLog:
-        """The reads of this time."""
-        at_s, node, segment = self._columns()
-        chosen = (at_s >= start_s) & (at_s < stop_s)
+        """The reads of this time, by the node they were from."""
+        return self._log(start_s, stop_s, np.array(self._node), np.ones(len(self._node), dtype=np.bool_))
+
+    def log_of_readers(self, start_s: float, stop_s: float) -> ReadLog:
+        """The same, by the node whose engine read: as even as the requests are."""
+        return self._log(start_s, stop_s, np.array(self._reader), np.ones(len(self._node), dtype=np.bool_))
+
+    def log_of_sent(self, start_s: float, stop_s: float) -> ReadLog:
+        """The reads by engines of other nodes alone, by the node they were from."""
+        node = np.array(self._node)
+        return self._log(start_s, stop_s, node, node != np.array(self._reader))
+
+    def _log(self, start_s: float, stop_s: float, node: NDArray[np.int64], counted: NDArray[np.bool_]) -> ReadLog:
+        at_s, segment = np.array(self._at_s), np.array(self._segment)
+        chosen = (at_s >= start_s) & (at_s < stop_s) & counted
         log = ReadLog(self._nodes)
         for row in zip(at_s[chosen].tolist(), node[chosen].tolist(), segment[chosen].tolist(), strict=True):
             log.add(*row, self._segment_bytes)
@@ -76,7 +94,7 @@ class Meter:
 
     def windows(self, window_s: float = WINDOW_S) -> list[WindowLoad]:
         """Each window from time 0 on, the last one as far as it went."""
-        at_s, node, _ = self._columns()
+        at_s, node = np.array(self._at_s), np.array(self._node)
         if not len(at_s):
             return []
         window = np.floor(at_s / window_s).astype(np.int64)
@@ -90,6 +108,3 @@ class Meter:
             )
             for at in range(count)
         ]
-
-    def _columns(self) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
-        return np.array(self._at_s), np.array(self._node), np.array(self._segment)

@@ -143,7 +143,7 @@ class SimNode:
         now, nbytes = self._clock.now, bulk.codes.count(Code.LOCAL) * bulk.slot_bytes
         sent, arrived = self.cluster.network.transfer(now, self.index, pull.receiver.index, nbytes)
         if pull.order is not None:
-            self.cluster.meter.sent(now, self.index, pull.receiver.store, pull.order, bulk.codes)
+            self.cluster.meter.sent(now, self.index, pull.receiver, pull.order, bulk.codes)
         self._clock.at(sent, self._sent, bulk.stream)
         self._clock.at(arrived, self._arrived, pull)
 

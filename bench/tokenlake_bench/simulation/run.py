@@ -26,7 +26,11 @@ __all__ = ["Measured", "Simulation", "Totals"]
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """From `from_s` to `to_s` of the workload. Rates are shares; the load is that of `balance`; replicas are extra
-    copies of hot segments, as they were at the end of each window."""
+    copies of hot segments, as they were at the end of each window.
+
+    Engines read what is in their own node there, so a part of the load follows the requests, and no rule of the pool
+    can move it: `sent_cv` is that of the rest, `readers_cv` of all reads by the node whose engine read.
+    """
 
     from_s: float
     to_s: float
@@ -36,6 +40,9 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     load_cv: float
     load_cv_floor: float
     load_max_over_mean: float
+    load_max_over_mean_floor: float
+    sent_cv: float
+    readers_cv: float
     replicas_per_node: float
     most_replicas_on_a_node: int
     replicas_made_per_node_minute: float
@@ -97,10 +104,11 @@ class Simulation:
         tokens, hits, remote = (
             int(np.array(column)[chosen].sum()) for column in (self._tokens, self._hits, self._remote)
         )
-        log = self.cluster.meter.log(from_s, to_s)
-        spread = balance.spread(log)
+        meter = self.cluster.meter
+        log = meter.log(from_s, to_s)
+        spread, floor = balance.spread(log), balance.floor(log, self.options.seed)
         seen = [counts for at, counts in self._replicas if from_s < at <= to_s]
-        made = np.array(self.cluster.meter.replicas_made)
+        made = np.array(meter.replicas_made)
         made_here = int(((made >= from_s) & (made < to_s)).sum())
         return Measured(
             from_s=from_s,
@@ -109,8 +117,11 @@ class Simulation:
             token_hit_rate=hits * self.options.segment_tokens / max(1, tokens),
             remote_share=remote / max(1, hits),
             load_cv=spread.cv,
-            load_cv_floor=balance.floor(log, self.options.seed).cv,
+            load_cv_floor=floor.cv,
             load_max_over_mean=spread.max_over_mean,
+            load_max_over_mean_floor=floor.max_over_mean,
+            sent_cv=balance.spread(meter.log_of_sent(from_s, to_s)).cv,
+            readers_cv=balance.spread(meter.log_of_readers(from_s, to_s)).cv,
             replicas_per_node=float(np.mean(seen)) if seen else 0.0,
             most_replicas_on_a_node=int(np.max(seen)) if seen else 0,
             replicas_made_per_node_minute=made_here / self.options.nodes / ((to_s - from_s) / 60),
