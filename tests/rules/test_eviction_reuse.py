@@ -1,0 +1,201 @@
+"""The learned index: what it learns, what it remembers, what it saves."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.rules.eviction_scene import Memory, key_of
+from tokenlake.advice import NO_ADVICE, Advice, Outlook
+from tokenlake.store.eviction import LeastRecentlyUsed, hazard, reuse
+from tokenlake.store.eviction.hazard import AGES, LABELS, USES, Hazards, worth_table
+from tokenlake.store.eviction.reuse import GHOST_S, GHOSTS_EACH, LearnedReuse
+
+GOES_ON, OVER = Advice(outlook=Outlook.GOES_ON), Advice(outlook=Outlook.OVER)
+
+
+def conversations(memory: Memory, seed: int, requests: int = 1500, advised: bool = False) -> int:
+    """One request a second. Half of the prompts come once; the others again after half a minute, thrice. Hits."""
+    draw = random.Random(seed)
+    hits = 0
+    due: list[tuple[float, int, int]] = []
+    for second in range(requests):
+        if due and due[0][0] <= second:
+            _, who, turn = due.pop(0)
+        else:
+            who, turn = second, 0
+        goes_on = turn < 3 and (turn > 0 or draw.random() < 0.5)
+        if goes_on:
+            due.append((second + 30.0, who, turn + 1))
+        advice = (GOES_ON if goes_on else OVER) if advised else NO_ADVICE
+        hits += memory.request([(who, depth) for depth in range(turn + 1)], float(second), advice)
+        if second % 100 == 0 and isinstance(memory.policy, LearnedReuse):
+            memory.policy.check_integrity()
+    return hits
+
+
+def test_it_keeps_what_comes_again_where_lru_keeps_what_came_last() -> None:
+    """Of what passes once a node sees so much that nothing lasts half a minute under LRU."""
+    lru, learned = Memory(LeastRecentlyUsed(), 24), Memory(LearnedReuse(), 24)
+    assert conversations(learned, seed=1) > 2 * conversations(lru, seed=1)
+
+
+def test_hints_tell_apart_what_looks_the_same() -> None:
+    memory = Memory(LearnedReuse(), 40)
+    conversations(memory, seed=2, advised=True)
+    policy = memory.policy
+    assert policy.worth_of_new(key_of("new"), GOES_ON, 1500.0) > 2 * policy.worth_of_new(key_of("new"), OVER, 1500.0)
+
+
+def test_a_word_that_comes_late_moves_a_segment_to_its_class() -> None:
+    memory = Memory(LearnedReuse(), 40)
+    conversations(memory, seed=3, advised=True)
+    memory.store("late", 0, 1500.0, GOES_ON)
+    segment = memory.here["late"]
+    worth = memory.policy.worth(segment, 1500.0)
+    segment.advice = OVER
+    memory.policy.advised(segment, 1501.0)
+    assert memory.policy.worth(segment, 1501.0) < worth / 2
+    memory.policy.check_integrity()  # type: ignore[attr-defined]
+
+
+def test_what_was_refused_comes_in_when_it_is_wanted_again() -> None:
+    policy = LearnedReuse()
+    memory = Memory(policy, 20)
+    conversations(memory, seed=4)
+    worth = [policy.worth_of_new(key_of("wanted"), NO_ADVICE, 1500.0)]
+    for second in (1500.0, 1530.0, 1560.0):
+        policy._count_use(policy._ghosts.setdefault(key_of("wanted"), reuse._Record(0.0)), second)
+        worth.append(policy.worth_of_new(key_of("wanted"), NO_ADVICE, second))
+    assert worth == sorted(worth)
+    assert worth[-1] > worth[0]
+
+
+def test_a_refusal_is_remembered() -> None:
+    """Eight segments used over and over, and what passes once: it stays out, and is known when it comes again."""
+    policy = LearnedReuse()
+    memory = Memory(policy, 8)
+    for second in range(2000):
+        memory.request([("kept", second % 8)], float(second))
+        memory.store(("passing", second), 0, float(second))
+    assert memory.refused
+    assert {name[0] for name in memory.here if isinstance(name, tuple)} == {"kept"}
+    again = key_of(memory.refused[-1])
+    assert again in policy._ghosts
+    assert policy._ghosts[again].uses == 1
+    assert not policy.admits(again, NO_ADVICE, 2010.0) or policy.worth_of_new(again, NO_ADVICE, 2010.0) > 0
+    policy.check_integrity()
+
+
+def test_the_dead_are_forgotten_after_a_while() -> None:
+    policy = LearnedReuse()
+    memory = Memory(policy, 10)
+    for number in range(100):
+        memory.store(number, 0, float(number))
+    assert len(policy._ghosts) == 90
+    for number in range(60):
+        memory.store(("late", number), 0, 200.0 + GHOST_S + number)
+    assert not any(key in policy._ghosts for key in map(key_of, range(80)))
+    policy.check_integrity()
+
+
+def test_the_dead_are_no_more_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reuse, "LEAST_GHOSTS", 50)
+    policy = LearnedReuse()
+    memory = Memory(policy, 30)
+    for number in range(1000):
+        memory.store(number, 0, number / 100)
+    assert 0 <= max(50, GHOSTS_EACH * 30) - len(policy._ghosts) <= GHOSTS_EACH
+
+
+def test_batches_do_not_pile_up() -> None:
+    """Ten thousand moments at which something was used: as many batches as have members, and few others."""
+    policy = LearnedReuse()
+    memory = Memory(policy, 10)
+    for second in range(10_000):
+        memory.request([second % 10], 7.0 * second)
+    assert sum(map(len, policy._ages)) < 200
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.lists(st.lists(st.floats(0, 1), min_size=AGES, max_size=AGES), min_size=USES, max_size=USES))
+def test_worth_never_rises_with_age_nor_falls_with_uses(hazards: list[list[float]]) -> None:
+    table = worth_table(np.array(hazards).reshape(1, USES, AGES))
+    assert np.isfinite(table).all()
+    assert (table >= 0).all()
+    assert (np.diff(table, axis=1) <= 0).all()
+    assert (np.diff(table, axis=0) >= 0).all()
+
+
+def test_worth_is_the_best_rate_of_uses_for_the_time_held() -> None:
+    """All are used in the third bucket, from 1.5 to 2.25 s after the last use: in its middle, if evenly spread. Before
+    it a segment is worth no less, since it never becomes worth more."""
+    hazards = np.zeros((1, USES, AGES))
+    hazards[:, :, 2] = 1.0
+    table = worth_table(hazards)
+    assert table[0][:3] == pytest.approx([1 / 0.375] * 3, rel=0.01)
+    assert (table[0][3:] == 0).all()
+
+
+def test_later_labels_than_there_is_room_for_count_as_none() -> None:
+    hazards = Hazards()
+    labels = [hazards.label(Advice(category=f"kind {number}")) for number in range(2 * LABELS)]
+    assert labels[: LABELS - 1] == list(range(1, LABELS))
+    assert set(labels[LABELS - 1 :]) == {hazard.UNLABELLED}
+    assert len(hazards.worth) == LABELS * USES
+
+
+def test_equal_statistics_lead_to_equal_decisions() -> None:
+    """What a policy saved makes another decide as it does itself from then on."""
+    experienced = Memory(LearnedReuse(), 20)
+    conversations(experienced, seed=5, advised=True)
+    saved = experienced.policy.save()
+    lives = [Memory(LearnedReuse(), 20), Memory(LearnedReuse(), 20)]
+    for life in lives:
+        life.policy.restore(saved)
+        assert life.policy.save() == saved
+        conversations(life, seed=6, requests=300, advised=True)
+    assert lives[0].evicted == lives[1].evicted
+    fresh = Memory(LearnedReuse(), 20)
+    conversations(fresh, seed=6, requests=300, advised=True)
+    assert fresh.evicted != lives[0].evicted
+
+
+def test_saving_changes_nothing() -> None:
+    memories = [Memory(LearnedReuse(), 20), Memory(LearnedReuse(), 20)]
+    for second in range(300):
+        for memory in memories:
+            memory.request([second % 37], float(second))
+        memories[0].policy.save()
+    assert memories[0].evicted == memories[1].evicted
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda saved: saved[:-1],
+        lambda saved: saved + b"x",
+        lambda saved: b"\xc1" + saved,
+        lambda saved: _changed(saved, version=9),
+        lambda saved: _changed(saved, labels=()),
+        lambda saved: _changed(saved, labels=((0, "", ""), (0, "", ""))),
+        lambda saved: _changed(saved, reached=b""),
+        lambda saved: _changed(saved, used=np.full(USES * AGES, np.nan).tobytes()),
+        lambda saved: _changed(saved, reached=np.full(USES * AGES, -1.0).tobytes()),
+    ],
+)
+def test_damaged_statistics_are_refused_and_nothing_changes(damage: object) -> None:
+    saved = LearnedReuse().save()
+    policy = LearnedReuse()
+    with pytest.raises(ValueError, match="statistics of re-use"):
+        policy.restore(damage(saved))  # type: ignore[operator]
+    assert policy.save() == saved
+
+
+def _changed(saved: bytes, **fields: object) -> bytes:
+    return msgspec.msgpack.encode(msgspec.structs.replace(hazard._decoder.decode(saved), **fields))
