@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tokenlake.identity import NodeId
+from tokenlake.identity import NodeId, SegmentKey
 
-__all__ = ["MOST_WORTH", "RUN_LENGTH_FROM", "Vacancy", "choose_holder", "default_run_length", "runs"]
+__all__ = ["MOST_WORTH", "RUN_LENGTH_FROM", "Vacancy", "choose_holder", "default_run_length", "lean_of", "runs"]
 
 RUN_LENGTH_FROM = ((16, 4), (1, 1))
 """(nodes from, E): measured in `policy.md`: fewer nodes per hit at nearly the same balance."""
 
 
-FREE_TOLERANCE = 0.005
-WORTH_TOLERANCE = 1.1
-AGE_TOLERANCE = 1.02
-"""What is known of another node is a moment old. Differences below these are noise, and following noise sends all
-that is stored meanwhile to one node."""
+FREE_NOISE, FREE_SPREAD = 0.005, 0.05
+"""Difference of free shares: below the first it says nothing, beyond the second all segments go to the emptier."""
+RATIO_NOISE, RATIO_SPREAD = math.log(1.02), math.log(1.3)
+"""The same of what the victims are worth, and of their ages, as logarithms of ratios."""
+_LEAST_WORTH = 1e-12
 
 
 class Vacancy(NamedTuple):
@@ -30,16 +31,21 @@ class Vacancy(NamedTuple):
     victim_worth: float
     """What keeping it is worth to the policy of eviction, which is the same on all nodes."""
 
-    def beats(self, other: Vacancy) -> bool:
-        """Clearly more free slots, or as many and a victim that is clearly worth less, or worth the same and clearly
-        older."""
-        if abs(self.free_share - other.free_share) > FREE_TOLERANCE:
-            return self.free_share > other.free_share
-        if self.victim_worth * WORTH_TOLERANCE < other.victim_worth:
-            return True
-        if other.victim_worth * WORTH_TOLERANCE < self.victim_worth:
-            return False
-        return self.victim_age_s > other.victim_age_s * AGE_TOLERANCE
+    def beats(self, other: Vacancy, lean: float) -> bool:
+        """More free slots, or as many and a victim that is worth less, or worth the same and older. `lean`, from -1 to
+        1: what it has to be more by, as a part of the spread."""
+        free = self.free_share - other.free_share
+        if abs(free) > FREE_NOISE:
+            return free > lean * FREE_SPREAD
+        worth = _log_ratio(other.victim_worth, self.victim_worth)
+        if abs(worth) > RATIO_NOISE:
+            return worth > lean * RATIO_SPREAD
+        age = _log_ratio(self.victim_age_s, other.victim_age_s)
+        return abs(age) > RATIO_NOISE and age > lean * RATIO_SPREAD
+
+
+def _log_ratio(a: float, b: float) -> float:
+    return math.log((a + _LEAST_WORTH) / (b + _LEAST_WORTH))
 
 
 MOST_WORTH = 1e9
@@ -52,11 +58,22 @@ def default_run_length(nodes: int) -> int:
     return next(length for least, length in RUN_LENGTH_FROM if nodes >= least)
 
 
-def choose_holder(candidates: Sequence[tuple[NodeId, Vacancy]]) -> NodeId:
-    """The emptier of the candidates, which come home first; where none is clearly emptier, the home."""
+def lean_of(key: SegmentKey) -> float:
+    """How much a segment leans to its home, from -1 to 1, evenly over all keys.
+
+    With the same measure for all, whatever one prompt stores between two reports goes to whichever node was emptier
+    at the first, and later reads of that prompt load few nodes. So the slightly emptier of two nodes gets slightly
+    more of the segments (docs/decisions/005-the-emptier-gets-more.md).
+    """
+    return int.from_bytes(key[16:18], "big") / (1 << 15) - 1
+
+
+def choose_holder(candidates: Sequence[tuple[NodeId, Vacancy]], lean: float) -> NodeId:
+    """The emptier of the candidates, which come home first; where one is slightly emptier `lean` decides, and equals
+    go home."""
     best, best_vacancy = candidates[0]
     for node, vacancy in candidates[1:]:
-        if vacancy.beats(best_vacancy):
+        if vacancy.beats(best_vacancy, lean):
             best, best_vacancy = node, vacancy
     return best
 

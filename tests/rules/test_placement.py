@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenlake.identity import NodeId
-from tokenlake.placement import UNKNOWN_VACANCY, Vacancy, choose_holder, default_run_length, runs
+from tokenlake.identity import NodeId, SegmentKey
+from tokenlake.placement import UNKNOWN_VACANCY, Vacancy, choose_holder, default_run_length, lean_of, runs
 
 A, B = NodeId("a"), NodeId("b")
 
@@ -30,11 +30,39 @@ A, B = NodeId("a"), NodeId("b")
     ],
 )
 def test_the_emptier_candidate_holds_and_equals_go_home(home: Vacancy, other: Vacancy, holder: NodeId) -> None:
-    assert choose_holder([(A, home), (B, other)]) == holder
+    assert choose_holder([(A, home), (B, other)], 0.0) == holder
 
 
 def test_a_single_candidate_holds() -> None:
-    assert choose_holder([(A, UNKNOWN_VACANCY)]) == A
+    assert choose_holder([(A, UNKNOWN_VACANCY)], 0.5) == A
+
+
+@pytest.mark.parametrize(
+    ("home", "other", "share"),
+    [
+        (Vacancy(0.0, 9, 0.5), Vacancy(0.0, 9, 0.5), 0.0),
+        (Vacancy(0.0, 9, 0.5), Vacancy(0.0, 9, 0.5 * 1.03), 0.44),
+        (Vacancy(0.0, 9, 0.5), Vacancy(0.0, 9, 0.5 / 1.14), 0.75),
+        (Vacancy(0.0, 9, 0.5), Vacancy(0.0, 9, 0.5 * 1.14), 0.25),
+        (Vacancy(0.0, 9, 0.5), Vacancy(0.0, 9 * 1.14, 0.5), 0.75),
+        (Vacancy(0.100, 9, 0.5), Vacancy(0.125, 9, 0.5), 0.75),
+        (Vacancy(0.0, 9, 0.5), Vacancy(0.0, 9, 0.3), 1.0),
+        (Vacancy(0.0, 9, 0.5), Vacancy(0.1, 1, 0.9), 1.0),
+        (Vacancy(0.1, 1, 0.9), Vacancy(0.0, 9, 0.5), 0.0),
+    ],
+)
+def test_the_slightly_emptier_gets_slightly_more(home: Vacancy, other: Vacancy, share: float) -> None:
+    keys = [SegmentKey(bytes(16) + index.to_bytes(2, "big") + bytes(14)) for index in range(0, 1 << 16, 64)]
+    chosen = [choose_holder([(A, home), (B, other)], lean_of(key)) for key in keys]
+    assert chosen.count(B) / len(keys) == pytest.approx(share, abs=0.01)
+
+
+def test_the_fuller_is_never_chosen_where_the_emptier_would_not_be() -> None:
+    """Leaning only moves the border: for each key the emptier the other, the sooner it holds."""
+    for lean in (-1.0, -0.3, 0.0, 0.7, 1.0):
+        others = [Vacancy(0.0, 9, worth / 100) for worth in (*range(1, 49), *range(52, 100))]
+        chosen = [choose_holder([(A, Vacancy(0.0, 9, 0.5)), (B, other)], lean) for other in others]
+        assert chosen == sorted(chosen, reverse=True)
 
 
 @pytest.mark.parametrize(("nodes", "length"), [(1, 1), (3, 1), (15, 1), (16, 4), (1000, 4)])

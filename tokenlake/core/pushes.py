@@ -33,7 +33,7 @@ from tokenlake.core.packing import CHECKSUM_BYTES
 from tokenlake.core.peers import Peer, Peers, Reply
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
-from tokenlake.placement import choose_holder, runs
+from tokenlake.placement import Vacancy, choose_holder, lean_of, runs
 from tokenlake.store import Cursor, Kind, Segment, State
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
@@ -125,17 +125,18 @@ class Pushes:
             self._place(segments[0].tenant, waiting, "")
 
     def _place(self, tenant: TenantId, segments: list[Segment], request: str) -> None:
-        """Choose a holder for each run."""
+        """Choose a holder for each run: this node where neither candidate can be reached."""
         for segment in segments:
             self._asking.pop(segment, None)
         candidates = self._context.ring.candidates(join_keys(segment.key for segment in segments))
-        # Nothing here changes while they are placed: chosen once for each pair.
-        holders = {pair: self._holder(pair) for pair in dict.fromkeys(candidates)}
+        # Nothing here changes while they are placed: asked once for each node.
+        vacancies = self._vacancies(node for pair in candidates for node in pair)
         kept: list[Segment] = []
         queued: dict[NodeId, list[Segment]] = {}
         for run in runs([segment.depth for segment in segments], self._context.ring.run_length):
             chosen = segments[run.start : run.stop]
-            holder = holders[candidates[run.start]]
+            welcome = [(node, vacancies[node]) for node in candidates[run.start] if node in vacancies]
+            holder = choose_holder(welcome, lean_of(chosen[0].key)) if welcome else self._context.node
             if holder == self._context.node:
                 kept += chosen
             else:
@@ -145,14 +146,13 @@ class Pushes:
             self._queues.setdefault(holder, deque()).append(_Parcel(offered, request))
             self._offer_next(holder)
 
-    def _holder(self, candidates: Iterable[NodeId]) -> NodeId:
-        """The emptier of the candidates that can be reached; this node when neither can."""
-        reachable = [
-            (node, self._peers.vacancy(node))
-            for node in dict.fromkeys(candidates)
+    def _vacancies(self, nodes: Iterable[NodeId]) -> dict[NodeId, Vacancy]:
+        """Of those that can be reached."""
+        return {
+            node: self._peers.vacancy(node)
+            for node in dict.fromkeys(nodes)
             if node == self._context.node or self._peers.usable(node)
-        ]
-        return choose_holder(reachable) if reachable else self._context.node
+        }
 
     # -- offers made
 

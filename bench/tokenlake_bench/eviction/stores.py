@@ -18,7 +18,7 @@ from tokenlake.advice import Advice
 from tokenlake.errors import ConfigurationError
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Counters
-from tokenlake.placement import choose_holder, default_run_length, runs
+from tokenlake.placement import choose_holder, default_run_length, lean_of, runs
 from tokenlake.ring import Ring
 from tokenlake.store import Budgets, EvictionPolicy, Kind, Segment, SegmentStore
 from tokenlake.store.region import GENERATION_BYTES
@@ -97,26 +97,19 @@ class NodeStores:
     def _store_new(self, chain: tuple[int, ...], hits: int, advice: Advice, now: float) -> list[tuple[int, Segment]]:
         """Slots for what is not there, in prompt order: (node, segment), pinned once."""
         missing = [depth for depth in range(hits, len(chain)) if self._held[chain[depth]] is None]
-        holders: dict[tuple[NodeId, NodeId], int] = {}
+        vacancies = {name: self._stores[number].vacancy(now) for name, number in self._numbers.items()}
         created: list[tuple[int, Segment]] = []
         for run in runs(missing, self._ring.run_length):
-            pair = self._candidates[chain[missing[run.start]]]
-            if pair not in holders:
-                # As a writer does: chosen once for all that it stores of a prompt.
-                holders[pair] = self._holder(pair, now)
+            first = chain[missing[run.start]]
+            # As a writer does: asked once for all that it stores of a prompt.
+            pair = [(name, vacancies[name]) for name in self._candidates[first]]
+            holder = self._numbers[choose_holder(pair, lean_of(self._keys[first]))]
             for index in run:
                 depth = missing[index]
-                made = self._reserve(holders[pair], chain[depth], depth, advice, now)
+                made = self._reserve(holder, chain[depth], depth, advice, now)
                 if made is not None:
-                    created.append((holders[pair], made))
+                    created.append((holder, made))
         return created
-
-    def _holder(self, pair: tuple[NodeId, NodeId], now: float) -> int:
-        if len(self._stores) == 1:
-            return 0
-        return self._numbers[
-            choose_holder([(name, self._stores[self._numbers[name]].vacancy(now)) for name in dict.fromkeys(pair)])
-        ]
 
     def _reserve(self, node: int, number: int, depth: int, advice: Advice, now: float) -> Segment | None:
         store = self._stores[node]
