@@ -18,7 +18,7 @@ from tokenlake.advice import Advice
 from tokenlake.errors import ConfigurationError
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Counters
-from tokenlake.placement import choose_holder, default_run_length, lean_of, runs
+from tokenlake.placement import Vacancy, choose_holder, default_run_length, lean_of, runs
 from tokenlake.ring import Ring
 from tokenlake.store import Budgets, EvictionPolicy, Kind, Segment, SegmentStore
 from tokenlake.store.region import GENERATION_BYTES
@@ -97,19 +97,28 @@ class NodeStores:
     def _store_new(self, chain: tuple[int, ...], hits: int, advice: Advice, now: float) -> list[tuple[int, Segment]]:
         """Slots for what is not there, in prompt order: (node, segment), pinned once."""
         missing = [depth for depth in range(hits, len(chain)) if self._held[chain[depth]] is None]
-        vacancies = {name: self._stores[number].vacancy(now) for name, number in self._numbers.items()}
+        # As a writer does: asked once for all that it stores of a prompt.
+        vacancies = self._vacancies(now) if missing else {}
         created: list[tuple[int, Segment]] = []
         for run in runs(missing, self._ring.run_length):
-            first = chain[missing[run.start]]
-            # As a writer does: asked once for all that it stores of a prompt.
-            pair = [(name, vacancies[name]) for name in self._candidates[first]]
-            holder = self._numbers[choose_holder(pair, lean_of(self._keys[first]))]
+            holder = self._holder(chain[missing[run.start]], vacancies)
             for index in run:
                 depth = missing[index]
                 made = self._reserve(holder, chain[depth], depth, advice, now)
                 if made is not None:
                     created.append((holder, made))
         return created
+
+    def _vacancies(self, now: float) -> dict[NodeId, Vacancy]:
+        if len(self._stores) == 1:
+            return {}
+        return {name: self._stores[number].vacancy(now) for name, number in self._numbers.items()}
+
+    def _holder(self, segment: int, vacancies: dict[NodeId, Vacancy]) -> int:
+        if not vacancies:
+            return 0
+        candidates = [(name, vacancies[name]) for name in self._candidates[segment]]
+        return self._numbers[choose_holder(candidates, lean_of(self._keys[segment]))]
 
     def _reserve(self, node: int, number: int, depth: int, advice: Advice, now: float) -> Segment | None:
         store = self._stores[node]
