@@ -88,8 +88,10 @@ class Directory:
         deadline: float,
         now: float,
     ) -> None:
-        """`node` is writing it. Changes nothing where somebody already has it or writes it."""
-        if self.get(tenant, key, now) is None:
+        """`node` is writing it, from now on until `deadline`. Changes nothing where somebody already has it or another
+        node writes it."""
+        entry = self.get(tenant, key, now)
+        if entry is None or (entry.standing is Standing.PENDING and entry.node == node):
             self._put(tenant, key, Entry(Standing.PENDING, node, incarnation, deadline))
 
     def withdraw(self, tenant: TenantId, key: SegmentKey, node: NodeId) -> None:

@@ -270,19 +270,25 @@ class PendingMatch:
     """A match that was begun. For one thread."""
 
     def __init__(
-        self, reading: Reading, keys: Sequence[SegmentKey], deadline_s: float, request: str, advice: Advice | None
+        self,
+        reading: Reading,
+        keys: Sequence[SegmentKey],
+        deadline_s: float,
+        request: str,
+        advice: Advice | None,
+        pending_s: float = 0.0,
     ) -> None:
         self._request = request
         self._reading = reading
         self._keys = keys
-        self._deadline_s = deadline_s
+        self._deadline_s = deadline_s + pending_s
         self._lease: Lease | None = None
         packed = join_keys(keys)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("request %r: match of %d segments", request, len(keys))
         self._link = reading.books.link
         self._pending = self._link.channel.begin(
-            lambda number: Match(number, packed, deadline_s, reading.verify, request, advice)
+            lambda number: Match(number, packed, deadline_s, reading.verify, request, advice, pending_s=pending_s)
         )
 
     def poll(self) -> Lease | None:

@@ -86,7 +86,7 @@ class Model:
                 for other, said in list(self.entries.items()):
                     if not self.counts(said):
                         del self.entries[other]
-        if step.act == "pending" and entry is None:
+        if step.act == "pending" and (entry is None or (mine and entry.standing is Standing.PENDING)):
             self.put(at, Entry(Standing.PENDING, step.node, step.incarnation, step.deadline))
         return entry if step.act == "get" else None
 

@@ -75,12 +75,14 @@ class Home:
 
     def announce(self, node: NodeId, message: wire.Announce, keys: Sequence[SegmentKey]) -> None:
         """`node` writes these."""
-        # In this order: a deadline that is no number loses.
-        deadline = self._context.now + min(self._context.config.reservation_s, message.deadline_s)
         for key in keys:
-            self._context.directory.pending(
-                TenantId(message.tenant), key, node, self._life(node), deadline, self._context.now
-            )
+            self.claim(node, TenantId(message.tenant), key, message.deadline_s)
+
+    def claim(self, node: NodeId, tenant: TenantId, key: SegmentKey, claim_s: float) -> None:
+        """`node` writes it, or is about to, for so long at most."""
+        # In this order: a deadline that is no number loses.
+        deadline = self._context.now + min(self._context.config.reservation_s, claim_s)
+        self._context.directory.pending(tenant, key, node, self._life(node), deadline, self._context.now)
 
     def ready(self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey]) -> tuple[bytes, list[NodeId]]:
         """`node` committed these: COMMITTED, or EXISTS with the node whose commit came first. A first that is

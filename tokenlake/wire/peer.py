@@ -31,6 +31,7 @@ from tokenlake.wire.fields import (
 __all__ = [
     "Advertised",
     "Announce",
+    "AskWhy",
     "Evicted",
     "Handshake",
     "Held",
@@ -60,6 +61,7 @@ __all__ = [
     "RenewLease",
     "Replicate",
     "Replicated",
+    "ToldWhy",
     "Touched",
     "Withdraw",
     "bulk_request_decoder",
@@ -125,6 +127,8 @@ class Lookup(_Message, frozen=True, tag=4):
     tenant: str
     keys: bytes
     request: RequestName = ""
+    claim_s: Seconds = 0.0
+    """Above 0: what is answered with MISSING counts as PENDING at the caller from now on, for so long."""
 
 
 class LookupReply(_Message, frozen=True, tag=5):
@@ -233,6 +237,25 @@ class Evicted(_Message, frozen=True, tag=15):
     tenant: str
     keys: bytes
     node: str
+    rule: Name = ""
+    """By which they went there, in words; empty: not known."""
+
+
+class AskWhy(_Message, frozen=True, tag=45):
+    """To the home: somebody missed these. What became of them?"""
+
+    call: int
+    tenant: str
+    keys: bytes
+
+
+class ToldWhy(_Message, frozen=True, tag=46):
+    """Answers `AskWhy`, one of each per key; an empty rule where nothing is known."""
+
+    call: int
+    rules: tuple[Name, ...]
+    nodes: tuple[Name, ...]
+    ago_s: tuple[Seconds, ...]
 
 
 class Touched(_Message, frozen=True, tag=16):
@@ -354,6 +377,8 @@ PeerMessage = (
     | Held
     | Redundant
     | Evicted
+    | AskWhy
+    | ToldWhy
     | Touched
     | Advertised
     | Ping

@@ -1,0 +1,98 @@
+"""Matches that wait for whoever computes what comes next, instead of computing it too.
+
+::
+
+    first gap PENDING ----> asked again, at growing intervals, until it is there, given up, or `pending_s` have passed
+    first gap MISSING ----> claimed at its home: granted -> answered, the engine computes; others find it PENDING
+                                                 PENDING -> somebody was faster: wait
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from tokenlake.core.context import Context
+from tokenlake.core.home import Home
+from tokenlake.core.peers import Peers, Reply
+from tokenlake.identity import NodeId, SegmentKey, TenantId
+from tokenlake.metrics import Metric
+from tokenlake.wire import Code
+from tokenlake.wire import peer as wire
+
+__all__ = ["MAX_PENDING_S", "Pendings", "Waiting"]
+
+WAITED = Metric("tokenlake_pending_waits_total", "Matches that waited for somebody who was computing what they missed")
+CLAIMED = Metric("tokenlake_pending_claims_total", "Matches whose engine was told to compute while others wait for it")
+
+MAX_PENDING_S = 10.0
+"""What is found meanwhile stays leased at other nodes, whose leases last `peer_lease_s`."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.05
+
+
+class Waiting:
+    """One match's patience."""
+
+    def __init__(self, now: float, pending_s: float) -> None:
+        self.pending_s = min(pending_s, MAX_PENDING_S)
+        self.until = now + self.pending_s
+        self.pause_s = FIRST_PAUSE_S
+        self.waited = False
+        self.granted = False
+        """The engine is the one to compute: it waits no more."""
+
+
+class Pendings:
+    """Who waits, and who computes."""
+
+    def __init__(self, context: Context, peers: Peers, home: Home) -> None:
+        self._context = context
+        self._peers = peers
+        self._home = home
+
+    def patient(self, waiting: Waiting, code: int) -> bool:
+        """May a match whose first gap is `code` be answered later?"""
+        if waiting.granted or code not in (Code.PENDING, Code.MISSING):
+            return False
+        return self._context.now + waiting.pause_s <= waiting.until
+
+    def wait(self, waiting: Waiting, again: Callable[[], None]) -> None:
+        """Somebody computes it: ask `again` soon."""
+        if not waiting.waited:
+            waiting.waited = True
+            self._context.counters.add(WAITED)
+        self._context.after(waiting.pause_s, again)
+        waiting.pause_s = min(LONGEST_PAUSE_S, 2 * waiting.pause_s)
+
+    def claim(
+        self, waiting: Waiting, tenant: TenantId, key: SegmentKey, home: NodeId, done: Callable[[Code], None]
+    ) -> None:
+        """Nobody has `key`: ask its home whether this node is the one to write it. `done` is called once: PENDING when
+        another is, LOCAL when it came meanwhile, else MISSING: compute it."""
+
+        def answered(code: Code) -> None:
+            if code is Code.MISSING:
+                waiting.granted = True
+                self._context.counters.add(CLAIMED)
+            done(code)
+
+        if home == self._context.node:
+            code, elsewhere = self._home.ask(tenant, [key])[0]
+            if code is Code.MISSING:
+                self._home.claim(home, tenant, key, waiting.pending_s)
+            answered(Code.LOCAL if elsewhere is not None else code)
+            return
+        self._peers.call(
+            home,
+            lambda call: wire.Lookup(call, tenant, key, "", waiting.pending_s),
+            self._context.config.match_deadline_s,
+            partial(self._heard, home, answered),
+        )
+
+    def _heard(self, home: NodeId, answered: Callable[[Code], None], reply: Reply | None) -> None:
+        code = Code.UNKNOWN
+        if isinstance(reply, wire.LookupReply) and len(reply.codes) == 1:
+            if reply.lease:
+                self._peers.tell(home, wire.ReleaseLease((reply.lease,)))
+            code = Code(reply.codes[0]) if reply.codes[0] in (Code.PENDING, Code.MISSING) else Code.LOCAL
+        answered(code)
