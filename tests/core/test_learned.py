@@ -1,0 +1,97 @@
+"""What a node's policy learned goes from one life of its rules to the next."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tokenlake.advice import NO_ADVICE
+from tokenlake.core import NodeCore, events
+from tokenlake.core.context import CoreConfig
+from tokenlake.core.learned import MAX_LEARNED_BYTES
+from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.metrics import Counters
+from tokenlake.store import Budgets, Kind, Segment, SegmentStore
+from tokenlake.store import store as store_module
+from tokenlake.store.eviction import policy_named
+
+RED = TenantId("red")
+SLOT_BYTES = 1024
+
+
+def core_of(eviction: str = "reuse", learned: bytes | None = None) -> NodeCore:
+    core = NodeCore(CoreConfig("a", 1, {"a": 1}, 2, 4096 + 8 * SLOT_BYTES, eviction=eviction))
+    core.start(0.0)
+    if learned is not None:
+        core.handle(events.LearnedBefore(learned), 0.0)
+    return core
+
+
+def used(core: NodeCore, times: int) -> None:
+    """A segment, used again every half minute."""
+    store = core.store
+    segment = store.reserve(RED, SLOT_BYTES, SegmentKey(bytes(32)), Kind.HOME, 0, 0.0)
+    assert isinstance(segment, Segment)
+    store.publish(segment, b"", 0.0)
+    for number in range(times):
+        store.touch([segment], 30.0 * number)
+
+
+def worth(core: NodeCore) -> float:
+    """Of a segment used once."""
+    pool = core.store.pool(RED, SLOT_BYTES)
+    assert pool is not None
+    return pool.retention.worth_of_new(SegmentKey(b"n" * 32), NO_ADVICE, 1e6)
+
+
+def test_the_next_life_begins_with_what_was_learned() -> None:
+    first = core_of()
+    used(first, 500)
+    saved = first.learned()
+    second = core_of(learned=saved)
+    assert worth(second) == worth(first) != worth(core_of())
+    assert second.learned() == saved
+
+
+def test_asking_what_was_learned_changes_nothing() -> None:
+    cores = [core_of(), core_of()]
+    for core in cores:
+        used(core, 120)
+    assert cores[0].learned() == cores[0].learned() == cores[1].learned()
+
+
+def test_it_stays_known_while_nothing_is_stored() -> None:
+    first = core_of()
+    used(first, 500)
+    assert core_of(learned=first.learned()).learned() == first.learned()
+
+
+@pytest.mark.parametrize("data", [b"", b"junk", msgspec.msgpack.encode(["reuse", [["red", 1024, b"junk"]]])])
+def test_what_is_no_such_thing_is_refused(data: bytes) -> None:
+    core = core_of()
+    with pytest.raises(ValueError, match="statistics"):
+        core.handle(events.LearnedBefore(data), 0.0)
+    assert core.learned() == core_of().learned()
+
+
+def test_too_much_is_refused() -> None:
+    with pytest.raises(ValueError, match="at most"):
+        core_of().handle(events.LearnedBefore(bytes(MAX_LEARNED_BYTES + 1)), 0.0)
+
+
+def test_another_policy_s_statistics_are_refused() -> None:
+    with pytest.raises(ValueError, match="statistics of the policy 'arc'; this node runs 'reuse'"):
+        core_of(learned=core_of("arc").learned())
+
+
+def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="'mru' is no policy of eviction; there are reuse, lru"):
+        core_of("mru")
+
+
+def test_of_pools_that_are_gone_a_bounded_number_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "REMEMBERED", 3)
+    store = SegmentStore([], 4096, Budgets(), Counters(), policy_named("reuse"))
+    learned = policy_named("reuse")().save()
+    store.remember({(TenantId(f"t{number}"), SLOT_BYTES): learned for number in range(10)})
+    assert [tenant for tenant, _ in store.learned()] == ["t7", "t8", "t9"]
