@@ -58,7 +58,7 @@ class Mooncake:
         prefill = least(costs, self._prefill, self._fleet.rng)
         decode = least(self._contexts, self._decode, self._fleet.rng)
         self._queued[prefill][ask.number] = prefill_s[depths[prefill]]
-        self._queued_s[prefill] = sum(self._queued[prefill].values())
+        self._queued_s[prefill] += prefill_s[depths[prefill]]
         self._contexts[decode] += ask.tokens
         self._fleet.knowledge.sent(ask.chain, prefill)
         fetch = Fetch(source, depths[source]) if missing[depths[prefill]] else None
@@ -66,8 +66,10 @@ class Mooncake:
 
     def first_token(self, ask: Ask, choice: Choice, now: float) -> None:
         """See `Router`."""
-        del self._queued[choice.prefill][ask.number]
-        self._queued_s[choice.prefill] = sum(self._queued[choice.prefill].values())
+        queued = self._queued[choice.prefill]
+        done_s = queued.pop(ask.number)
+        # An empty queue is exactly 0: otherwise idle instances would differ by what rounding left.
+        self._queued_s[choice.prefill] = self._queued_s[choice.prefill] - done_s if queued else 0.0
 
     def finished(self, ask: Ask, choice: Choice, output_tokens: int, now: float) -> None:
         """See `Router`."""

@@ -3,10 +3,10 @@
 Source: Srivatsa et al., *Preble* (ICLR 2025, arXiv 2407.00023), and `global_scheduler_with_time.py` of WukLab/preble. A
 prompt whose cached part is longer than the rest goes where that part is (exploit), to the least loaded of those; any
 other goes where the cost is least (explore): the load of the last three minutes, plus what would be recomputed for what
-must be evicted, plus its own prefill. While the heaviest load is `rebalance_above` times the lightest, what would go to
-the heaviest goes to the lightest, but not within the first `rebalance_after` requests.
+must be evicted, plus its own prefill.
 
-Left out: splitting a prefix over two instances when its queue doubles, and the order of requests within an instance.
+Left out: moving prefixes away from an instance whose load is many times the lightest (the code has it, turned off),
+splitting a prefix over two instances when its queue doubles, and the order of requests within an instance.
 Load is prefill plus decode seconds by the engine model, with the mean length and time per token of the answers that
 went by, as Preble fits both.
 """
@@ -19,19 +19,12 @@ from itertools import islice
 
 from tokenlake_bench.routing.base import Ask, Choice, Fleet, least
 
-__all__ = ["Preble", "PrebleSettings"]
+__all__ = ["Preble"]
 
+WINDOW_S = 180.0
+"""Of the load that counts."""
 _NEWS = 0.05
 """Weight of a new answer in the running means."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrebleSettings:
-    """`window_s` as in the paper, the others as in the code."""
-
-    window_s: float = 180.0
-    rebalance_above: float = 15.0
-    rebalance_after: int = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +38,8 @@ class _Sent:
 class Preble:
     """A `Router`."""
 
-    def __init__(self, fleet: Fleet, settings: PrebleSettings | None = None) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._settings = settings or PrebleSettings()
         self._window: deque[_Sent] = deque()
         self._load = [0.0] * fleet.instances
         self._requests = [0] * fleet.instances
@@ -60,7 +52,7 @@ class Preble:
 
     def choose(self, ask: Ask, now: float) -> Choice:
         """See `Router`."""
-        self._forget(now - self._settings.window_s)
+        self._forget(now - WINDOW_S)
         depths = self._fleet.knowledge.depths(ask.chain)
         instance = self._instance(ask, depths)
         seconds = self._prefill_s(ask, depths[instance]) + self._output_tokens * self._token_s
@@ -90,10 +82,7 @@ class Preble:
         longest = max(depths)
         cached = longest * fleet.segment_tokens
         if cached > ask.tokens - cached:
-            best = least(load, [i for i in everyone if depths[i] == longest], fleet.rng)
-            lightest = least(load, everyone, fleet.rng)
-            heavy = load[best] == max(load) and load[best] > self._settings.rebalance_above * load[lightest]
-            return lightest if heavy and ask.number >= self._settings.rebalance_after else best
+            return least(load, [i for i in everyone if depths[i] == longest], fleet.rng)
         prefill_s = {depth: self._prefill_s(ask, depth) for depth in dict.fromkeys(depths)}
         costs = [load[i] + self._eviction_s(ask, i, depths[i]) + prefill_s[depths[i]] for i in everyone]
         return least(costs, everyone, fleet.rng)
