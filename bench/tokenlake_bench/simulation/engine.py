@@ -121,7 +121,9 @@ class Engine:
         self._finished(served)
 
     def _read(self, served: Served, keys: bytes) -> _Steps:
-        matched = yield engine.Match(next(self._numbers), keys, 0.0, False)
+        # Whoever computes the same began earlier; what it has to tell comes a little later than it is done.
+        pending_s = 1.5 * self._compute_s(len(keys) // KEY_BYTES)
+        matched = yield engine.Match(next(self._numbers), keys, 0.0, False, pending_s=pending_s)
         assert isinstance(matched, engine.Matched)
         if matched.hits < len(matched.codes):
             served.cut_by = Code(matched.codes[matched.hits])
@@ -175,13 +177,16 @@ class Engine:
     def _write(self, prepared: engine.Prepared, codes: bytearray) -> _Steps:
         """Compute and commit what is RESERVED of `codes`, which then say what became of it."""
         reserved = tuple(at for at, code in enumerate(codes) if code == Code.RESERVED)
-        rate = self._options.prefill_tokens_per_s
-        if rate:
-            yield len(reserved) * self._options.segment_tokens / rate
+        if compute_s := self._compute_s(len(reserved)):
+            yield compute_s
         committed = yield engine.Commit(next(self._numbers), prepared.write, reserved, 1, CHECKSUM * len(reserved))
         assert isinstance(committed, engine.Committed)
         for at, code in zip(reserved, committed.codes, strict=True):
             codes[at] = code
+
+    def _compute_s(self, segments: int) -> float:
+        rate = self._options.prefill_tokens_per_s
+        return segments * self._options.segment_tokens / rate if rate else 0.0
 
 
 _LOCAL = bytes([Code.LOCAL])
