@@ -108,6 +108,7 @@ class EngineListener:
             engine.Hello: self._hello,
             engine.OpenRegion: self._open_region,
             engine.OpenQuery: self._open_query,
+            engine.Explain: self._explain,
             engine.Bye: self._bye,
         }
         self._sock = _listen(settings.path)
@@ -152,7 +153,7 @@ class EngineListener:
     def _frame(self, connection: _Connection, body: bytes) -> None:
         try:
             message = decode(engine.request_decoder, body)
-            if not connection.joined and not isinstance(message, engine.Hello):
+            if not connection.joined and not isinstance(message, engine.Hello | engine.Explain):
                 raise ProtocolRefused(f"the first frame must be Hello, not {type(message).__name__}")
         except ProtocolRefused as error:
             self._refuse(connection, 0, error)
@@ -353,6 +354,22 @@ class EngineListener:
             if connection.frames is not None:
                 connection.frames.send(pack_frame(engine.QueryOpened(message.id)), [sock.fileno()])
 
+    def _explain(self, connection: _Connection, message: engine.EngineRequest) -> None:
+        assert isinstance(message, engine.Explain)
+        reason = _beyond(connection, message)
+        if reason:
+            self._send(connection, engine.Failed(message.id, LimitReached.__name__, reason))
+            return
+        tenant = connection.tenant
+        if not connection.joined:
+            try:
+                tenant = self._tenants.identify(connection.process.uid, message.token).name
+            except TokenLakeError as error:
+                self._refuse(connection, message.id, error)
+                return
+        connection.in_flight += 1
+        self._driver.handle(events.Asked(connection.number, tenant, message))
+
     def _bye(self, connection: _Connection, message: engine.EngineRequest) -> None:
         if connection.frames is not None:
             connection.frames.close("it said Bye")
@@ -364,7 +381,7 @@ class EngineListener:
         connection = self._connections.get(instruction.connection)
         if connection is None or connection.frames is None:
             return
-        connection.in_flight -= connection.joined
+        connection.in_flight = max(0, connection.in_flight - 1)
         connection.frames.send(pack_frame(instruction.message))
         if isinstance(instruction.message, engine.Failed) and not connection.joined:
             connection.frames.close(f"refused: {instruction.message.reason}")

@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from tests.sim.prompts import PROMPTS
 from tokenlake.core import NodeCore, events
 from tokenlake.core.context import CoreConfig
 from tokenlake.core.instructions import Instruction
+from tokenlake.wire.engine import Explain
 
 
 class Recording(msgspec.Struct):
@@ -53,6 +55,9 @@ def busy() -> Cluster:
         engine.read(prompt, Reading(attach=random.random() < 0.3, hold_s=random.choice((0.01, 0.2))))
         ending = random.choice(("commit", "commit", "singly", "abort", "die"))
         engine.store(prompt, 0, Storing(ending, shared=random.random() < 0.3))
+        if turn % 20 == 15:
+            name = next(iter(cluster.core(0)._explain._trails), ("red", "nobody"))[1]
+            engine.processes[0].request(partial(Explain, request=name), engine.answers.append)
         if turn % 30 == 10:
             random.choice(cluster.links()).cut(0.1)
         if turn % 50 == 20:

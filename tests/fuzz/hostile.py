@@ -93,6 +93,8 @@ def _within(of: types.Type) -> st.SearchStrategy[Any]:
             return st.lists(_within(item), max_size=8).map(tuple)
         case types.StructType(cls=cls) if cls is Advice:
             return _advice
+        case types.StructType(cls=cls):
+            return hostile(cls)
     raise NotImplementedError(f"a message holds {of}; teach this test to make one")
 
 

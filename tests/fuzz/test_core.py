@@ -103,10 +103,14 @@ class Node:
         """Match, and fetch the first `fetched`; the lease stays."""
         if connection not in self.joined:
             return
-        for instruction in self.feed(events.Requested(connection, engine.Match(3, keys, 0.0))):
+        for instruction in self.feed(events.Requested(connection, engine.Match(3, keys, 0.0, True, "r"))):
             if isinstance(instruction, Answer) and isinstance(instruction.message, engine.Matched):
                 lease = instruction.message.lease
                 self.feed(events.Requested(connection, engine.Fetch(4, lease, 0, fetched, 0.0)))
+
+    def ask(self, connection: int, tenant: str, message: engine.Explain) -> None:
+        """Anybody of a tenant asks about a request, joined or not."""
+        self.feed(events.Asked(connection, tenant, message))
 
     def answer(self, codes: list[Code], nodes: tuple[str, ...], lease: int) -> None:
         """A peer answers something it was asked, in form."""
@@ -120,6 +124,8 @@ class Node:
                 self.said(node, peer.LookupReply(asked.call, lease, known, nodes, (0.5, 1.0, 0.5), 1e6))
             case peer.Ready():
                 self.said(node, peer.ReadyReply(asked.call, known, nodes))
+            case peer.AskWhy():
+                self.said(node, peer.ToldWhy(asked.call, ("reuse",) * count, ("n2",) * count, (1.0,) * count))
             case peer.Offer():
                 self.said(node, peer.OfferReply(asked.call, known, (0.5, 1.0, 0.5), 1e6))
 
@@ -176,7 +182,8 @@ class Node:
                 self.replaced()
         self.check()
         left = {name: count for name, count in self.core.census().items() if count}
-        assert set(left) <= {"directory", "timers"}, left
+        remembered = {"explained requests", "segments they missed", "segments that went"}
+        assert set(left) <= {"directory", "timers", *remembered}, left
         assert left["timers"] < 20
 
     def incarnation(self, node: str) -> int:
@@ -221,6 +228,8 @@ steps = st.one_of(
     step("read", connections, plain, st.integers(0, 9)),
     step("answer", codes, st.lists(st.sampled_from(NODES), max_size=8).map(tuple), st.integers(0, 9)),
     step("request", connections, requests),
+    step("ask", connections, st.sampled_from(TENANTS), hostile(engine.Explain)),
+    step("ask", connections, st.sampled_from(TENANTS[:2]), st.just(engine.Explain(9, "r"))),
     step("said", st.sampled_from(PEERS), tellings),
     step("said", st.sampled_from(PEERS), tellings),
     step("connect", st.sampled_from(PEERS), st.integers(1, 3)),

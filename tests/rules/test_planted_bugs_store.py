@@ -79,9 +79,9 @@ class LeaseIgnored(SegmentStore):
         leased = (s for s in self.segments() if s.state is State.READY and s.kind is not Kind.DIRTY and s.pool is pool)
         return super()._victim(pool, kind, now) or next(leased, None)
 
-    def _evict(self, segment: Segment, now: float) -> None:
+    def _evict(self, segment: Segment, now: float, rule: str = "") -> None:
         with unseen_pins(segment):
-            super()._evict(segment, now)
+            super()._evict(segment, now, rule)
 
     def unpin(self, *segments: Segment) -> None:
         for segment in segments:

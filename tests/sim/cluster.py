@@ -165,8 +165,9 @@ class Cluster:
             census = core.census()
             assert census.pop("calls") <= len(self.nodes) - 1
             assert census.pop("timers") <= 8 * len(self.nodes), f"{name}: timers are left"
-            # Hints stay until somebody asks about them; their number has a bound of its own.
-            del census["directory"]
+            # Hints, and what is remembered for whoever asks, stay; their number has a bound of its own.
+            for memory in ("directory", "explained requests", "segments they missed", "segments that went"):
+                del census[memory]
             assert not any(census.values()), f"{name}: {census}"
             counters = core.counters
             answered = (LOCAL, FETCHED, SKIPPED, PENDING, MISSING)

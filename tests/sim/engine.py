@@ -52,7 +52,10 @@ class SimProcess:
         """One frame to the daemon."""
         if self.attached:
             arrived = decode(engine.request_decoder, encode(message))
-            self.up.send(events.Requested(self.connection, arrived))
+            if isinstance(arrived, engine.Explain):
+                self.up.send(events.Asked(self.connection, self.tenant, arrived))
+            else:
+                self.up.send(events.Requested(self.connection, arrived))
 
     def request(self, make: Callable[[int], engine.EngineRequest], reply: Callable[[Any], None]) -> None:
         """`reply` is called with the answer, unless one of the two dies."""
@@ -187,7 +190,7 @@ class Engine:
             self.clock.after(how.hold_s / 2, lambda: self._release(first, reply.lease, range(0, cut)))
             self.clock.after(how.hold_s, lambda: self._release(first, reply.lease, range(cut, reply.hits)))
 
-        first.request(lambda number: engine.Match(number, join_keys(keys), 0.0), matched)
+        first.request(lambda number: engine.Match(number, join_keys(keys), 0.0, True, f"r{number}"), matched)
 
     def _attach(self, lease: int, keys: Sequence[SegmentKey], how: Reading) -> None:
         second = self.second

@@ -17,6 +17,7 @@ from tokenlake.placement import Vacancy, default_run_length
 from tokenlake.ring import Ring
 from tokenlake.store import Budgets, Segment, SegmentStore, State
 from tokenlake.store.eviction import policy_named
+from tokenlake.store.history import History
 
 __all__ = ["LOAD_HALF_LIFE_S", "Context", "CoreConfig"]
 
@@ -67,6 +68,8 @@ class CoreConfig(msgspec.Struct, frozen=True):
     replica_share: float = 0.05
     hot: str = "on"
     """`on`: hot segments are copied; `observe`: counts what that would take; `off`."""
+    background_share: float = 0.5
+    """Of what comes in from other nodes while engines here read, what pushes and copies may be at most."""
     time_scale: float = 1.0
     """Seconds of the workload in each second of the clock; a replay faster than real time says by how much. What
     learns from the workload (loads, hot segments, ages) then does so in the workload's time; deadlines stay."""
@@ -82,6 +85,7 @@ class Context:
         run_length = config.run_length or default_run_length(len(config.members))
         self.ring = Ring({NodeId(name): weight for name, weight in config.members.items()}, run_length)
         self.counters = Counters()
+        self.history = History()
         self.store = SegmentStore(
             range(config.regions),
             config.region_bytes,
@@ -89,6 +93,7 @@ class Context:
             self.counters,
             policy=policy_named(config.eviction),
             quotas=config.quotas,
+            history=self.history,
         )
         self.directory = Directory(config.directory_limit)
         self._load = Rate(LOAD_HALF_LIFE_S)

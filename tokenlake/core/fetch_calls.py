@@ -61,6 +61,8 @@ class FetchCall:
                 by_node.setdefault(node, []).append(index)
         for node in [node for node in by_node if not self.parts.peers.usable(node)]:
             # Nothing is asked of a node that is gone or silent; should it come back, a later fetch finds it.
+            if lease.trail is not None:
+                lease.trail.silent[node] = None
             for index in by_node.pop(node):
                 self.codes[index - self.request.start] = Code.LOST
         limit_s = self._limit_s(by_node)
@@ -93,7 +95,7 @@ class FetchCall:
         return min(deadline_s(sum(predicted)), MAX_DEADLINE_S)
 
     def _arrived(self, index: int, segment: Segment | None, code: Code) -> None:
-        lease = self.lease
+        lease, node = self.lease, self.lease.remotes[index]
         self.waiting -= 1
         wanted = lease.remotes[index] is not None and lease.segments[index] is None and lease.holders(index)
         if segment is not None and wanted:
@@ -107,6 +109,13 @@ class FetchCall:
         if wanted and not code.refused:
             tokens = self.process.session.segment_tokens
             self.parts.context.counters.add(MISSING if segment is None else FETCHED, tokens)
+        if wanted and lease.trail is not None and node is not None:
+            if segment is not None:
+                lease.trail.fetched += 1
+            elif code.refused:
+                lease.trail.refused = code
+            else:
+                lease.trail.did_not_come(node, late=self.answered)
         self.codes[index - self.request.start] = code if lease.segments[index] is None else Code.LOCAL
         if not self.waiting:
             self._answer()

@@ -27,12 +27,14 @@ from collections.abc import Iterator
 from functools import partial
 
 from tokenlake.core.context import Context
+from tokenlake.core.explain import Explain, Trail
 from tokenlake.core.fetch_calls import MISSING
 from tokenlake.core.home import Home
 from tokenlake.core.hot import Hot
 from tokenlake.core.instructions import Answer
 from tokenlake.core.packing import pack
 from tokenlake.core.peers import Peers, Reply
+from tokenlake.core.pendings import Pendings, Waiting
 from tokenlake.core.sessions import Lease, Process, Sessions
 from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
@@ -71,6 +73,8 @@ class _Match:
         self.codes = bytearray([_LOCAL]) * len(keys)
         """The most telling of the answers: LOCAL, REMOTE, PENDING, MISSING, UNKNOWN, ..."""
         self.leases: dict[NodeId, list[int]] = {}
+        self.silent: list[NodeId] = []
+        """Who did not answer."""
         self.waiting = 0
         self.deadline = 0.0
         self.arrivals = 0
@@ -87,6 +91,10 @@ class _Match:
         """Per key index, (home that named a node, the node named)."""
         self.hot: dict[int, NodeId] = {}
         """Per key index, who was asked instead of the candidates and has not answered."""
+        self.waits: Waiting | None = None
+        """Where it may wait for a writer."""
+        self.parked = False
+        """It waits for a writer, not for answers."""
         self.given_up: list[list[int]] = []
         """The indices of calls that are not waited for any more."""
 
@@ -111,9 +119,12 @@ class Matches:
         peers: Peers,
         home: Home,
         hot: Hot,
+        explain: Explain,
     ) -> None:
         self._context = context
         self._hot = hot
+        self._pendings = Pendings(context, peers, home)
+        self._explain = explain
         self._sessions = sessions
         self._peers = peers
         self._home = home
@@ -134,20 +145,29 @@ class Matches:
         else:
             self._finish(match)
 
+    def _limit_s(self, match: _Match) -> float:
+        """How long a round may take."""
+        limit = self._context.config.match_deadline_s
+        return min(limit, match.request.deadline_s) if match.request.deadline_s > 0 else limit
+
     def _ask(self, match: _Match) -> None:
         """First round: of every key that is not here a copy where it is hot, else both candidates, this node last."""
-        limit = self._context.config.match_deadline_s
-        if 0 < match.request.deadline_s < limit:
-            limit = match.request.deadline_s
-        match.deadline = self._context.now + limit
+        if match.request.pending_s:
+            match.waits = Waiting(self._context.now, match.request.pending_s)
         match.arrivals = self._context.store.arrivals
         missing = match.missing()
         candidates = self._context.ring.candidates(join_keys([match.keys[index] for index in missing]))
         match.candidates = dict(zip(missing, candidates, strict=True))
         session = match.process.session
         match.hot = self._hot.choose(session.tenant, match.keys, missing, session.slot_bytes)
+        self._round(match, missing)
+
+    def _round(self, match: _Match, indices: list[int]) -> None:
+        limit = self._limit_s(match)
+        match.deadline = self._context.now + limit
         wanted: defaultdict[NodeId, list[int]] = defaultdict(list)
-        for index, (home, other) in match.candidates.items():
+        for index in indices:
+            home, other = match.candidates[index]
             match.codes[index] = _UNKNOWN
             if index in match.hot:
                 wanted[match.hot[index]].append(index)
@@ -166,7 +186,7 @@ class Matches:
     def _ask_own(self, match: _Match, asked: dict[NodeId, list[int]]) -> None:
         """Look up in this node's own directory what nobody was found to have yet, unless that was done. Of copies that
         were `asked` first and are still silent the candidates are asked, and nobody waits for what else they say."""
-        if match not in self._under_way:
+        if match not in self._under_way or match.parked:
             return
         wanted: dict[NodeId, list[int]] = {}
         for node in dict.fromkeys(match.hot.values()):
@@ -236,11 +256,11 @@ class Matches:
                 partial(self._heard, match, node, indices),
             )
         if not wanted and not match.waiting:
-            self._finish(match)
+            self._end(match)
 
     def _heard(self, match: _Match, node: NodeId, indices: list[int], reply: Reply | None) -> None:
         """One node answered, or will not. Then the second round, or the end."""
-        if match not in self._under_way:
+        if match not in self._under_way or match.parked:
             # It was given up.
             if isinstance(reply, peer_wire.LookupReply) and reply.lease:
                 self._peers.tell(node, peer_wire.ReleaseLease((reply.lease,)))
@@ -248,6 +268,8 @@ class Matches:
         if not any(given_up is indices for given_up in match.given_up):
             match.waiting -= 1
         second: dict[NodeId, list[int]] = {}
+        if reply is None:
+            match.silent.append(node)
         if isinstance(reply, peer_wire.LookupReply) and len(reply.codes) == len(indices):
             if reply.lease:
                 match.leases.setdefault(node, []).append(reply.lease)
@@ -264,7 +286,7 @@ class Matches:
         if second and self._context.now < match.deadline:
             self._send(match, second)
         elif not match.waiting:
-            self._finish(match)
+            self._end(match)
 
     def _take(
         self,
@@ -291,6 +313,41 @@ class Matches:
             elif code in _HOME_ANSWERS and code < codes[index]:
                 codes[index] = code
 
+    def _end(self, match: _Match) -> None:
+        """Everybody answered: that is all, unless it may wait for whoever computes what is missing."""
+        waits = match.waits
+        if waits is not None:
+            self._recheck(match)
+            gap = match.found(len(match.keys))
+            alive = self._sessions.process(match.process.connection) is match.process
+            if alive and gap < len(match.keys) and self._pendings.patient(waits, match.codes[gap]):
+                match.parked = True
+                if match.codes[gap] == Code.PENDING:
+                    self._pendings.wait(waits, lambda: self._again(match))
+                else:
+                    key, home = match.keys[gap], match.candidates[gap][0]
+                    done = partial(self._claimed, match, waits)
+                    self._pendings.claim(waits, match.process.session.tenant, key, home, done)
+                return
+        self._finish(match)
+
+    def _claimed(self, match: _Match, waits: Waiting, code: Code) -> None:
+        if code is Code.PENDING:
+            self._pendings.wait(waits, lambda: self._again(match))
+        elif code is Code.LOCAL:
+            self._again(match)
+        else:
+            self._finish(match)
+
+    def _again(self, match: _Match) -> None:
+        """Ask anew about what nobody was found to have."""
+        match.parked = False
+        match.asked.clear()
+        match.denied.clear()
+        match.hints.clear()
+        self._recheck(match)
+        self._round(match, [index for index in match.missing() if match.remotes[index] is None])
+
     def _finish(self, match: _Match) -> None:
         """Lease the longest prefix that was found, give the rest back, answer."""
         del self._under_way[match]
@@ -307,15 +364,30 @@ class Matches:
         self._context.store.unpin(*(segment for segment in match.segments[hits:] if segment is not None))
         lease = self._make_lease(match, hits)
         self._count(match, hits)
+        codes = bytes(match.codes)
+        if match.request.request and session.segment_tokens:
+            self._leave_trail(match, lease, hits, codes)
         if here:
             reply = wire.Matched(
                 match.request.id,
                 lease.id if lease else 0,
                 hits,
-                bytes(match.codes),
+                codes,
                 *pack(match.segments[:hits], session.shards, checksums=match.request.checksums),
             )
             self._context.emit(Answer(process.connection, reply))
+
+    def _leave_trail(self, match: _Match, lease: Lease | None, hits: int, codes: bytes) -> None:
+        session = match.process.session
+        trail = Trail(self._context.now, match.request, session.segment_tokens, session.slot_bytes)
+        trail.hits = hits
+        if match.candidates:
+            places = zip(match.segments[:hits], match.remotes, strict=False)
+            trail.elsewhere.update(node for segment, node in places if segment is None and node is not None)
+            trail.silent = dict.fromkeys(match.silent)
+        if lease is not None:
+            lease.trail = trail
+        self._explain.begin(session.tenant, trail, codes, match.keys)
 
     def _recheck(self, match: _Match) -> None:
         """What arrived here while others were asked is found here."""

@@ -15,6 +15,7 @@ from typing import Any
 from tokenlake.core import events
 from tokenlake.core.advertising import Advertising
 from tokenlake.core.context import Context, CoreConfig
+from tokenlake.core.explain import Explain
 from tokenlake.core.fetches import Fetches
 from tokenlake.core.home import Home
 from tokenlake.core.hot import Hot
@@ -53,7 +54,8 @@ class NodeCore:
         self._regions = Regions(context, self._sessions)
         self._serving = Serving(context, self._peers, self._home, self._hot)
         self._pushes = Pushes(context, self._peers, self._home, self._fetches)
-        self._matches = Matches(context, self._sessions, self._peers, self._home, self._hot)
+        self._explain = Explain(context, self._peers)
+        self._matches = Matches(context, self._sessions, self._peers, self._home, self._hot, self._explain)
         self._reads = Reads(context, self._sessions, self._peers, self._fetches, self._touches)
         self._writes = Writes(context, self._sessions, self._peers, self._home, self._pushes, self._touches)
         self._advertising = Advertising(context, self._peers)
@@ -70,6 +72,7 @@ class NodeCore:
             events.SendDone: lambda e: self._serving.sent(e.stream),
             events.RegionReady: lambda e: self._regions.ready(e.region),
             events.LearnedBefore: lambda e: self._learned.restore(e.data),
+            events.Asked: lambda e: self._explain.asked(e.connection, TenantId(e.tenant), e.message),
             events.Tick: lambda e: context.timers.fire(context.now),
         }
         self._requests: dict[type, Callable[[Process, Any], None]] = {
@@ -220,6 +223,10 @@ class NodeCore:
                 self._peers.tell(node, peer.ReadyReply(message.call, codes, tuple(firsts)))
             case peer.Offer():
                 self._pushes.offered(node, message)
+            case peer.AskWhy():
+                self._explain.ask(node, message)
+            case peer.ToldWhy():
+                self._peers.replied(node, message)
             case peer.Ping():
                 self._hot.heard_version(node, message.hot_version)
                 self._peers.pinged(node, message)
@@ -248,6 +255,7 @@ class NodeCore:
                 for key in keys:
                     self._context.directory.gone(TenantId(message.tenant), key, NodeId(message.node))
                 self._hot.gone(TenantId(message.tenant), keys, NodeId(message.node))
+                self._explain.gone(TenantId(message.tenant), keys, message)
             case peer.Reads():
                 self._hot.home.reads(message)
             case peer.Replicate():
@@ -277,16 +285,17 @@ class NodeCore:
 
     def _tell_evicted(self) -> None:
         evicted, self._context.store.evicted = self._context.store.evicted, []
-        by_tenant: dict[TenantId, list[Segment]] = {}
+        by_rule: dict[tuple[TenantId, str], list[Segment]] = {}
         for segment in evicted:
-            by_tenant.setdefault(segment.tenant, []).append(segment)
-        for tenant, segments in by_tenant.items():
+            gone = self._context.history.get(segment.tenant, segment.key)
+            by_rule.setdefault((segment.tenant, gone.rule if gone is not None else ""), []).append(segment)
+        for (tenant, rule), segments in by_rule.items():
             for home, keys in self._context.by_home(segment.key for segment in segments).items():
                 if home == self._context.node:
                     for key in keys:
                         self._context.directory.gone(tenant, key, home)
                 else:
-                    self._peers.tell(home, peer.Evicted(tenant, join_keys(keys), self._context.node))
+                    self._peers.tell(home, peer.Evicted(tenant, join_keys(keys), self._context.node, rule))
 
     def _renew(self) -> None:
         """What engines leased at other nodes lives as long as their sessions do here."""
@@ -313,6 +322,7 @@ class NodeCore:
             self._pushes,
             self._peers,
             self._advertising,
+            self._explain,
             self._hot,
         )
         counted = {name: count for part in parts for name, count in part.census().items()}
@@ -341,6 +351,7 @@ class NodeCore:
         self._pushes.check_integrity()
         self._peers.check_integrity()
         self._hot.check_integrity()
+        self._explain.check_integrity()
         self._context.directory.check_integrity()
         pins = Counter(self._pinned())
         for segment in self.store.segments():

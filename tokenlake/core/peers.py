@@ -29,7 +29,7 @@ CALLS = Metric("tokenlake_peer_calls_total", "Requests sent to other nodes")
 TIMEOUTS = Metric("tokenlake_peer_timeouts_total", "Requests to other nodes that missed their deadline")
 SUSPECTED = Metric("tokenlake_suspected_peers_total", "Times a peer became SUSPECT")
 
-Reply = wire.LookupReply | wire.ReadyReply | wire.OfferReply | wire.Replicated | wire.Pong
+Reply = wire.LookupReply | wire.ReadyReply | wire.OfferReply | wire.Replicated | wire.Pong | wire.ToldWhy
 OnReply = Callable[[Reply | None], None]
 R = TypeVar("R")
 
@@ -215,7 +215,7 @@ class Peers:
     def replied(self, node: NodeId, message: Reply) -> None:
         """Hand a reply to its caller. A late `LookupReply` leased what nobody waits for: give it back."""
         peer = self._peers[node]
-        if not isinstance(message, wire.ReadyReply | wire.Replicated):
+        if not isinstance(message, wire.ReadyReply | wire.Replicated | wire.ToldWhy):
             self._told(peer, message)
         waiting = peer.calls.pop(message.call, None)
         if waiting is not None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from tokenlake.advice import Advice
 from tokenlake.core.context import Context
+from tokenlake.core.explain import Trail
 from tokenlake.core.timers import Timer
 from tokenlake.core.touches import Touches
 from tokenlake.identity import ConnectionId, LeaseId, NodeId, SegmentKey, SessionId, TenantId, WriteId
@@ -49,6 +50,8 @@ class Lease:
         self.remote_leases: list[tuple[NodeId, int]] = []
         self.advice: Advice | None = None
         """Of the request, for every read of its items."""
+        self.trail: Trail | None = None
+        """What is noted for `Explain`."""
         self.shipped = 0
         """Items, from the first on, that an engine attended to where they lie."""
         self.held: dict[ConnectionId, bytearray] = {connection: bytearray(b"\1" * len(keys))}
@@ -299,6 +302,9 @@ class Sessions:
         for metric, first, last in ((SHIPPED, start, boundary), (SKIPPED, boundary, stop)):
             unfetched = last - first - lease.remotes[first:last].count(None)
             self._context.counters.add(metric, unfetched * session.segment_tokens)
+        if lease.trail is not None:
+            shipped = boundary - start - lease.remotes[start:boundary].count(None)
+            lease.trail.given_back(len(dropped), shipped, lease.remotes[boundary:stop])
         lease.segments[start:stop] = [None] * (stop - start)
         lease.remotes[start:stop] = [None] * (stop - start)
         self._context.store.unpin(*dropped)
@@ -344,7 +350,7 @@ class Sessions:
             return
         write.expired = True
         for segment in write.open.values():
-            self._context.store.discard(segment, self._context.now)
+            self._context.store.discard(segment, self._context.load_now)
             self._given_up.append((write.tenant, segment.key))
         for connection, indices in write.filled.items():
             self.give_back(session, write, connection, indices)
@@ -370,7 +376,7 @@ class Sessions:
             segment = write.open[index]
             self._close(session, write, index)
             if segment.state is State.RESERVED:
-                self._context.store.discard(segment, self._context.now)
+                self._context.store.discard(segment, self._context.load_now)
                 self._given_up.append((write.tenant, segment.key))
 
     def _close(self, session: Session, write: Write, index: int) -> None:

@@ -432,6 +432,8 @@ class SegmentStore:
     def _admits(self, pool: SlotPool, key: SegmentKey, advice: Advice, now: float) -> bool:
         admitted = pool.order[Kind.HOME].admits(key, advice, now)
         self._counters.add(UNWORTHY, not admitted)
+        if not admitted:
+            self._history.add(pool.tenant, key, Gone(now, UNWORTHY_RULE))
         return admitted
 
     def _victim(self, pool: SlotPool, kind: Kind, now: float) -> Segment | None:

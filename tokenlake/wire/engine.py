@@ -11,6 +11,7 @@ import msgspec
 
 from tokenlake.advice import Advice
 from tokenlake.wire.fields import Index, RequestName, Seconds, SlotBytes
+from tokenlake.wire.funnel import Funnel
 
 __all__ = [
     "HERE",
@@ -22,6 +23,8 @@ __all__ = [
     "Committed",
     "EngineReply",
     "EngineRequest",
+    "Explain",
+    "Explained",
     "Failed",
     "Fetch",
     "Fetched",
@@ -109,6 +112,11 @@ class Match(_Message, frozen=True, tag=4):
     request: RequestName = ""
     advice: Advice | None = None
     """What is known of the request already; it goes with every read of the lease."""
+    tokens: Index = 0
+    """Of the prompt, for `Explain`; 0: as many as the keys stand for."""
+    pending_s: Seconds = 0.0
+    """So long the answer may wait for somebody who is about to write the first segment that is missing; where nobody
+    is, the others wait so long for the caller."""
 
 
 class Matched(_Message, frozen=True, tag=5):
@@ -297,6 +305,22 @@ class Advise(_Message, frozen=True, tag=26):
     lease: int = 0
 
 
+class Explain(_Message, frozen=True, tag=27):
+    """What became of the request that goes by this name? Also of a process that did not say `Hello`: `token` says
+    whose requests it may ask about."""
+
+    id: int
+    request: RequestName
+    token: str | None = None
+
+
+class Explained(_Message, frozen=True, tag=28):
+    """Answers `Explain`; None where no request of the tenant goes by that name, or it was long ago."""
+
+    id: int
+    funnel: Funnel | None
+
+
 EngineRequest = (
     Hello
     | Match
@@ -313,10 +337,21 @@ EngineRequest = (
     | OpenQuery
     | Holds
     | Advise
+    | Explain
     | Bye
 )
 EngineReply = (
-    Welcome | Failed | Matched | Fetched | Prepared | Committed | HeartbeatReply | Region | Placed | QueryOpened
+    Welcome
+    | Failed
+    | Matched
+    | Fetched
+    | Prepared
+    | Committed
+    | HeartbeatReply
+    | Region
+    | Placed
+    | QueryOpened
+    | Explained
 )
 
 HERE = 255

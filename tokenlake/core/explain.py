@@ -1,0 +1,282 @@
+"""What became of a request, for whoever asks later: `tokenlake explain`.
+
+::
+
+    Match --> trail, in a ring --> what is fetched, given back, lost
+                                        |  Asked
+                                        v
+                   history of this node --- not there ---> AskWhy to the homes of what was missing
+                                        v
+                                     Explained
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from tokenlake.core.context import Context
+from tokenlake.core.instructions import Answer
+from tokenlake.core.peers import Peers, Reply
+from tokenlake.identity import NodeId, SegmentKey, TenantId
+from tokenlake.store.history import Gone
+from tokenlake.wire import Code, engine, peer
+from tokenlake.wire.funnel import Funnel, Missed, Why
+from tokenlake.wire.slots import join_keys, split_keys
+
+__all__ = ["Explain", "Trail"]
+
+MAX_TRAILS = 1024
+"""Requests that are remembered; the oldest are forgotten first."""
+MAX_KEYS = 1 << 16
+"""Missing segments of all of them that are remembered by name."""
+MISSING_EACH = 1024
+"""Of one of them."""
+WHY_S = 0.1
+"""A home that does not say within this what became of a segment does not know."""
+NAMES = 3
+"""Nodes that a reason lists."""
+
+
+class Trail:
+    """One request with a name, from its newest match on. In segments, but for `tokens`."""
+
+    def __init__(self, at: float, request: engine.Match, segment_tokens: int, slot_bytes: int) -> None:
+        self.at = at
+        self.name = request.request
+        self.tokens = request.tokens
+        """Of the prompt; 0 when it was not said."""
+        self.segment_tokens = segment_tokens
+        self.slot_bytes = slot_bytes
+        self.hits = 0
+        self.beyond = b""
+        """The codes of what is behind the hits."""
+        self.missing: list[SegmentKey] = []
+        """Of these, the first that nobody was found to have."""
+        self.elsewhere: Counter[NodeId] = Counter()
+        """Hits by the node that had them."""
+        self.silent: dict[NodeId, None] = {}
+        """Who did not answer in time."""
+        self.fetched = self.useful = self.skipped = 0
+        self.lost: Counter[tuple[Why, str]] = Counter()
+        """Hits that did not come, by reason and detail."""
+        self.refused: Code | None = None
+        """Why some that were asked for could not come."""
+
+    def given_back(self, read: int, shipped: int, unfetched: Iterable[NodeId | None]) -> None:
+        """Nobody holds these any more: what was here, what was attended to where it lay, and the holders of the
+        rest."""
+        self.useful += read + shipped
+        for node in unfetched:
+            if node in self.silent:
+                self.lost[Why.TOO_SLOW, f"{node} did not answer"] += 1
+            elif node is not None:
+                self.skipped += 1
+
+    def did_not_come(self, node: NodeId, *, late: bool) -> None:
+        """A hit at `node` was to be fetched, and was not."""
+        why = Why.TOO_SLOW if late else Why.LOST
+        self.lost[why, f"{node} did not send it in time" if late else f"{node} did not have it any more"] += 1
+
+
+class _Question(NamedTuple):
+    """An `Explain` under way."""
+
+    connection: int
+    number: int
+    tenant: TenantId
+    trail: Trail
+    found: dict[SegmentKey, tuple[str, str, float, float]]
+    """(rule, node, seconds ago, seconds unused) of what is known to have left."""
+    silent: dict[NodeId, None]
+    """Homes that did not say."""
+
+
+class Explain:
+    """Trails by tenant and name."""
+
+    def __init__(self, context: Context, peers: Peers) -> None:
+        self._context = context
+        self._peers = peers
+        self._trails: OrderedDict[tuple[TenantId, str], Trail] = OrderedDict()
+        self._keys = 0
+
+    def begin(self, tenant: TenantId, trail: Trail, codes: bytes, keys: Sequence[SegmentKey]) -> None:
+        """A match was answered with `codes`; `trail` has its hits. Takes the place of an earlier one of that name."""
+        trail.beyond = codes[trail.hits :]
+        missing = Code.MISSING
+        for key, code in zip(keys[trail.hits :], trail.beyond, strict=True):
+            if code == missing:
+                trail.missing.append(key)
+                if len(trail.missing) == MISSING_EACH:
+                    break
+        former = self._trails.pop((tenant, trail.name), None)
+        self._trails[tenant, trail.name] = trail
+        self._keys += len(trail.missing) - (len(former.missing) if former is not None else 0)
+        while len(self._trails) > MAX_TRAILS or self._keys > MAX_KEYS:
+            _, oldest = self._trails.popitem(last=False)
+            self._keys -= len(oldest.missing)
+
+    # -- questions
+
+    def asked(self, connection: int, tenant: TenantId, message: engine.Explain) -> None:
+        """Answered when all homes said what became of what was missing, after `WHY_S` at the latest."""
+        trail = self._trails.get((tenant, message.request))
+        if trail is None:
+            self._context.emit(Answer(connection, engine.Explained(message.id, None)))
+            return
+        question = _Question(connection, message.id, tenant, trail, {}, {})
+        unknown = []
+        for key in trail.missing:
+            gone = self._context.history.get(tenant, key)
+            if gone is None:
+                unknown.append(key)
+            else:
+                question.found[key] = self._told(gone)
+        homes = dict(self._context.by_home(unknown))
+        homes.pop(self._context.node, None)
+        waiting = len(homes)
+
+        def heard(home: NodeId, keys: list[SegmentKey], reply: Reply | None) -> None:
+            nonlocal waiting
+            waiting -= 1
+            if not isinstance(reply, peer.ToldWhy) or not len(reply.rules) == len(reply.nodes) == len(keys):
+                question.silent[home] = None
+            else:
+                for key, rule, node, ago in zip(keys, reply.rules, reply.nodes, reply.ago_s, strict=False):
+                    if rule:
+                        question.found[key] = rule, node, ago, 0.0
+            if not waiting:
+                self._answer(question)
+
+        for home, keys in homes.items():
+            ask = partial(_ask_why, tenant=tenant, keys=join_keys(keys))
+            self._peers.call(home, ask, WHY_S, partial(heard, home, keys), proves_life=False)
+        if not homes:
+            self._answer(question)
+
+    def _told(self, gone: Gone) -> tuple[str, str, float, float]:
+        return gone.rule, gone.node or self._context.node, max(0.0, self._context.load_now - gone.at), gone.unused_s
+
+    def ask(self, node: NodeId, message: peer.AskWhy) -> None:
+        """Another node misses segments of which this one is the home."""
+        tenant = TenantId(message.tenant)
+        gone = [self._context.history.get(tenant, key) for key in split_keys(message.keys)]
+        told = [("", "", 0.0, 0.0) if each is None else self._told(each) for each in gone]
+        rules, nodes, ago_s = tuple(t[0] for t in told), tuple(t[1] for t in told), tuple(t[2] for t in told)
+        self._peers.tell(node, peer.ToldWhy(message.call, rules, nodes, ago_s))
+
+    def gone(self, tenant: TenantId, keys: Iterable[SegmentKey], message: peer.Evicted) -> None:
+        """A node told this one, their home, by which rule these left it."""
+        if message.rule:
+            for key in keys:
+                self._context.history.add(tenant, key, Gone(self._context.load_now, message.rule, message.node))
+
+    # -- answers
+
+    def _answer(self, question: _Question) -> None:
+        trail, size = question.trail, question.trail.segment_tokens
+        asked = trail.hits + len(trail.beyond)
+        missed = self._beyond(question)
+        missed += [(*reason, count) for reason, count in trail.lost.items()]
+        if trail.skipped:
+            why, detail = (Why.SKIPPED, "") if trail.refused is None else (Why.LIMIT, trail.refused.name)
+            missed.append((why, detail, trail.skipped))
+        ended = trail.useful + trail.skipped + trail.lost.total()
+        reasons = [Missed(why, count * size, detail) for why, detail, count in missed]
+        ideal = max(trail.tokens, asked * size)
+        if ideal > asked * size:
+            reasons.append(Missed(Why.TOO_SHORT, ideal - asked * size))
+        funnel = Funnel(
+            trail.name,
+            self._context.node,
+            max(0.0, self._context.now - trail.at),
+            size,
+            ideal,
+            (trail.hits - trail.elsewhere.total()) * size,
+            tuple((str(node), count * size) for node, count in sorted(trail.elsewhere.items())),
+            trail.fetched * size,
+            trail.useful * size,
+            max(0, trail.hits - ended) * size,
+            tuple(reasons),
+        )
+        self._context.emit(Answer(question.connection, engine.Explained(question.number, funnel)))
+
+    def _beyond(self, question: _Question) -> list[tuple[Why, str, int]]:
+        """(why, detail, segments) of what is behind the hits."""
+        codes = Counter(question.trail.beyond)
+        missing = codes.pop(Code.MISSING, 0)
+        silent = _names(question.trail.silent)
+        reasons: Counter[tuple[Why, str]] = Counter()
+        for number, count in sorted(codes.items()):
+            code = Code(number)
+            if code in (Code.LOCAL, Code.REMOTE):
+                reasons[Why.BEHIND_A_GAP, ""] += count
+            elif code is Code.PENDING:
+                reasons[Why.PENDING, ""] += count
+            elif code is Code.UNKNOWN:
+                reasons[(Why.TOO_SLOW, f"no answer from {silent}") if silent else (Why.UNKNOWN, "")] += count
+            else:
+                reasons[Why.LIMIT, code.name] += count
+        found = [(*reason, count) for reason, count in reasons.items()]
+        return found + self._evicted(question) + self._unknown(question, missing)
+
+    def _evicted(self, question: _Question) -> list[tuple[Why, str, int]]:
+        by_rule: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        for rule, node, ago, unused in question.found.values():
+            by_rule.setdefault((rule, node), []).append((ago, unused))
+        evicted = []
+        for (rule, node), times in by_rule.items():
+            detail = f"{rule}, at {node} {_span([ago for ago, _ in times])} ago"
+            if any(unused for _, unused in times):
+                detail += f", unused for {_span([unused for _, unused in times])}"
+            evicted.append((Why.EVICTED, detail, len(times)))
+        return evicted
+
+    def _unknown(self, question: _Question, missing: int) -> list[tuple[Why, str, int]]:
+        """What nobody remembers, of so many that are missing."""
+        trail = question.trail
+        keys = [key for key in trail.missing if key not in question.found]
+        homes: dict[NodeId, int] = {home: len(homed) for home, homed in self._context.by_home(keys).items()}
+        silent = {home: homes.pop(home) for home in question.silent if home in homes}
+        pools = {pool.slot_bytes: pool for pool in self._context.store.pools() if pool.tenant == question.tenant}
+        mine = pools.pop(trail.slot_bytes, None)
+        other_layout = (mine is None or not any(mine.counts)) and any(any(pool.counts) for pool in pools.values())
+        reasons: list[tuple[Why, str, int]] = []
+        if homes:
+            detail = f"not known to {_names(homes)}"
+            reasons.append((Why.OTHER_LAYOUT if other_layout else Why.NEVER_STORED, detail, sum(homes.values())))
+        if silent:
+            reasons.append((Why.UNKNOWN, f"no answer from {_names(silent)}", sum(silent.values())))
+        if missing > len(trail.missing):
+            reasons.append((Why.UNKNOWN, f"behind the first {len(trail.missing)}", missing - len(trail.missing)))
+        return reasons
+
+    def census(self) -> dict[str, int]:
+        """Entries of each map."""
+        return {
+            "explained requests": len(self._trails),
+            "segments they missed": self._keys,
+            "segments that went": len(self._context.history),
+        }
+
+    def check_integrity(self) -> None:
+        """AssertionError when the count of keys is wrong."""
+        assert self._keys == sum(len(trail.missing) for trail in self._trails.values())
+
+
+def _ask_why(call: int, *, tenant: TenantId, keys: bytes) -> peer.AskWhy:
+    return peer.AskWhy(call, tenant, keys)
+
+
+def _names(nodes: Iterable[NodeId]) -> str:
+    names = [str(node) for node in nodes]
+    more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
+    return ", ".join(names[:NAMES]) + more
+
+
+def _span(seconds: Sequence[float]) -> str:
+    least, most = f"{min(seconds):.0f}", f"{max(seconds):.0f}"
+    return f"{least} s" if least == most else f"{least} to {most} s"
