@@ -110,6 +110,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     # "": nothing outlives the process. What is learned again within minutes is not worth guessing a directory for that
     # is writable, survives a restart and belongs to this node alone.
     state_directory: str = ""
+    # As much as reads get: less would keep writes from other nodes waiting until they are refused.
+    background_share: float = 0.5
     # Without copies one template that all requests share makes its node the bottleneck.
     hot: str = "on"
     # Real workloads pass as fast as the clock.
@@ -154,6 +156,7 @@ _KINDS: dict[str, Kind] = {
     "failpoint": kinds.failpoint(),
     "eviction": kinds.one_of(*POLICIES),
     "state_directory": kinds.path("an absolute path, or nothing", absolute=True, optional=True),
+    "background_share": kinds.real(0.01, 0.99, "a share of what comes in from other nodes"),
     "hot": kinds.one_of("on", "observe", "off"),
     "time_scale": kinds.real(0.001, 1e6, "seconds of the workload in each second"),
     "log_level": kinds.one_of("debug", "info", "warning", "error"),

@@ -53,6 +53,7 @@ _HELP = {
     "failpoint": "For tests: EDGE[:N], where this daemon ends itself.",
     "eviction": f"What a full node gives up first: {', '.join(POLICIES)}.",
     "state_directory": "Directory for what the node learned, to go on with after a restart; '' for none.",
+    "background_share": "Share of what comes in while engines read that pushes and copies may be.",
     "hot": "on, observe or off: copy segments that are read so often that their node is overloaded.",
     "time_scale": "For replays: seconds of the workload in each second of the clock.",
     "log_level": "debug, info, warning or error; debug has a line per request.",

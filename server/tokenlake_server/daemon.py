@@ -62,6 +62,7 @@ def core_config(config: ServerConfig, incarnation: int) -> CoreConfig:
         replica_share=config.replica_share,
         quotas={tenant.name: tenant.quota for tenant in config.tenants},
         eviction=config.eviction,
+        background_share=config.background_share,
         hot=config.hot,
         time_scale=config.time_scale,
         session_lease_share=config.session_lease_share,

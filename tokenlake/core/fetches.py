@@ -8,8 +8,10 @@ reach a slot that has a new owner.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from tokenlake.advice import NO_ADVICE, Advice
+from tokenlake.core.background import Background
 from tokenlake.core.context import Context
 from tokenlake.core.instructions import AbortFetch, Note, StartFetch
 from tokenlake.core.peers import Peers
@@ -37,14 +39,26 @@ def deadline_s(predicted_s: float) -> float:
 
 
 class _Flight:
-    def __init__(self, node: NodeId, tenant: TenantId, kind: Kind, began: float, request: str) -> None:
+    def __init__(self, node: NodeId, tenant: TenantId, kind: Kind, slot_bytes: int, shards: int, wait_s: float) -> None:
         self.node = node
         self.tenant = tenant
         self.kind = kind
-        self.began = began
-        self.request = request
+        self.slot_bytes = slot_bytes
+        self.shards = shards
+        self.wait_s = wait_s
+        self.request = ""
+        self.began = 0.0
         self.segments: list[Segment] = []
         self.timer: Timer | None = None
+
+    @property
+    def background(self) -> bool:
+        """No engine waits for it."""
+        return self.kind is not Kind.STAGED
+
+    @property
+    def nbytes(self) -> int:
+        return self.slot_bytes * len(self.segments)
 
 
 class Fetches:
@@ -55,6 +69,9 @@ class Fetches:
         self._peers = peers
         self._flights: dict[int, _Flight] = {}
         self._waiters: dict[Segment, list[OnArrival]] = {}
+        self._background = Background(context.config.background_share)
+        self._queue: dict[_Flight, None] = {}
+        """What waits for its turn: no engine reads it."""
 
     def bring(
         self,
@@ -71,12 +88,15 @@ class Fetches:
     ) -> None:
         """Fetch (key, depth) each from `node` as copies of `kind`. Those that are here or on their way already
         are not fetched again; those without a slot are refused at once. `wait_s`: give up after this."""
-        flight = _Flight(node, tenant, kind, self._context.now, request)
+        flight = _Flight(node, tenant, kind, slot_bytes, shards, wait_s)
+        flight.request = request
         refused: list[tuple[OnArrival, Code]] = []
         for key, depth, on_arrival in wanted:
             known = self._context.store.get(tenant, key)
             if known is not None:
                 self._join(known, on_arrival, refused)
+                if not flight.background:
+                    self._hurry(known)
                 continue
             segment = self._context.store.reserve(
                 tenant, slot_bytes, key, kind, depth, self._context.load_now, advice or NO_ADVICE
@@ -87,8 +107,10 @@ class Fetches:
             segment.source = node if kind is Kind.STAGED else None
             self._waiters[segment] = [on_arrival]
             flight.segments.append(segment)
-        if flight.segments:
-            self._depart(flight, slot_bytes, shards, wait_s)
+        if flight.segments and flight.background:
+            self._wait_in_turn(flight)
+        elif flight.segments:
+            self._depart(flight)
         for on_arrival, code in refused:
             on_arrival(None, code)
 
@@ -102,10 +124,12 @@ class Fetches:
             # A local engine is writing it: its commit may never come, so nobody waits for it here.
             refused.append((on_arrival, Code.PENDING))
 
-    def _depart(self, flight: _Flight, slot_bytes: int, shards: int, wait_s: float) -> None:
+    def _depart(self, flight: _Flight) -> None:
         fetch = self._context.next_id()
         self._flights[fetch] = flight
-        flight.timer = self._context.after(wait_s, lambda: self._abort(fetch))
+        self._background.departs(flight.nbytes, background=flight.background)
+        flight.began = self._context.now
+        flight.timer = self._context.after(flight.wait_s, lambda: self._abort(fetch))
         keys = join_keys(segment.key for segment in flight.segments)
         slots = b"".join(segment.packed for segment in flight.segments)
         self._context.emit(
@@ -115,12 +139,55 @@ class Fetches:
                 flight.tenant,
                 keys,
                 slots,
-                slot_bytes,
-                shards,
+                flight.slot_bytes,
+                flight.shards,
                 flight.request,
-                background=flight.kind is not Kind.STAGED,
+                background=flight.background,
             )
         )
+
+    # -- what no engine waits for
+
+    def _wait_in_turn(self, flight: _Flight) -> None:
+        """In pieces, so that what an engine wants next waits for a piece at most."""
+        piece_s = self._peers.predict_s(flight.node, flight.slot_bytes)
+        size = self._background.piece(flight.slot_bytes, piece_s)
+        for start in range(0, len(flight.segments), size):
+            piece = _Flight(flight.node, flight.tenant, flight.kind, flight.slot_bytes, flight.shards, flight.wait_s)
+            piece.request = flight.request
+            piece.segments = flight.segments[start : start + size]
+            piece.timer = self._context.after(flight.wait_s, partial(self._too_late, piece))
+            self._queue[piece] = None
+        self._depart_more()
+
+    def _depart_more(self) -> None:
+        while self._queue:
+            piece = next(iter(self._queue))
+            if not self._background.may_depart(piece.nbytes):
+                return
+            self._leave_queue(piece)
+
+    def _hurry(self, segment: Segment) -> None:
+        """An engine wants `segment`: the piece that it waits in goes now."""
+        piece = next((piece for piece in self._queue if segment in piece.segments), None)
+        if piece is not None:
+            self._leave_queue(piece)
+
+    def _leave_queue(self, piece: _Flight) -> None:
+        del self._queue[piece]
+        if piece.timer is not None:
+            piece.timer.cancel()
+        self._depart(piece)
+
+    def _too_late(self, piece: _Flight) -> None:
+        """Whoever offered it has given up by now."""
+        del self._queue[piece]
+        for segment in piece.segments:
+            self._context.store.unpin(segment)
+            self._context.store.discard(segment, self._context.load_now)
+        for segment in piece.segments:
+            for on_arrival in self._waiters.pop(segment):
+                on_arrival(None, Code.LOST)
 
     def _abort(self, fetch: int) -> None:
         self._context.counters.add(ABORTED)
@@ -140,6 +207,7 @@ class Fetches:
         flight = self._flights.pop(fetch)
         if flight.timer is not None:
             flight.timer.cancel()
+        self._background.returned(background=flight.background)
         store = self._context.store
         size = len(checksums) // max(1, len(codes))
         arrived = [s for s, code in zip(flight.segments, codes, strict=True) if code == Code.LOCAL]
@@ -168,17 +236,22 @@ class Fetches:
                     on_arrival(None, code)
             if code is Code.LOCAL:
                 store.unpin(segment)
+        self._depart_more()
 
     def pinned(self) -> Iterator[Segment]:
         """A segment per pin held here; for integrity checks."""
-        return (segment for flight in self._flights.values() for segment in flight.segments)
+        return (segment for flight in (*self._flights.values(), *self._queue) for segment in flight.segments)
 
     def census(self) -> dict[str, int]:
         """Entries of each map."""
-        return {"flights": len(self._flights), "segments in flight": len(self._waiters)}
+        return {
+            "flights": len(self._flights),
+            "flights to come": len(self._queue),
+            "segments in flight": len(self._waiters),
+        }
 
     def check_integrity(self) -> None:
         """AssertionError when a segment waits in no flight or in two."""
-        flying = [segment for flight in self._flights.values() for segment in flight.segments]
+        flying = list(self.pinned())
         assert len(flying) == len(set(flying)) == len(self._waiters)
         assert all(segment in self._waiters for segment in flying)

@@ -1,0 +1,58 @@
+"""The cluster machine again, where everything that is read elsewhere is hot, and cools down within a second: copies
+come and go while nodes crash, freeze and lose frames."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, rule, run_state_machine_as_test
+
+from tests.sim.cluster import Cluster
+from tests.sim.engine import Reading
+from tests.sim.prompts import PROMPTS
+from tests.sim.test_cluster_machine import NODES, ClusterMachine
+from tokenlake.core import hot, hot_copies, hot_home
+from tokenlake.core.hot_copies import COPIED
+from tokenlake.core.hot_home import DEMOTED, PROMOTED
+from tokenlake.hot import rule as hot_rule
+
+SEEN = dict.fromkeys((PROMOTED, DEMOTED, COPIED), 0)
+"""Over all examples: the machine must meet what it is for."""
+
+
+class HotMachine(ClusterMachine):
+    """See the module's docstring."""
+
+    @initialize(seed=st.integers(0, 1 << 32))
+    def begin(self, seed: int) -> None:
+        self.cluster = Cluster(NODES, seed, replica_share=0.3, sync_grace_s=0.2)
+        for node in range(NODES):
+            self.cluster.join(node, processes=1 + node % 2)
+        self.cluster.run_for(0.3)
+
+    @rule(prompt=st.integers(0, len(PROMPTS) - 1), rounds=st.integers(1, 4))
+    def crowd(self, prompt: int, rounds: int) -> None:
+        """All read the same, again and again."""
+        for _ in range(rounds):
+            for engine in self.cluster.alive():
+                engine.read(PROMPTS[prompt], Reading(hold_s=0.002))
+            self.cluster.run_for(0.03)
+
+    def teardown(self) -> None:
+        for node in self.cluster.nodes.values():
+            for metric in SEEN:
+                SEEN[metric] += node.core.counters[metric] if node.core is not None else 0
+        super().teardown()
+
+
+def test_copies_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hot_rule, "LEAST_READS", 0.5)
+    monkeypatch.setattr(hot_rule, "DECIDES_S", 0.2)
+    monkeypatch.setattr(hot_rule, "REACTS_S", 0.1)
+    monkeypatch.setattr(hot_rule, "DROP_S", 0.3)
+    monkeypatch.setattr(hot_copies, "UNLISTED_S", 0.3)
+    monkeypatch.setattr(hot_home, "REFUSED_S", 0.1)
+    monkeypatch.setattr(hot, "KEPT_S", 0.5)
+    run_state_machine_as_test(HotMachine, settings=settings(max_examples=60, stateful_step_count=30))
+    assert all(SEEN.values()), {metric.name: count for metric, count in SEEN.items()}
