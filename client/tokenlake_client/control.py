@@ -94,7 +94,7 @@ class ControlPlane:
                 keys = request.keys[: max(0, request.tokens - 1) // size]
                 if keys:
                     with contextlib.suppress(Refused):
-                        pending.append((index, self._pool.begin_match(keys)))
+                        pending.append((index, self._pool.begin_match(keys, planned=True)))
             for index, match in pending:
                 # What a daemon refuses, mostly for its size or for their number, is a miss.
                 with contextlib.suppress(Refused):

@@ -276,7 +276,9 @@ class PendingMatch:
         deadline_s: float,
         request: str,
         advice: Advice | None,
+        tokens: int = 0,
         pending_s: float = 0.0,
+        planned: bool = False,
     ) -> None:
         self._request = request
         self._reading = reading
@@ -288,7 +290,9 @@ class PendingMatch:
             log.debug("request %r: match of %d segments", request, len(keys))
         self._link = reading.books.link
         self._pending = self._link.channel.begin(
-            lambda number: Match(number, packed, deadline_s, reading.verify, request, advice, pending_s=pending_s)
+            lambda number: Match(
+                number, packed, deadline_s, reading.verify, request, advice, tokens, pending_s, planned
+            )
         )
 
     def poll(self) -> Lease | None:

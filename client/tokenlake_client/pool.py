@@ -117,14 +117,18 @@ class Pool:
         deadline_s: float = MATCH_S,
         request: str | None = None,
         advice: Advice | None = None,
+        tokens: int = 0,
         pending_s: float = 0.0,
     ) -> Lease:
         """Lease the longest prefix of `keys` that the pool has; `hits` may be 0. Other nodes are asked for at
         most `deadline_s`. `request`: what the logs of all nodes are to call it by; without one it gets a name.
         `pending_s`, at most 10: wait so long where somebody else is about to write what comes next; where nobody is,
         the others wait for the caller, so that a prompt that all ask for at once is computed once.
-        `advice`: what is known of the request already (`tokenlake.advice`). Raises `Unreachable`."""
-        return self.begin_match(keys, deadline_s=deadline_s, request=request, advice=advice, pending_s=pending_s).wait()
+        `advice`: what is known of the request already (`tokenlake.advice`). `tokens`: of the prompt, for `tokenlake
+        explain`, which without it knows only of full segments. Raises `Unreachable`."""
+        return self.begin_match(
+            keys, deadline_s=deadline_s, request=request, advice=advice, tokens=tokens, pending_s=pending_s
+        ).wait()
 
     def begin_match(
         self,
@@ -133,11 +137,14 @@ class Pool:
         deadline_s: float = MATCH_S,
         request: str | None = None,
         advice: Advice | None = None,
+        tokens: int = 0,
         pending_s: float = 0.0,
+        planned: bool = False,
     ) -> PendingMatch:
-        """The same without waiting: `poll` the result. Raises `Unreachable`."""
+        """The same without waiting: `poll` the result. `planned`: one of a batch that is planned as a whole, so what is
+        hot is spread over its copies exactly. Raises `Unreachable`."""
         self._books.sweep()
-        return PendingMatch(self._reading, keys, deadline_s, self._named(request), advice, pending_s)
+        return PendingMatch(self._reading, keys, deadline_s, self._named(request), advice, tokens, pending_s, planned)
 
     def attach(self, lease: LeaseId, *, request: str = "") -> Lease:
         """Hold a lease that another process of this session made. Its keys are not known here; `hits` is 0 when

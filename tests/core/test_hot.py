@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.core.scenes import calm, copies, fetch, kinds, match, placed, said, store, tell
+from tests.core.scenes import ask, calm, copies, fetch, kinds, match, placed, said, store, tell
 from tests.sim.arena import SHARDS, SLOT_BYTES
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
@@ -265,3 +265,15 @@ def test_reads_that_somebody_makes_up_cost_no_more_than_the_budgets() -> None:
         assert sum(pool.counts[Kind.REPLICA] for pool in pools) <= 4
     cluster.settle()
     cluster.check_settled()
+
+
+def test_a_planned_batch_is_spread_exactly() -> None:
+    cluster, engines, key = hot(nodes=5)
+    reader = engines[4]
+    cluster.core(4).store.discard(copies(cluster, key)[4], cluster.clock.now)
+    cluster.run_for(60.0)
+    before = {node: len(said(cluster, node, peer.LookupReply)) for node in range(4)}
+    for _ in range(8):
+        ask(reader.processes[0], engine.Match, key, 0.0, True, "", None, 0, 0.0, True)
+    cluster.run_for(0.05)
+    assert [len(said(cluster, node, peer.LookupReply)) - before[node] for node in range(4)] == [2, 2, 2, 2]

@@ -143,10 +143,14 @@ class Hot:
     # -- choosing
 
     def choose(
-        self, tenant: TenantId, keys: Sequence[SegmentKey], indices: Sequence[int], slot_bytes: int
+        self, tenant: TenantId, keys: Sequence[SegmentKey], indices: Sequence[int], slot_bytes: int, *, planned: bool
     ) -> dict[int, NodeId]:
         """Which copy to ask, by index of the hot ones among `keys` at `indices`, ascending. Consecutive ones that a run
-        would keep together are asked of one node, as long as it has them."""
+        would keep together are asked of one node, as long as it has them.
+
+        The less loaded of two: of all, the one that is least loaded as far as is known would be everybody's choice at
+        once. Not for a batch that is `planned`: whoever plans it decides alone, and each choice counts for the next.
+        """
         chosen: dict[int, NodeId] = {}
         if not len(self._known):
             return chosen
@@ -158,7 +162,9 @@ class Hot:
                 continue
             length += 1
             if node is None or length >= run or node not in nodes or chosen.get(index - 1) != node:
-                node, length = less_loaded_of_two(nodes, next(self._draws), self._peers.load), 0
+                draw, length = next(self._draws), 0
+                load = self._peers.load
+                node = min(nodes, key=load) if planned else less_loaded_of_two(nodes, draw, load)
             chosen[index] = node
             self._peers.will_read(node, slot_bytes)
         self._context.counters.add(CHOSEN, len(chosen))

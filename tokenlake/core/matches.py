@@ -159,7 +159,8 @@ class Matches:
         candidates = self._context.ring.candidates(join_keys([match.keys[index] for index in missing]))
         match.candidates = dict(zip(missing, candidates, strict=True))
         session = match.process.session
-        match.hot = self._hot.choose(session.tenant, match.keys, missing, session.slot_bytes)
+        planned = match.request.planned
+        match.hot = self._hot.choose(session.tenant, match.keys, missing, session.slot_bytes, planned=planned)
         self._round(match, missing)
 
     def _round(self, match: _Match, indices: list[int]) -> None:

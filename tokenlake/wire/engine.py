@@ -117,6 +117,8 @@ class Match(_Message, frozen=True, tag=4):
     pending_s: Seconds = 0.0
     """So long the answer may wait for somebody who is about to write the first segment that is missing; where nobody
     is, the others wait so long for the caller."""
+    planned: bool = False
+    """It is one of a batch that one scheduler plans: hot segments are spread over their copies exactly."""
 
 
 class Matched(_Message, frozen=True, tag=5):
