@@ -14,6 +14,7 @@ SUMMARIES = {
     "serve": "run the daemon of this node",
     "replay": "feed a recorded event log through the rules and compare the instructions",
     "config": "show each setting, its value and where it came from",
+    "explain": "what became of one request, in tokens, and why the rest was missed",
     "demo": "three daemons and two engines on this machine, with and without the pool",
     "bench": "measure the pool on a workload",
     "workload": "write a workload as a trace file",

@@ -1,0 +1,231 @@
+"""What became of a request: every token has its place in the funnel, and what was missed its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.core.scenes import answer, calm, copies, fetch, kinds, placed, store, tell
+from tests.sim.arena import SLOTS
+from tests.sim.cluster import Cluster
+from tests.sim.engine import SEGMENT_TOKENS, Engine
+from tests.sim.prompts import prompt
+from tokenlake.core import explain
+from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.store import Kind
+from tokenlake.store.history import MAX_REMEMBERED, Gone, History
+from tokenlake.wire import engine
+from tokenlake.wire.funnel import Funnel, Why
+from tokenlake.wire.slots import join_keys
+
+ROOMY = {"dirty_share": 1.0, "session_reserve_share": 1.0, "session_lease_share": 1.0, "hot": "off"}
+SIZE = SEGMENT_TOKENS
+
+
+def ask(cluster: Cluster, reader: Engine, keys: Sequence[SegmentKey], name: str, tokens: int = 0) -> engine.Matched:
+    """A named match; its lease stays."""
+    fields = join_keys(list(keys)), 0.0, True, name, None, tokens
+    reply: engine.Matched = answer(cluster, reader.processes[0], engine.Match, *fields)
+    return reply
+
+
+def read(cluster: Cluster, reader: Engine, keys: Sequence[SegmentKey], name: str, tokens: int = 0) -> engine.Matched:
+    """Match, fetch, give back."""
+    reply = ask(cluster, reader, keys, name, tokens)
+    if reply.hits:
+        fetch(cluster, reader, reply.lease, reply.hits)
+        tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, reply.hits),)))
+    return reply
+
+
+def explained(cluster: Cluster, asker: Engine, name: str) -> Funnel:
+    """Of a request that is known; its tokens add up."""
+    funnel = answer(cluster, asker.processes[0], engine.Explain, name).funnel
+    assert isinstance(funnel, Funnel)
+    assert funnel.ideal == funnel.useful + funnel.held + sum(missed.tokens for missed in funnel.missed)
+    cluster.check()
+    return funnel
+
+
+def why(funnel: Funnel) -> dict[str, int]:
+    """Tokens by reason."""
+    assert len({missed.why for missed in funnel.missed}) == len(funnel.missed)
+    return {missed.why: missed.tokens for missed in funnel.missed}
+
+
+def detail(funnel: Funnel, reason: Why) -> str:
+    return next(missed.detail for missed in funnel.missed if missed.why == reason)
+
+
+def test_what_is_read_here_and_there_is_useful() -> None:
+    cluster = calm(3, **ROOMY)
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 3)
+    store(cluster, writer, keys)
+    read(cluster, reader, keys[:1], "before")
+    reply = ask(cluster, reader, keys, "r", 3 * SIZE + 5)
+    held = explained(cluster, reader, "r")
+    assert (held.here, sum(dict(held.elsewhere).values()), held.held) == (SIZE, 2 * SIZE, 3 * SIZE)
+    assert set(dict(held.elsewhere)) <= {"n0", "n1"}
+    fetch(cluster, reader, reply.lease, 3)
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 3),)))
+    funnel = explained(cluster, reader, "r")
+    assert (funnel.request, funnel.node, funnel.segment_tokens) == ("r", "n2", SIZE)
+    assert (funnel.ideal, funnel.here, funnel.fetched, funnel.useful) == (3 * SIZE + 5, SIZE, 2 * SIZE, 3 * SIZE)
+    assert why(funnel) == {Why.TOO_SHORT: 5}
+
+
+def test_what_was_shipped_is_useful_and_what_was_not_wanted_is_skipped() -> None:
+    cluster = calm(3, **ROOMY)
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 3)
+    store(cluster, writer, keys)
+    reply = ask(cluster, reader, keys, "r")
+    tell(cluster, reader.processes[0], engine.Shipped(reply.lease, 2))
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 3),)))
+    funnel = explained(cluster, reader, "r")
+    assert (funnel.useful, funnel.fetched, why(funnel)) == (2 * SIZE, 0, {Why.SKIPPED: SIZE})
+
+
+def test_what_nobody_stored_is_named_with_its_home() -> None:
+    cluster = calm(3, **ROOMY)
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 3)
+    store(cluster, writer, keys[:1])
+    read(cluster, reader, keys, "r")
+    funnel = explained(cluster, reader, "r")
+    assert why(funnel) == {Why.NEVER_STORED: 2 * SIZE}
+    assert detail(funnel, Why.NEVER_STORED) == "not known to n0"
+
+
+def test_what_is_behind_a_gap_is_told_apart() -> None:
+    cluster = calm(1, **ROOMY)
+    reader = cluster.join(0)
+    keys = prompt("p", 3)
+    store(cluster, reader, keys[:1])
+    store(cluster, reader, keys[2:], 2)
+    read(cluster, reader, keys, "r")
+    assert why(explained(cluster, reader, "r")) == {Why.BEHIND_A_GAP: SIZE, Why.NEVER_STORED: SIZE}
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+def test_what_was_evicted_here_has_its_rule(policy: str) -> None:
+    cluster = calm(1, regions=1, eviction=policy, **ROOMY)
+    reader = cluster.join(0)
+    store(cluster, reader, prompt("first", 2))
+    cluster.run_for(10.0)
+    for turn in range(3):
+        store(cluster, reader, prompt(f"next {turn}", SLOTS))
+    read(cluster, reader, prompt("first", 2), "r")
+    funnel = explained(cluster, reader, "r")
+    assert why(funnel) == {Why.EVICTED: 2 * SIZE}
+    said = detail(funnel, Why.EVICTED)
+    assert said.startswith(f"{policy}, at n0 ")
+    assert "unused for 1" in said
+
+
+def test_what_was_evicted_elsewhere_is_known_to_its_home() -> None:
+    cluster = calm(3, regions=1, eviction="lru", **ROOMY)
+    writer, reader = cluster.join(0), cluster.join(2)
+    first = placed(cluster, 0, 1, 1, "first")
+    store(cluster, writer, first)
+    (holder,) = (node for node, kind in kinds(cluster, first[0]).items() if kind is Kind.HOME)
+    for turn in range(6):
+        store(cluster, writer, placed(cluster, 0, 1, SLOTS, f"next {turn}"))
+    assert not copies(cluster, first[0])
+    read(cluster, reader, first, "r")
+    funnel = explained(cluster, reader, "r")
+    assert why(funnel) == {Why.EVICTED: SIZE}
+    assert detail(funnel, Why.EVICTED).startswith(f"lru, at n{holder} ")
+
+
+def test_a_home_that_does_not_say_is_named() -> None:
+    cluster = calm(3, **ROOMY)
+    reader = cluster.join(2)
+    keys = placed(cluster, 0, 1, 2)
+    read(cluster, reader, keys, "r")
+    cluster.node(0).freeze()
+    funnel = explained(cluster, reader, "r")
+    assert why(funnel) == {Why.UNKNOWN: 2 * SIZE}
+    assert detail(funnel, Why.UNKNOWN) == "no answer from n0"
+    cluster.node(0).thaw()
+
+
+def test_who_does_not_answer_a_match_is_named() -> None:
+    cluster = calm(3, **ROOMY)
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 2)
+    store(cluster, writer, keys)
+    for node in (0, 1):
+        cluster.node(node).freeze()
+    read(cluster, reader, keys, "r")
+    funnel = explained(cluster, reader, "r")
+    assert why(funnel) == {Why.TOO_SLOW: 2 * SIZE}
+    assert detail(funnel, Why.TOO_SLOW) == "no answer from n0, n1"
+    for node in (0, 1):
+        cluster.node(node).thaw()
+
+
+def test_who_does_not_send_in_time_is_named() -> None:
+    cluster = calm(3, **ROOMY)
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 2)
+    store(cluster, writer, keys)
+    reply = ask(cluster, reader, keys, "r")
+    cluster.node(0).freeze()
+    fetch(cluster, reader, reply.lease, 2)
+    cluster.run_for(1.0)
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 2),)))
+    funnel = explained(cluster, reader, "r")
+    assert why(funnel) == {Why.TOO_SLOW: 2 * SIZE}
+    assert detail(funnel, Why.TOO_SLOW).startswith("n0 did not")
+    cluster.node(0).thaw()
+
+
+def test_what_is_being_written_is_pending() -> None:
+    cluster = calm(1, **ROOMY)
+    writer, reader = cluster.join(0), cluster.join(0)
+    keys = prompt("p", 2)
+    answer(cluster, writer.processes[0], engine.Prepare, join_keys(keys), 0)
+    read(cluster, reader, keys, "r")
+    assert why(explained(cluster, reader, "r")) == {Why.PENDING: 2 * SIZE}
+
+
+def test_another_tenants_request_and_an_unknown_name_are_the_same() -> None:
+    cluster = calm(1, **ROOMY)
+    red, blue = cluster.join(0), cluster.join(0, tenant="blue")
+    read(cluster, red, prompt("p", 1), "r")
+    assert explained(cluster, red, "r").ideal == SIZE
+    for asker, name in ((blue, "r"), (red, "s"), (red, "")):
+        assert answer(cluster, asker.processes[0], engine.Explain, name).funnel is None
+
+
+def test_the_newest_request_of_a_name_counts() -> None:
+    cluster = calm(1, **ROOMY)
+    reader = cluster.join(0)
+    read(cluster, reader, prompt("p", 2), "r")
+    store(cluster, reader, prompt("p", 2))
+    read(cluster, reader, prompt("p", 2), "r")
+    funnel = explained(cluster, reader, "r")
+    assert (funnel.useful, funnel.missed) == (2 * SIZE, ())
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explain, "MAX_TRAILS", 5)
+    monkeypatch.setattr(explain, "MAX_KEYS", 6)
+    monkeypatch.setattr(explain, "MISSING_EACH", 2)
+    cluster = calm(1, **ROOMY)
+    reader = cluster.join(0)
+    for number in range(9):
+        read(cluster, reader, prompt(f"p{number}", 3), f"r{number}")
+    census = cluster.core(0).census()
+    assert (census["explained requests"], census["segments they missed"]) == (3, 6)
+    funnel = explained(cluster, reader, "r8")
+    assert why(funnel) == {Why.NEVER_STORED: 2 * SIZE, Why.UNKNOWN: SIZE}
+    assert answer(cluster, reader.processes[0], engine.Explain, "r0").funnel is None
+    history = History()
+    for index in range(MAX_REMEMBERED + 2):
+        history.add(TenantId("red"), SegmentKey(index.to_bytes(32, "little")), Gone(float(index), "lru"))
+    assert len(history) == MAX_REMEMBERED
+    assert history.get(TenantId("red"), SegmentKey(bytes(32))) is None
