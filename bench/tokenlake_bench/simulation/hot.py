@@ -156,7 +156,8 @@ def _row(arguments: HotArguments, mode: str, simulation: Simulation) -> HotRow:
 def table(result: HotResult) -> Table:
     """For a terminal."""
     title = f"{result.trace}: {result.nodes} nodes, rate {result.rate:g}, loads {result.load_delay_s:g} s late"
-    shown = Table(title=title, title_justify="left")
+    caption = "max / mean: of the nodes read from (of the readers, floor)"
+    shown = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
     shown.add_column("")
     for row in result.rows:
         shown.add_column(f"hot {row.hot}", justify="right")
@@ -166,27 +167,31 @@ def table(result: HotResult) -> Table:
 
 
 def _lines(rows: list[HotRow]) -> Iterator[tuple[str, list[str]]]:
+    steady = [row.steady for row in rows]
     yield "requests", [f"{row.totals.requests:,}" for row in rows]
-    yield "token hit rate, steady", [f"{row.steady.token_hit_rate:.1%}" for row in rows]
-    yield "load CV, steady (floor)", [f"{row.steady.load_cv:.3f} ({row.steady.load_cv_floor:.3f})" for row in rows]
-    yield "max / mean, steady", [f"{row.steady.load_max_over_mean:.2f}" for row in rows]
+    yield "token hit rate, steady", [f"{each.token_hit_rate:.1%}" for each in steady]
+    yield "hits from another node", [f"{each.remote_share:.1%}" for each in steady]
+    yield "load CV, steady", [f"{each.load_cv:.3f}" for each in steady]
+    yield "- of the readers", [f"{each.readers_cv:.3f}" for each in steady]
+    yield "- floor", [f"{each.load_cv_floor:.3f}" for each in steady]
+    yield "load max / mean, steady", [_most(each) for each in steady]
     yield (
-        "CV of what is sent, of the readers",
-        [f"{row.steady.sent_cv:.3f}, {row.steady.readers_cv:.3f}" for row in rows],
+        "copies per node, steady (most)",
+        [f"{each.replicas_per_node:.1f} ({each.most_replicas_on_a_node})" for each in steady],
     )
-    yield "copies per node, steady", [f"{row.steady.replicas_per_node:.1f}" for row in rows]
-    yield "most copies on a node", [f"{row.steady.most_replicas_on_a_node}" for row in rows]
-    made = "copies made per node and minute, steady"
-    yield made, [f"{row.steady.replicas_made_per_node_minute:.2f}" for row in rows]
+    yield "copies made per node and minute", [f"{each.replicas_made_per_node_minute:.2f}" for each in steady]
     for number in range(max((len(row.crowd) for row in rows), default=0)):
-        values = [
-            f"{each.load_max_over_mean:.2f} ({each.load_max_over_mean_floor:.2f}, {each.replicas_per_node:.0f})"
-            for each in (row.crowd[number] for row in rows)
-        ]
-        yield f"max / mean, window {number + 1} of the crowd (floor, copies per node)", values
-    yield "copies per segment", [f"{row.totals.duplication:.3f}" for row in rows]
+        window = [row.crowd[number] for row in rows]
+        yield f"load max / mean, window {number + 1} of the crowd", [_most(each) for each in window]
+        yield "copies per node", [f"{each.replicas_per_node:.1f}" for each in window]
+    yield "copies per segment at the end", [f"{row.totals.duplication:.3f}" for row in rows]
     yield "messages per request", [f"{row.totals.messages_per_request:.0f}" for row in rows]
     yield "processor time, s", [f"{row.totals.processor_s:.0f}" for row in rows]
+
+
+def _most(each: Measured) -> str:
+    """Of the nodes read from, of the readers, and the floor."""
+    return f"{each.load_max_over_mean:.2f} ({each.readers_max_over_mean:.2f}, {each.load_max_over_mean_floor:.2f})"
 
 
 @click.command()

@@ -29,7 +29,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     copies of hot segments, as they were at the end of each window.
 
     Engines read what is in their own node there, so a part of the load follows the requests, and no rule of the pool
-    can move it: `sent_cv` is that of the rest, `readers_cv` of all reads by the node whose engine read.
+    can move it: `sent_cv` is that of the rest; `readers` are all reads by the node whose engine read.
     """
 
     from_s: float
@@ -43,6 +43,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     load_max_over_mean_floor: float
     sent_cv: float
     readers_cv: float
+    readers_max_over_mean: float
     replicas_per_node: float
     most_replicas_on_a_node: int
     replicas_made_per_node_minute: float
@@ -107,6 +108,7 @@ class Simulation:
         meter = self.cluster.meter
         log = meter.log(from_s, to_s)
         spread, floor = balance.spread(log), balance.floor(log, self.options.seed)
+        readers = balance.spread(meter.log_of_readers(from_s, to_s))
         seen = [counts for at, counts in self._replicas if from_s < at <= to_s]
         made = np.array(meter.replicas_made)
         made_here = int(((made >= from_s) & (made < to_s)).sum())
@@ -121,7 +123,8 @@ class Simulation:
             load_max_over_mean=spread.max_over_mean,
             load_max_over_mean_floor=floor.max_over_mean,
             sent_cv=balance.spread(meter.log_of_sent(from_s, to_s)).cv,
-            readers_cv=balance.spread(meter.log_of_readers(from_s, to_s)).cv,
+            readers_cv=readers.cv,
+            readers_max_over_mean=readers.max_over_mean,
             replicas_per_node=float(np.mean(seen)) if seen else 0.0,
             most_replicas_on_a_node=int(np.max(seen)) if seen else 0,
             replicas_made_per_node_minute=made_here / self.options.nodes / ((to_s - from_s) / 60),
