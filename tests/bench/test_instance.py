@@ -81,6 +81,17 @@ def test_two_prompts_share_a_step() -> None:
     assert a.first_s == b.first_s == 6.0
 
 
+def test_a_prompt_begins_when_its_first_tokens_are_computed() -> None:
+    """Not before, though there is room: what is computed before it may be its prefix."""
+    instance = Instance(PerToken(), InstanceOptions(chunk_tokens=4, batch=4))
+    jobs = [Job(0, 10, 1), Job(1, 6, 1), Job(2, 1, 1)]
+    for job in jobs:
+        instance.submit(job, 0.0)
+    drain(instance)
+    assert [job.began_s for job in jobs] == [0.0, 8.0, 16.0]
+    assert [job.first_s for job in jobs] == [12.0, 16.0, 17.0]
+
+
 def test_an_arrival_cuts_a_run_of_decode_steps_at_the_end_of_a_step() -> None:
     """A decodes 10 tokens from 1 on; B comes at 3.5, so that it begins at 4."""
     instance = Instance(PerToken(), InstanceOptions(chunk_tokens=8, batch=4))

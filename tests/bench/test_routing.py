@@ -99,6 +99,23 @@ def test_perfect_knowledge_sees_evictions_an_own_record_does_not() -> None:
     assert record.depths((1, 2)) == [2, 0]
 
 
+def test_what_is_being_computed_counts_as_held() -> None:
+    """Promised by two prompts and evicted in between, it counts until both are done."""
+    tracked = caches((), (), capacity=2)
+    tracked.promise((1, 2, 3), 0)
+    tracked.promise((1, 2), 0)
+    assert tracked.depths((1, 2, 3)) == [3, 0]
+    assert tracked.match((1, 2, 3), 0) == 0
+    tracked.keep((1, 2), 0)
+    tracked.touch((8, 9), 0)
+    assert tracked.depths((1, 2, 3)) == [3, 0]
+    tracked.keep((1, 2, 3), 0)
+    assert tracked.depths((1, 2, 3)) == [2, 0]
+    tracked.touch((8, 9), 0)
+    assert tracked.depths((1, 2, 3)) == [0, 0]
+    assert tracked.copies_per_segment() == 1.0
+
+
 def test_ties_are_drawn() -> None:
     drawn = Counter(least([1.0, 0.0, 0.0, 2.0], range(4), random.Random(seed)) for seed in range(200))
     assert set(drawn) == {1, 2}

@@ -137,6 +137,7 @@ class _Run:
         now = prompt.at_s
         ask = Ask(index, prompt.tokens, prompt.chain)
         choice = self._router.choose(ask, now)
+        self._caches.promise(ask.chain, choice.prefill)
         request = _Request(prompt, ask, choice, 0)
         self._requests.append(request)
         ready_s = now
@@ -202,7 +203,7 @@ class _Run:
         chain, instance = request.ask.chain, request.choice.prefill
         # The computed segments become cache: the same memory under another name.
         self._hold(instance, job.cached - len(chain) * self._segment)
-        self._caches.touch(chain, instance)
+        self._caches.keep(chain, instance)
         self._router.first_token(request.ask, request.choice, now)
 
     def _finished(self, job: Job, instance: int) -> None:

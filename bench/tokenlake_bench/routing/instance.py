@@ -160,16 +160,7 @@ class Instance:
             self._run = min(self._run, max(1, done))
 
     def _next_step(self, now: float) -> None:
-        self._admit(now)
-        budget = self._options.chunk_tokens - len(self._decoding)
-        chunks: list[tuple[Job, int]] = []
-        for job in self._prefilling:
-            if budget <= 0:
-                break
-            new = min(budget, job.new - job.computed)
-            chunks.append((job, new))
-            budget -= new
-        self._chunks = chunks
+        self._chunks = chunks = self._fill(now)
         self._started_s = now
         decoding = len(self._decoding)
         if not chunks and not decoding:
@@ -196,22 +187,41 @@ class Instance:
                 self._first(job, now)
                 self._decode(job, job.output - 1, now, finished)
 
-    def _admit(self, now: float) -> None:
+    def _fill(self, now: float) -> list[tuple[Job, int]]:
+        """Tokens of prompts for the next step. What waits begins only when it gets some: so it finds all that the
+        prompts before it left in the cache."""
+        budget = self._options.chunk_tokens - len(self._decoding)
+        chunks: list[tuple[Job, int]] = []
+        unfinished = iter(tuple(self._prefilling))
+        while budget > 0:
+            job = next(unfinished, None) or self._admit(now)
+            if job is None:
+                break
+            new = min(budget, job.new - job.computed)
+            if new:
+                chunks.append((job, new))
+            budget -= max(1, new)
+        return chunks
+
+    def _admit(self, now: float) -> Job | None:
+        """Begin with the next that waits, if there is one and room for it."""
         options = self._options
-        while self._waiting and len(self._prefilling) + len(self._decoding) < options.batch:
-            job = self._waiting[0]
-            needs = job.prompt + job.output
-            full = options.memory_tokens is not None and self._under_way + needs > options.memory_tokens
-            if full and self._under_way:
-                return
-            self._waiting.popleft()
-            self._under_way += needs
-            job.began_s = now
-            self._begin(job, now)
-            if job.handed_over:
-                self._decode(job, job.output, now, [])
-            else:
-                self._prefilling.append(job)
+        if not self._waiting or len(self._prefilling) + len(self._decoding) >= options.batch:
+            return None
+        job = self._waiting[0]
+        needs = job.prompt + job.output
+        full = options.memory_tokens is not None and self._under_way + needs > options.memory_tokens
+        if full and self._under_way:
+            return None
+        self._waiting.popleft()
+        self._under_way += needs
+        job.began_s = now
+        self._begin(job, now)
+        if job.handed_over:
+            self._decode(job, job.output, now, [])
+        else:
+            self._prefilling.append(job)
+        return job
 
     def _decode(self, job: Job, steps: int, now: float, finished: list[Job]) -> None:
         """Join the batch for so many more tokens."""

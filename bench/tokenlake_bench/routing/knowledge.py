@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from tokenlake_bench.baselines import Lru
@@ -10,15 +11,18 @@ __all__ = ["OwnRecord", "TrackedCaches"]
 
 
 class TrackedCaches:
-    """LRU caches of many instances, and which of them hold a segment. A `Knowledge` that is always right.
+    """LRU caches of many instances, and which of them hold a segment, or will once they computed what they were sent.
+    A `Knowledge` that is always right.
 
     An id's parents may be held or not: like the engines' own, a cache finds the contiguous prefix only.
     """
 
     def __init__(self, capacities: Sequence[int]) -> None:
         self._caches = [Lru(capacity) for capacity in capacities]
+        self._promised: list[Counter[int]] = [Counter() for _ in capacities]
+        """Per instance, how many of the prompts that it has still to compute have a segment."""
         self._holders: dict[int, int] = {}
-        """Bit set of instances per segment; no entry without a bit."""
+        """Bit set of the instances that hold a segment or were promised it; no entry without a bit."""
 
     def match(self, chain: tuple[int, ...], instance: int) -> int:
         """Segments of the longest prefix at one instance; does not touch."""
@@ -26,10 +30,22 @@ class TrackedCaches:
 
     def touch(self, chain: tuple[int, ...], instance: int) -> None:
         """Hold all of it there, its first segment as the most recent."""
-        bit = 1 << instance
-        for segment in chain:
-            self._holders[segment] = self._holders.get(segment, 0) | bit
+        self._note_holder(chain, instance)
         self._drop(self._caches[instance].touch(chain), instance)
+
+    def promise(self, chain: tuple[int, ...], instance: int) -> None:
+        """The instance is going to compute what it does not hold of it."""
+        self._promised[instance].update(chain)
+        self._note_holder(chain, instance)
+
+    def keep(self, chain: tuple[int, ...], instance: int) -> None:
+        """It has: what was promised is touched."""
+        promised = self._promised[instance]
+        promised.subtract(chain)
+        for segment in chain:
+            if not promised[segment]:
+                del promised[segment]
+        self.touch(chain, instance)
 
     def resize(self, instance: int, capacity: int) -> None:
         """Segments that one instance has room for from now on."""
@@ -64,9 +80,16 @@ class TrackedCaches:
     def sent(self, chain: tuple[int, ...], instance: int) -> None:
         """The caches themselves tell."""
 
-    def _drop(self, segments: Iterable[int], instance: int) -> None:
+    def _note_holder(self, chain: Iterable[int], instance: int) -> None:
         bit = 1 << instance
+        for segment in chain:
+            self._holders[segment] = self._holders.get(segment, 0) | bit
+
+    def _drop(self, segments: Iterable[int], instance: int) -> None:
+        bit, promised = 1 << instance, self._promised[instance]
         for segment in segments:
+            if segment in promised:
+                continue
             left = self._holders[segment] & ~bit
             if left:
                 self._holders[segment] = left
