@@ -5,7 +5,8 @@
     Match -> own index -> all here?  yes -> Matched
                 |  no
                 v
-             Lookup to both candidates of every missing key, in parallel
+             Lookup to both candidates of every missing key, in parallel;
+             where it is hot to one copy, and to its candidates if that one is silent or has it no more
                 |
                 v
              own directory: what nobody was found to have
@@ -15,6 +16,7 @@
                 |
                 v
              Matched: the longest prefix that is leased, here or elsewhere
+             (or, when it may wait for whoever computes what comes next: again, `pendings`)
 
 A lease exists only where the slot is, so whoever holds the bytes leases them while answering. What is leased
 beyond the prefix is given back at once.
@@ -32,6 +34,7 @@ from tokenlake.core.fetch_calls import MISSING
 from tokenlake.core.home import Home
 from tokenlake.core.hot import Hot
 from tokenlake.core.instructions import Answer
+from tokenlake.core.match_under_way import MatchUnderWay
 from tokenlake.core.packing import pack
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.core.pendings import Pendings, Waiting
@@ -59,56 +62,6 @@ _HOME_ANSWERS = (Code.PENDING, Code.MISSING, Code.UNKNOWN)
 _LOCAL, _REMOTE, _MISSING, _UNKNOWN, _ELSEWHERE = Code.LOCAL, Code.REMOTE, Code.MISSING, Code.UNKNOWN, Code.ELSEWHERE
 
 
-class _Match:
-    """One match under way."""
-
-    def __init__(
-        self, process: Process, request: wire.Match, keys: list[SegmentKey], segments: list[Segment | None]
-    ) -> None:
-        self.process = process
-        self.request = request
-        self.keys = keys
-        self.segments = segments
-        self.remotes: list[NodeId | None] = [None] * len(keys)
-        self.codes = bytearray([_LOCAL]) * len(keys)
-        """The most telling of the answers: LOCAL, REMOTE, PENDING, MISSING, UNKNOWN, ..."""
-        self.leases: dict[NodeId, list[int]] = {}
-        self.silent: list[NodeId] = []
-        """Who did not answer."""
-        self.waiting = 0
-        self.deadline = 0.0
-        self.arrivals = 0
-        """Of the store, when the match began."""
-        self.own: list[int] = []
-        """Indices of the keys that this node is a candidate of, until its own directory is asked."""
-        self.candidates: dict[int, tuple[NodeId, NodeId]] = {}
-        """By index of the keys that are not here."""
-        self.asked: set[tuple[int, NodeId]] = set()
-        """(key index, who was asked beside the candidates); only ever tested for membership."""
-        self.denied: set[tuple[int, NodeId]] = set()
-        """(key index, who does not have it though it may be elsewhere); only ever tested for membership."""
-        self.hints: dict[int, tuple[NodeId, NodeId]] = {}
-        """Per key index, (home that named a node, the node named)."""
-        self.hot: dict[int, NodeId] = {}
-        """Per key index, who was asked instead of the candidates and has not answered."""
-        self.waits: Waiting | None = None
-        """Where it may wait for a writer."""
-        self.parked = False
-        """It waits for a writer, not for answers."""
-        self.given_up: list[list[int]] = []
-        """The indices of calls that are not waited for any more."""
-
-    def missing(self) -> list[int]:
-        """Indices of the keys that are not here, ascending."""
-        return [index for index, segment in enumerate(self.segments) if segment is None]
-
-    def found(self, limit: int) -> int:
-        """How many of the first `limit` keys are here or elsewhere, from the first on without a gap."""
-        places = zip(self.segments[:limit], self.remotes, strict=False)
-        gaps = (index for index, (segment, remote) in enumerate(places) if segment is None and remote is None)
-        return next(gaps, limit)
-
-
 class Matches:
     """Match of the local engines."""
 
@@ -128,7 +81,7 @@ class Matches:
         self._sessions = sessions
         self._peers = peers
         self._home = home
-        self._under_way: dict[_Match, None] = {}
+        self._under_way: dict[MatchUnderWay, None] = {}
 
     def match(self, process: Process, request: wire.Match) -> None:
         """Answered at once when everything is here, else at the latest at the deadline."""
@@ -136,7 +89,7 @@ class Matches:
         session = process.session
         self._context.counters.add(MATCHES)
         self._context.counters.add(ASKED, len(keys) * session.segment_tokens)
-        match = _Match(process, request, keys, self._context.ready(session.tenant, keys))
+        match = MatchUnderWay(process, request, keys, self._context.ready(session.tenant, keys))
         self._under_way[match] = None
         here = [segment for segment in match.segments if segment is not None]
         self._context.store.pin(*here)
@@ -145,12 +98,12 @@ class Matches:
         else:
             self._finish(match)
 
-    def _limit_s(self, match: _Match) -> float:
+    def _limit_s(self, match: MatchUnderWay) -> float:
         """How long a round may take."""
         limit = self._context.config.match_deadline_s
         return min(limit, match.request.deadline_s) if match.request.deadline_s > 0 else limit
 
-    def _ask(self, match: _Match) -> None:
+    def _ask(self, match: MatchUnderWay) -> None:
         """First round: of every key that is not here a copy where it is hot, else both candidates, this node last."""
         if match.request.pending_s:
             match.waits = Waiting(self._context.now, match.request.pending_s)
@@ -163,7 +116,7 @@ class Matches:
         match.hot = self._hot.choose(session.tenant, match.keys, missing, session.slot_bytes, planned=planned)
         self._round(match, missing)
 
-    def _round(self, match: _Match, indices: list[int]) -> None:
+    def _round(self, match: MatchUnderWay, indices: list[int]) -> None:
         limit = self._limit_s(match)
         match.deadline = self._context.now + limit
         wanted: defaultdict[NodeId, list[int]] = defaultdict(list)
@@ -184,7 +137,7 @@ class Matches:
         else:
             self._ask_own(match, wanted)
 
-    def _ask_own(self, match: _Match, asked: dict[NodeId, list[int]]) -> None:
+    def _ask_own(self, match: MatchUnderWay, asked: dict[NodeId, list[int]]) -> None:
         """Look up in this node's own directory what nobody was found to have yet, unless that was done. Of copies that
         were `asked` first and are still silent the candidates are asked, and nobody waits for what else they say."""
         if match not in self._under_way or match.parked:
@@ -200,7 +153,7 @@ class Matches:
         self._send(match, wanted)
 
     def _ask_candidates(
-        self, match: _Match, node: NodeId, indices: list[int], wanted: dict[NodeId, list[int]], *, denied: bool
+        self, match: MatchUnderWay, node: NodeId, indices: list[int], wanted: dict[NodeId, list[int]], *, denied: bool
     ) -> None:
         """A copy at `node` was of no use for these hot ones."""
         for index in indices:
@@ -212,11 +165,11 @@ class Matches:
                     wanted.setdefault(candidate, []).append(index)
         self._hot.missed(match.process.session.tenant, [match.keys[index] for index in indices], node, denied=denied)
 
-    def _add_own(self, match: _Match, wanted: dict[NodeId, list[int]]) -> None:
+    def _add_own(self, match: MatchUnderWay, wanted: dict[NodeId, list[int]]) -> None:
         own, match.own = match.own, []
         self._ask_here(match, [index for index in own if match.remotes[index] is None], wanted)
 
-    def _ask_here(self, match: _Match, indices: list[int], wanted: dict[NodeId, list[int]]) -> None:
+    def _ask_here(self, match: MatchUnderWay, indices: list[int], wanted: dict[NodeId, list[int]]) -> None:
         """This node's own directory answers on the spot; whom it names is added to those to be asked."""
         if not indices:
             return
@@ -235,7 +188,7 @@ class Matches:
                 if elsewhere not in candidates:
                     self._aim(match, index, elsewhere, wanted)
 
-    def _aim(self, match: _Match, index: int, node: NodeId, wanted: dict[NodeId, list[int]]) -> None:
+    def _aim(self, match: MatchUnderWay, index: int, node: NodeId, wanted: dict[NodeId, list[int]]) -> None:
         """Ask the `node` that a home named, unless it was asked."""
         if node in match.candidates[index] or (index, node) in match.asked:
             return
@@ -245,7 +198,7 @@ class Matches:
         else:
             wanted.setdefault(node, []).append(index)
 
-    def _send(self, match: _Match, wanted: dict[NodeId, list[int]]) -> None:
+    def _send(self, match: MatchUnderWay, wanted: dict[NodeId, list[int]]) -> None:
         tenant = match.process.session.tenant
         match.waiting += len(wanted)
         for node, indices in wanted.items():
@@ -259,7 +212,7 @@ class Matches:
         if not wanted and not match.waiting:
             self._end(match)
 
-    def _heard(self, match: _Match, node: NodeId, indices: list[int], reply: Reply | None) -> None:
+    def _heard(self, match: MatchUnderWay, node: NodeId, indices: list[int], reply: Reply | None) -> None:
         """One node answered, or will not. Then the second round, or the end."""
         if match not in self._under_way or match.parked:
             # It was given up.
@@ -291,7 +244,7 @@ class Matches:
 
     def _take(
         self,
-        match: _Match,
+        match: MatchUnderWay,
         node: NodeId,
         indices: list[int],
         reply: peer_wire.LookupReply,
@@ -314,7 +267,7 @@ class Matches:
             elif code in _HOME_ANSWERS and code < codes[index]:
                 codes[index] = code
 
-    def _end(self, match: _Match) -> None:
+    def _end(self, match: MatchUnderWay) -> None:
         """Everybody answered: that is all, unless it may wait for whoever computes what is missing."""
         waits = match.waits
         if waits is not None:
@@ -332,7 +285,7 @@ class Matches:
                 return
         self._finish(match)
 
-    def _claimed(self, match: _Match, waits: Waiting, code: Code) -> None:
+    def _claimed(self, match: MatchUnderWay, waits: Waiting, code: Code) -> None:
         if code is Code.PENDING:
             self._pendings.wait(waits, lambda: self._again(match))
         elif code is Code.LOCAL:
@@ -340,7 +293,7 @@ class Matches:
         else:
             self._finish(match)
 
-    def _again(self, match: _Match) -> None:
+    def _again(self, match: MatchUnderWay) -> None:
         """Ask anew about what nobody was found to have."""
         match.parked = False
         match.asked.clear()
@@ -349,7 +302,7 @@ class Matches:
         self._recheck(match)
         self._round(match, [index for index in match.missing() if match.remotes[index] is None])
 
-    def _finish(self, match: _Match) -> None:
+    def _finish(self, match: MatchUnderWay) -> None:
         """Lease the longest prefix that was found, give the rest back, answer."""
         del self._under_way[match]
         process, session = match.process, match.process.session
@@ -378,7 +331,7 @@ class Matches:
             )
             self._context.emit(Answer(process.connection, reply))
 
-    def _leave_trail(self, match: _Match, lease: Lease | None, hits: int, codes: bytes) -> None:
+    def _leave_trail(self, match: MatchUnderWay, lease: Lease | None, hits: int, codes: bytes) -> None:
         session = match.process.session
         trail = Trail(self._context.now, match.request, session.segment_tokens, session.slot_bytes)
         trail.hits = hits
@@ -390,7 +343,7 @@ class Matches:
             lease.trail = trail
         self._explain.begin(session.tenant, trail, codes, match.keys)
 
-    def _recheck(self, match: _Match) -> None:
+    def _recheck(self, match: MatchUnderWay) -> None:
         """What arrived here while others were asked is found here."""
         if match.arrivals == self._context.store.arrivals:
             return
@@ -402,7 +355,7 @@ class Matches:
                 match.segments[index] = segment
                 match.codes[index] = _LOCAL
 
-    def _make_lease(self, match: _Match, hits: int) -> Lease | None:
+    def _make_lease(self, match: MatchUnderWay, hits: int) -> Lease | None:
         lease: Lease | None = None
         if hits:
             lease = Lease(LeaseId(self._context.next_id()), match.keys[:hits], match.process.connection)
@@ -419,7 +372,7 @@ class Matches:
                 self._peers.tell(node, peer_wire.ReleaseLease(tuple(leases)))
         return lease
 
-    def _report_stale(self, match: _Match) -> None:
+    def _report_stale(self, match: MatchUnderWay) -> None:
         """A home named a node that does not have it: tell the home, or the key stays lost."""
         stale: dict[tuple[NodeId, NodeId], list[SegmentKey]] = {}
         for index, (home, named) in match.hints.items():
@@ -434,7 +387,7 @@ class Matches:
             else:
                 self._peers.tell(home, peer_wire.Evicted(tenant, join_keys(keys), named))
 
-    def _count(self, match: _Match, hits: int) -> None:
+    def _count(self, match: MatchUnderWay, hits: int) -> None:
         """Every token asked for is counted once: now, or when its fetch ends or is skipped."""
         size = match.process.session.segment_tokens
         local = hits - match.segments[:hits].count(None) if match.candidates else hits
