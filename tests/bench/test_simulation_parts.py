@@ -170,7 +170,7 @@ def test_the_command_measures_each_mode_and_writes_what_it_prints(tmp_path: Path
     more = ["--crowd-s", "20", "--node-tokens", "100000", "--json", str(json_file)]
     done = CliRunner().invoke(hot.main, [*arguments, *more], catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    assert "window 2 of the crowd" in done.output
+    assert "crowd window 2" in done.output
     result = msgspec.json.decode(json_file.read_bytes(), type=hot.HotResult)
     assert [row.hot for row in result.rows] == ["off", "on"]
     for row in result.rows:

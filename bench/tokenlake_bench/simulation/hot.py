@@ -182,7 +182,7 @@ def _lines(rows: list[HotRow]) -> Iterator[tuple[str, list[str]]]:
     yield "copies made per node and minute", [f"{each.replicas_made_per_node_minute:.2f}" for each in steady]
     for number in range(max((len(row.crowd) for row in rows), default=0)):
         window = [row.crowd[number] for row in rows]
-        yield f"load max / mean, window {number + 1} of the crowd", [_most(each) for each in window]
+        yield f"load max / mean, crowd window {number + 1}", [_most(each) for each in window]
         yield "copies per node", [f"{each.replicas_per_node:.1f}" for each in window]
     yield "copies per segment at the end", [f"{row.totals.duplication:.3f}" for row in rows]
     yield "messages per request", [f"{row.totals.messages_per_request:.0f}" for row in rows]
