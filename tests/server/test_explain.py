@@ -1,0 +1,132 @@
+"""`tokenlake explain` against real daemons: by its command, for its tenant only, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.robustness.live import LAYOUT, PATIENT_S, SEGMENT_TOKENS, Prompt, daemons, store, wait_pushed
+from tokenlake.errors import CredentialRefused, DeadlinePassed, Unreachable
+from tokenlake.wire.funnel import Why
+from tokenlake_bench.cluster import Cluster
+from tokenlake_client import Pool
+from tokenlake_server.explain import ask
+
+pytestmark = pytest.mark.live
+
+TENANTS = """
+allow_uids = [{uid}]
+cluster_secret = "{cluster}"
+
+[[tenants]]
+name = "red"
+secret = "{red}"
+tokens = ["red-token-0123456789"]
+
+[[tenants]]
+name = "blue"
+secret = "{blue}"
+uids = [{uid}]
+tokens = ["blue-token-0123456789"]
+"""
+RED = "red-token-0123456789"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    file = tmp_path_factory.mktemp("explain") / "tokenlake.toml"
+    file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32, cluster="cc" * 32))
+    with daemons(3, config=str(file)) as cluster:
+        yield cluster
+
+
+def command(socket: Path, *arguments: str, token: str = "") -> subprocess.CompletedProcess[str]:
+    """`tokenlake explain` of a user with that token."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("TOKENLAKE_")}
+    environ |= {"TOKENLAKE_ENGINE_CREDENTIAL": token} if token else {}
+    line = [str(Path(sys.executable).with_name("tokenlake")), "explain", "--socket", str(socket), *arguments]
+    return subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_request_is_told_to_its_tenant_and_to_nobody_else(cluster: Cluster) -> None:
+    writer, reader = cluster.nodes[0].socket, cluster.nodes[1].socket
+    prompt = Prompt(1, 12)
+    with Pool.connect(writer, LAYOUT, RED) as pool, Pool.connect(reader, LAYOUT, RED) as other:
+        store(pool, prompt)
+        wait_pushed(cluster)
+        longer = Prompt(2, 3, shared=prompt)
+        keys = other.prefix(longer.tokens).keys
+        with other.match(keys, deadline_s=PATIENT_S, request="a name", tokens=len(longer.tokens) + 7) as lease:
+            assert lease.hits == prompt.segments
+            here = lease.local_hits
+            assert prompt.wrong(lease.fetch()) == 0
+        other.match([]).release()
+        told = command(reader, "a name", "--json", token=RED)
+        assert told.returncode == 0, told.stderr
+        funnel = json.loads(told.stdout)
+        hits, missing = prompt.segments * SEGMENT_TOKENS, 3 * SEGMENT_TOKENS
+        assert (funnel["request"], funnel["node"], funnel["ideal"]) == ("a name", "node1", hits + missing + 7)
+        assert funnel["here"] == here * SEGMENT_TOKENS
+        assert sum(funnel["elsewhere"].values()) == funnel["fetched"] == hits - here * SEGMENT_TOKENS
+        assert (funnel["useful"], funnel["held"]) == (hits, 0)
+        assert {each["why"]: each["tokens"] for each in funnel["missed"]} == {
+            Why.NEVER_STORED: missing,
+            Why.TOO_SHORT: 7,
+        }
+        table = command(reader, "a name", token=RED)
+        assert table.returncode == 0
+        for shown in ("a name", "ideal", "indexed", "useful", f"{hits:,}", "never stored", "too short"):
+            assert shown in table.stdout
+        # Nobody learns a key, a token or a secret, whatever is printed.
+        for output in (told.stdout, table.stdout):
+            assert not any(secret in output for secret in (RED, "aa" * 8, "bb" * 8, keys[0].hex()[:16]))
+        # By uid this user is of the other tenant; on another node nobody heard of the request.
+        for stranger in (
+            command(reader, "a name"),
+            command(writer, "a name", token=RED),
+            command(reader, "b name", token=RED),
+        ):
+            assert stranger.returncode == 1
+            assert "no request" in stranger.stderr
+            assert not stranger.stdout
+
+
+def test_who_may_not_ask_is_refused_and_no_token_is_shown(cluster: Cluster) -> None:
+    refused = command(cluster.nodes[0].socket, "r", token="no-such-token")
+    assert refused.returncode == 1
+    assert "the token belongs to no tenant" in refused.stderr
+    assert "no-such-token" not in refused.stderr
+    with pytest.raises(CredentialRefused):
+        ask(cluster.nodes[0].socket, "r", "no-such-token")
+
+
+def test_a_name_is_cut_like_the_engines(cluster: Cluster) -> None:
+    with Pool.connect(cluster.nodes[0].socket, LAYOUT, RED) as pool:
+        pool.match(pool.prefix(Prompt(3, 1).tokens).keys, request="x" * 100).release()
+        funnel = ask(cluster.nodes[0].socket, "x" * 100, RED)
+        assert funnel is not None
+        assert funnel.request == "x" * 64
+
+
+def test_without_a_daemon_it_says_so(tmp_path: Path) -> None:
+    missing = command(tmp_path / "nothing.sock", "r")
+    assert missing.returncode == 1
+    assert "no daemon at" in missing.stderr
+    with pytest.raises(Unreachable):
+        ask(tmp_path / "nothing.sock", "r")
+
+
+def test_a_daemon_that_is_stopped_costs_a_deadline(cluster: Cluster) -> None:
+    node = cluster.nodes[2]
+    node.freeze()
+    try:
+        with pytest.raises(DeadlinePassed, match="did not answer within"):
+            ask(node.socket, "r", RED)
+    finally:
+        node.thaw()
