@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.rules.eviction_scene import Memory, key_of
 from tokenlake.advice import NO_ADVICE, Advice, Outlook
 from tokenlake.store.eviction import LeastRecentlyUsed, hazard, reuse
-from tokenlake.store.eviction.hazard import AGES, LABELS, USES, Hazards, worth_table
+from tokenlake.store.eviction.hazard import AGES, EDGES, LABELS, USES, Hazards, worth_table
 from tokenlake.store.eviction.reuse import GHOST_S, GHOSTS_EACH, LearnedReuse
 
 GOES_ON, OVER = Advice(outlook=Outlook.GOES_ON), Advice(outlook=Outlook.OVER)
@@ -133,12 +133,12 @@ def test_worth_never_rises_with_age_nor_falls_with_uses(hazards: list[list[float
 
 
 def test_worth_is_the_best_rate_of_uses_for_the_time_held() -> None:
-    """All are used in the third bucket, from 1.5 to 2.25 s after the last use: in its middle, if evenly spread. Before
-    it a segment is worth no less, since it never becomes worth more."""
+    """All are used in the third bucket, in its middle if evenly spread. A segment never becomes worth more."""
     hazards = np.zeros((1, USES, AGES))
     hazards[:, :, 2] = 1.0
     table = worth_table(hazards)
-    assert table[0][:3] == pytest.approx([1 / 0.375] * 3, rel=0.01)
+    middle = (EDGES[2] + EDGES[3]) / 2
+    assert table[0][:3] == pytest.approx([1 / middle] * 3, rel=0.01)
     assert (table[0][3:] == 0).all()
 
 
@@ -184,9 +184,9 @@ def test_saving_changes_nothing() -> None:
         lambda saved: _changed(saved, version=9),
         lambda saved: _changed(saved, labels=()),
         lambda saved: _changed(saved, labels=((0, "", ""), (0, "", ""))),
-        lambda saved: _changed(saved, reached=b""),
+        lambda saved: _changed(saved, ended=b""),
         lambda saved: _changed(saved, used=np.full(USES * AGES, np.nan).tobytes()),
-        lambda saved: _changed(saved, reached=np.full(USES * AGES, -1.0).tobytes()),
+        lambda saved: _changed(saved, ended=np.full(USES * AGES, -1.0).tobytes()),
     ],
 )
 def test_damaged_statistics_are_refused_and_nothing_changes(damage: object) -> None:

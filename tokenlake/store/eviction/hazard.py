@@ -2,7 +2,7 @@
 
 A *class* is how often a segment was used, and what is known of the request that used it last (its *label*). Its *age*
 is the time since then, in buckets that grow by a constant factor. Per class and bucket two numbers are counted:
-segments that reached the bucket, and those used again within it. Their ratio is the *hazard*. Old counts fade.
+segments that were used again within it, and all whose time in it ended. Their ratio is the *hazard*. Old counts fade.
 
 The worth of (class, age) is the greatest rate at which a segment of it earns uses: over all times that it could be held
 from now on at most, the chance of a use by then over the time that it is expected to be held (Gittins index).
@@ -20,9 +20,9 @@ from tokenlake.advice import Advice
 
 __all__ = ["AGES", "EDGES", "UNLABELLED", "USES", "Hazards", "worth_table"]
 
-AGES = 30
-EDGES = [0.0, *(1.5**step for step in range(AGES - 1))]
-"""Where each bucket of age begins, in seconds."""
+AGES = 32
+EDGES = [0.0, *(1.25**step for step in range(AGES - 1))]
+"""Where each bucket of age begins, in seconds. The last one has no end."""
 _WIDTHS = np.append(np.diff(EDGES), EDGES[-1] * 0.5)
 
 _USES_FROM = (1, 2, 3, 5, 9, 33)
@@ -47,7 +47,7 @@ Table = NDArray[np.float64]
 class _Saved(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     version: int
     labels: tuple[tuple[int, str, str], ...]
-    reached: bytes
+    ended: bytes
     """[classes, AGES] float64, little-endian."""
     used: bytes
 
@@ -65,9 +65,9 @@ class Hazards:
 
     def __init__(self) -> None:
         self._labels: dict[tuple[int, str, str], int] = {(0, "", ""): UNLABELLED}
-        self._reached: Table = np.zeros((USES, AGES))
+        self._ended: Table = np.zeros((USES, AGES))
         self._used: Table = np.zeros((USES, AGES))
-        self.reached: list[list[float]] = []
+        self.ended: list[list[float]] = []
         """Since the tables were made, by class and bucket; the owner adds to it."""
         self.used: list[list[float]] = []
         self.worth: list[list[float]] = []
@@ -83,8 +83,8 @@ class Hazards:
                 return UNLABELLED
             label = self._labels[said] = len(self._labels)
             fresh = np.zeros((USES, AGES))
-            self._reached, self._used = np.vstack([self._reached, fresh]), np.vstack([self._used, fresh])
-            self.reached += [[0.0] * AGES for _ in range(USES)]
+            self._ended, self._used = np.vstack([self._ended, fresh]), np.vstack([self._used, fresh])
+            self.ended += [[0.0] * AGES for _ in range(USES)]
             self.used += [[0.0] * AGES for _ in range(USES)]
             # Until the tables are made again it is worth what anything is.
             self.worth += self.worth[:USES]
@@ -97,30 +97,32 @@ class Hazards:
 
     def learn(self) -> None:
         """Old counts fade, new ones are added, the tables are made."""
-        self._reached = self._reached * FADE + np.asarray(self.reached)
+        self._ended = self._ended * FADE + np.asarray(self.ended)
         self._used = self._used * FADE + np.asarray(self.used)
         self._tables()
 
     def _tables(self) -> None:
-        classes = len(self._reached)
-        self.reached = [[0.0] * AGES for _ in range(classes)]
+        classes = len(self._ended)
+        self.ended = [[0.0] * AGES for _ in range(classes)]
         self.used = [[0.0] * AGES for _ in range(classes)]
         self.worth = worth_table(self._hazards()).tolist()
 
     def _hazards(self) -> Table:
         """[labels, USES, AGES]; each is drawn to the more general one, the more so the less was counted."""
-        reached, used = self._reached.reshape(-1, USES, AGES), self._used.reshape(-1, USES, AGES)
+        ended, used = self._ended.reshape(-1, USES, AGES), self._used.reshape(-1, USES, AGES)
         hazard: Table = np.full((1, 1, AGES), PRIOR_HAZARD)
         axes: tuple[tuple[int, ...], ...] = ((0, 1), (0,), ())
         for axis in axes:
-            in_all, again = reached.sum(axis, keepdims=True), used.sum(axis, keepdims=True)
+            in_all, again = ended.sum(axis, keepdims=True), used.sum(axis, keepdims=True)
             hazard = (again + WEIGHT * hazard) / (in_all + WEIGHT)
+        # Of the last bucket no end is seen, only uses.
+        hazard[..., -1] = hazard[..., -2] / 2
         return hazard
 
     def save(self) -> bytes:
         """The counts that the tables were made of."""
-        reached, used = self._reached.astype("<f8").tobytes(), self._used.astype("<f8").tobytes()
-        return msgspec.msgpack.encode(_Saved(_VERSION, tuple(self._labels), reached, used))
+        ended, used = self._ended.astype("<f8").tobytes(), self._used.astype("<f8").tobytes()
+        return msgspec.msgpack.encode(_Saved(_VERSION, tuple(self._labels), ended, used))
 
     def restore(self, learned: bytes) -> None:
         """Inverse of `save`. Raises `ValueError` for what no `save` made; nothing is changed then."""
@@ -132,13 +134,13 @@ class Hazards:
         shape = (len(labels) * USES, AGES)
         if saved.version != _VERSION or not 1 <= len(labels) <= LABELS or labels.get((0, "", "")) != UNLABELLED:
             raise ValueError(f"statistics of re-use of version {saved.version} with {len(labels)} labels")
-        if not len(saved.reached) == len(saved.used) == shape[0] * shape[1] * 8:
-            raise ValueError(f"statistics of re-use with {len(saved.reached)} bytes for {len(labels)} labels")
-        reached = np.frombuffer(saved.reached, "<f8").reshape(shape).astype(np.float64)
+        if not len(saved.ended) == len(saved.used) == shape[0] * shape[1] * 8:
+            raise ValueError(f"statistics of re-use with {len(saved.ended)} bytes for {len(labels)} labels")
+        ended = np.frombuffer(saved.ended, "<f8").reshape(shape).astype(np.float64)
         used = np.frombuffer(saved.used, "<f8").reshape(shape).astype(np.float64)
-        if not (np.isfinite(reached).all() and np.isfinite(used).all() and (used >= 0).all() and (reached >= 0).all()):
+        if not (np.isfinite(ended).all() and np.isfinite(used).all() and (used >= 0).all() and (ended >= used).all()):
             raise ValueError("statistics of re-use with a count that is no number or below 0")
-        self._labels, self._reached, self._used = labels, reached, used
+        self._labels, self._ended, self._used = labels, ended, used
         self._tables()
 
 
@@ -157,5 +159,5 @@ def worth_table(hazards: Table) -> Table:
     earlier = np.tri(AGES, k=-1, dtype=bool)
     index = np.where(earlier, 0.0, rates).max(axis=-1)
     # Never rising with age, so that of a class the one unused longest is worth least; never falling with uses.
-    falling = np.maximum.accumulate(index[..., ::-1], axis=-1)[..., ::-1]
+    falling = np.minimum.accumulate(index, axis=-1)
     return np.maximum.accumulate(falling, axis=-2).reshape(-1, AGES)

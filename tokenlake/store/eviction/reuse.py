@@ -6,7 +6,7 @@ knows it when it comes again.
 ::
 
     queues      one per class, by last use: [oldest ... youngest]; the coldest is the oldest of some class
-    batches     what was used at one moment in one class ages together: 30 ages, one queue of batches each
+    batches     what was used at one moment in one class ages together: 32 ages, one queue of batches each
     ghosts      records of segments that are gone, in order of their going
 """
 
@@ -34,14 +34,22 @@ LEARN_EVERY = 50
 class _Batch:
     """Records of one class last used at one moment."""
 
-    __slots__ = ("age", "at", "cls", "members")
+    __slots__ = ("age", "at", "cls", "members", "size")
 
     def __init__(self, cls: int, at: float) -> None:
         self.cls = cls
         self.at = at
         self.age = 0
         """Bucket."""
+        self.size = 0
+        """How many joined."""
         self.members = 0
+        """How many of them are in it still."""
+
+    def weight(self) -> float:
+        """Of a member, in the statistics: what one prompt used at once is not many experiences but hardly more than
+        one."""
+        return float(self.size**-0.5)
 
 
 class _Record:
@@ -228,7 +236,9 @@ class LearnedReuse:
         """A use of it, which is a re-use if it ages in some batch; not any more."""
         batch = record.batch
         if batch is not None:
-            self._hazards.used[batch.cls][batch.age] += 1.0
+            weight = batch.weight()
+            self._hazards.used[batch.cls][batch.age] += weight
+            self._hazards.ended[batch.cls][batch.age] += weight
             self._leave_batch(record)
         record.uses += 1
         record.counted = now
@@ -244,9 +254,9 @@ class LearnedReuse:
             batch = self._young[cls] = _Batch(cls, self._now)
             self._ages[0].append(batch)
             self._ripe = min(self._ripe, self._now + EDGES[1])
+        batch.size += 1
         batch.members += 1
         record.batch = batch
-        self._hazards.reached[cls][0] += 1.0
 
     def _look_at(self, queue: _Queue) -> None:
         queue.head, record = next(iter(queue.order.items()))
@@ -297,8 +307,8 @@ class LearnedReuse:
             while batches and batches[0].at + edge <= now:
                 batch = batches.popleft()
                 if batch.members:
+                    self._hazards.ended[batch.cls][age] += batch.members * batch.weight()
                     batch.age = age + 1
-                    self._hazards.reached[batch.cls][age + 1] += batch.members
                     self._ages[age + 1].append(batch)
                     self._queues[batch.cls].head = None
             if batches:
