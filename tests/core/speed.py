@@ -6,15 +6,18 @@ import cProfile
 import pstats
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tests.core.test_replay import Recording, replay
+from tests.rules.eviction_scene import Memory
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Reading, Storing
 from tests.sim.prompts import PROMPTS, prompt
 from tokenlake.core import NodeCore, events
 from tokenlake.core.context import CoreConfig
 from tokenlake.core.instructions import Answer, Say
+from tokenlake.store.eviction import POLICIES
 from tokenlake.wire import Code, engine
 from tokenlake.wire.slots import join_keys
 
@@ -122,6 +125,28 @@ def _whole(prepared: engine.Prepared) -> engine.Commit:
     return engine.Commit(2, prepared.write, indices, 255, bytes(64 * len(indices)))
 
 
+def eviction() -> None:
+    """Touches of what is here, and stores into a full memory with their evictions, by policy; per segment."""
+    for name, make in POLICIES.items():
+        memory = Memory(make(), 4096)
+        for turn in range(64):
+            memory.request([f"{name} {turn} {depth}" for depth in range(64)], float(turn))
+        prompts = [list(memory.here.values())[at : at + KEYS] for at in range(0, 4096, KEYS)]
+        touched = _least(lambda turn: [memory.policy.touch(s, 100.0 + turn) for s in prompts[turn % 32]])  # noqa: B023
+        stored = _least(lambda turn: memory.request([(turn, depth) for depth in range(KEYS)], 1000.0 + turn))  # noqa: B023
+        print(f"{name}: {touched / KEYS * 1e6:.2f} us to touch, {stored / KEYS * 1e6:.2f} us to store and evict")
+
+
+def _least(work: Callable[[int], object]) -> float:
+    """Seconds of the fastest hundredth of some runs: what the machine does meanwhile is no part of it."""
+    took = []
+    for turn in range(TURNS):
+        began = time.perf_counter()
+        work(turn)
+        took.append(time.perf_counter() - began)
+    return sorted(took)[TURNS // 100]
+
+
 def busy_log() -> None:
     """Events of a busy cluster through a fresh core."""
     cluster = Cluster(3, seed=1, recording=True)
@@ -145,7 +170,7 @@ if __name__ == "__main__":
     profile = cProfile.Profile()
     if "--profile" in sys.argv:
         profile.enable()
-    for part in (match_and_release, remote_match, store, busy_log):
+    for part in (match_and_release, remote_match, store, eviction, busy_log):
         part()
     if "--profile" in sys.argv:
         profile.disable()

@@ -28,6 +28,7 @@ class Memory:
         self.policy = policy
         self.capacity = capacity
         self.here: dict[object, Segment] = {}
+        self._names: dict[Segment, object] = {}
         self.evicted: list[object] = []
         self.refused: list[object] = []
         store = SegmentStore([0], 4096 + SLOT_BYTES, Budgets(), Counters())
@@ -60,12 +61,13 @@ class Memory:
         segment = Segment(self._pool, key_of(name), self._place, Kind.HOME, depth, now)
         segment.advice = advice
         self.here[name] = segment
+        self._names[segment] = name
         self.policy.insert(segment, now)
 
     def evict(self, now: float) -> object:
         """The coldest; its name."""
         segment = self.policy.coldest(now)
-        name = next(name for name, held in self.here.items() if held is segment)
+        name = self._names.pop(segment)
         del self.here[name]
         self.policy.remove(segment, now, evicted=True)
         self.evicted.append(name)

@@ -28,6 +28,7 @@ _WIDTHS = np.append(np.diff(EDGES), EDGES[-1] * 0.5)
 _USES_FROM = (1, 2, 3, 5, 9, 33)
 USES = len(_USES_FROM)
 """Buckets of use counts."""
+_BUCKET = [max(0, bisect_right(_USES_FROM, uses) - 1) for uses in range(_USES_FROM[-1] + 1)]
 
 LABELS = 12
 """With counts of their own; what comes later counts as unlabelled."""
@@ -93,7 +94,7 @@ class Hazards:
     @staticmethod
     def class_of(uses: int, label: int) -> int:
         """Index of the class."""
-        return label * USES + bisect_right(_USES_FROM, uses) - 1
+        return label * USES + _BUCKET[min(uses, len(_BUCKET) - 1)]
 
     def learn(self) -> None:
         """Old counts fade, new ones are added, the tables are made."""

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 
-from tokenlake.advice import Advice
+from tokenlake.advice import NO_ADVICE, Advice
 from tokenlake.identity import SegmentKey
 from tokenlake.store.eviction.base import SAME_USE_S
-from tokenlake.store.eviction.hazard import AGES, EDGES, USES, Hazards
+from tokenlake.store.eviction.hazard import AGES, EDGES, UNLABELLED, USES, Hazards
 from tokenlake.store.segment import Segment
 
 __all__ = ["LearnedReuse"]
@@ -34,7 +34,7 @@ LEARN_EVERY = 50
 class _Batch:
     """Records of one class last used at one moment."""
 
-    __slots__ = ("age", "at", "cls", "members", "size")
+    __slots__ = ("_weight", "age", "at", "cls", "members", "size")
 
     def __init__(self, cls: int, at: float) -> None:
         self.cls = cls
@@ -45,11 +45,15 @@ class _Batch:
         """How many joined."""
         self.members = 0
         """How many of them are in it still."""
+        self._weight = 0.0
 
     def weight(self) -> float:
         """Of a member, in the statistics: what one prompt used at once is not many experiences but hardly more than
         one."""
-        return float(self.size**-0.5)
+        if not self._weight:
+            # Asked at a later moment: nobody joins any more.
+            self._weight = self.size**-0.5
+        return self._weight
 
 
 class _Record:
@@ -93,9 +97,12 @@ class LearnedReuse:
         self._ghosts: OrderedDict[SegmentKey, _Record] = OrderedDict()
         self._size = 0
         self._now = 0.0
+        self._moment = 0.0
+        """When something was used last."""
         self._moments = 0
         self._ripe = float("inf")
         """When the next batch comes of age."""
+        self._advice, self._label = NO_ADVICE, UNLABELLED
         self._grow()
 
     # -- segments
@@ -113,7 +120,7 @@ class LearnedReuse:
 
     def touch(self, segment: Segment, now: float) -> None:
         """See `EvictionPolicy`."""
-        now = self._advance(now)
+        now = self._advance(now) if now > self._now else self._now
         record = self._leave(segment)
         if now - record.counted >= SAME_USE_S:
             self._count_use(record, now)
@@ -199,10 +206,11 @@ class LearnedReuse:
     # -- inside
 
     def _class_of(self, uses: int, advice: Advice) -> int:
-        cls = self._hazards.class_of(uses, self._hazards.label(advice))
-        if cls >= len(self._queues):
+        if advice is not self._advice:
+            # Mostly that of the segment before: both are of one prompt.
+            self._advice, self._label = advice, self._hazards.label(advice)
             self._grow()
-        return cls
+        return self._hazards.class_of(uses, self._label)
 
     def _grow(self) -> None:
         """There are new labels."""
@@ -242,6 +250,16 @@ class LearnedReuse:
             self._leave_batch(record)
         record.uses += 1
         record.counted = now
+        if now > self._moment:
+            self._moment = now
+            self._moments += 1
+            if self._moments % LEARN_EVERY == 0:
+                self._learn()
+
+    def _learn(self) -> None:
+        self._hazards.learn()
+        for queue in self._queues:
+            queue.head = None
 
     def _leave_batch(self, record: _Record) -> None:
         if record.batch is not None:
@@ -289,14 +307,8 @@ class LearnedReuse:
         if now <= self._now:
             return self._now
         self._now = now
-        self._moments += 1
         if now >= self._ripe:
             self._age(now)
-        if self._moments >= LEARN_EVERY:
-            self._moments = 0
-            self._hazards.learn()
-            for queue in self._queues:
-                queue.head = None
         return now
 
     def _age(self, now: float) -> None:
