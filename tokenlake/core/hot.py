@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tokenlake.core.context import Context
 from tokenlake.core.fetches import Fetches
 from tokenlake.core.hot_copies import HotCopies
-from tokenlake.core.hot_home import HotHome
+from tokenlake.core.hot_home import CROWD_READS, HotHome
 from tokenlake.core.peers import Peers
 from tokenlake.hot import COUNTERS, HotItem, KnownSets, draws, less_loaded_of_two
 from tokenlake.identity import NodeId, SegmentKey, TenantId
@@ -62,10 +62,13 @@ class Hot:
 
     def sent(self, segments: Sequence[Segment]) -> None:
         """Other nodes' engines read these here: they could have been read elsewhere."""
-        counted = self._counted
+        counted, crowd = self._counted, False
         for segment in segments:
             if segment in counted or len(counted) < MAX_COUNTED:
-                counted[segment] = counted.get(segment, 0) + 1
+                times = counted[segment] = counted.get(segment, 0) + 1
+                crowd = crowd or times >= CROWD_READS
+        if crowd:
+            self._report()
 
     def read(self, segments: Sequence[Segment | None]) -> None:
         """Engines of this node read these here: only what is a replica would else have been read elsewhere."""

@@ -33,6 +33,10 @@ __all__ = ["HotHome"]
 PROMOTED = Metric("tokenlake_hot_promotions_total", "Segments of this home that became hot")
 DEMOTED = Metric("tokenlake_hot_demotions_total", "Segments of this home that are not hot any more")
 
+CROWD_READS = 8
+"""Of one segment since the last report: reported at once, and decided about at once."""
+PUBLISH_S = 0.05
+"""Copies that come within this time are told of together."""
 FAN_OUT = 4
 """Copies under way per node that has the segment."""
 REFUSED_S = 10.0
@@ -66,6 +70,7 @@ class HotHome:
         self._hot: dict[HotItem, _Copies] = {}
         self._told: dict[HotItem, tuple[NodeId, ...]] = {}
         """The set as everybody was told it last."""
+        self._publishing = False
 
     def __len__(self) -> int:
         return len(self._hot)
@@ -85,6 +90,8 @@ class HotHome:
             if times:
                 shape = Shape(depth, message.slot_bytes, message.shards)
                 self._rule.read((tenant, key), shape, times, self._context.load_now)
+        if any(times >= CROWD_READS for times in message.times):
+            self.decide()
 
     def gone(self, tenant: TenantId, key: SegmentKey, node: NodeId) -> None:
         """`node` has no copy."""
@@ -100,10 +107,8 @@ class HotHome:
     # -- what is decided
 
     def decide(self) -> None:
-        """Once per gossip interval."""
-        loads = {peer.node: self._peers.load(peer.node) for peer in self._peers if peer.reachable}
-        loads[self._context.node] = self._context.load()
-        for change in self._rule.decide(self._context.load_now, loads, self._nodes):
+        """Once per gossip interval, and when a crowd comes."""
+        for change in self._rule.decide(self._context.load_now, self._peers.loads(), self._nodes):
             self._change(change)
         if self._context.config.hot != "on":
             return
@@ -219,11 +224,15 @@ class HotHome:
     def _go_on(self, item: HotItem, hot: _Copies) -> None:
         if self._hot.get(item) is hot:
             self._look_after(item, hot)
+            if not self._publishing:
+                self._publishing = True
+                self._context.after(min(PUBLISH_S, self._context.gossip_s), self._publish)
 
     # -- what is told
 
     def _publish(self) -> None:
         """Tell everybody when the set is another than they were told."""
+        self._publishing = False
         nodes = {item: tuple(self._nodes(item)) for item, hot in self._hot.items() if hot.nodes}
         now = {item: nodes for item, nodes in nodes.items() if len(nodes) > 1}
         if now == self._told:

@@ -62,7 +62,9 @@ class Peer:
         self.heard_at = 0.0
         self.vacancy = UNKNOWN_VACANCY
         self.load = Rate(LOAD_HALF_LIFE_S)
-        """As it last said, and what was asked of it since."""
+        """As it last said."""
+        self.asked = Rate(LOAD_HALF_LIFE_S)
+        """Bytes that this node is about to read there, or did."""
         self.rate = DEFAULT_RATE
         """Bytes per second of fetches from there, running mean."""
         self.calls: dict[int, tuple[OnReply, Timer]] = {}
@@ -263,14 +265,21 @@ class Peers:
         peer = self._peers.get(node)
         return self._context.vacancy() if peer is None else peer.vacancy
 
+    def loads(self) -> dict[NodeId, float]:
+        """Bytes per second read from the arena of each node that can be reached: as last heard; this node's own is
+        exact."""
+        now = self._context.load_now
+        loads = {peer.node: peer.load.at(now) for peer in self._peers.values() if peer.reachable}
+        return {**loads, self._context.node: self._context.load()}
+
     def load(self, node: NodeId) -> float:
-        """Bytes per second read from the arena there, as last heard; this node's own is exact."""
-        peer = self._peers.get(node)
-        return self._context.load() if peer is None else peer.load.at(self._context.load_now)
+        """Of another node, and what this one asked of it lately, which may be counted twice."""
+        peer, now = self._peers[node], self._context.load_now
+        return peer.load.at(now) + peer.asked.at(now)
 
     def will_read(self, node: NodeId, nbytes: int) -> None:
-        """So much is about to be read there: until it reports, its load counts as that much greater."""
-        self._peers[node].load.add(nbytes, self._context.load_now)
+        """So much is about to be read there, which no report says yet."""
+        self._peers[node].asked.add(nbytes, self._context.load_now)
 
     def silent_since(self, node: NodeId, began: float) -> None:
         """A transfer that began then missed its deadline. If the peer said nothing all the while, it is overdue."""

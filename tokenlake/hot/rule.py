@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -39,8 +40,9 @@ GROWTH_S = 1.0
 DROP_SHARE, DROP_S = 0.25, 20.0
 LEAST_READS = 4.0
 """Decayed, in one of the counts."""
-MOST_COPIES = 2.0
-"""Times as many as its rate needs."""
+MOST_COPIES = 1.25
+"""Times as many as its rate needs. A node may stay above the mean for what its own engines read there, which no copy
+takes from it."""
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -56,6 +58,15 @@ class Change(msgspec.Struct, frozen=True):
 
     item: HotItem
     copies: int
+
+
+class _Read(NamedTuple):
+    """A segment that is counted."""
+
+    item: HotItem
+    nodes: Sequence[NodeId]
+    per_copy: float
+    """Bytes per second."""
 
 
 class _Hot:
@@ -113,43 +124,39 @@ class HotRule:
         """What changes. `loads`: bytes per second of every node that can be reached. `nodes_of`: who has it, holder
         first; empty when nobody is known to."""
         mean = fair_mean(list(loads.values()))
-        limit = (1 + EPSILON) * mean
-        over = {node: load - limit for node, load in loads.items() if load > limit}
         changes = [self._drop(item, hot, mean, now) for item, hot in list(self._hot.items())]
-        if over:
-            changes += self._raise(now, mean, over, nodes_of, len(loads))
-        return [change for change in changes if change is not None]
-
-    def _raise(
-        self,
-        now: float,
-        mean: float,
-        over: dict[NodeId, float],
-        nodes_of: Callable[[HotItem], Sequence[NodeId]],
-        most: int,
-    ) -> list[Change]:
-        """More copies of what is read most at the nodes in `over`, which say by how much each is above the limit,
-        until what is expected to stay is not."""
-        changes: list[Change] = []
         rates = {heavy.item: self._rate(heavy.item, now) for heavy in self._all(now)}
-        by_copy = sorted(
-            ((rate / (self._hot[item].copies if item in self._hot else 1), item) for item, rate in rates.items()),
-            key=lambda each: -each[0],
-        )
-        for per_copy, item in by_copy:
-            share = self._share(item, mean)
-            nodes = nodes_of(item)
-            least = share / MOST_COPIES if item in self._hot else share
-            if per_copy <= least or not any(over.get(node, 0.0) > 0.0 for node in nodes):
+        read = [
+            _Read(item, nodes, rate / self._copies(item)) for item, rate in rates.items() if (nodes := nodes_of(item))
+        ]
+        over = self._over(loads, read, (1 + EPSILON) * mean)
+        # What is read most at the nodes that are over, until what is expected to stay is not.
+        for each in sorted(read, key=lambda each: -each.per_copy) if over else ():
+            share = self._share(each.item, mean)
+            least = share / MOST_COPIES if each.item in self._hot else share
+            if each.per_copy <= least or not any(over.get(node, 0.0) > 0.0 for node in each.nodes):
                 continue
-            copies = self._wanted(item, rates[item], share, now, most)
+            copies = self._wanted(each.item, rates[each.item], share, now, len(loads))
             if copies is None:
                 continue
-            for node in nodes:
+            for node in each.nodes:
                 if node in over:
-                    over[node] -= per_copy - rates[item] / copies
-            changes.append(Change(item, copies))
-        return changes
+                    over[node] -= each.per_copy - rates[each.item] / copies
+            changes.append(Change(each.item, copies))
+        return [change for change in changes if change is not None]
+
+    def _copies(self, item: HotItem) -> int:
+        hot = self._hot.get(item)
+        return 1 if hot is None else hot.copies
+
+    def _over(self, loads: Mapping[NodeId, float], read: list[_Read], limit: float) -> dict[NodeId, float]:
+        """By how much which nodes are above `limit`. A load is late; what this home knows to be read there is not."""
+        known: dict[NodeId, float] = {}
+        for each in read:
+            for node in each.nodes:
+                known[node] = known.get(node, 0.0) + each.per_copy
+        now = {node: max(load, known.get(node, 0.0)) for node, load in loads.items()}
+        return {node: load - limit for node, load in now.items() if load > limit}
 
     def _wanted(self, item: HotItem, rate: float, share: float, now: float, most: int) -> int | None:
         """On how many nodes from now on; None: as before."""
