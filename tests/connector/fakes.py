@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tokenlake.advice import Advice
 from tokenlake.errors import Unreachable
 from tokenlake.identity import LeaseId, SegmentKey, WriteId
 from tokenlake.keys import Prefix, TokenIds
@@ -59,6 +60,8 @@ class FakeMatch:
     pool: FakePool
     keys: Sequence[SegmentKey]
     request: str | None = None
+    advice: Advice | None = None
+    tokens: int = 0
     cancelled: bool = False
     lease: FakeLease | None = None
 
@@ -85,6 +88,7 @@ class FakeReservation:
     id: WriteId
     codes: bytes
     request: str | None = None
+    advice: Advice | None = None
     released: bool = False
     incarnation: int = 1
 
@@ -107,6 +111,7 @@ class FakePool:
     leases: list[FakeLease] = field(default_factory=list)
     matches: list[FakeMatch] = field(default_factory=list)
     reservations: list[FakeReservation] = field(default_factory=list)
+    advised: list[tuple[tuple[SegmentKey, ...], Advice]] = field(default_factory=list)
     refuse_from: int = 1 << 30
     """Of each reservation, segments from this one on are refused."""
     segment_tokens: int = 8
@@ -119,21 +124,36 @@ class FakePool:
         return chain
 
     def begin_match(
-        self, keys: Sequence[SegmentKey], *, deadline_s: float = 0.02, request: str | None = None
+        self,
+        keys: Sequence[SegmentKey],
+        *,
+        deadline_s: float = 0.02,
+        request: str | None = None,
+        advice: Advice | None = None,
+        tokens: int = 0,
     ) -> FakeMatch:
         if not self.reachable:
             raise Unreachable("gone")
-        self.matches.append(FakeMatch(self, keys, request))
+        self.matches.append(FakeMatch(self, keys, request, advice, tokens))
         return self.matches[-1]
 
     def reserve(
-        self, keys: Sequence[SegmentKey], first: int = 0, *, deadline_s: float = 0.02, request: str | None = None
+        self,
+        keys: Sequence[SegmentKey],
+        first: int = 0,
+        *,
+        deadline_s: float = 0.02,
+        request: str | None = None,
+        advice: Advice | None = None,
     ) -> FakeReservation:
         if not self.reachable:
             raise Unreachable("gone")
         codes = bytes(Code.RESERVED if at < self.refuse_from else Code.WRITE_BUDGET for at in range(len(keys)))
         number = len(self.reservations) + 1 if Code.RESERVED in codes else 0
-        self.reservations.append(FakeReservation(WriteId(number), codes, request))
+        self.reservations.append(FakeReservation(WriteId(number), codes, request, advice=advice))
         return self.reservations[-1]
+
+    def advise(self, keys: Sequence[SegmentKey], advice: Advice) -> None:
+        self.advised.append((tuple(keys), advice))
 
     def close(self) -> None: ...

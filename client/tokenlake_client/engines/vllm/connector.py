@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
+from tokenlake.advice import Advice
 from tokenlake.errors import LayoutRefused, Refused
 from tokenlake.identity import SessionId
 from tokenlake.layout import Layout
@@ -24,6 +25,7 @@ from tokenlake_client.engines.connection import Connection
 from tokenlake_client.engines.slots import TORCH_DTYPES
 from tokenlake_client.engines.vllm.counters import Counters, Counts
 from tokenlake_client.engines.vllm.entry import Scheduled
+from tokenlake_client.engines.vllm.hints import advice_of
 from tokenlake_client.engines.vllm.host_copy import HostCopy
 from tokenlake_client.engines.vllm.identity import block_tokens_of, layout_of
 from tokenlake_client.engines.vllm.membership import Membership
@@ -113,7 +115,7 @@ class TokenLakeConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return
         reason = _not_served(request)
         if reason is None:
-            self._scheduler.new_request(request)
+            self._scheduler.new_request(request, self._advice(request))
         else:
             self._counters.add(requests_not_served=1)
             self._trouble.say(f"served without the pool: {reason}")
@@ -158,8 +160,17 @@ class TokenLakeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Whether the request's blocks are still needed."""
         if self._scheduler is None:
             return False, None
-        complete = request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
-        return self._scheduler.finished(request, block_ids, complete=complete), None
+        status = request.status.name
+        complete = status in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+        reason = _STOP_REASONS.get(status, "")
+        return self._scheduler.finished(request, block_ids, complete=complete, stop_reason=reason), None
+
+    def _advice(self, request: Any) -> Advice | None:
+        try:
+            return advice_of(request.kv_transfer_params)
+        except ValueError as error:
+            self._trouble.say(f"a hint is not passed on: {error}")
+            return None
 
     # -- the ranks' hooks
 
@@ -295,6 +306,14 @@ def _copier(device: str) -> Any:
 
         return CudaCopy
     raise LayoutRefused(f"the cache is on a device of kind {device!r}; supported: cpu, cuda")
+
+
+_STOP_REASONS = {
+    "FINISHED_STOPPED": "stop",
+    "FINISHED_LENGTH_CAPPED": "length",
+    "FINISHED_REPETITION": "repetition",
+    "FINISHED_ABORTED": "abort",
+}
 
 
 def _not_served(request: Any) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from tokenlake.advice import Advice
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix
 from tokenlake_client.engines.vllm.lookup import Lookup, LookupPool
@@ -51,6 +52,8 @@ class Entry:
 
     request: EngineRequest
     progress: Progress
+    advice: Advice | None = None
+    """What it said of itself."""
     prefix: Prefix | None = None
     incarnation: int = 0
     """Of the daemon whose secret `prefix` was hashed with."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from tokenlake.advice import Advice
 from tokenlake.errors import TokenLakeError
 from tokenlake.identity import LeaseId, SegmentKey, WriteId
 from tokenlake.keys import Prefix, TokenIds
@@ -110,15 +111,31 @@ class LookupPool(Protocol):
         ...
 
     def begin_match(
-        self, keys: Sequence[SegmentKey], *, deadline_s: float = ..., request: str | None = None
+        self,
+        keys: Sequence[SegmentKey],
+        *,
+        deadline_s: float = ...,
+        request: str | None = None,
+        advice: Advice | None = None,
+        tokens: int = 0,
     ) -> _Pending:
-        """Ask which of these the pool has. `request`: its name in the logs."""
+        """Ask which of these the pool has. `request`: its name in the logs. `tokens`: of the prompt."""
         ...
 
     def reserve(
-        self, keys: Sequence[SegmentKey], first: int = 0, *, deadline_s: float = ..., request: str | None = None
+        self,
+        keys: Sequence[SegmentKey],
+        first: int = 0,
+        *,
+        deadline_s: float = ...,
+        request: str | None = None,
+        advice: Advice | None = None,
     ) -> Reserved:
         """Reserve slots for other processes of the session."""
+        ...
+
+    def advise(self, keys: Sequence[SegmentKey], advice: Advice) -> None:
+        """A word that came late. Never waits, never raises."""
         ...
 
     def close(self) -> None:
@@ -189,11 +206,19 @@ class Desk:
         self._clock = clock
         self._owed: Lookup | None = None
 
-    def begin(self, pool: LookupPool, keys: Sequence[SegmentKey], request: str) -> Lookup | None:
-        """None while an answer is owed. `request`: its name in the logs. Raises `TokenLakeError`."""
+    def begin(
+        self,
+        pool: LookupPool,
+        keys: Sequence[SegmentKey],
+        request: str,
+        advice: Advice | None = None,
+        tokens: int = 0,
+    ) -> Lookup | None:
+        """None while an answer is owed. `request`: its name in the logs. `tokens`: of the prompt. Raises
+        `TokenLakeError`."""
         if self._owed is not None and not self._settled(self._owed):
             return None
-        pending = pool.begin_match(keys, deadline_s=self._deadline_s, request=request)
+        pending = pool.begin_match(keys, deadline_s=self._deadline_s, request=request, advice=advice, tokens=tokens)
         return Lookup(pending, pool.node, self._deadline_s, self._clock)
 
     def late(self, lookup: Lookup) -> bool:

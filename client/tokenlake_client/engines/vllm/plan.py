@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from tokenlake.advice import Advice
+
 __all__ = ["LoadPlan", "LoadTime", "SavePlan", "StepPlan", "StepReport"]
 
 
@@ -40,6 +42,8 @@ class SavePlan:
     """The reservation whose slots the ranks fill, each its shards; 0: the one rank reserves them."""
     incarnation: int = 0
     """Of the daemon that granted it."""
+    advice: Advice | None = None
+    """Of the request, where the rank reserves the slots."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,12 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
+from tokenlake.advice import NO_ADVICE, Advice
 from tokenlake.errors import TokenLakeError
 from tokenlake.planner import Rates
 from tokenlake_client.engines.vllm.counters import Counters
 from tokenlake_client.engines.vllm.entry import EngineRequest, Entry, Scheduled
+from tokenlake_client.engines.vllm.hints import at_the_end
 from tokenlake_client.engines.vllm.loading import Loading
 from tokenlake_client.engines.vllm.lookup import HERE, Desk, Lookup, LookupPool
 from tokenlake_client.engines.vllm.plan import LoadPlan, SavePlan, StepPlan, StepReport
@@ -81,9 +83,9 @@ class SchedulerSide:
 
     # -- a request on its way in
 
-    def new_request(self, request: EngineRequest) -> None:
-        """A request that can be served with the pool has arrived."""
-        entry = self._entries[request.request_id] = Entry(request, Progress(self._segment))
+    def new_request(self, request: EngineRequest, advice: Advice | None = None) -> None:
+        """A request that can be served with the pool has arrived. `advice`: what it says of itself."""
+        entry = self._entries[request.request_id] = Entry(request, Progress(self._segment), advice)
         waiting = sum(other.lookup is not None and not other.placed for other in self._entries.values())
         if waiting < EARLY_LOOKUPS:
             self._ask(entry)
@@ -221,14 +223,16 @@ class SchedulerSide:
 
     # -- a request on its way out
 
-    def finished(self, request: EngineRequest, blocks: Sequence[int], *, complete: bool) -> bool:
+    def finished(self, request: EngineRequest, blocks: Sequence[int], *, complete: bool, stop_reason: str = "") -> bool:
         """`request` is done; True: keep its blocks until the ranks say so. `complete`: it was not aborted, so all its
-        tokens but the last are computed and right."""
+        tokens but the last are computed and right. `stop_reason`: how it ended."""
         entry = self._entries.pop(request.request_id, None)
         if entry is None:
             return False
         if entry.lookup is not None:
             entry.lookup.drop()
+        entry.advice = at_the_end(entry.advice, stop_reason)
+        self._advise(entry)
         if not complete:
             return False
         right = min(request.num_computed_tokens, request.num_tokens - 1)
@@ -256,8 +260,21 @@ class SchedulerSide:
         if pool is None or not count:
             return False
         keys = entry.keys(pool, self._settings.salt)
-        entry.lookup = self._desk.begin(pool, keys[:count], entry.request.request_id)
+        entry.lookup = self._desk.begin(
+            pool, keys[:count], entry.request.request_id, entry.advice, entry.request.num_tokens
+        )
         return entry.lookup is not None
+
+    def _advise(self, entry: Entry) -> None:
+        """What is stored of it learns how it ended; what is still to be stored brings that along."""
+        pool = self._pool()
+        if pool is None or self._stopped or entry.prefix is None or entry.advice in (None, NO_ADVICE):
+            return
+        try:
+            keys = entry.keys(pool, self._settings.salt)
+            pool.advise(keys, entry.advice or NO_ADVICE)
+        except Exception as error:
+            self._report("passing a hint on", error)
 
     def _begin_again(self, entry: Entry) -> None:
         entry.placed = False

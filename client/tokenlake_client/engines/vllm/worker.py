@@ -161,7 +161,8 @@ class WorkerSide:
         codes: bytes
         if not plan.write:
             keys = [SegmentKey(key) for key in plan.keys]
-            codes = pool.store_all(keys, fill, plan.first, self._settings.write_patience_s, request=plan.request)
+            patience = self._settings.write_patience_s
+            codes = pool.store_all(keys, fill, plan.first, patience, request=plan.request, advice=plan.advice)
             return codes
         write = pool.attach_write(WriteId(plan.write))
         try:

@@ -1,0 +1,44 @@
+"""What a request says of itself in `kv_transfer_params`, and what its end says. Imports no engine.
+
+::
+
+    {"tokenlake": {"outlook": "goes_on", "category": "agent", "priority": 1, "ttl_s": 600}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenlake.advice import MAX_LABEL, Advice, Outlook
+
+__all__ = ["KEY", "advice_of", "at_the_end"]
+
+KEY = "tokenlake"
+_OUTLOOKS = {outlook.name.lower(): outlook for outlook in Outlook}
+_FIELDS = {"outlook": str, "category": str, "priority": int, "ttl_s": int | float}
+
+
+def advice_of(params: Mapping[str, Any] | None) -> Advice | None:
+    """None where nothing is said. Raises `ValueError` naming the field that has no meaning."""
+    said = (params or {}).get(KEY)
+    if said is None:
+        return None
+    if not isinstance(said, Mapping):
+        raise ValueError(f"kv_transfer_params field {KEY!r} holds the fields {', '.join(_FIELDS)}")
+    for name, value in said.items():
+        if name not in _FIELDS:
+            raise ValueError(f"kv_transfer_params field {KEY!r} holds {name!r}; known: {', '.join(_FIELDS)}")
+        if not isinstance(value, _FIELDS[name]) or isinstance(value, bool):
+            raise ValueError(f"field {name!r} of {KEY!r} in kv_transfer_params is {value!r}")
+    outlook = said.get("outlook", "unknown")
+    if outlook not in _OUTLOOKS:
+        raise ValueError(f"field 'outlook' of {KEY!r} in kv_transfer_params is {outlook!r}; {', '.join(_OUTLOOKS)}")
+    priority, ttl_s = said.get("priority", 0), float(said.get("ttl_s", 0.0))
+    return Advice(_OUTLOOKS[outlook], said.get("category", ""), priority=priority, ttl_s=ttl_s)
+
+
+def at_the_end(advice: Advice | None, stop_reason: str) -> Advice:
+    """The same with how the request ended."""
+    said = advice or Advice()
+    return Advice(said.outlook, said.category, stop_reason[:MAX_LABEL], said.priority, said.ttl_s)

@@ -1,0 +1,81 @@
+"""Hints of a request: read from what it says, passed with its lookup and its segments, completed by its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.connector.side import Bench, blocks_of, request
+from tokenlake.advice import Advice, Outlook
+from tokenlake_client.engines.vllm.hints import advice_of
+
+AGENT = Advice(Outlook.GOES_ON, "agent", priority=1, ttl_s=600.0)
+AT_ITS_END = Advice(Outlook.GOES_ON, "agent", "stop", 1, 600.0)
+
+
+def test_what_a_request_says() -> None:
+    said = {"outlook": "goes_on", "category": "agent", "priority": 1, "ttl_s": 600}
+    assert advice_of({"tokenlake": said, "other": 1}) == AGENT
+    assert advice_of(None) is advice_of({}) is advice_of({"other": 1}) is None
+    assert advice_of({"tokenlake": {}}) == Advice()
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ("over", "holds the fields outlook, category, priority, ttl_s"),
+        ({"outlok": "over"}, "'outlok'; known: outlook"),
+        ({"outlook": "perhaps"}, "'perhaps'; unknown, goes_on, over"),
+        ({"outlook": 2}, "'outlook'"),
+        ({"category": "x" * 33}, "'category' has 33 characters"),
+        ({"priority": 5}, "'priority' is 5"),
+        ({"priority": True}, "'priority'"),
+        ({"ttl_s": float("nan")}, "'ttl_s' is nan"),
+        ({"ttl_s": "600"}, "'ttl_s'"),
+    ],
+)
+def test_what_has_no_meaning_is_named(said: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        advice_of({"tokenlake": said})
+
+
+def test_a_hint_goes_with_the_lookup_and_with_what_is_stored() -> None:
+    bench, asked = Bench("sync"), request(33)
+    bench.side.new_request(asked, AGENT)
+    assert [(match.advice, match.tokens) for match in bench.pool.matches] == [(AGENT, 33)]
+    bench.side.allocated(asked, blocks_of(asked), 0)
+    saves = bench.step(asked, 0, 33).saves
+    assert [save.advice for save in saves] == [AGENT]
+    assert bench.side.finished(asked, blocks_of(asked), complete=True, stop_reason="stop") is False
+    assert bench.pool.advised == [(tuple(bench.pool.prefix(asked.all_token_ids).keys), AT_ITS_END)]
+
+
+def test_what_is_stored_last_knows_how_the_request_ended() -> None:
+    bench, asked = Bench("sync"), request(33)
+    bench.place(asked)
+    bench.step(asked, 0, 17)
+    asked.num_computed_tokens = 33
+    asked.all_token_ids.append(1)
+    assert bench.side.finished(asked, blocks_of(asked), complete=True, stop_reason="length")
+    plan = bench.side.step([], lambda name: [])
+    assert [save.advice for save in plan.saves] == [Advice(stop_reason="length")]
+
+
+def test_slots_that_several_ranks_fill_have_it_too() -> None:
+    bench, asked = Bench("sync", shared=True), request(33)
+    bench.side.new_request(asked, AGENT)
+    bench.side.allocated(asked, blocks_of(asked), 0)
+    bench.step(asked, 0, 33)
+    assert [reserved.advice for reserved in bench.pool.reservations] == [AGENT]
+
+
+def test_nothing_is_said_where_nothing_is_known_or_nobody_is_there() -> None:
+    bench, asked, other = Bench(), request(33), request(33, "s", 100)
+    bench.place(asked)
+    bench.side.finished(asked, blocks_of(asked), complete=True)
+    bench.place(other)
+    bench.there = False
+    bench.side.finished(other, blocks_of(other), complete=True, stop_reason="stop")
+    assert bench.pool.advised == []
+    assert bench.reported == []
