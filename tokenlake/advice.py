@@ -1,5 +1,6 @@
-"""What an engine knows of a request that the pool cannot see: whether the conversation goes on, what kind of request it
-is, how it ended, and how long its cache is to be kept.
+"""What is known of a request. By the engine, which the pool cannot see: whether the conversation goes on, what kind of
+request it is, how it ended, and how long its cache is to be kept. By the pool: how much of the prompt it had, and when
+that was used before.
 
 Advice changes the order of eviction and nothing else: it is never a promise, and never a use. The newest word wins;
 what a later request does not speak about stays (`Advice.over`).
@@ -8,10 +9,14 @@ what a later request does not speak about stays (`Advice.over`).
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
-__all__ = ["MAX_LABEL", "MAX_TTL_S", "NO_ADVICE", "Advice", "Outlook"]
+from tokenlake.wire.fields import Index
+
+__all__ = ["MAX_LABEL", "MAX_TTL_S", "NEVER", "NO_ADVICE", "NO_USE", "Advice", "Outlook", "Use"]
 
 MAX_LABEL = 32
 """Characters of a category or a stop reason: policies keep statistics by them."""
@@ -27,6 +32,43 @@ class Outlook(IntEnum):
     OVER = 2
 
 
+NEVER = -1.0
+"""Of a time since something that did not happen."""
+Gap = Annotated[float, Meta(ge=NEVER, le=1e9)]
+
+
+class Use(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How one request used its segments. Times are seconds of the workload."""
+
+    segments: Index = 0
+    """Full segments of its prompt; 0 where nothing is known of the request."""
+    hits: Index = 0
+    """Of them those that were found, from the first on."""
+    turn: Index = 0
+    """How often the conversation went on where it had ended; 0 where it starts, or branches off inside another."""
+    gap_s: Gap = NEVER
+    """Since the request that used the deepest hit before."""
+    previous_gap_s: Gap = NEVER
+    """The gap of that request, where this one goes on from its end."""
+    left: Annotated[int, Meta(ge=-1, lt=1 << 32)] = -1
+    """Segments of that request's prompt beyond the deepest hit; -1: there was none."""
+
+    @classmethod
+    def after(cls, past: Use, age_s: float, segments: int, hits: int) -> Use:
+        """Of a request that found `hits` of its `segments`, the deepest of which was used `age_s` ago as in `past`
+        (`NO_USE` where that is not known)."""
+        if not hits or not past.segments:
+            return cls(segments, hits)
+        left = max(0, past.segments - hits)
+        # The last segment may hold a part of the answer, and so be another one; a first segment may be everybody's.
+        if left > 1 or hits == 1:
+            return cls(segments, hits, 0, age_s, NEVER, left)
+        return cls(segments, hits, past.turn + 1, age_s, past.gap_s, left)
+
+
+NO_USE = Use()
+
+
 class Advice(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Of one request, for all its segments. ValueError for a value without meaning, naming the field."""
 
@@ -39,6 +81,10 @@ class Advice(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """-1: goes early; 1: goes late, as far as the tenant's share of such segments reaches."""
     ttl_s: float = 0.0
     """From the last use or word on: what nobody touched for so long goes first. 0: no such time."""
+    output_tokens: int = -1
+    """Of the answer, once it is known; -1: not known."""
+    use: Use = NO_USE
+    """By the pool; what an engine says here is not listened to."""
 
     def __post_init__(self) -> None:
         if not Outlook.UNKNOWN <= self.outlook <= Outlook.OVER:
@@ -51,12 +97,20 @@ class Advice(msgspec.Struct, frozen=True, array_like=True, gc=False):
             raise ValueError(f"advice field 'priority' is {self.priority}; -1 (low), 0 or 1 (high)")
         if not 0 <= self.ttl_s <= MAX_TTL_S:
             raise ValueError(f"advice field 'ttl_s' is {self.ttl_s}; 0 (none) to {MAX_TTL_S:.0f} seconds")
+        if not -1 <= self.output_tokens < 1 << 32:
+            raise ValueError(f"advice field 'output_tokens' is {self.output_tokens}; -1 (not known) or a count")
 
     def over(self, former: Advice) -> Advice:
         """This word after `former`: outlook and stop reason are new, an empty category leaves the former, and so does
-        a retention (priority and time to live) that says nothing."""
+        a retention (priority and time to live) that says nothing, and a word without a use. A use of which the engine
+        says nothing leaves all that it said."""
         if former is NO_ADVICE or former == self:
             return self
+        use, output = (self.use, self.output_tokens) if self.use.segments else (former.use, former.output_tokens)
+        if self.output_tokens >= 0:
+            output = self.output_tokens
+        if not (self.outlook or self.category or self.stop_reason or self.priority or self.ttl_s):
+            return msgspec.structs.replace(former, output_tokens=output, use=use)
         silent = not (self.priority or self.ttl_s)
         return Advice(
             self.outlook,
@@ -64,6 +118,8 @@ class Advice(msgspec.Struct, frozen=True, array_like=True, gc=False):
             self.stop_reason,
             former.priority if silent else self.priority,
             former.ttl_s if silent else self.ttl_s,
+            output,
+            use,
         )
 
 
