@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -13,10 +12,12 @@ from tokenlake_bench.balance import ReadLog
 from tokenlake_bench.baselines import Accesses, Prompt
 from tokenlake_bench.engine_model import EngineModel
 from tokenlake_bench.routing.base import Ask, Choice, Fetch, Fleet
-from tokenlake_bench.routing.instance import Instance, InstanceOptions, Job
+from tokenlake_bench.routing.clocked import ClockedInstance
+from tokenlake_bench.routing.instance import InstanceOptions, Job
 from tokenlake_bench.routing.knowledge import OwnRecord, TrackedCaches
 from tokenlake_bench.routing.outcome import Answered, SystemRow, row_of
 from tokenlake_bench.routing.systems import System
+from tokenlake_bench.simulation.clock import Clock
 
 __all__ = ["FleetOptions", "at_rate", "run_system"]
 
@@ -104,12 +105,20 @@ class _Run:
         # Where requests under way take no memory from the caches they have all that they need.
         memory = None if system.perfect else self._capacity * self._segment
         limits = InstanceOptions(chunk_tokens=options.chunk_tokens, memory_tokens=memory)
+        self._clock = Clock()
         self._instances = [
-            Instance(self._engine, limits, begin=self._begins(i), first=self._first) for i in range(instances)
+            ClockedInstance(
+                self._clock,
+                self._engine,
+                limits,
+                begin=self._begins(i),
+                first=self._first,
+                finished=self._finishes(i),
+            )
+            for i in range(instances)
         ]
         self._held = [0] * instances
         """Tokens of memory that requests under way have beside the cache."""
-        self._due: list[tuple[float, int]] = []
         self._requests: list[_Request] = []
         self._answers: list[Answered] = []
         self._reads = ReadLog(instances)
@@ -118,11 +127,11 @@ class _Run:
     def run(self, progress: Callable[[int], None]) -> SystemRow:
         """All requests, to the last token."""
         for index, prompt in enumerate(self._accesses.prompts):
-            self._advance(prompt.at_s)
+            self._clock.run_until(prompt.at_s)
             self._arrive(index, prompt)
             if index % _PROGRESS == 0:
                 progress(index)
-        self._advance(math.inf)
+        self._clock.run_until(math.inf)
         progress(len(self._requests))
         return row_of(
             self._answers,
@@ -145,7 +154,7 @@ class _Run:
             ready_s += self._fetch(request, choice.fetch, now)
         # A prefill instance is done with the first token; the rest is made where the request is handed over to.
         output = max(1, prompt.output_tokens) if choice.prefill == choice.decode else 1
-        self._submit(choice.prefill, Job(index, prompt.tokens, output, ready_s=ready_s), now)
+        self._instances[choice.prefill].submit(Job(index, prompt.tokens, output, ready_s=ready_s))
 
     def _fetch(self, request: _Request, fetch: Fetch, now: float) -> float:
         """Copies what the source really has of it; seconds until it is there."""
@@ -162,25 +171,6 @@ class _Run:
         return self._engine.transfer_s(missing * self._segment)
 
     # -- what instances do
-
-    def _submit(self, instance: int, job: Job, now: float) -> None:
-        self._instances[instance].submit(job, now)
-        self._note(instance)
-
-    def _note(self, instance: int) -> None:
-        due = self._instances[instance].next_event()
-        if due < math.inf:
-            heapq.heappush(self._due, (due, instance))
-
-    def _advance(self, until: float) -> None:
-        while self._due and self._due[0][0] <= until:
-            at_s, instance = heapq.heappop(self._due)
-            if self._instances[instance].next_event() > at_s:
-                # Noted before something changed; it is noted again for what is due now.
-                continue
-            for job in self._instances[instance].advance(at_s):
-                self._finished(job, instance)
-            self._note(instance)
 
     def _begins(self, instance: int) -> Callable[[Job, float], None]:
         def begin(job: Job, now: float) -> None:
@@ -206,16 +196,23 @@ class _Run:
         self._caches.keep(chain, instance)
         self._router.first_token(request.ask, request.choice, now)
 
-    def _finished(self, job: Job, instance: int) -> None:
-        request, now = self._requests[job.number], job.finished_s
-        cached = 0 if job.handed_over else len(request.ask.chain) * self._segment
-        self._hold(instance, cached - job.prompt - job.output)
-        prompt, choice = request.prompt, request.choice
-        if instance == choice.prefill != choice.decode:
-            self._moved_tokens += prompt.tokens
-            if prompt.output_tokens > 1:
-                self._hand_over(request, now)
-                return
+    def _finishes(self, instance: int) -> Callable[[Job, float], None]:
+        def finish(job: Job, now: float) -> None:
+            request = self._requests[job.number]
+            cached = 0 if job.handed_over else len(request.ask.chain) * self._segment
+            self._hold(instance, cached - job.prompt - job.output)
+            prompt, choice = request.prompt, request.choice
+            if instance == choice.prefill != choice.decode:
+                self._moved_tokens += prompt.tokens
+                if prompt.output_tokens > 1:
+                    self._hand_over(request, now)
+                    return
+            self._answered(request, now)
+
+        return finish
+
+    def _answered(self, request: _Request, now: float) -> None:
+        prompt = request.prompt
         answer = Answered(
             at_s=prompt.at_s,
             prompt_tokens=prompt.tokens,
@@ -225,14 +222,14 @@ class _Run:
             finished_s=now,
         )
         self._answers.append(answer)
-        self._router.finished(request.ask, choice, answer.output_tokens, now)
+        self._router.finished(request.ask, request.choice, answer.output_tokens, now)
 
     def _hand_over(self, request: _Request, now: float) -> None:
         """The cache goes over layer by layer while the prefill runs."""
         prompt = request.prompt
         there_s = max(now, request.began_s + self._engine.transfer_s(prompt.tokens))
         job = Job(request.ask.number, prompt.tokens, prompt.output_tokens - 1, prompt.tokens, there_s, handed_over=True)
-        self._submit(request.choice.decode, job, now)
+        self._instances[request.choice.decode].submit(job)
 
     # -- memory
 

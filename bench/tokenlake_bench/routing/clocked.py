@@ -1,0 +1,50 @@
+"""An instance on a simulated clock, which wakes it when it has something to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from tokenlake_bench.routing.instance import Instance, InstanceOptions, Job, Steps
+from tokenlake_bench.simulation.clock import Clock
+
+__all__ = ["ClockedInstance"]
+
+
+class ClockedInstance:
+    """`begin` and `first` as in `Instance`; `finished(job, now)` with the last token."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        engine: Steps,
+        options: InstanceOptions,
+        *,
+        begin: Callable[[Job, float], None],
+        first: Callable[[Job, float], None],
+        finished: Callable[[Job, float], None],
+    ) -> None:
+        self._clock = clock
+        self._instance = Instance(engine, options, begin=begin, first=first)
+        self._finished = finished
+        self._armed = math.inf
+        """The next time it is woken; what was asked for earlier and is not that is passed over."""
+
+    def submit(self, job: Job) -> None:
+        """From now on."""
+        self._instance.submit(job, self._clock.now)
+        self._arm()
+
+    def _arm(self) -> None:
+        due = self._instance.next_event()
+        if due < self._armed:
+            self._armed = due
+            self._clock.at(due, self._wake, due)
+
+    def _wake(self, due: float) -> None:
+        if due != self._armed:
+            return
+        self._armed = math.inf
+        for job in self._instance.advance(self._clock.now):
+            self._finished(job, job.finished_s)
+        self._arm()
