@@ -13,6 +13,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenlake.advice import Advice
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix, TokenIds
 from tokenlake.layout import Layout
@@ -82,10 +83,17 @@ class MeasuredPool:
         """See `CachePool`."""
         return self._pool.prefix(tokens, adapter=adapter, salt=salt)
 
-    def match(self, keys: Sequence[SegmentKey]) -> MeasuredLease:
+    def match(
+        self,
+        keys: Sequence[SegmentKey],
+        *,
+        request: str | None = None,
+        advice: Advice | None = None,
+        tokens: int = 0,
+    ) -> MeasuredLease:
         """See `CachePool`."""
         with self._watch.call(waited_for=True):
-            lease = self._pool.match(keys)
+            lease = self._pool.match(keys, request=request, advice=advice, tokens=tokens)
         if lease.hits < len(keys):
             self._watch.cut_by[Code(lease.codes[lease.hits]).name] += 1
         return MeasuredLease(lease, self._watch)
@@ -96,15 +104,22 @@ class MeasuredPool:
         fill: Callable[[int, NDArray[np.uint8]], None],
         first: int = 0,
         patience: float = 0.0,
+        *,
+        request: str | None = None,
+        advice: Advice | None = None,
     ) -> bytes:
         """See `CachePool`."""
         if self._watch.flip:
             return bytes([Code.EXISTS]) * len(keys)
         with self._watch.call(waited_for=False):
-            codes = self._pool.store_all(keys, fill, first, patience)
+            codes = self._pool.store_all(keys, fill, first, patience, request=request, advice=advice)
         if Code.COMMITTED in codes:
             self._watch.served()
         return codes
+
+    def advise(self, keys: Sequence[SegmentKey], advice: Advice) -> None:
+        """See `CachePool`."""
+        self._pool.advise(keys, advice)
 
     def close(self) -> None:
         """See `CachePool`."""

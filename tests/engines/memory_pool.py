@@ -10,6 +10,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenlake.advice import Advice
 from tokenlake.errors import Unreachable
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix, TokenIds, root_key
@@ -32,6 +33,9 @@ class MemoryPool:
         self.lose_after: int | None = None
         self.refuse: Code | None = None
         self.lock = threading.Lock()
+        self.asked: list[tuple[str | None, Advice | None, int]] = []
+        self.stored: list[tuple[str | None, Advice | None]] = []
+        self.advised: list[tuple[int, Advice]] = []
 
     def fail(self, call: str) -> None:
         if call in self.broken:
@@ -43,8 +47,16 @@ class MemoryPool:
         prefix.extend(tokens)
         return prefix
 
-    def match(self, keys: Sequence[SegmentKey]) -> CacheLease:
+    def match(
+        self,
+        keys: Sequence[SegmentKey],
+        *,
+        request: str | None = None,
+        advice: Advice | None = None,
+        tokens: int = 0,
+    ) -> CacheLease:
         self.fail("match")
+        self.asked.append((request, advice, tokens))
         with self.lock:
             hits = next((i for i, key in enumerate(keys) if key not in self.segments), len(keys))
         return MemoryLease(self, keys, hits)
@@ -55,8 +67,12 @@ class MemoryPool:
         fill: Callable[[int, NDArray[np.uint8]], None],
         first: int = 0,
         patience: float = 0.0,
+        *,
+        request: str | None = None,
+        advice: Advice | None = None,
     ) -> bytes:
         self.fail("store")
+        self.stored.append((request, advice))
         filled = {}
         given = len(keys) if self.refuse is None else 1
         for index, key in enumerate(keys[:given]):
@@ -69,6 +85,9 @@ class MemoryPool:
             self.segments.update(filled)
         codes = [Code.COMMITTED if key in filled else Code.EXISTS for key in keys[:given]]
         return bytes(codes + [self.refuse or Code.EXISTS] * (len(keys) - given))
+
+    def advise(self, keys: Sequence[SegmentKey], advice: Advice) -> None:
+        self.advised.append((len(keys), advice))
 
     def close(self) -> None:
         self.fail("close")

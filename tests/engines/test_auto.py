@@ -132,7 +132,7 @@ def test_a_pool_that_fails_while_it_is_planned_changes_no_token(model: Any, call
     pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
     row = prompt(4 * SEGMENT + 3, 5)
     ids, mask = batch([row])
-    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     expected = model.generate(ids, attention_mask=mask, **settings).tolist()
     with TokenLakeEngine(model, pool, EngineOptions(mode="auto", segment_tokens=SEGMENT)) as engine:
         assert engine.generate(ids, attention_mask=mask, **settings).tolist() == expected

@@ -190,7 +190,7 @@ def test_a_mask_that_is_not_given_is_inferred_from_the_padding(model: Any, pool:
 
 def test_sampling_with_several_sequences(model: Any, pool: MemoryPool) -> None:
     ids, mask = padded([prompt(40), prompt(9, 1)])
-    settings = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 20, "top_k": 5}
+    settings: dict[str, Any] = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 20, "top_k": 5}
     torch.manual_seed(5)
     expected = model.generate(ids, attention_mask=mask, **settings).tolist()
     with engine_of(model, pool) as engine:
@@ -218,7 +218,7 @@ def test_a_long_answer_outgrows_the_room_that_was_set_aside(
 
 def test_the_returned_cache_can_be_cut_and_continued(model: Any, pool: MemoryPool) -> None:
     ids = torch.tensor([prompt(20)])
-    settings = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
+    settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
     plain = model.generate(ids, **settings)
     with engine_of(model, pool) as engine:
         output = engine.generate(ids, **settings)

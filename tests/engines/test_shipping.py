@@ -174,7 +174,8 @@ def test_rows_that_share_a_prefix_and_copies_of_them(cluster: Cluster, model: An
         counts = check(engine, model, rows)
         assert counts.tokens_shipped == 6 * SEGMENT * 2 + 2 * SEGMENT + 3 * SEGMENT
         ids, mask = batch(rows)
-        settings = {"max_new_tokens": 20, "do_sample": True, "num_return_sequences": 3, "temperature": 5.0}
+        settings: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "num_return_sequences": 3}
+        settings["temperature"] = 5.0
         torch.manual_seed(5)
         expected = model.generate(ids, attention_mask=mask, **settings).tolist()
         torch.manual_seed(5)

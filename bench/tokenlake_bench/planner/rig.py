@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from tokenlake.advice import Advice
 from tokenlake.attention import AttentionShape
 from tokenlake.errors import TokenLakeError
 from tokenlake.identity import SegmentKey
@@ -122,8 +123,15 @@ class _SaltedPool:
     def node(self) -> str:
         return self._pool.node
 
-    def match(self, keys: Sequence[SegmentKey]) -> Lease:
-        return self._pool.match(keys, deadline_s=PATIENT_S)
+    def match(
+        self,
+        keys: Sequence[SegmentKey],
+        *,
+        request: str | None = None,
+        advice: Advice | None = None,
+        tokens: int = 0,
+    ) -> Lease:
+        return self._pool.match(keys, deadline_s=PATIENT_S, request=request, advice=advice, tokens=tokens)
 
     def prefix(self, tokens: TokenIds = (), *, adapter: str | None = None, salt: str | None = None) -> Prefix:
         return self._pool.prefix(tokens, adapter=adapter, salt=self.salt)
@@ -134,9 +142,15 @@ class _SaltedPool:
         fill: Callable[[int, NDArray[np.uint8]], None],
         first: int = 0,
         patience: float = 0.0,
+        *,
+        request: str | None = None,
+        advice: Advice | None = None,
     ) -> bytes:
         # What a request adds would be evicted by nobody and stand in the way of the documents.
         return bytes([Code.EXISTS]) * len(keys)
+
+    def advise(self, keys: Sequence[SegmentKey], advice: Advice) -> None:
+        pass
 
     def close(self) -> None:
         pass

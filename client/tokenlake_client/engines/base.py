@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenlake.advice import Advice
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix, TokenIds
 from tokenlake.layout import Layout
 
-__all__ = ["CacheLease", "CachePool", "PrefixView", "QueryPool"]
+__all__ = ["NOBODY", "Asked", "CacheLease", "CachePool", "PrefixView", "QueryPool"]
 
 
 class CacheLease(Protocol):
@@ -65,8 +66,16 @@ class CachePool(Protocol):
         """The key chain of a prompt."""
         ...
 
-    def match(self, keys: Sequence[SegmentKey]) -> CacheLease:
-        """Lease the longest run of present segments from the first key on."""
+    def match(
+        self,
+        keys: Sequence[SegmentKey],
+        *,
+        request: str | None = None,
+        advice: Advice | None = None,
+        tokens: int = 0,
+    ) -> CacheLease:
+        """Lease the longest run of present segments from the first key on. `request`: its name in logs and for
+        `tokenlake explain`. `tokens`: of the prompt."""
         ...
 
     def store_all(
@@ -75,6 +84,9 @@ class CachePool(Protocol):
         fill: Callable[[int, NDArray[np.uint8]], None],
         first: int = 0,
         patience: float = 0.0,
+        *,
+        request: str | None = None,
+        advice: Advice | None = None,
     ) -> bytes:
         """Store consecutive segments of one prompt, the first at index `first`; one `Code` per key.
 
@@ -83,9 +95,26 @@ class CachePool(Protocol):
         """
         ...
 
+    def advise(self, keys: Sequence[SegmentKey], advice: Advice) -> None:
+        """A word about consecutive segments of one prompt that came late. Never waits, never raises."""
+        ...
+
     def close(self) -> None:
         """End the connection."""
         ...
+
+
+class Asked(NamedTuple):
+    """On whose behalf segments are read or stored."""
+
+    name: str | None = None
+    """Of the request, in logs and for `tokenlake explain`; None: the pool makes one up."""
+    advice: Advice | None = None
+    tokens: int = 0
+    """Of the prompt."""
+
+
+NOBODY = Asked()
 
 
 class PrefixView(Protocol):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import secrets
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -10,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
 
+from tokenlake.advice import Advice
 from tokenlake.attention import AttentionShape
 from tokenlake.errors import LayoutRefused, Refused
 from tokenlake.layout import Layout
 from tokenlake.planner import Rates
-from tokenlake_client.engines.base import CachePool, QueryPool
+from tokenlake_client.engines.base import Asked, CachePool, QueryPool
 from tokenlake_client.engines.connection import Connection
 from tokenlake_client.engines.transformers.attention import query_shape
 from tokenlake_client.engines.transformers.cache import CacheShape, RoomyCache, RoomyLayer, allocate
@@ -87,6 +90,8 @@ class TokenLakeEngine:
         self._shipping: Shipping | None = None
         self._planning: Planning | None = None
         self._base_digest = ""
+        self._name = secrets.token_hex(4)
+        self._requests = itertools.count(1)
         if pool is not None:
             self._open(self.options.weights_digest)
 
@@ -95,9 +100,10 @@ class TokenLakeEngine:
         """A copy of the counts so far."""
         return self._counters.read()
 
-    def prefill(self, token_ids: Sequence[int]) -> Prefill:
+    def prefill(self, token_ids: Sequence[int], *, request: str | None = None, advice: Advice | None = None) -> Prefill:
         """The cache of `token_ids` (at least one) without the last; its new segments are stored behind it. It holds
-        all of them, also in mode `ship`.
+        all of them, also in mode `ship`. `request`: what the logs of all nodes and `tokenlake explain` are to call it
+        by. `advice`: what is known of the request (`tokenlake.advice`).
 
         With no pool, or a model that it cannot serve, the cache is computed. Raises only what the model
         raises, and ValueError for an empty prompt.
@@ -110,7 +116,7 @@ class TokenLakeEngine:
         pool = self._usable_pool()
         shape = self._shape if self._placed == _placement(self.model) else cache_shape(self.model)
         storage = allocate(shape, 1, len(tokens))
-        row = Row(tokens)
+        row = Row(tokens, name=self._named(request), advice=advice)
         place_rows([row], storage, 0, len(tokens) - 1)
         if pool is not None:
             self._filler.hash(pool, [row])
@@ -119,13 +125,23 @@ class TokenLakeEngine:
         layers = [RoomyLayer(keys, values, len(tokens) - 1) for keys, values in storage]
         return Prefill(RoomyCache(layers), row.loaded, len(tokens) - row.loaded)
 
-    def generate(self, input_ids: Any, attention_mask: Any = None, **generate_kwargs: Any) -> Any:
-        """What `model.generate` returns for the same arguments.
+    def generate(
+        self,
+        input_ids: Any,
+        attention_mask: Any = None,
+        *,
+        request: str | None = None,
+        advice: Advice | None = None,
+        **generate_kwargs: Any,
+    ) -> Any:
+        """What `model.generate` returns for the same arguments. `request` and `advice` as of `prefill`, of all rows;
+        with several, their names end in `/0`, `/1` and so on.
 
         Calls that the pool cannot serve (beam search, assisted decoding, a cache or embeddings of the
         caller's, padding that is not on the left) go to the model unchanged.
         """
-        batch = self._prepare(input_ids, attention_mask, generate_kwargs)
+        named = Asked(self._named(request), advice)
+        batch = self._prepare(input_ids, attention_mask, generate_kwargs, named)
         if batch is None:
             self._counters.add(requests_without_pool=1)
             if attention_mask is not None:
@@ -260,7 +276,10 @@ class TokenLakeEngine:
             self._failed("reaching the pool", error)
         return None
 
-    def _prepare(self, input_ids: Any, attention_mask: Any, arguments: dict[str, Any]) -> Batch | None:
+    def _named(self, request: str | None) -> str:
+        return f"{self._name}-{next(self._requests)}" if request is None else request
+
+    def _prepare(self, input_ids: Any, attention_mask: Any, arguments: dict[str, Any], asked: Asked) -> Batch | None:
         """All prompts' caches but for their last tokens, or None: the model serves the call alone."""
         pool, shipment = self._usable_pool(), None
         if pool is None or self._shape is None:
@@ -268,7 +287,9 @@ class TokenLakeEngine:
         ship = True
         try:
             request = read_request(self.model, input_ids, attention_mask, arguments)
-            rows = [Row(*row) for row in zip(request.tokens, request.padding, strict=True)]
+            rows = [Row(*row, asked.name, asked.advice) for row in zip(request.tokens, request.padding, strict=True)]
+            for index, row in enumerate(rows if len(rows) > 1 else ()):
+                row.name = f"{asked.name}/{index}"
             self._filler.hash(pool, rows)
             if self._planning is not None:
                 ship = self._planning.plan(pool, rows, request.new_tokens)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from tokenlake.advice import NO_ADVICE, Advice
 from tokenlake.keys import Prefix
 from tokenlake_client.engines.base import CachePool
 from tokenlake_client.engines.transformers.cache import RoomyCache, RoomyLayer
@@ -99,6 +100,10 @@ class Filler:
             chain = row.chain if request.copies == 1 else self._chain(batch.pool, row.tokens)
             chain.extend(tokens[prompt:])
             layers = cache.row(index, row.padding + row.start)
+            # The last token was not fed to the model, so it is not among these.
+            stopped = end is not None or sequence[-1] in request.stop_tokens
+            row.advice = _at_the_end(row.advice, "stop" if stopped else "length")
+            batch.pool.advise(chain.keys, row.advice)
             self._store(batch.pool, row, chain, prompt - 1, len(tokens), layers)
 
     def _chain(self, pool: CachePool, tokens: list[int]) -> Prefix:
@@ -110,7 +115,7 @@ class Filler:
         try:
             keys = row.wanted(pool.layout.segment_tokens)
             layers = [(keys_[0], values[0]) for keys_, values in row.layers]
-            row.loaded = load(pool, keys, layers, self._options.window, self._measured) if keys else 0
+            row.loaded = load(pool, keys, layers, self._options.window, self._measured, row.asked) if keys else 0
         except PartialLoad as error:
             row.loaded = error.tokens
             self._pool_failed("reading segments", error.__cause__ or error)
@@ -126,4 +131,9 @@ class Filler:
         first = known // pool.layout.segment_tokens
         keys = chain.keys[first : tokens // pool.layout.segment_tokens]
         if keys:
-            self._writer.submit(task_of(pool, pool.layout, keys, first, layers, row.start))
+            self._writer.submit(task_of(pool, pool.layout, keys, first, layers, row.start, row.asked))
+
+
+def _at_the_end(advice: Advice | None, stop_reason: str) -> Advice:
+    said = advice or NO_ADVICE
+    return Advice(said.outlook, said.category, stop_reason, said.priority, said.ttl_s)

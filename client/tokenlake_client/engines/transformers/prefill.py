@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tokenlake.identity import SegmentKey
-from tokenlake_client.engines.base import CachePool
+from tokenlake_client.engines.base import Asked, CachePool
 from tokenlake_client.engines.transformers.measured import Measured
 from tokenlake_client.engines.transformers.slots import LayerPair, read_segments
 
@@ -27,7 +27,12 @@ class PartialLoad(Exception):
 
 
 def load(
-    pool: CachePool, keys: Sequence[SegmentKey], layers: Sequence[LayerPair], window: int, measured: Measured
+    pool: CachePool,
+    keys: Sequence[SegmentKey],
+    layers: Sequence[LayerPair],
+    window: int,
+    measured: Measured,
+    asked: Asked,
 ) -> int:
     """Copy the longest known prefix of `keys` into `layers` ([heads, tokens, dim] each) and return its
     length in tokens. Leases at most `window` segments longer than their copy takes.
@@ -38,13 +43,13 @@ def load(
     loaded = 0
     began = time.perf_counter()
     try:
-        with pool.match(keys) as lease:
+        with pool.match(keys, request=asked.name, advice=asked.advice, tokens=asked.tokens) as lease:
             nodes = lease.nodes() if lease.local_hits < lease.hits else []
             while loaded < lease.hits:
                 stop = min(loaded + window, lease.hits)
-                asked = time.perf_counter()
+                fetch_began = time.perf_counter()
                 segments = lease.fetch(loaded, stop)
-                seconds = time.perf_counter() - asked
+                seconds = time.perf_counter() - fetch_began
                 count = len(segments)
                 read_segments(segments, layout, layers, loaded * layout.segment_tokens)
                 lost = count < stop - loaded

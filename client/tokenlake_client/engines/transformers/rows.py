@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tokenlake.advice import Advice
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix
+from tokenlake_client.engines.base import Asked
 from tokenlake_client.engines.transformers.cache import row_cache
 from tokenlake_client.engines.transformers.shipped import SharedPrefix
 from tokenlake_client.engines.transformers.slots import LayerPair
@@ -20,6 +22,10 @@ class Row:
 
     tokens: list[int]
     padding: int = 0
+    name: str | None = None
+    """Of the request, in logs."""
+    advice: Advice | None = None
+    """What the caller knows of it."""
     layers: list[LayerPair] = field(default_factory=list)
     chain: Prefix | None = None
     """The keys of its segments, once the pool told them."""
@@ -36,6 +42,11 @@ class Row:
             return ()
         whole = (len(self.tokens) - 1) // segment_tokens
         return self.chain.keys[: whole if self.limit is None else min(whole, self.limit)]
+
+    @property
+    def asked(self) -> Asked:
+        """On whose behalf it is read."""
+        return Asked(self.name, self.advice, len(self.tokens))
 
     @property
     def start(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tokenlake.identity import SegmentKey
-from tokenlake_client.engines.base import QueryPool
+from tokenlake_client.engines.base import NOBODY, QueryPool
 from tokenlake_client.engines.transformers.attention import QueryShape
 from tokenlake_client.engines.transformers.cache import CacheShape, RoomyCache, RoomyLayer, allocate
 from tokenlake_client.engines.transformers.counters import Counters
@@ -87,7 +87,7 @@ class Shipping:
             row.shared = opened.get(wanted)
             return True
         try:
-            lease = pool.match(wanted)
+            lease = pool.match(wanted, request=row.name, advice=row.advice, tokens=len(row.tokens))
         except Exception as error:
             self._pool_failed("reading segments", error)
             return False
@@ -122,7 +122,7 @@ class Shipping:
         storage = allocate(self._cache_shape, 1, len(prefix.tokens))
         layers = [(keys[0], values[0]) for keys, values in storage]
         try:
-            prefix.loaded = load(pool, prefix.keys, layers, self._options.window, self._measured)
+            prefix.loaded = load(pool, prefix.keys, layers, self._options.window, self._measured, NOBODY)
         except PartialLoad as error:
             prefix.loaded = error.tokens
             self._pool_failed("reading segments", error.__cause__ or error)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tokenlake.identity import SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
-from tokenlake_client.engines.base import CachePool
+from tokenlake_client.engines.base import NOBODY, Asked, CachePool
 from tokenlake_client.engines.transformers.counters import Counters
 from tokenlake_client.engines.transformers.slots import LayerPair, write_segment
 
@@ -38,6 +38,7 @@ class StoreTask:
     start: int
     computed: tuple[Any, ...]
     """Events of the accelerators that computed `layers`."""
+    asked: Asked = NOBODY
 
 
 def task_of(
@@ -47,11 +48,12 @@ def task_of(
     first: int,
     layers: Sequence[LayerPair],
     start: int = 0,
+    asked: Asked = NOBODY,
 ) -> StoreTask:
     """A task for the thread that has just computed `layers`."""
     devices = {keys_.device for keys_, _ in layers if keys_.device.type == "cuda"}
     events = tuple(torch.cuda.current_stream(device).record_event() for device in devices)
-    return StoreTask(pool, layout, keys, first, layers, start, events)
+    return StoreTask(pool, layout, keys, first, layers, start, events, asked)
 
 
 class Writer:
@@ -140,7 +142,8 @@ class Writer:
 
         codes = b""
         try:
-            codes = task.pool.store_all(task.keys, fill, task.first, self._patience)
+            name, advice, _ = task.asked
+            codes = task.pool.store_all(task.keys, fill, task.first, self._patience, request=name, advice=advice)
         finally:
             done, refused = codes.count(Code.COMMITTED), [Code(code) for code in codes if Code(code).refused]
             self._counters.add(
