@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenlake.advice import Advice
-from tokenlake.errors import ProtocolRefused, Unreachable
+from tokenlake.errors import ProtocolRefused, TokenLakeError, Unreachable
 from tokenlake.identity import LeaseId, SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
@@ -175,8 +175,9 @@ class Lease:
 
     def advise(self, advice: Advice) -> None:
         """As `Pool.advise`, of all its segments, and of what is still to be read of it. Never waits, never raises."""
-        with contextlib.suppress(Unreachable):
-            self._books.current(self.link).channel.tell(Advise(b"", advice, self.id))
+        if self.id:
+            with contextlib.suppress(TokenLakeError):
+                self._books.current(self.link).channel.tell(Advise(b"", advice, self.id))
 
     def release(self, start: int = 0, stop: int | None = None) -> None:
         """Give back the segments `start` to `stop` (default: all). Idempotent; never raises."""

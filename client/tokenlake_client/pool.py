@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 
 from tokenlake.advice import Advice
-from tokenlake.errors import Unreachable
+from tokenlake.errors import TokenLakeError
 from tokenlake.identity import LeaseId, SegmentKey, SessionId, TenantId, WriteId
-from tokenlake.keys import KEY_BYTES, Prefix, TokenIds, root_key
+from tokenlake.keys import Prefix, TokenIds, root_key
 from tokenlake.layout import Layout
 from tokenlake.wire import Code, engine
 from tokenlake.wire.fields import MAX_REQUEST_NAME
@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 MATCH_S = 0.020
 RETRY_S = 0.002
+ADVISED = 1024
+"""Segments that one word is about: some 32 KiB, below every daemon's bound on a frame."""
 STORE_WINDOW = 32
 """Segments that `store_all` has reserved at a time, so that one prompt does not fill the write budget."""
 
@@ -245,10 +247,9 @@ class Pool:
         """A word about consecutive segments of one prompt that is known only now: this conversation goes on, or is
         over. It reaches every node that keeps them within a second, and is no use of them. Never waits, never raises;
         without a daemon it is lost."""
-        size = max(1, self._link.channel.max_frame // 2 // KEY_BYTES)
-        with contextlib.suppress(Unreachable):
-            for start in range(0, len(keys), size):
-                self._link.channel.tell(engine.Advise(join_keys(keys[start : start + size]), advice))
+        with contextlib.suppress(TokenLakeError):
+            for start in range(0, len(keys), ADVISED):
+                self._link.channel.tell(engine.Advise(join_keys(keys[start : start + ADVISED]), advice))
 
     # -- attention where the cache lies (`tokenlake_client.queries`)
 

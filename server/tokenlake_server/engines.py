@@ -177,6 +177,10 @@ class EngineListener:
                 self._send(connection, engine.Failed(number, LimitReached.__name__, reason))
                 return
             connection.in_flight += 1
+        elif isinstance(message, engine.Advise) and _beyond(connection, message):
+            # It is not answered: whoever sends more than our clients do is no client of this protocol.
+            self._refuse(connection, 0, LimitReached(_beyond(connection, message)))
+            return
         self._driver.handle(events.Requested(connection.number, message))
 
     def refuse(self, number: int, error: Exception) -> None:
@@ -405,7 +409,7 @@ class EngineListener:
 def _beyond(connection: _Connection, message: engine.EngineRequest) -> str:
     """The bound that a request is beyond; empty when it is within all."""
     keys = 0
-    if isinstance(message, engine.Match | engine.Prepare):
+    if isinstance(message, engine.Match | engine.Prepare | engine.Advise):
         keys = len(message.keys) // KEY_BYTES
     elif isinstance(message, engine.Commit):
         keys = len(message.indices)
