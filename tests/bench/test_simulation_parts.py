@@ -18,7 +18,7 @@ from tokenlake_bench.simulation import hot
 from tokenlake_bench.simulation.arrivals import Arrival, flash_crowd, keys_of, merged
 from tokenlake_bench.simulation.clock import Clock
 from tokenlake_bench.simulation.late_load import LateLoad
-from tokenlake_bench.simulation.meter import Meter
+from tokenlake_bench.simulation.meter import Meter, filled
 from tokenlake_bench.simulation.network import Link, Network, NetworkShape
 
 MB = 10**6
@@ -152,6 +152,23 @@ def test_reads_are_seen_by_window_and_in_logs() -> None:
     assert balance.load_of_nodes(meter.log_of_readers(0.0, 20.0)) == [400, 100]
     assert balance.load_of_nodes(meter.log_of_readers(10.0, 20.0)) == [100, 100]
     assert balance.load_of_nodes(meter.log_of_sent(0.0, 20.0)) == [100, 100]
+
+
+def test_what_travels_is_poured_in_where_least_is_read() -> None:
+    assert filled(np.array([5, 1, 3]), 0).tolist() == [5, 1, 3]
+    assert filled(np.array([5, 1, 3]), 2).tolist() == [5, 3, 3]
+    assert filled(np.array([5, 1, 3]), 4).tolist() == [5, 4, 4]
+    assert filled(np.array([5, 1, 3]), 9).tolist() == [6, 6, 6]
+    assert filled(np.array([2, 2]), 1).tolist() == [2.5, 2.5]
+
+
+def test_at_best_own_reads_stay_and_the_rest_is_even() -> None:
+    meter = Meter(2, 100, begins_s=0.0)
+    meter.read(1.0, 0, 0, keys_of(chain(1, 2, 3), 0))
+    meter.read(2.0, 0, 1, keys_of(chain(1, 2), 0))
+    # 3 and 0 of its own, 2 that travel: 3 and 2.
+    assert meter.at_best(0.0, 10.0).max_over_mean == pytest.approx(3 / 2.5)
+    assert balance.spread(meter.log(0.0, 10.0)).max_over_mean == 2.0
 
 
 # -- the command

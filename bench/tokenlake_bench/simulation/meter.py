@@ -14,12 +14,12 @@ from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
 from tokenlake.store import Kind
 from tokenlake.wire import Code
-from tokenlake_bench.balance import WINDOW_S, ReadLog
+from tokenlake_bench.balance import WINDOW_S, ReadLog, Spread, spread
 
 if TYPE_CHECKING:
     from tokenlake_bench.simulation.node import SimNode
 
-__all__ = ["Meter", "WindowLoad"]
+__all__ = ["Meter", "WindowLoad", "filled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,20 @@ class Meter:
         node = np.array(self._node)
         return self._log(start_s, stop_s, node, node != np.array(self._reader))
 
+    def at_best(self, start_s: float, stop_s: float) -> Spread:
+        """The spread, were what travelled in each window read from the nodes with least to do, and what engines read at
+        their own nodes read there all the same: no choice of copies gets below this."""
+        at_s, node, reader = np.array(self._at_s), np.array(self._node), np.array(self._reader)
+        chosen = (at_s >= start_s) & (at_s < stop_s)
+        window, own = np.floor(at_s[chosen] / WINDOW_S), (node == reader)[chosen]
+        log = ReadLog(self._nodes)
+        for at in np.unique(window):
+            here = window == at
+            read = np.bincount(node[chosen][here & own], minlength=self._nodes)
+            for index, load in enumerate(filled(read, int((here & ~own).sum()))):
+                log.add(float(at) * WINDOW_S, index, 0, round(float(load) * self._segment_bytes))
+        return spread(log)
+
     def _log(self, start_s: float, stop_s: float, node: NDArray[np.int64], counted: NDArray[np.bool_]) -> ReadLog:
         at_s, segment = np.array(self._at_s), np.array(self._segment)
         chosen = (at_s >= start_s) & (at_s < stop_s) & counted
@@ -108,3 +122,14 @@ class Meter:
             )
             for at in range(count)
         ]
+
+
+def filled(own: NDArray[np.int64], more: int) -> NDArray[np.float64]:
+    """`own` with `more` poured in where it is lowest: max(own, level), the sum of which is that of both."""
+    ascending = np.sort(own).astype(np.float64)
+    counts = np.arange(1, len(own) + 1)
+    levels = (np.cumsum(ascending) + more) / counts
+    # The level of the first k nodes is right when it does not reach the next one.
+    following = np.append(ascending[1:], np.inf)
+    level: np.float64 = levels[np.argmax(levels <= following)]
+    return np.maximum(own.astype(np.float64), level)

@@ -29,7 +29,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     copies of hot segments, as they were at the end of each window.
 
     Engines read what is in their own node there, so a part of the load follows the requests, and no rule of the pool
-    can move it: `sent_cv` is that of the rest; `readers` are all reads by the node whose engine read.
+    can move it. `at_best`: with that part as it was, and the rest as even as can be. `sent_cv`: of the rest alone.
+    `readers`: of all reads by the node whose engine read.
     """
 
     from_s: float
@@ -41,6 +42,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     load_cv_floor: float
     load_max_over_mean: float
     load_max_over_mean_floor: float
+    load_cv_at_best: float
+    load_max_over_mean_at_best: float
     sent_cv: float
     readers_cv: float
     readers_max_over_mean: float
@@ -108,6 +111,7 @@ class Simulation:
         meter = self.cluster.meter
         log = meter.log(from_s, to_s)
         spread, floor = balance.spread(log), balance.floor(log, self.options.seed)
+        best = meter.at_best(from_s, to_s)
         readers = balance.spread(meter.log_of_readers(from_s, to_s))
         seen = [counts for at, counts in self._replicas if from_s < at <= to_s]
         made = np.array(meter.replicas_made)
@@ -122,6 +126,8 @@ class Simulation:
             load_cv_floor=floor.cv,
             load_max_over_mean=spread.max_over_mean,
             load_max_over_mean_floor=floor.max_over_mean,
+            load_cv_at_best=best.cv,
+            load_max_over_mean_at_best=best.max_over_mean,
             sent_cv=balance.spread(meter.log_of_sent(from_s, to_s)).cv,
             readers_cv=readers.cv,
             readers_max_over_mean=readers.max_over_mean,
