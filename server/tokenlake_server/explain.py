@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 import msgspec
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -72,6 +73,7 @@ def rows(funnel: Funnel) -> Iterator[tuple[str, int, str]]:
     yield "indexed", indexed, ", ".join(places)
     yield "fetched", funnel.fetched, ""
     yield "useful", funnel.useful, f"{funnel.held:,} more are held" if funnel.held else ""
+    yield "missed", sum(missed.tokens for missed in funnel.missed), ""
     for missed in funnel.missed:
         yield f"  {missed.why.replace('_', ' ')}", missed.tokens, missed.detail
 
@@ -99,13 +101,13 @@ def explain(request_id: str, file: Path | None, node: str | None, path: str | No
         raise click.ClickException(str(error)) from error
     if funnel is None:
         raise click.ClickException(
-            f"no request {request_id!r} of this tenant is remembered by node {settings.config.node}: another name, "
-            "another node, too long ago, or a request without full segments"
+            f"the daemon at {settings.config.socket} remembers no request {request_id!r} of this tenant: it has "
+            "another name, another node was asked, it was too long ago, or it had no full segment"
         )
     if as_json:
         click.echo(json.dumps(_plain(funnel)))
         return
-    table = Table("tokens of", "", "", title=escape(f"{funnel.request}, {funnel.age_s:.1f} s ago"))
+    table = Table("request", "tokens", "", title=escape(f"{funnel.request}, {funnel.age_s:.1f} s ago"), box=SIMPLE)
     table.columns[1].justify = "right"
     for name, tokens, detail in rows(funnel):
         table.add_row(name, f"{tokens:,}", escape(detail))

@@ -93,7 +93,7 @@ def test_a_request_is_told_to_its_tenant_and_to_nobody_else(cluster: Cluster) ->
             command(reader, "b name", token=RED),
         ):
             assert stranger.returncode == 1
-            assert "no request" in stranger.stderr
+            assert "remembers no request" in stranger.stderr
             assert not stranger.stdout
 
 

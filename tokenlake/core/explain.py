@@ -21,7 +21,7 @@ from tokenlake.core.context import Context
 from tokenlake.core.instructions import Answer
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.identity import NodeId, SegmentKey, TenantId
-from tokenlake.store.history import Gone
+from tokenlake.store.history import STAGED_RULE, Gone
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.funnel import Funnel, Missed, Why
 from tokenlake.wire.slots import join_keys, split_keys
@@ -131,10 +131,11 @@ class Explain:
         unknown = []
         for key in trail.missing:
             gone = self._context.history.get(tenant, key)
-            if gone is None:
-                unknown.append(key)
-            else:
+            if gone is not None:
                 question.found[key] = self._told(gone)
+            if gone is None or gone.rule == STAGED_RULE:
+                # That its home copy went as well says more.
+                unknown.append(key)
         homes = dict(self._context.by_home(unknown))
         homes.pop(self._context.node, None)
         waiting = len(homes)

@@ -7,7 +7,12 @@ from typing import NamedTuple
 
 from tokenlake.identity import SegmentKey, TenantId
 
-__all__ = ["MAX_REMEMBERED", "Gone", "History"]
+__all__ = ["MAX_REMEMBERED", "RECLAIMED_RULE", "STAGED_RULE", "UNWORTHY_RULE", "Gone", "History"]
+
+STAGED_RULE = "least recently used of the staged copies"
+RECLAIMED_RULE = "its memory went to another tenant or layout"
+UNWORTHY_RULE = "not worth storing"
+"""Of what went by no policy of eviction."""
 
 MAX_REMEMBERED = 1 << 15
 """Segments; the oldest is forgotten first."""

@@ -11,7 +11,7 @@ from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters, Metric
 from tokenlake.placement import MOST_WORTH, Vacancy
 from tokenlake.store.eviction import POLICIES, EvictionPolicy, LeastRecentlyUsed
-from tokenlake.store.history import Gone, History
+from tokenlake.store.history import RECLAIMED_RULE, STAGED_RULE, UNWORTHY_RULE, Gone, History
 from tokenlake.store.places import Cursor, Places
 from tokenlake.store.pool import Budgets, SlotPool
 from tokenlake.store.quota import Quotas
@@ -37,10 +37,6 @@ MAX_UNSERVED = 64
 """Pools without memory that are remembered."""
 REMEMBERED = 64
 """Pools that are gone, whose statistics are kept."""
-STAGED_RULE = "least recently used of the staged copies"
-RECLAIMED_RULE = "its memory went to another tenant or layout"
-UNWORTHY_RULE = "not worth storing"
-"""Of what went by no policy of eviction: for `History`."""
 RECLAIM_SLOTS = 1024
 """Segments that one call of `reclaim` looks at, or one region's if that is more."""
 RECLAIM_EVICTIONS = 128
