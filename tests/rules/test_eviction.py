@@ -77,7 +77,7 @@ def test_the_same_calls_lead_to_the_same_evictions(make: Make) -> None:
 
 @every_policy
 def test_a_pin_in_between_is_no_use(make: Make) -> None:
-    """A segment is taken out of the order and comes back: it is one that was used once, as the others."""
+    """A segment is taken out of the order and comes back: it is worth no more than one that was used once, just now."""
     memory = Memory(make(), 100)
     for number in range(10):
         memory.store(number, 0, float(10 * number))
@@ -86,7 +86,7 @@ def test_a_pin_in_between_is_no_use(make: Make) -> None:
     memory.policy.insert(pinned, 110.0)
     worth = memory.policy.worth(pinned, 110.0)
     memory.store("new", 0, 110.0)
-    assert memory.policy.worth(memory.here["new"], 110.0) == worth
+    assert worth <= memory.policy.worth(memory.here["new"], 110.0)
 
 
 @pytest.mark.parametrize("make", [make for name, make in POLICIES.items() if name != "lru"])

@@ -45,6 +45,21 @@ def test_it_keeps_what_comes_again_where_lru_keeps_what_came_last() -> None:
     assert conversations(learned, seed=1) > 2 * conversations(lru, seed=1)
 
 
+def test_a_use_under_a_pin_is_learned_at_its_age() -> None:
+    """A search for a victim sets what is pinned aside; when it is touched, it was away from the order, not young."""
+    policies = LearnedReuse(), LearnedReuse()
+    for policy in policies:
+        memory = Memory(policy, 50)
+        for second in range(0, 2000, 20):
+            memory.request([second // 20 % 2], float(second))
+            if policy is policies[0]:
+                aside = memory.here[(second // 20 + 1) % 2] if second else memory.here[0]
+                policy.remove(aside, second + 19.0, evicted=False)
+                policy.insert(aside, second + 19.5)
+        policy.check_integrity()
+    assert policies[0].save() == policies[1].save()
+
+
 def test_hints_tell_apart_what_looks_the_same() -> None:
     memory = Memory(LearnedReuse(), 40)
     conversations(memory, seed=2, advised=True)

@@ -6,7 +6,7 @@ knows it when it comes again.
 ::
 
     queues      one per class, by last use: [oldest ... youngest]; the coldest is the oldest of some class
-    batches     what was used at one moment in one class ages together: 32 ages, one queue of batches each
+    batches     what was used at one moment in one class ages together: a queue of batches for each age but the last
     ghosts      records of segments that are gone, in order of their going
 """
 
@@ -91,7 +91,7 @@ class LearnedReuse:
     def __init__(self) -> None:
         self._hazards = Hazards()
         self._queues: list[_Queue] = []
-        self._ages: list[deque[_Batch]] = [deque() for _ in range(AGES)]
+        self._ages: list[deque[_Batch]] = [deque() for _ in range(AGES - 1)]
         self._young: list[_Batch | None] = []
         """By class the newest batch."""
         self._ghosts: OrderedDict[SegmentKey, _Record] = OrderedDict()
@@ -111,7 +111,7 @@ class LearnedReuse:
         """See `EvictionPolicy`."""
         now = self._advance(now)
         if isinstance(segment.record, _Record):
-            self._enter(segment, segment.record)
+            self._enter(segment, segment.record, again=True)
             return
         ghost = self._ghosts.pop(segment.key, None)
         record = segment.record = _Record(now) if ghost is None else ghost
@@ -124,24 +124,20 @@ class LearnedReuse:
         record = self._leave(segment)
         if now - record.counted >= SAME_USE_S:
             self._count_use(record, now)
-        self._leave_batch(record)
         self._enter(segment, record)
 
     def advised(self, segment: Segment, now: float) -> None:
         """See `EvictionPolicy`; whoever speaks of it had it in use until now."""
         self._advance(now)
-        record = self._leave(segment)
-        self._leave_batch(record)
-        self._enter(segment, record)
+        self._enter(segment, self._leave(segment))
 
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
         """See `EvictionPolicy`."""
         now = self._advance(now)
+        # It ages on: whether it is used again while it is away, and after how long, is to be learned in any case.
         record = self._leave(segment)
         if evicted:
             self._remember(segment.key, record, now)
-        else:
-            self._leave_batch(record)
 
     # -- what goes
 
@@ -218,11 +214,13 @@ class LearnedReuse:
             self._queues.append(_Queue(len(self._queues) % USES))
             self._young.append(None)
 
-    def _enter(self, segment: Segment, record: _Record) -> None:
-        """To the young end of its class."""
+    def _enter(self, segment: Segment, record: _Record, again: bool = False) -> None:
+        """To the young end of its class. `again`: as old as it is, if the class is still the same."""
         segment.touched = self._now
         cls = self._class_of(record.uses, segment.advice)
-        self._join_batch(record, cls)
+        if not again or record.batch is None or record.batch.cls != cls:
+            self._leave_batch(record)
+            self._join_batch(record, cls)
         queue = self._queues[cls]
         if not queue.order:
             queue.head = None
@@ -321,16 +319,11 @@ class LearnedReuse:
                 if batch.members:
                     self._hazards.ended[batch.cls][age] += batch.members * batch.weight()
                     batch.age = age + 1
-                    self._ages[age + 1].append(batch)
+                    if batch.age < AGES - 1:
+                        self._ages[batch.age].append(batch)
                     self._queues[batch.cls].head = None
             if batches:
                 self._ripe = min(self._ripe, batches[0].at + edge)
-        # The oldest grow no older: those that nobody is in any more are looked for one at a time.
-        oldest = self._ages[-1]
-        if oldest:
-            batch = oldest.popleft()
-            if batch.members:
-                oldest.append(batch)
 
     def check_integrity(self) -> None:
         """AssertionError when sizes, batches or bounds do not add up."""
@@ -343,9 +336,10 @@ class LearnedReuse:
             assert record.batch is not None
             members[record.batch] = members.get(record.batch, 0) + 1
         batches = [batch for queue in self._ages for batch in queue]
-        assert all(members.get(batch, 0) == batch.members for batch in batches)
+        # Those that are set aside are in a batch too.
+        assert all(count <= batch.members for batch, count in members.items())
         assert len(batches) == len(dict.fromkeys(batches))
-        assert all(batch in batches for batch in members)
+        assert all(batch.age == AGES - 1 or batch in batches for batch in members)
 
 
 def _record(segment: Segment) -> _Record:
