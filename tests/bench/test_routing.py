@@ -83,7 +83,7 @@ def test_depths_are_what_each_cache_finds(
         tracked.resize(instance, capacity)
         plain[instance].resize(capacity)
     assert tracked.depths(chain) == [cache.match(chain) for cache in plain]
-    assert [tracked.size(instance) for instance in range(4)] == [len(cache) for cache in plain]
+    assert tracked.sizes() == [len(cache) for cache in plain]
     distinct = {segment for cache in plain for segment in cache}
     held = sum(len(cache) for cache in plain)
     assert tracked.copies_per_segment() == (held / len(distinct) if distinct else 0.0)

@@ -45,8 +45,8 @@ class Knowledge(Protocol):
         """Length of the longest prefix of `chain` at each instance."""
         ...
 
-    def size(self, instance: int) -> int:
-        """Segments held."""
+    def sizes(self) -> list[int]:
+        """Segments held by each instance."""
         ...
 
     def coldest(self, instance: int) -> Iterator[int]:

@@ -61,6 +61,6 @@ class CacheAware:
         longest = max(depths)
         if longest * fleet.segment_tokens > settings.cache_threshold * ask.tokens:
             return least(pending, [i for i in everyone if depths[i] == longest], fleet.rng)
-        sizes = [fleet.knowledge.size(i) for i in everyone]
+        sizes = fleet.knowledge.sizes()
         smallest = min(sizes)
         return least(pending, [i for i in everyone if sizes[i] == smallest], fleet.rng)

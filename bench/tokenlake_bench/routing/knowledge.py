@@ -62,16 +62,17 @@ class TrackedCaches:
         still = (1 << len(self._caches)) - 1
         for depth, segment in enumerate(chain):
             here = self._holders.get(segment, 0)
-            _note(depths, still & ~here, depth)
+            if depth:
+                _note(depths, still & ~here, depth)
             still &= here
             if not still:
                 return depths
         _note(depths, still, len(chain))
         return depths
 
-    def size(self, instance: int) -> int:
+    def sizes(self) -> list[int]:
         """See `Knowledge`."""
-        return len(self._caches[instance])
+        return [len(cache) for cache in self._caches]
 
     def coldest(self, instance: int) -> Iterator[int]:
         """See `Knowledge`."""

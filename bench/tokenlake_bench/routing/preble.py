@@ -84,22 +84,25 @@ class Preble:
         if cached > ask.tokens - cached:
             return least(load, [i for i in everyone if depths[i] == longest], fleet.rng)
         prefill_s = {depth: self._prefill_s(ask, depth) for depth in dict.fromkeys(depths)}
-        costs = [load[i] + self._eviction_s(ask, i, depths[i]) + prefill_s[depths[i]] for i in everyone]
+        costs = [load[i] + prefill_s[depths[i]] for i in everyone]
+        room = fleet.capacity - len(ask.chain)
+        for instance, size in enumerate(fleet.knowledge.sizes()):
+            excess = size - depths[instance] - room
+            if excess > 0:
+                costs[instance] += self._eviction_s(instance, excess)
         return least(costs, everyone, fleet.rng)
 
     def _prefill_s(self, ask: Ask, depth: int) -> float:
         cached = depth * self._fleet.segment_tokens
         return self._fleet.engine.prefill_s(max(1, ask.tokens - cached), cached)
 
-    def _eviction_s(self, ask: Ask, instance: int, depth: int) -> float:
+    def _eviction_s(self, instance: int, segments: int) -> float:
         """Recomputing what would go, as often as it is asked for per request."""
-        knowledge = self._fleet.knowledge
-        excess = knowledge.size(instance) + len(ask.chain) - depth - self._fleet.capacity
-        if excess <= 0 or not self._requests[instance]:
+        if not self._requests[instance]:
             return 0.0
         uses = self._uses[instance]
-        asked = sum(uses[segment] for segment in islice(knowledge.coldest(instance), excess))
-        return self._segment_s * asked / self._requests[instance]
+        coldest = islice(self._fleet.knowledge.coldest(instance), segments)
+        return self._segment_s * sum(uses[segment] for segment in coldest) / self._requests[instance]
 
     def _forget(self, before_s: float) -> None:
         while self._window and self._window[0].at_s < before_s:
