@@ -41,7 +41,26 @@ NAMES = 3
 
 
 class Trail:
-    """One request with a name, from its newest match on. In segments, but for `tokens`."""
+    """One request with a name, from its newest match on. In segments, but for `tokens`. One is made for each match, so
+    it begins with next to nothing."""
+
+    __slots__ = (
+        "at",
+        "beyond",
+        "elsewhere",
+        "fetched",
+        "hits",
+        "lost",
+        "missing",
+        "name",
+        "refused",
+        "segment_tokens",
+        "silent",
+        "skipped",
+        "slot_bytes",
+        "tokens",
+        "useful",
+    )
 
     def __init__(self, at: float, request: engine.Match, segment_tokens: int, slot_bytes: int) -> None:
         self.at = at
@@ -55,12 +74,12 @@ class Trail:
         """The codes of what is behind the hits."""
         self.missing: list[SegmentKey] = []
         """Of these, the first that nobody was found to have."""
-        self.elsewhere: Counter[NodeId] = Counter()
+        self.elsewhere: dict[NodeId, int] = {}
         """Hits by the node that had them."""
         self.silent: dict[NodeId, None] = {}
         """Who did not answer in time."""
         self.fetched = self.useful = self.skipped = 0
-        self.lost: Counter[tuple[Why, str]] = Counter()
+        self.lost: dict[tuple[Why, str], int] = {}
         """Hits that did not come, by reason and detail."""
         self.refused: Code | None = None
         """Why some that were asked for could not come."""
@@ -71,14 +90,17 @@ class Trail:
         self.useful += read + shipped
         for node in unfetched:
             if node in self.silent:
-                self.lost[Why.TOO_SLOW, f"{node} did not answer"] += 1
+                self._lose(Why.TOO_SLOW, f"{node} did not answer")
             elif node is not None:
                 self.skipped += 1
 
     def did_not_come(self, node: NodeId, *, late: bool) -> None:
         """A hit at `node` was to be fetched, and was not."""
         why = Why.TOO_SLOW if late else Why.LOST
-        self.lost[why, f"{node} did not send it in time" if late else f"{node} did not have it any more"] += 1
+        self._lose(why, f"{node} did not send it in time" if late else f"{node} did not have it any more")
+
+    def _lose(self, why: Why, detail: str) -> None:
+        self.lost[why, detail] = self.lost.get((why, detail), 0) + 1
 
 
 class _Question(NamedTuple):
@@ -185,7 +207,7 @@ class Explain:
         if trail.skipped:
             why, detail = (Why.SKIPPED, "") if trail.refused is None else (Why.LIMIT, trail.refused.name)
             missed.append((why, detail, trail.skipped))
-        ended = trail.useful + trail.skipped + trail.lost.total()
+        ended = trail.useful + trail.skipped + sum(trail.lost.values())
         reasons = [Missed(why, count * size, detail) for why, detail, count in missed]
         ideal = max(trail.tokens, asked * size)
         if ideal > asked * size:
@@ -196,7 +218,7 @@ class Explain:
             max(0.0, self._context.now - trail.at),
             size,
             ideal,
-            (trail.hits - trail.elsewhere.total()) * size,
+            (trail.hits - sum(trail.elsewhere.values())) * size,
             tuple((str(node), count * size) for node, count in sorted(trail.elsewhere.items())),
             trail.fetched * size,
             trail.useful * size,

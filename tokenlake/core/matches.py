@@ -24,7 +24,7 @@ beyond the prefix is given back at once.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import partial
 
@@ -337,7 +337,7 @@ class Matches:
         trail.hits = hits
         if match.candidates:
             places = zip(match.segments[:hits], match.remotes, strict=False)
-            trail.elsewhere.update(node for segment, node in places if segment is None and node is not None)
+            trail.elsewhere = Counter(node for segment, node in places if segment is None and node is not None)
             trail.silent = dict.fromkeys(match.silent)
         if lease is not None:
             lease.trail = trail
