@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.replay import ReplayLog
 from tokenlake_bench.report import cache_hit_table, format_share, write_json
 from tokenlake_bench.routes import ROUTES
+from tokenlake_bench.trace_lines import passed_over
 from tokenlake_bench.traces import read_mooncake
 from tokenlake_bench.workload import BuiltinSettings, Workload, builtin_workload
 
@@ -58,10 +60,13 @@ class CacheHitArguments:
         if self.plot_file is not None and self.plot_file.suffix != ".png":
             raise ConfigurationError("plot", str(self.plot_file), "a file name ending in .png")
 
-    def workload(self) -> Workload:
-        """The trace, or the built-in workload where there is none."""
+    def workload(self, tell: Callable[[str], object] = lambda note: None) -> Workload:
+        """The trace, or the built-in workload where there is none. `tell` gets to know of malformed lines."""
+        plain: Workload
         if self.trace is not None:
-            plain: Workload = read_mooncake(self.trace, limit=self.limit, seed=self.seed)
+            plain = trace = read_mooncake(self.trace, limit=self.limit, seed=self.seed)
+            if note := passed_over(trace.malformed):
+                tell(note)
         else:
             plain = builtin_workload(BuiltinSettings(requests=self.limit or BuiltinSettings.requests, seed=self.seed))
         if self.flash_at is None:
@@ -90,7 +95,7 @@ class CacheHitArguments:
 def run_cache_hit(arguments: CacheHitArguments) -> None:
     """Runs, prints, writes the files that were asked for. Raises TokenLakeError."""
     console = Console()
-    workload, options = arguments.workload(), arguments.options()
+    workload, options = arguments.workload(console.print), arguments.options()
     if arguments.trace is None:
         console.print("no --trace: replaying the built-in workload")
     with LiveProgress(console, "replaying", len(workload)) as progress:

@@ -9,7 +9,7 @@ from typing import Final
 
 from tokenlake.errors import TokenLakeError
 
-__all__ = ["MALFORMED_SHARE", "TraceError", "explain", "refuse_beyond_share", "text_lines"]
+__all__ = ["MALFORMED_SHARE", "TraceError", "explain", "passed_over", "refuse_beyond_share", "text_lines"]
 
 MALFORMED_SHARE: Final = 0.01
 """Of the lines; a file with more is refused."""
@@ -53,6 +53,14 @@ def refuse_beyond_share(path: Path, malformed: Sequence[TraceError], lines: int)
     named = "; ".join(str(error) for error in malformed[:NAMED])
     problem = f"expected at most {MALFORMED_SHARE:.0%} malformed lines; {len(malformed)} of {lines} are: {named}"
     raise TraceError(path, problem, first.line, first.field)
+
+
+def passed_over(malformed: Sequence[TraceError]) -> str:
+    """What to tell the user; empty where there were none."""
+    if not malformed:
+        return ""
+    lines = "1 malformed line" if len(malformed) == 1 else f"{len(malformed)} malformed lines, the first"
+    return f"passed over {lines}: {malformed[0]}"
 
 
 def text_lines(path: Path, suffixes: tuple[str, ...] = (".jsonl", ".zst")) -> Iterator[bytes]:

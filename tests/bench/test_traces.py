@@ -11,6 +11,7 @@ import pytest
 import zstandard
 
 from tokenlake.errors import ConfigurationError
+from tokenlake_bench.trace_lines import passed_over
 from tokenlake_bench.traces import TraceError, read_mooncake
 from tokenlake_bench.workload import Request
 
@@ -137,6 +138,9 @@ def test_few_malformed_lines_are_counted_and_named_many_refused(tmp_path: Path) 
     trace = read_mooncake(path)
     assert len(trace) == 199
     assert [error.line for error in trace.malformed] == [151]
+    assert passed_over(trace.malformed).startswith(f"passed over 1 malformed line: {path}, line 151: expected")
+    assert passed_over(trace.malformed * 2).startswith("passed over 2 malformed lines, the first: ")
+    assert passed_over([]) == ""
     path.write_text(good * 150 + bad * 3 + good * 49)
     with pytest.raises(TraceError, match="3 of 202 are: .*line 151: .*line 152: .*line 153: ") as caught:
         read_mooncake(path)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from tokenlake.errors import TokenLakeError
 from tokenlake_bench.report import format_duration, format_share
-from tokenlake_bench.trace_lines import TraceError
+from tokenlake_bench.trace_lines import passed_over
 from tokenlake_bench.workloads.arrivals import read_azure
 from tokenlake_bench.workloads.registry import GENERATORS, Generator, generate
 from tokenlake_bench.workloads.statistics import TraceStatistics, statistics_of
@@ -33,15 +33,11 @@ def run_workload(name: str, out: Path, arrivals: Path | None, values: dict[str, 
     console = Console()
     check_target(out)
     shape, malformed = read_azure(arrivals) if arrivals is not None else (None, [])
-    for line in _passed_over(malformed):
-        console.print(line, soft_wrap=True)
+    if note := passed_over(malformed):
+        console.print(note, soft_wrap=True)
     lines = generate(name, values, shape=shape)
     write_lines(lines, out)
     console.print(_table(name, out, statistics_of(lines)))
-
-
-def _passed_over(malformed: list[TraceError]) -> list[str]:
-    return [f"{len(malformed)} malformed lines passed over, the first: {malformed[0]}"] if malformed else []
 
 
 def _table(name: str, out: Path, found: TraceStatistics) -> Table:
