@@ -86,6 +86,8 @@ def test_nothing_is_copied_unless_it_is_on(mode: str) -> None:
     notes = [note.text for note in said(cluster, 0, instructions.Note) if "hot" in note.text]
     assert len(notes) == (mode == "observe")
     assert not said(cluster, 0, peer.HotSet)
+    cluster.settle()
+    cluster.check_settled()
 
 
 def test_copies_become_staged_when_nobody_reads_them_any_more() -> None:

@@ -43,12 +43,13 @@ class Hot:
         self._silent: dict[NodeId, float] = {}
         """Homes that cannot be reached, and since when."""
         self._on = context.config.hot == "on"
+        self._counts = context.config.hot != "off"
         seed = hashlib.blake2b(f"{context.node}#{context.incarnation}".encode(), digest_size=8).digest()
         self._draws = draws(int.from_bytes(seed, "big"))
 
     def start(self) -> None:
         """Begin to report and decide."""
-        if self._context.config.hot != "off" and len(self._context.ring.members) > 1:
+        if self._counts and len(self._context.ring.members) > 1:
             self._context.after(self._context.gossip_s, self._turn)
 
     def _turn(self) -> None:
@@ -63,7 +64,7 @@ class Hot:
     def sent(self, segments: Sequence[Segment]) -> None:
         """Other nodes' engines read these here: they could have been read elsewhere."""
         counted, crowd = self._counted, False
-        for segment in segments:
+        for segment in segments if self._counts else ():
             if segment in counted or len(counted) < MAX_COUNTED:
                 times = counted[segment] = counted.get(segment, 0) + 1
                 crowd = crowd or times >= CROWD_READS
@@ -78,8 +79,6 @@ class Hot:
     def _report(self) -> None:
         """Tell the homes what was read most."""
         counted, self._counted = self._counted, {}
-        if self._context.config.hot == "off":
-            return
         by_shape: dict[tuple[TenantId, int, int], list[Segment]] = {}
         for segment in counted:
             shards = len(segment.checksums) // CHECKSUM_BYTES
