@@ -149,6 +149,11 @@ def test_documents_in_another_order_share_nothing_behind_the_first() -> None:
     assert not set(first) & set(second)
 
 
+def test_as_many_documents_as_asked_for_however_few_are_popular() -> None:
+    lines = generate("rag", {"documents": 8, "retrieved": 8, "zipf": 10, "requests": 20, "document_sigma": 0})
+    assert {line.input_length // 2_700 for line in lines} == {8}
+
+
 def test_uniform_prompts_hit_as_computed() -> None:
     requests, prefixes = 5_000, 800
     lines = generate("uniform", {"requests": requests, "prefixes": prefixes, "prefix_blocks": 3, "own_tokens": 600})

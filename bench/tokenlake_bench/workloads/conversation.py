@@ -42,7 +42,7 @@ class ConversationSettings(TraceSettings, frozen=True, kw_only=True, forbid_unkn
         0.05
     )
     documents: Annotated[Count, Meta(description="To choose from.")] = 150
-    document_blocks: Annotated[Positive, Meta(description="Of a document, mean.")] = 5.0
+    document_blocks: Annotated[float, Meta(gt=0, le=4096, description="Of a document, mean.")] = 5.0
     document_zipf: Annotated[float, Meta(ge=0, le=10, description="The n-th has the weight 1 / n^this.")] = 0.6
     user_median: Annotated[Positive, Meta(description="Tokens of a further message, median.")] = 50.0
     user_sigma: Annotated[Sigma, Meta(description="And sigma.")] = 1.3

@@ -7,8 +7,8 @@ pages of some 3,700 tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import accumulate
-from typing import Annotated
+from itertools import accumulate, islice
+from typing import Annotated, Final
 
 from msgspec import Meta
 
@@ -16,6 +16,9 @@ from tokenlake_bench.traces import BLOCK_TOKENS
 from tokenlake_bench.workloads.base import Count, Draw, Positive, Sigma, TraceLine, TraceSettings, Turn, lay_out
 
 __all__ = ["RagSettings", "questions"]
+
+_DRAWS: Final = 20
+"""Per document to retrieve, at most."""
 
 
 class RagSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,12 +64,19 @@ def questions(settings: RagSettings, draw: Draw, starts: Iterator[float]) -> lis
             found = known[path] = before + draw.blocks(end // BLOCK_TOKENS - len(before))
         return found
 
-    def question() -> Iterator[Turn]:
+    def retrieve() -> list[int]:
         path: list[int] = []
-        while len(path) < settings.retrieved:
-            [document] = draw.rng.choices(ranks, cum_weights=weights)
+        for document in draw.rng.choices(ranks, cum_weights=weights, k=settings.retrieved * _DRAWS):
             if document not in path:
                 path.append(document)
+            if len(path) == settings.retrieved:
+                return path
+        # Few are popular enough to be drawn: the most popular of the others.
+        rest = islice((document for document in ranks if document not in path), settings.retrieved - len(path))
+        return path + list(rest)
+
+    def question() -> Iterator[Turn]:
+        path = retrieve()
         end = settings.system_blocks * BLOCK_TOKENS + sum(lengths[document] for document in path)
         length = end + draw.length(settings.question_median, settings.question_sigma, settings.longest)
         output = 1 + round(draw.rng.expovariate(1 / settings.output_mean))
