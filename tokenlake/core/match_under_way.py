@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tokenlake.advice import Use
 from tokenlake.core.pendings import Waiting
 from tokenlake.core.sessions import Process
 from tokenlake.identity import NodeId, SegmentKey
@@ -26,6 +27,8 @@ class MatchUnderWay:
         self.codes = bytearray([Code.LOCAL]) * len(keys)
         """The most telling of the answers: LOCAL, REMOTE, PENDING, MISSING, UNKNOWN, ..."""
         self.leases: dict[NodeId, list[int]] = {}
+        self.pasts: list[tuple[int, Use, float]] = []
+        """(index, how it was used last, how long ago in the workload's time): of each answer its deepest hit."""
         self.silent: list[NodeId] = []
         """Who did not answer."""
         self.waiting = 0

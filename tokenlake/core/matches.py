@@ -28,6 +28,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import partial
 
+from tokenlake.advice import Use
 from tokenlake.core.context import Context
 from tokenlake.core.explain import Explain, Trail
 from tokenlake.core.fetch_calls import MISSING
@@ -39,6 +40,7 @@ from tokenlake.core.packing import pack
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.core.pendings import Pendings, Waiting
 from tokenlake.core.sessions import Lease, Process, Sessions
+from tokenlake.core.uses import use_of, with_use
 from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.store import Segment
@@ -227,6 +229,9 @@ class Matches:
         if isinstance(reply, peer_wire.LookupReply) and len(reply.codes) == len(indices):
             if reply.lease:
                 match.leases.setdefault(node, []).append(reply.lease)
+                deepest = reply.codes.rfind(_LOCAL)
+                if deepest >= 0:
+                    match.pasts.append((indices[deepest], reply.past, reply.past_age_s))
             missed = [i for i, code in zip(indices, reply.codes, strict=True) if i in match.hot and code != _LOCAL]
             self._take(match, node, indices, reply, second)
             for index in [index for index in indices if index in match.hot and index not in missed]:
@@ -316,7 +321,10 @@ class Matches:
         if hits == limit < len(match.keys) and match.codes[limit] <= Code.REMOTE:
             match.codes[limit] = Code.SESSION_LIMIT
         self._context.store.unpin(*(segment for segment in match.segments[hits:] if segment is not None))
-        lease = self._make_lease(match, hits)
+        use = use_of(match, hits, self._context.load_now)
+        if hits < len(match.keys):
+            session.recent.add(match.keys, use)
+        lease = self._make_lease(match, hits, use)
         self._count(match, hits)
         codes = bytes(match.codes)
         if match.request.request and session.segment_tokens:
@@ -355,12 +363,12 @@ class Matches:
                 match.segments[index] = segment
                 match.codes[index] = _LOCAL
 
-    def _make_lease(self, match: MatchUnderWay, hits: int) -> Lease | None:
+    def _make_lease(self, match: MatchUnderWay, hits: int, use: Use) -> Lease | None:
         lease: Lease | None = None
         if hits:
             lease = Lease(LeaseId(self._context.next_id()), match.keys[:hits], match.process.connection)
             lease.segments = match.segments[:hits]
-            lease.advice = match.request.advice
+            lease.advice = with_use(match.request.advice, use)
             if match.candidates:
                 places = zip(lease.segments, match.remotes, strict=False)
                 lease.remotes = [remote if segment is None else None for segment, remote in places]

@@ -279,9 +279,9 @@ class NodeCore:
             self._pushes.again([segment for segment in reversed(found) if segment is not None])
         elif message.advice is not None:
             self._context.store.advise(homes, message.advice, self._context.load_now)
-        replicas = [segment for segment in found if segment is not None and segment.kind is Kind.REPLICA]
-        if replicas:
-            self._touches.pass_on(replicas, message.advice, used=message.used)
+        copies = [segment for segment in found if segment is not None and segment.kind is not Kind.HOME]
+        if copies and not message.relayed:
+            self._touches.relay(copies, message.advice, used=message.used)
 
     def _tell_evicted(self) -> None:
         evicted, self._context.store.evicted = self._context.store.evicted, []

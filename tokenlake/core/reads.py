@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tokenlake.advice import NO_USE
 from tokenlake.core.context import Context
 from tokenlake.core.fetch_calls import FetchCall, FetchParts
 from tokenlake.core.fetches import Fetches
@@ -10,6 +11,7 @@ from tokenlake.core.packing import pack
 from tokenlake.core.peers import Peers
 from tokenlake.core.sessions import Process, Sessions
 from tokenlake.core.touches import Touches
+from tokenlake.core.uses import with_use
 from tokenlake.identity import LeaseId, NodeId
 from tokenlake.store import Segment
 from tokenlake.wire import Code
@@ -67,13 +69,13 @@ class Reads:
 
     def advise(self, process: Process, request: wire.Advise) -> None:
         """A word that came late."""
-        tenant = process.session.tenant
-        self._touches.advise(tenant, split_keys(request.keys), request.advice)
+        tenant, advice = process.session.tenant, with_use(request.advice, NO_USE)
+        self._touches.advise(tenant, split_keys(request.keys), advice)
         lease = process.session.leases.get(LeaseId(request.lease))
         if lease is not None:
             # What is still to be read of it, and given back, goes by the newest word.
-            lease.advice = request.advice
-            self._touches.advise(tenant, lease.keys, request.advice)
+            lease.advice = advice if lease.advice is None else advice.over(lease.advice)
+            self._touches.advise(tenant, lease.keys, advice)
 
     def release(self, process: Process, request: wire.Release) -> None:
         """This process no longer looks at these."""

@@ -7,6 +7,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from tokenlake.advice import NO_USE
 from tokenlake.core.context import Context
 from tokenlake.core.home import Home
 from tokenlake.core.hot import Hot
@@ -75,7 +76,10 @@ class Serving:
         leased = self._within_room(found, codes)
         lease = self._grant(node, leased) if leased else LeaseId(0)
         vacancy, load = self._context.vacancy(), self._context.load()
-        return wire.LookupReply(message.call, lease, bytes(codes), tuple(nodes), vacancy, load)
+        past, age_s = NO_USE, 0.0
+        if leased:
+            past, age_s = leased[-1].advice.use, max(0.0, self._context.load_now - leased[-1].touched)
+        return wire.LookupReply(message.call, lease, bytes(codes), tuple(nodes), vacancy, load, past, age_s)
 
     def _ask_home(
         self, tenant: TenantId, keys: list[SegmentKey], found: list[Segment | None], codes: bytearray

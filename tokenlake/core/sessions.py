@@ -14,6 +14,7 @@ from tokenlake.core.context import Context
 from tokenlake.core.explain import Trail
 from tokenlake.core.timers import Timer
 from tokenlake.core.touches import Touches
+from tokenlake.core.uses import RecentMatches
 from tokenlake.identity import ConnectionId, LeaseId, NodeId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.metrics import Metric
 from tokenlake.store import Segment, State
@@ -124,6 +125,8 @@ class Session:
         """Items of its leases, fetched or not."""
         self.reserved = 0
         """Open segments of its writes."""
+        self.recent = RecentMatches()
+        """What its stores go on from."""
 
 
 class Sessions:

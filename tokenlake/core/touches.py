@@ -19,8 +19,8 @@ MAX_TOUCHED = 4096
 _READY, _HOME = State.READY, Kind.HOME
 
 
-Word = tuple[Advice | None, bool]
-"""(advice, was it a use?): what is told of a segment."""
+Word = tuple[Advice | None, bool, bool]
+"""(advice, was it a use, is it relayed?): what is told of a segment."""
 
 
 class _Batch:
@@ -46,7 +46,7 @@ class Touches:
         request that did."""
         segments = [segment for segment in segments if segment.state is _READY]
         self._context.store.touch(segments, self._context.load_now, advice)
-        self._note(segments, (advice, True))
+        self._note(segments, (advice, True, False))
         self._on_read(segments)
 
     def advise(self, tenant: TenantId, keys: list[SegmentKey], advice: Advice) -> None:
@@ -55,7 +55,7 @@ class Touches:
         found = self._context.ready(tenant, keys)
         here = [segment for segment in found if segment is not None]
         self._context.store.advise(here, advice, self._context.load_now)
-        word = (advice, False)
+        word = (advice, False, False)
         self._note(here, word)
         absent = [key for key, segment in zip(keys, found, strict=True) if segment is None]
         elsewhere: dict[NodeId, list[SegmentKey]] = {}
@@ -74,9 +74,9 @@ class Touches:
         for node, keys in by_holder.items():
             self._tell(node, segments[0].tenant, word, keys)
 
-    def pass_on(self, replicas: list[Segment], advice: Advice | None, *, used: bool) -> None:
-        """Replicas here, deepest first, were read by engines of other nodes, which know of no other copy."""
-        self._note(replicas[::-1], (advice, used))
+    def relay(self, copies: list[Segment], advice: Advice | None, *, used: bool) -> None:
+        """Copies here, deepest first, were read by engines of other nodes, which know of no other."""
+        self._note(copies[::-1], (advice, used, True))
 
     def _tell(self, node: NodeId, tenant: TenantId, word: Word, keys: list[SegmentKey]) -> None:
         batch = self._batches.setdefault((node, tenant), _Batch())
@@ -89,8 +89,8 @@ class Touches:
         """Send the batches, deepest segments of each prompt first."""
         batches, self._batches = self._batches, {}
         for (node, tenant), batch in batches.items():
-            for (advice, used), keys in batch.by_word.items():
-                self._peers.tell(node, wire.Touched(tenant, join_keys(keys), advice, used))
+            for (advice, used, relayed), keys in batch.by_word.items():
+                self._peers.tell(node, wire.Touched(tenant, join_keys(keys), advice, used, relayed))
 
     def census(self) -> dict[str, int]:
         """Entries of each map."""

@@ -15,6 +15,7 @@ from tokenlake.core.peers import Peers
 from tokenlake.core.pushes import Pushes
 from tokenlake.core.sessions import Process, Session, Sessions, Write
 from tokenlake.core.touches import Touches
+from tokenlake.core.uses import with_use
 from tokenlake.identity import SegmentKey, TenantId, WriteId
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind, Segment, State
@@ -54,12 +55,13 @@ class Writes:
         session = process.session
         keys = split_keys(request.keys)
         write = Write(WriteId(self._context.next_id()), session.tenant, request.first, process.connection)
-        write.request, write.advice = request.request, request.advice
+        advice = with_use(request.advice, session.recent.use(keys, request.first))
+        write.request, write.advice = request.request, advice
         codes = bytearray()
         slots: list[bytes] = []
         room = self._sessions.reserve_room(session)
         for index, key in enumerate(keys):
-            outcome = self._reserve(session, key, request.first + index, room - len(write.open), request.advice)
+            outcome = self._reserve(session, key, request.first + index, room - len(write.open), advice)
             if isinstance(outcome, Segment):
                 write.open[index] = outcome
                 codes.append(Code.RESERVED)
@@ -72,7 +74,7 @@ class Writes:
         # since a later key of the same request may have taken its slot.
         existing = [key for key, code in zip(keys, codes, strict=True) if code == Code.EXISTS]
         found = self._context.ready(session.tenant, existing)
-        self._touches.read([segment for segment in found if segment is not None], request.advice)
+        self._touches.read([segment for segment in found if segment is not None], advice)
         if write.open:
             self._sessions.add_write(session, write)
             self._announce(session.tenant, [segment.key for segment in write.open.values()])

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from tokenlake.advice import Advice
+from tokenlake.advice import NO_USE, Advice, Use
 from tokenlake.wire.fields import (
     Amount,
     Index,
@@ -143,6 +143,10 @@ class LookupReply(_Message, frozen=True, tag=5):
     """The sender's."""
     load: Amount
     """Bytes read from the sender's arena per second, lately."""
+    past: Use = NO_USE
+    """How the last of those that are leased was used before."""
+    past_age_s: Seconds = 0.0
+    """How long ago, in the workload's time."""
 
 
 class ReleaseLease(_Message, frozen=True, tag=6):
@@ -267,6 +271,8 @@ class Touched(_Message, frozen=True, tag=16):
     """Of the requests that read them; one message for each that differs."""
     used: bool = True
     """False: a word that came after the use."""
+    relayed: bool = False
+    """By a node that has a copy as well, from a reader that knows of no other: not to be relayed again."""
 
 
 class Advertised(_Message, frozen=True, tag=17):

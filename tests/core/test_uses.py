@@ -1,0 +1,102 @@
+"""What a request did with its prompt reaches whoever keeps the segments, whichever node served it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.core.scenes import answer, calm, copies, fetch, match, prepare, store, tell
+from tests.sim.cluster import Cluster
+from tests.sim.engine import Engine
+from tests.sim.prompts import prompt
+from tokenlake.advice import NEVER, Advice, Outlook, Use
+from tokenlake.core.uses import REMEMBERED, RecentMatches
+from tokenlake.identity import SegmentKey
+from tokenlake.store import Kind
+from tokenlake.wire import engine
+from tokenlake.wire.slots import join_keys
+
+KEYS = prompt("uses", 12)
+PATIENCE_S = 0.5
+
+
+def turn(cluster: Cluster, reader: Engine, keys: list[SegmentKey], window: int = 100) -> int:
+    """Match, fetch, release, store what was missing, in windows. How many were found."""
+    reply = match(cluster, reader, keys)
+    if reply.hits:
+        fetch(cluster, reader, reply.lease, reply.hits)
+        tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, reply.hits),)))
+    for start in range(reply.hits, len(keys), window):
+        store(cluster, reader, keys[start : start + window], start)
+    cluster.run_for(PATIENCE_S)
+    return int(reply.hits)
+
+
+def uses(cluster: Cluster, keys: list[SegmentKey]) -> list[Use]:
+    """As the keeper of each segment knows it."""
+    homes = [[each for each in copies(cluster, key).values() if each.kind is Kind.HOME] for key in keys]
+    return [home[0].advice.use for home in homes]
+
+
+def test_the_second_turn_reaches_every_keeper_through_another_node() -> None:
+    cluster = calm(regions=16)
+    first, second = cluster.join(0), cluster.join(1)
+    assert turn(cluster, first, KEYS[:4]) == 0
+    assert uses(cluster, KEYS[:4]) == [Use(4, 0)] * 4
+    cluster.run_for(2.0)
+    assert turn(cluster, second, KEYS[:7], window=2) == 4
+    known = uses(cluster, KEYS[:7])
+    assert [use.segments for use in known] == [7] * 7
+    assert [(use.hits, use.turn, use.left, use.previous_gap_s) for use in known] == [(4, 1, 0, NEVER)] * 7
+    gap = known[0].gap_s
+    assert 2.0 < gap < 5.0
+    assert known == [Use(7, 4, 1, gap, NEVER, 0)] * 7
+    cluster.run_for(1.0)
+    assert turn(cluster, first, KEYS[:9]) == 7
+    third = uses(cluster, KEYS[:9])
+    assert {(use.turn, use.previous_gap_s) for use in third} == {(2, gap)}
+    assert all(use.gap_s < gap for use in third)
+
+
+def test_a_branch_starts_anew_and_the_trunk_remembers_only_the_branch() -> None:
+    cluster = calm(regions=16)
+    first, second = cluster.join(0), cluster.join(1)
+    turn(cluster, first, KEYS[:8])
+    branch = [*KEYS[:3], *prompt("branch", 2)]
+    assert turn(cluster, second, branch) == 3
+    known = uses(cluster, branch)
+    assert {(use.segments, use.hits, use.turn, use.left) for use in known} == {(5, 3, 0, 5)}
+    assert uses(cluster, KEYS[3:8]) == [Use(8, 0)] * 5
+
+
+def test_what_is_stored_without_a_match_says_what_it_shows() -> None:
+    cluster = calm(regions=16)
+    writer = cluster.join(0)
+    prepare(cluster, writer, KEYS[2:5], 2)
+    reserved = [next(iter(copies(cluster, key).values())) for key in KEYS[2:5]]
+    assert [segment.advice.use for segment in reserved] == [Use(5, 2)] * 3
+
+
+def test_what_an_engine_says_of_its_use_is_not_listened_to() -> None:
+    cluster = calm(regions=16)
+    writer = cluster.join(0)
+    store(cluster, writer, KEYS[:2])
+    lie = Advice(Outlook.GOES_ON, output_tokens=7, use=Use(900, 800, 70))
+    reply = answer(cluster, writer.processes[0], engine.Match, join_keys(KEYS[:2]), 0.0, True, "", lie)
+    tell(cluster, writer.processes[0], engine.Advise(join_keys(KEYS[:2]), lie, reply.lease))
+    tell(cluster, writer.processes[0], engine.Release(((reply.lease, 0, 2),)))
+    cluster.run_for(PATIENCE_S)
+    told = [segment.advice for key in KEYS[:2] for segment in copies(cluster, key).values()]
+    assert {(advice.outlook, advice.output_tokens) for advice in told} == {(Outlook.GOES_ON, 7)}
+    assert {(advice.use.segments, advice.use.turn) for advice in told} == {(2, 1)}
+
+
+@pytest.mark.parametrize("between", [0, REMEMBERED - 1, REMEMBERED])
+def test_a_session_remembers_its_last_matches(between: int) -> None:
+    recent = RecentMatches()
+    recent.add(KEYS, Use(12, 3, 2))
+    for number in range(between):
+        recent.add(prompt(f"other {number}", 5), Use(5, 0))
+    known = between < REMEMBERED
+    assert recent.use(KEYS[3:6], 3) == (Use(12, 3, 2) if known else Use(6, 3))
+    assert recent.use(KEYS[6:], 6) == (Use(12, 3, 2) if known else Use(12, 6))
+    assert recent.use(KEYS[3:6], 4) == Use(7, 4)
