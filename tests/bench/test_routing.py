@@ -395,6 +395,20 @@ def test_a_fetched_prefix_is_moved_once_and_stays() -> None:
     assert row.duplication == pytest.approx(80 / 60)
 
 
+def test_a_segment_is_read_where_it_lay() -> None:
+    """Three requests for a prefix of 20 segments, for the last of which it is fetched: 60 reads, all at the source."""
+    prompts = [
+        Prompt(20 * SEGMENT, tuple(range(20)), 0.0, 1),
+        Prompt(20 * SEGMENT + 1, tuple(range(20)), 100.0, 1),
+        Prompt(60 * SEGMENT, tuple(range(60)), 100.001, 1),
+        Prompt(20 * SEGMENT + 1, tuple(range(20)), 100.002, 1),
+    ]
+    row = run_system(Accesses(SEGMENT, prompts), SYSTEMS["mooncake-3p1d-perfect"], options(instances=3, segments=100))
+    assert row.token_hit_rate == pytest.approx(60 * SEGMENT / sum(prompt.tokens for prompt in prompts))
+    # One of three instances has all the reads.
+    assert row.load_cv == pytest.approx(math.sqrt(2))
+
+
 def test_the_engine_decides_the_times() -> None:
     slower = EngineModel(MODELS["llama-3-8b"], GPUS["a100-80g"].scaled({"compute_efficiency": 0.5}))
     accesses = workload(50, gap_s=50.0)

@@ -81,8 +81,10 @@ class _Request:
     prompt: Prompt
     ask: Ask
     choice: Choice
-    fetched: int
-    """Segments that are copied to the prefill instance before it begins."""
+    fetched: int = 0
+    """Segments that the prefill instance has of it when what is copied there has arrived."""
+    moved: int = 0
+    """Of these, the last so many, which were copied: they were read at the source."""
     hit_tokens: int = 0
     began_s: float = 0.0
     first_s: float = 0.0
@@ -147,7 +149,7 @@ class _Run:
         ask = Ask(index, prompt.tokens, prompt.chain)
         choice = self._router.choose(ask, now)
         self._caches.promise(ask.chain, choice.prefill)
-        request = _Request(prompt, ask, choice, 0)
+        request = _Request(prompt, ask, choice)
         self._requests.append(request)
         ready_s = now
         if choice.fetch is not None:
@@ -163,10 +165,9 @@ class _Run:
         missing = there - self._caches.match(chain, request.choice.prefill)
         if missing <= 0:
             return 0.0
-        request.fetched = there
-        moved = chain[there - missing : there]
+        request.fetched, request.moved = there, missing
         self._caches.touch(chain[:there], fetch.source)
-        self._read(moved, fetch.source, now)
+        self._read(chain[there - missing : there], fetch.source, now)
         self._moved_tokens += missing * self._segment
         return self._engine.transfer_s(missing * self._segment)
 
@@ -182,7 +183,8 @@ class _Run:
                 request.began_s = now
                 # What is read must not go while it is: it counts as used now.
                 self._caches.touch(chain[:depth], instance)
-                self._read(chain[:depth], instance, now)
+                here = chain[: request.fetched - request.moved] + chain[request.fetched : depth]
+                self._read(here, instance, now)
             self._hold(instance, job.prompt + job.output - (0 if job.handed_over else job.cached))
 
         return begin
