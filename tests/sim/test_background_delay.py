@@ -1,0 +1,52 @@
+"""How long a read takes while other nodes push here: on simulated links that take time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tokenlake.core import background
+from tokenlake_bench.simulation.arrivals import Arrival
+from tokenlake_bench.simulation.cluster import Cluster, SimulationOptions
+from tokenlake_bench.simulation.engine import Served
+
+NODES = 4
+SEGMENT_TOKENS = 512
+PREFIX, FLOOD = 24, 60
+READER = 0
+
+
+def prompt(first: int, segments: int) -> Arrival:
+    return Arrival(0.0, segments * SEGMENT_TOKENS + 1, np.arange(first, first + segments, dtype=np.int64))
+
+
+def read_s(*, flood: bool) -> float:
+    """Of a prefix that lies on all nodes, by the engine of the node that others begin to push to."""
+    served: list[Served] = []
+    options = SimulationOptions(nodes=NODES, capacity_tokens=NODES * 375_000, rules={"staged_share": 0.3})
+    cluster = Cluster(options, served.append)
+    cluster.clock.run_until(cluster.clock.now + 2.0)
+    cluster.engines[NODES - 1].serve(prompt(1, PREFIX))
+    cluster.clock.run_until(cluster.clock.now + 5.0)
+    for writer in range(1, NODES) if flood else ():
+        cluster.engines[writer].serve(prompt(1000 * writer, FLOOD))
+    cluster.clock.run_until(cluster.clock.now + 0.02)
+    cluster.engines[READER].serve(prompt(1, PREFIX))
+    cluster.clock.run_until(cluster.clock.now + 10.0)
+    (read,) = [each for each in served if each.node == READER]
+    assert read.hits == PREFIX
+    assert read.remote > PREFIX // 2
+    return read.read_s
+
+
+def test_a_flood_of_pushes_takes_no_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of what comes in, and what is on its way already: a read takes little more than twice as long."""
+    alone = read_s(flood=False)
+    beside = read_s(flood=True)
+    monkeypatch.setattr(background, "FLIGHTS", 1000)
+    monkeypatch.setattr(background, "MOST_CREDIT", 1e18)
+    monkeypatch.setattr(background, "PIECE_BYTES", 1 << 40)
+    monkeypatch.setattr(background, "PIECE_S", 1e6)
+    unbounded = read_s(flood=True)
+    assert beside < 2.5 * alone
+    assert unbounded > 1.5 * beside
