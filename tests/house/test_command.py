@@ -11,7 +11,7 @@ import pytest
 
 from tokenlake import command
 
-COMMANDS = ["serve", "replay", "config", "demo", "bench", "workload"]
+COMMANDS = ["serve", "replay", "config", "explain", "demo", "bench", "workload"]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
