@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -191,6 +192,25 @@ def test_callbacks_tell_when_and_may_say_what_is_cached() -> None:
 def test_options_without_meaning_are_named(chunk_tokens: int, batch: int, field: str) -> None:
     with pytest.raises(ConfigurationError, match=f"'{field}'"):
         InstanceOptions(chunk_tokens=chunk_tokens, batch=batch)
+
+
+def test_waiting_is_that_of_an_m_d_1_queue() -> None:
+    """Pollaczek-Khinchine: at a load of 0.7 and a service of 1 s, 0.7 / (2 x 0.3) s on average."""
+    instance = Instance(PerToken(), InstanceOptions(chunk_tokens=1, batch=1))
+    rng = random.Random(7)
+    jobs: list[Job] = []
+    arrivals: list[float] = []
+    at_s = 0.0
+    for number in range(40_000):
+        at_s += rng.expovariate(0.7)
+        while (due := instance.next_event()) <= at_s:
+            instance.advance(due)
+        jobs.append(Job(number, 1, 1))
+        arrivals.append(at_s)
+        instance.submit(jobs[-1], at_s)
+    drain(instance)
+    waits = [job.began_s - arrived for job, arrived in zip(jobs, arrivals, strict=True)]
+    assert sum(waits) / len(waits) == pytest.approx(0.7 / 0.6, rel=0.05)
 
 
 REQUESTS = st.lists(

@@ -44,7 +44,7 @@ class Mooncake:
         self._threshold = balancing_threshold
         self._queued_s = [0.0] * fleet.instances
         self._queued: list[dict[int, float]] = [{} for _ in range(fleet.instances)]
-        """Expected prefill of each request without a first token, by its index."""
+        """Expected prefill of each request without a first token, by its number."""
         self._contexts = [0] * fleet.instances
 
     def choose(self, ask: Ask, now: float) -> Choice:

@@ -46,7 +46,7 @@ class Preble:
         self._uses: list[Counter[int]] = [Counter() for _ in range(fleet.instances)]
         self._segment_s = fleet.engine.prefill_s(fleet.segment_tokens)
         self._began: dict[int, float] = {}
-        """First token of each answer that is not finished, by the request's index."""
+        """First token of each answer that is not finished, by the request's number."""
         self._output_tokens = 0.0
         self._token_s = 0.0
 
