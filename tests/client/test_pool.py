@@ -131,6 +131,20 @@ def test_nothing_is_found_of_a_stranger(pool: Pool) -> None:
         assert empty.hits == 0
 
 
+def test_a_prompt_that_all_ask_for_at_once_is_computed_once(three: Cluster) -> None:
+    prompt = Prompt(7, 12)
+    with three.connect(0, LAYOUT) as first, three.connect(1, LAYOUT) as second, three.connect(2, LAYOUT) as third:
+        keys = first.prefix(prompt.tokens).keys
+        with first.match(keys, deadline_s=PATIENT_S, pending_s=10.0) as lease:
+            assert lease.hits == 0
+        waiting = [pool.begin_match(keys, deadline_s=PATIENT_S, pending_s=10.0) for pool in (second, third)]
+        store(first, prompt)
+        for pending in waiting:
+            with pending.wait() as lease:
+                assert lease.hits == 12
+                assert prompt.wrong(lease.fetch(deadline_s=LIMIT_S)) == 0
+
+
 def test_begin_poll_and_cancel(pool: Pool, cluster: Cluster) -> None:
     prompt = Prompt(6, 40)
     store(pool, prompt)
