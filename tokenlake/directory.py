@@ -16,6 +16,10 @@ from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 __all__ = ["Directory", "Entry", "Standing"]
 
 
+FORMERS_SHARE = 4
+"""One of so many entries at most is remembered after it went."""
+
+
 class Standing(IntEnum):
     """What a node says it does with a segment."""
 
@@ -39,11 +43,12 @@ class Entry(NamedTuple):
 
 
 class Directory:
-    """At most `limit` entries; beyond, the oldest go."""
+    """At most `limit` entries; beyond, the oldest go. Of a part of what left, the candidate that had it last."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._entries: OrderedDict[tuple[TenantId, SegmentKey], Entry] = OrderedDict()
+        self._formers: OrderedDict[tuple[TenantId, SegmentKey], NodeId] = OrderedDict()
         self._lives: dict[NodeId, Incarnation] = {}
         """Of the nodes that were forgotten: an entry of another life is none."""
         self._unswept = 0
@@ -123,6 +128,17 @@ class Directory:
         if entry is not None and entry.node == node:
             del self._entries[tenant, key]
 
+    def remember(self, tenant: TenantId, key: SegmentKey, node: NodeId) -> None:
+        """`node` had it, or refused it, and knows how it was used."""
+        self._formers[tenant, key] = node
+        self._formers.move_to_end((tenant, key))
+        if len(self._formers) > self.limit // FORMERS_SHARE:
+            self._formers.popitem(last=False)
+
+    def former(self, tenant: TenantId, key: SegmentKey) -> NodeId | None:
+        """Who remembers it."""
+        return self._formers.get((tenant, key))
+
     def forget(self, node: NodeId, incarnation: Incarnation) -> None:
         """From now on only what `node` says in its life `incarnation` counts. Call `sweep` until it returns False."""
         self._lives[node] = incarnation
@@ -150,3 +166,4 @@ class Directory:
     def check_integrity(self) -> None:
         """AssertionError when the bound does not hold."""
         assert len(self._entries) <= self.limit
+        assert len(self._formers) <= max(1, self.limit // FORMERS_SHARE)

@@ -68,9 +68,14 @@ def lean_of(key: SegmentKey) -> float:
     return int.from_bytes(key[16:18], "big") / (1 << 15) - 1
 
 
-def choose_holder(candidates: Sequence[tuple[NodeId, Vacancy]], lean: float) -> NodeId:
+def choose_holder(candidates: Sequence[tuple[NodeId, Vacancy]], lean: float, former: NodeId | None = None) -> NodeId:
     """The emptier of the candidates, which come home first; where one is slightly emptier `lean` decides, and equals
-    go home."""
+    go home. `former`: the candidate that had the segment, or refused it, and remembers how often it was used; it
+    holds it again unless the other has more free slots: elsewhere it would count as new, and may be refused for that
+    (docs/decisions/011-back-to-who-remembers.md)."""
+    most_free = max(vacancy.free_share for _, vacancy in candidates)
+    if any(node == former and most_free - vacancy.free_share <= FREE_NOISE for node, vacancy in candidates):
+        return NodeId(former or "")
     best, best_vacancy = candidates[0]
     for node, vacancy in candidates[1:]:
         if vacancy.beats(best_vacancy, lean):

@@ -13,7 +13,7 @@ from tests.core.scenes import answer, calm, copies, fetch, kinds, match, placed,
 from tests.sim.cluster import Cluster
 from tokenlake.advice import Advice
 from tokenlake.core.instructions import StartFetch
-from tokenlake.identity import SegmentKey
+from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.store import Kind
 from tokenlake.store.eviction import POLICIES, LeastRecentlyUsed
 from tokenlake.store.store import UNWORTHY
@@ -74,6 +74,27 @@ def test_others_find_what_was_refused_until_it_is_evicted(full: Cluster) -> None
         store(full, full.engines[0], placed(full, 0, 1, 2, f"later {turn}"))
     assert kinds(full, key) == {}
     assert match(full, full.engines[1], [key]).codes == bytes([Code.MISSING])
+
+
+def test_what_was_refused_comes_back_to_whoever_remembers_it(full: Cluster) -> None:
+    keys = placed(full, 1, 0, 4, "unworthy") + placed(full, 0, 1, 4, "unworthy as well")
+    for index, key in enumerate(keys):
+        REFUSALS[key] = 1
+        store(full, full.engines[index % 2], [key])
+    for turn in range(12):
+        store(full, full.engines[0], placed(full, 0, 1, 2, f"later {turn}"))
+        store(full, full.engines[1], placed(full, 1, 0, 2, f"later too {turn}"))
+    refusers: list[int] = []
+    for key in keys:
+        assert kinds(full, key) == {}
+        home = full.core(0)._context.ring.candidates(key)[0][0]
+        former = full.core(int(home[1:]))._context.directory.former(TenantId("red"), key)
+        assert former is not None
+        refusers.append(int(former[1:]))
+        store(full, full.engines[0], [key])
+        holders = [node for node, kind in kinds(full, key).items() if kind is Kind.HOME]
+        assert holders == refusers[-1:]
+    assert set(refusers) == {0, 1}
 
 
 def test_what_was_refused_is_placed_again_when_it_is_read(full: Cluster) -> None:

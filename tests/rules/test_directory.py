@@ -222,3 +222,16 @@ def test_tenants_do_not_see_each_other() -> None:
     directory = Directory(LIMIT)
     directory.ready(TENANT, KEY, A, FIRST)
     assert directory.get(TenantId("u"), KEY, 0.0) is None
+
+
+def test_who_remembers_what_left_is_bounded_and_the_last_word_counts() -> None:
+    directory = Directory(8)
+    keys = [SegmentKey(bytes([number]) * 32) for number in range(3)]
+    for key in keys:
+        directory.remember(TENANT, key, A)
+        directory.check_integrity()
+    assert [directory.former(TENANT, key) for key in keys] == [None, A, A]
+    directory.remember(TENANT, keys[1], B)
+    directory.remember(TENANT, keys[0], A)
+    assert [directory.former(TENANT, key) for key in keys] == [A, B, None]
+    assert directory.former(TenantId("u"), keys[1]) is None

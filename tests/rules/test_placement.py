@@ -33,6 +33,21 @@ def test_the_emptier_candidate_holds_and_equals_go_home(home: Vacancy, other: Va
     assert choose_holder([(A, home), (B, other)], 0.0) == holder
 
 
+@pytest.mark.parametrize(
+    ("free", "holder"), [((0.0, 0.0), A), ((0.004, 0.0), A), ((0.0, 0.02), B), ((0.02, 0.0), A), ((0.5, 0.502), A)]
+)
+def test_who_remembers_holds_it_again_unless_the_other_has_more_free_slots(
+    free: tuple[float, float], holder: NodeId
+) -> None:
+    worthless, dear = Vacancy(free[1], 99, 0.0), Vacancy(free[0], 1, 9.0)
+    assert choose_holder([(B, worthless), (A, dear)], 0.0, A) == holder
+    assert choose_holder([(A, dear), (B, worthless)], 0.0, A) == holder
+
+
+def test_who_remembers_and_cannot_be_reached_is_passed_over() -> None:
+    assert choose_holder([(A, UNKNOWN_VACANCY)], 0.5, B) == A
+
+
 def test_a_single_candidate_holds() -> None:
     assert choose_holder([(A, UNKNOWN_VACANCY)], 0.5) == A
 

@@ -84,11 +84,22 @@ class Home:
         deadline = self._context.now + min(self._context.config.reservation_s, claim_s)
         self._context.directory.pending(tenant, key, node, self._life(node), deadline, self._context.now)
 
-    def ready(self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey]) -> tuple[bytes, list[NodeId]]:
-        """`node` committed these: COMMITTED, or EXISTS with the node whose commit came first. A first that is
-        down has nothing any more."""
+    def left(self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey]) -> None:
+        """`node` does not have these any more, or did not take them. If it is a candidate of them it remembers them."""
+        directory = self._context.directory
+        for key, pair in zip(keys, self._context.ring.candidates(join_keys(keys)), strict=True):
+            directory.gone(tenant, key, node)
+            if node in pair:
+                directory.remember(tenant, key, node)
+
+    def ready(
+        self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey]
+    ) -> tuple[bytes, list[NodeId], list[NodeId]]:
+        """`node` committed these: COMMITTED, with whoever remembers it ("" for nobody), or EXISTS with the node whose
+        commit came first. A first that is down has nothing any more."""
         codes = bytearray()
         firsts: list[NodeId] = []
+        formers: list[NodeId] = []
         for key in keys:
             first = self._context.directory.ready(tenant, key, node, self._life(node))
             if first is not None and not self._lives(first):
@@ -97,7 +108,9 @@ class Home:
             codes.append(Code.COMMITTED if first is None else Code.EXISTS)
             if first is not None:
                 firsts.append(first)
-        return bytes(codes), firsts
+            else:
+                formers.append(self._context.directory.former(tenant, key) or NodeId(""))
+        return bytes(codes), firsts, formers if any(formers) else []
 
     def held(self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey]) -> wire.Redundant:
         """`node` keeps the home copies of these. What to tell it: where another living node does."""

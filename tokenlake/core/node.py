@@ -219,8 +219,8 @@ class NodeCore:
             case peer.RenewLease():
                 self._serving.renew(node, message.leases)
             case peer.Ready():
-                codes, firsts = self._home.ready(node, TenantId(message.tenant), split_keys(message.keys))
-                self._peers.tell(node, peer.ReadyReply(message.call, codes, tuple(firsts)))
+                codes, firsts, formers = self._home.ready(node, TenantId(message.tenant), split_keys(message.keys))
+                self._peers.tell(node, peer.ReadyReply(message.call, codes, tuple(firsts), tuple(formers)))
             case peer.Offer():
                 self._pushes.offered(node, message)
             case peer.AskWhy():
@@ -252,8 +252,7 @@ class NodeCore:
                 self._pushes.redundant(message)
             case peer.Evicted():
                 keys = split_keys(message.keys)
-                for key in keys:
-                    self._context.directory.gone(TenantId(message.tenant), key, NodeId(message.node))
+                self._home.left(NodeId(message.node), TenantId(message.tenant), keys)
                 self._hot.gone(TenantId(message.tenant), keys, NodeId(message.node))
                 self._explain.gone(TenantId(message.tenant), keys, message)
             case peer.Reads():
@@ -292,8 +291,7 @@ class NodeCore:
         for (tenant, rule), segments in by_rule.items():
             for home, keys in self._context.by_home(segment.key for segment in segments).items():
                 if home == self._context.node:
-                    for key in keys:
-                        self._context.directory.gone(tenant, key, home)
+                    self._home.left(home, tenant, keys)
                 else:
                     self._peers.tell(home, peer.Evicted(tenant, join_keys(keys), self._context.node, rule))
 

@@ -35,6 +35,7 @@ from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.placement import Vacancy, choose_holder, lean_of, runs
 from tokenlake.store import Cursor, Kind, Segment, State
+from tokenlake.store.history import UNWORTHY_RULE
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
 from tokenlake.wire.slots import join_keys, split_keys
@@ -93,13 +94,16 @@ class Pushes:
         grouped = self._context.by_home(by_key)
         waiting = len(grouped)
 
-        def answered(keys: list[SegmentKey], codes: bytes, firsts: Sequence[str]) -> None:
+        def answered(keys: list[SegmentKey], codes: bytes, firsts: Sequence[str], formers: Sequence[str]) -> None:
             nonlocal waiting
             waiting -= 1
-            named = iter(firsts)
-            for key in [key for key, code in zip(keys, codes, strict=True) if code == Code.EXISTS]:
-                self._stage(by_key.pop(key), NodeId(next(named, "")) or None)
-                self._context.counters.add(DUPLICATES)
+            named, remembering = iter(firsts), iter(formers)
+            for key, code in zip(keys, codes, strict=True):
+                if code == Code.EXISTS:
+                    self._stage(by_key.pop(key), NodeId(next(named, "")) or None)
+                    self._context.counters.add(DUPLICATES)
+                else:
+                    by_key[key].former = NodeId(next(remembering, "")) or None
             if not waiting:
                 self._place(tenant, [segment for segment in segments if segment.key in by_key], request)
 
@@ -136,7 +140,8 @@ class Pushes:
         for run in runs([segment.depth for segment in segments], self._context.ring.run_length):
             chosen = segments[run.start : run.stop]
             welcome = [(node, vacancies[node]) for node in candidates[run.start] if node in vacancies]
-            holder = choose_holder(welcome, lean_of(chosen[0].key)) if welcome else self._context.node
+            first = chosen[0]
+            holder = choose_holder(welcome, lean_of(first.key), first.former) if welcome else self._context.node
             if holder == self._context.node:
                 kept += chosen
             else:
@@ -202,6 +207,7 @@ class Pushes:
                 self._context.counters.add(PUSHED)
             elif code == Code.NOT_WORTH:
                 self._stage(segment, None)
+                segment.former = holder
             else:
                 kept.insert(0, segment)
         self._keep(parcel.tenant, kept)
@@ -226,6 +232,7 @@ class Pushes:
                 kept.append(segment)
             else:
                 self._stage(segment, None)
+                segment.former = self._context.node
         for segment in reversed(kept):
             store.become(segment, Kind.HOME, now)
         self._context.counters.add(KEPT, len(kept))
@@ -306,6 +313,7 @@ class Pushes:
             if not waiting:
                 held = [keys[i] for i, c in enumerate(codes) if c in (Code.COMMITTED, Code.EXISTS)]
                 self.tell_held(tenant, held)
+                self._tell_refused(tenant, [keys[i] for i, c in enumerate(codes) if c == Code.NOT_WORTH])
                 vacancy, load = self._context.vacancy(), self._context.load()
                 self._peers.tell(node, wire.OfferReply(message.call, bytes(codes), vacancy, load))
 
@@ -336,6 +344,14 @@ class Pushes:
             request=message.request,
             advice=message.advice,
         )
+
+    def _tell_refused(self, tenant: TenantId, keys: list[SegmentKey]) -> None:
+        """The homes are told, so that these come here again, where it is remembered that they were wanted."""
+        for home, homed in self._context.by_home(keys).items():
+            if home == self._context.node:
+                self._home.left(home, tenant, homed)
+            else:
+                self._peers.tell(home, wire.Evicted(tenant, join_keys(homed), self._context.node, UNWORTHY_RULE))
 
     @property
     def dirty(self) -> int:
@@ -370,9 +386,11 @@ def _offer(
     return wire.Offer(call, tenant, keys, depths, slot_bytes, shards, request, advice)
 
 
-def _ready_codes(answered: Callable[[bytes, Sequence[str]], None], count: int, reply: Reply | None) -> None:
+def _ready_codes(
+    answered: Callable[[bytes, Sequence[str], Sequence[str]], None], count: int, reply: Reply | None
+) -> None:
     """No answer counts as COMMITTED: the segment is kept, and the home learns of it from the holder."""
     if isinstance(reply, wire.ReadyReply) and len(reply.codes) == count:
-        answered(reply.codes, reply.firsts)
+        answered(reply.codes, reply.firsts, reply.formers)
     else:
-        answered(bytes([Code.COMMITTED]) * count, ())
+        answered(bytes([Code.COMMITTED]) * count, (), ())

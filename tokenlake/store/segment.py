@@ -47,13 +47,15 @@ class Kind(IntEnum):
 
 
 class Segment:
-    """Mutable; changed by `SegmentStore` alone, but for `checksums`, `missing_shards` and `source`."""
+    """Mutable; changed by `SegmentStore` alone, but for `checksums`, `missing_shards`, `source` and
+    `former`."""
 
     __slots__ = (
         "advice",
         "aside",
         "checksums",
         "depth",
+        "former",
         "key",
         "kind",
         "lane",
@@ -105,6 +107,8 @@ class Segment:
         """What the policy of eviction of home copies knows of it."""
         self.missing_shards = 0
         """Bit mask of the shards not committed yet."""
+        self.former: NodeId | None = None
+        """Of a copy written here: the candidate that remembers it."""
         self.source: NodeId | None = None
         """Of a staged copy or a replica: the node that keeps the home copy."""
 

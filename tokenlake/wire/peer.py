@@ -191,6 +191,9 @@ class ReadyReply(_Message, frozen=True, tag=10):
     codes: bytes
     firsts: tuple[str, ...]
     """One node for each EXISTS, in order."""
+    formers: tuple[str, ...] = ()
+    """For each COMMITTED, in order, the candidate that had it before, or refused it, and remembers it; "" for none.
+    Empty: for none of them."""
 
 
 class Offer(_Message, frozen=True, tag=11):

@@ -46,9 +46,11 @@ class NodeStores:
         """By id, wherever it is."""
         self._node: list[int] = [0] * len(self._keys)
         """That holds it, or did last."""
-        names = [NodeId(f"node-{node}") for node in range(nodes)]
-        self._numbers = {name: number for number, name in enumerate(names)}
-        self._ring = Ring(dict.fromkeys(names, slots), default_run_length(nodes))
+        self._names = [NodeId(f"node-{node}") for node in range(nodes)]
+        self._former: list[NodeId | None] = [None] * len(self._keys)
+        """That had it, or refused it, last: as the home tells a writer."""
+        self._numbers = {name: number for number, name in enumerate(self._names)}
+        self._ring = Ring(dict.fromkeys(self._names, slots), default_run_length(nodes))
         self._candidates = self._ring.candidates(b"".join(self._keys))
 
     def serve(self, prompt: Prompt, advice: Advice) -> int:
@@ -118,7 +120,7 @@ class NodeStores:
         if not vacancies:
             return 0
         candidates = [(name, vacancies[name]) for name in self._candidates[segment]]
-        return self._numbers[choose_holder(candidates, lean_of(self._keys[segment]))]
+        return self._numbers[choose_holder(candidates, lean_of(self._keys[segment]), self._former[segment])]
 
     def _reserve(self, node: int, number: int, depth: int, advice: Advice, now: float) -> Segment | None:
         store = self._stores[node]
@@ -126,8 +128,10 @@ class NodeStores:
         store.reissued.clear()
         for gone in store.evicted:
             self._held[self._ids[gone.key]] = None
+            self._former[self._ids[gone.key]] = self._names[node]
         store.evicted.clear()
         if not isinstance(made, Segment):
+            self._former[number] = self._names[node]
             return None
         self._held[number] = made
         self._node[number] = node
