@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from tokenlake.store.eviction.arc import AdaptiveReplacement
 from tokenlake.store.eviction.base import SAME_USE_S, EvictionPolicy
+from tokenlake.store.eviction.forecast import Forecast
 from tokenlake.store.eviction.lru import LeastRecentlyUsed
 from tokenlake.store.eviction.reuse import LearnedReuse
 from tokenlake.store.eviction.s3fifo import S3Fifo
@@ -14,6 +15,7 @@ __all__ = ["POLICIES", "SAME_USE_S", "EvictionPolicy", "LeastRecentlyUsed", "pol
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "reuse": LearnedReuse,
+    "forecast": Forecast,
     "lru": LeastRecentlyUsed,
     "s3fifo": S3Fifo,
     "arc": AdaptiveReplacement,

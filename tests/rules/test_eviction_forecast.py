@@ -1,0 +1,95 @@
+"""The forecast of re-use: what it learns, what it remembers, what it saves."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.rules.eviction_scene import Memory, key_of
+from tokenlake.advice import NO_ADVICE, Advice, Use
+from tokenlake.store.eviction import forecast
+from tokenlake.store.eviction.forecast import GHOST_S, Forecast
+
+SHORT = Advice(use=Use(segments=2, hits=1, turn=1, gap_s=30.0, left=0))
+"""Of a prompt that appended one segment: it comes again after half a minute."""
+LONG = Advice(use=Use(segments=40, hits=1, gap_s=30.0, left=5))
+"""It does not."""
+
+
+def conversations(memory: Memory, seed: int, seconds: int = 1500) -> None:
+    """Every second a prompt; half of them come again, and how they came about tells which."""
+    draw = random.Random(seed)
+    due: list[tuple[float, int]] = []
+    for second in range(seconds):
+        if due and due[0][0] <= second:
+            _, who = due.pop(0)
+        else:
+            who = second
+        goes_on = draw.random() < 0.5
+        if goes_on:
+            due.append((second + 30.0, who))
+        memory.request([(who, depth) for depth in range(3)], float(second), SHORT if goes_on else LONG)
+        if second % 100 == 0 and isinstance(memory.policy, Forecast):
+            memory.policy.check_integrity()
+
+
+def test_it_learns_which_requests_come_again() -> None:
+    policy = Forecast()
+    conversations(Memory(policy, 60), seed=1)
+    new = key_of("new")
+    assert policy.worth_of_new(new, SHORT, 1500.0) > 3 * policy.worth_of_new(new, LONG, 1500.0)
+
+
+def test_it_evicts_and_refuses_what_does_not_come_again() -> None:
+    memory = Memory(Forecast(), 60)
+    conversations(memory, seed=2)
+    assert memory.refused
+    kept = [segment.advice for segment in memory.here.values()]
+    assert kept.count(SHORT) > 2 * kept.count(LONG)
+
+
+def test_the_dead_are_forgotten_after_a_while_and_no_more_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecast, "LEAST_GHOSTS", 50)
+    policy = Forecast()
+    memory = Memory(policy, 10)
+    for number in range(300):
+        memory.store(number, 0, number / 10)
+    assert 40 < len(policy._ghosts) <= 50
+    for number in range(60):
+        memory.store(("late", number), 0, 100.0 + GHOST_S + number)
+    assert not any(key_of(number) in policy._ghosts for number in range(300))
+    policy.check_integrity()
+
+
+def test_the_heap_does_not_pile_up() -> None:
+    policy = Forecast()
+    memory = Memory(policy, 10)
+    for second in range(5000):
+        memory.request([second % 10], 7.0 * second)
+    assert len(policy._heap) < 400
+    assert sum(map(len, policy._ages)) < 200
+
+
+def test_equal_statistics_lead_to_equal_decisions() -> None:
+    experienced = Memory(Forecast(), 30)
+    conversations(experienced, seed=3)
+    saved = experienced.policy.save()
+    lives = [Memory(Forecast(), 30), Memory(Forecast(), 30)]
+    for life in lives:
+        life.policy.restore(saved)
+        assert life.policy.save() == saved
+        conversations(life, seed=4, seconds=300)
+    assert lives[0].evicted == lives[1].evicted
+    fresh = Memory(Forecast(), 30)
+    conversations(fresh, seed=4, seconds=300)
+    assert fresh.evicted != lives[0].evicted
+
+
+@pytest.mark.parametrize("damaged", [b"x", b"\xc1", Forecast().save()[:-1], Forecast().save() + b"x"])
+def test_damaged_statistics_are_refused_and_nothing_changes(damaged: bytes) -> None:
+    policy = Forecast()
+    with pytest.raises(ValueError, match="statistics of re-use"):
+        policy.restore(damaged)
+    assert policy.save() == Forecast().save()
+    assert policy.worth_of_new(key_of("a"), NO_ADVICE, 0.0) > 0

@@ -1,0 +1,201 @@
+"""The odds that what a request used together is used again, bucket of age by bucket of age, learned as it goes.
+
+A logistic model of the hazard (the chance to be used again within a bucket of age, if not before it): the bucket's own
+weight, and for each feature of the use one weight that holds at all ages and one for the age's regime. Learned by
+AdaGrad from what became of each run, in batches.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenlake.advice import NEVER, Advice
+
+__all__ = ["AGES", "EDGES", "COUNTS", "Odds"]
+
+AGES = 30
+EDGES = [0.0, *(1.5**step for step in range(AGES - 1))]
+"""Where each bucket of age begins, in seconds. The last one has no end."""
+_WIDTHS = np.append(np.diff(EDGES), EDGES[-1] * 0.5)
+_REGIME = np.array([bisect_right((12.0, 40.0, 120.0, 400.0), edge) for edge in EDGES])
+_REGIMES = 5
+
+_COUNTS_FROM = (1, 2, 3, 5, 9, 33)
+COUNTS = len(_COUNTS_FROM)
+_COUNT = [max(0, bisect_right(_COUNTS_FROM, uses) - 1) for uses in range(_COUNTS_FROM[-1] + 1)]
+_NEW_FROM = (0, 1, 2, 3, 5, 8, 13, 25, 49, 129)
+_NEW = len(_NEW_FROM)
+_TURN_FROM = (0, 1, 2, 3, 4, 5, 7, 11, 21)
+_GAPS = 14
+LABELS = 16
+
+_SIZES = (COUNTS, COUNTS * _NEW, _NEW, 3 * _NEW, _GAPS, len(_TURN_FROM), _GAPS, _GAPS * 10, _GAPS, LABELS)
+"""Values of: use count, count x new, new, kind x new, gap, turn, gap before, gap x gap before, output, label."""
+_OFFSETS = np.concatenate([[0], np.cumsum(_SIZES)]).tolist()
+_WEIGHTS = _OFFSETS[-1]
+
+RATE, RATE_REGIME, RATE_AGE = 0.1, 0.05, 0.3
+BATCH = 64
+"""Learned from at once: of many at once each would push the weights the same way, too far together."""
+SIZE_POWER = 0.4
+"""A run weighs as its size to this power: its segments are hardly more than one experience."""
+FIRST = -3.0
+"""Of a bucket's own weight, before anything is learned."""
+
+Features = tuple[int, ...]
+"""One index into the weights per feature."""
+Vector = NDArray[np.float64]
+
+
+class _Saved(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    version: int
+    labels: tuple[tuple[int, str, str], ...]
+    weights: bytes
+    """All the arrays, one after the other, float64, little-endian."""
+
+
+_VERSION = 1
+_decoder = msgspec.msgpack.Decoder(_Saved)
+
+
+class Odds:
+    """Weights of a pool; bounded."""
+
+    def __init__(self) -> None:
+        self._labels: dict[tuple[int, str, str], int] = {(0, "", ""): 0}
+        # Each beside the sums of squares that slow its learning down.
+        self._age, self._age_sum = np.full(AGES, FIRST), np.ones(AGES)
+        self._all, self._all_sum = np.zeros(_WEIGHTS), np.ones(_WEIGHTS)
+        self._regime, self._regime_sum = np.zeros((_WEIGHTS, _REGIMES)), np.ones((_WEIGHTS, _REGIMES))
+        self._effective = self._all[:, None] + self._regime
+        self._rows: list[tuple[Features, int, float, float]] = []
+        self._known: dict[Features, list[float]] = {}
+
+    def features(self, uses: int, advice: Advice) -> Features:
+        """Of a segment that was used so often, by a request of which this is known."""
+        use = advice.use
+        count = _COUNT[min(uses, len(_COUNT) - 1)]
+        new = bisect_right(_NEW_FROM, max(0, use.segments - use.hits)) - 1
+        kind = 0 if use.hits <= 1 or use.left < 0 else 1 if use.left <= 1 else 2
+        gap, before = _gap(use.gap_s), _gap(use.previous_gap_s)
+        return (
+            _OFFSETS[0] + count,
+            _OFFSETS[1] + new * COUNTS + count,
+            _OFFSETS[2] + new,
+            _OFFSETS[3] + kind * _NEW + new,
+            _OFFSETS[4] + gap,
+            _OFFSETS[5] + bisect_right(_TURN_FROM, use.turn) - 1,
+            _OFFSETS[6] + before,
+            _OFFSETS[7] + (gap * 10 + min(9, before) if use.turn else 0),
+            _OFFSETS[8] + min(_GAPS - 1, (advice.output_tokens + 1).bit_length()),
+            _OFFSETS[9] + self._label(advice),
+        )
+
+    def _label(self, advice: Advice) -> int:
+        said = (advice.outlook, advice.category, advice.stop_reason)
+        label = self._labels.get(said)
+        if label is None:
+            if len(self._labels) >= LABELS:
+                return 0
+            label = self._labels[said] = len(self._labels)
+        return label
+
+    def worth(self, features: Features) -> list[float]:
+        """By bucket of age: the greatest rate of uses for the time held, over all times to be held (Gittins)."""
+        known = self._known.get(features)
+        if known is None:
+            logits = self._age + self._effective[list(features)].sum(axis=0)[_REGIME]
+            known = self._known[features] = _gittins(1.0 / (1.0 + np.exp(-logits))).tolist()
+        return known
+
+    def add(self, features: Features, age: int, used: float, whole: float) -> None:
+        """Of a run of `whole` segments at the beginning of a bucket, `used` were used again within it."""
+        self._rows.append((features, age, used / whole, whole**SIZE_POWER))
+
+    def learn(self) -> None:
+        """From what was added since."""
+        rows, self._rows = self._rows, []
+        for first in range(0, len(rows), BATCH):
+            self._learn(rows[first : first + BATCH])
+
+    def _learn(self, rows: list[tuple[Features, int, float, float]]) -> None:
+        found = np.array([row[0] for row in rows])
+        age = np.array([row[1] for row in rows])
+        share, weight = np.array([row[2] for row in rows]), np.array([row[3] for row in rows])
+        regime = _REGIME[age]
+        logits = self._age[age] + self._effective[found, regime[:, None]].sum(axis=1)
+        error = (share - 1.0 / (1.0 + np.exp(-logits))) * weight
+        _step(self._age, self._age_sum, age, error, RATE_AGE)
+        repeated = np.repeat(error, found.shape[1])
+        _step(self._all, self._all_sum, found.ravel(), repeated, RATE)
+        place = (found * _REGIMES + regime[:, None]).ravel()
+        _step(self._regime.reshape(-1), self._regime_sum.reshape(-1), place, repeated, RATE_REGIME)
+        self._tables()
+
+    def _tables(self) -> None:
+        effective = self._all[:, None] + self._regime
+        # Never less for more uses by the same request: a parent is worth at least as much as its child.
+        for first, last in ((_OFFSETS[0], _OFFSETS[1]), (_OFFSETS[1], _OFFSETS[2])):
+            block = effective[first:last].reshape(-1, COUNTS, _REGIMES)
+            effective[first:last] = np.maximum.accumulate(block, axis=1).reshape(-1, _REGIMES)
+        self._effective = effective
+        self._known.clear()
+
+    def save(self) -> bytes:
+        """The weights."""
+        arrays = (self._age, self._age_sum, self._all, self._all_sum, self._regime, self._regime_sum)
+        weights = b"".join(array.astype("<f8").tobytes() for array in arrays)
+        return msgspec.msgpack.encode(_Saved(_VERSION, tuple(self._labels), weights))
+
+    def restore(self, learned: bytes) -> None:
+        """Inverse of `save`. Raises `ValueError` for what no `save` made; nothing is changed then."""
+        try:
+            saved = _decoder.decode(learned)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ValueError(f"these are no statistics of re-use: {error}") from error
+        labels = dict(zip(saved.labels, range(len(saved.labels)), strict=True))
+        if saved.version != _VERSION or not 1 <= len(labels) <= LABELS or labels.get((0, "", "")) != 0:
+            raise ValueError(f"statistics of re-use of version {saved.version} with {len(labels)} labels")
+        sizes = [AGES, AGES, _WEIGHTS, _WEIGHTS, _WEIGHTS * _REGIMES, _WEIGHTS * _REGIMES]
+        if len(saved.weights) != 8 * sum(sizes):
+            raise ValueError(f"statistics of re-use with {len(saved.weights)} bytes; {8 * sum(sizes)} expected")
+        parts = np.split(np.frombuffer(saved.weights, "<f8").astype(np.float64), np.cumsum(sizes)[:-1])
+        if not all(np.isfinite(part).all() for part in parts) or any((part < 1).any() for part in parts[1::2]):
+            raise ValueError("statistics of re-use with a weight that is no number, or a sum below 1")
+        self._labels = labels
+        self._age, self._age_sum, self._all, self._all_sum = parts[:4]
+        self._regime, self._regime_sum = (part.reshape(_WEIGHTS, _REGIMES) for part in parts[4:])
+        self._tables()
+
+
+def _gap(seconds: float) -> int:
+    """Bucket: 0 where there is none, then by powers of two from a second on."""
+    if seconds <= NEVER:
+        return 0
+    return min(_GAPS - 1, 1 + max(0, math.frexp(seconds)[1])) if seconds >= 1 else 1
+
+
+def _step(weights: Vector, sums: Vector, place: NDArray[np.int64], error: Vector, rate: float) -> None:
+    """One AdaGrad step of a batch."""
+    size = len(weights)
+    sums += np.bincount(place, error * error, size)
+    weights += rate * np.bincount(place, error, size) / np.sqrt(sums)
+
+
+def _gittins(hazard: Vector) -> Vector:
+    """As `hazard.worth_table` for one class, which may rise with age."""
+    ends = np.cumprod(1.0 - np.minimum(hazard, 0.999))
+    begins = np.append(1.0, ends[:-1])
+    held = np.cumsum((begins + ends) / 2 * _WIDTHS)
+    before = np.append(0.0, held[:-1])
+    rates = (begins[:, None] - ends) / np.maximum(held - before[:, None], 1e-12)
+    best: Vector = np.where(_EARLIER, 0.0, rates).max(axis=1)
+    return best
+
+
+_EARLIER = np.tri(AGES, k=-1, dtype=bool)
