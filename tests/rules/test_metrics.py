@@ -28,6 +28,7 @@ UNITS = {
     "sessions",
     "timeouts",
     "tokens",
+    "waits",
 }
 """What is counted. A new unit is a decision: add it here."""
 
