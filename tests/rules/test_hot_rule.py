@@ -79,11 +79,23 @@ def test_copies_go_when_nobody_read_them_for_long() -> None:
     read(rule, item(1), 35.0, 0.0, 30.0)
     assert rule.decide(30.0, busy(1.5), at_first)
     changes = {at_s: rule.decide(at_s, EVEN, at_first) for at_s in range(31, 400)}
-    (dropped_s,) = [at_s for at_s, change in changes.items() if change]
-    assert changes[dropped_s] == [Change(item(1), 1)]
+    (dropped_s,) = [at_s for at_s, change in changes.items() if change == [Change(item(1), 1)]]
     # Half of a minute counts as 10.3 reads a second, a quarter of ten is reached two half-lives later; then 20 s pass.
     assert 30 + 120 + 20 <= dropped_s <= 30 + 125 + 20
     assert len(rule) == 0
+
+
+def test_copies_that_were_made_for_a_crowd_go_when_it_has_passed() -> None:
+    """Not all of them: it is still hot."""
+    rule = HotRule()
+    read(rule, item(1), 75.0, 0.0, 30.0)
+    assert rule.decide(30.0, busy(1.5), at_first) == [Change(item(1), 8)]
+    changes: list[Change] = []
+    for second in range(30, 400):
+        read(rule, item(1), 21.0, float(second), second + 1.0)
+        changes += rule.decide(second + 1.0, EVEN, at_first)
+    assert [change.copies for change in changes] == sorted((change.copies for change in changes), reverse=True)
+    assert changes[-1].copies in (3, 4)
 
 
 def test_a_single_read_on_idle_nodes_makes_nothing_hot() -> None:

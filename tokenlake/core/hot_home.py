@@ -130,7 +130,7 @@ class HotHome:
             self._say(item, f"is hot: {change.copies} copies")
         else:
             hot.target = change.copies
-            self._say(item, f"is hotter: {change.copies} copies")
+            self._say(item, f"is to have {change.copies} copies")
 
     def _say(self, item: HotItem, what: str) -> None:
         observed = "" if self._context.config.hot == "on" else ", if this were not only observed"

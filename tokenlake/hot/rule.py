@@ -38,6 +38,8 @@ REACTS_S, DECIDES_S = 2.0, 60.0
 GROWTH = 1.5
 GROWTH_S = 1.0
 DROP_SHARE, DROP_S = 0.25, 20.0
+SPARE = 1.25
+"""Times as many copies as the slow count asks for may stay."""
 LEAST_READS = 4.0
 """Decayed, in one of the counts."""
 MOST_COPIES = 1.25
@@ -72,12 +74,13 @@ class _Read(NamedTuple):
 class _Hot:
     """A segment that has copies."""
 
-    __slots__ = ("cold_since", "copies", "grown_at")
+    __slots__ = ("cold_since", "copies", "grown_at", "since", "spare_since")
 
     def __init__(self, copies: int, now: float) -> None:
         self.copies = copies
-        self.grown_at = now
+        self.since = self.grown_at = now
         self.cold_since: float | None = None
+        self.spare_since: float | None = None
 
 
 class HotRule:
@@ -183,6 +186,18 @@ class HotRule:
         elif now >= hot.cold_since + DROP_S:
             del self._hot[item]
             return Change(item, 1)
+        return self._shrink(item, hot, mean, now)
+
+    def _shrink(self, item: HotItem, hot: _Hot, mean: float, now: float) -> Change | None:
+        """Fewer copies where it has had too many for long: made for a crowd, or while all nodes had little to do."""
+        fit = max(2, math.ceil(MOST_COPIES * self._decides.rate(item, now) / self._share(item, mean)))
+        if hot.copies <= SPARE * fit or now < hot.since + 2 * DECIDES_S:
+            hot.spare_since = None
+        elif hot.spare_since is None:
+            hot.spare_since = now
+        elif now >= hot.spare_since + DROP_S:
+            hot.copies, hot.spare_since = fit, None
+            return Change(item, fit)
         return None
 
     def _share(self, item: HotItem, mean: float) -> float:
