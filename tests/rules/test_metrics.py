@@ -16,6 +16,7 @@ UNITS = {
     "bytes",
     "callbacks",
     "calls",
+    "claims",
     "commits",
     "demotions",
     "fetches",
