@@ -14,7 +14,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable
 
-from tokenlake.advice import Advice
+from tokenlake.advice import Advice, Use
+from tokenlake.core.uses import with_use
 from tokenlake.errors import ConfigurationError
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Counters
@@ -57,6 +58,7 @@ class NodeStores:
         """How many segments of the prompt were found: its longest prefix."""
         now, chain, held = prompt.at_s, prompt.chain, self._held
         hits = next((depth for depth, segment in enumerate(chain) if held[segment] is None), len(chain))
+        advice = with_use(advice, self._use(chain, hits, now))
         found = self._by_node(chain[:hits])
         for node, segments in found.items():
             self._stores[node].pin(*segments)
@@ -70,6 +72,13 @@ class NodeStores:
             self._stores[node].unpin(*segments)
             self._stores[node].touch(segments, now, advice)
         return hits
+
+    def _use(self, chain: tuple[int, ...], hits: int, now: float) -> Use:
+        """As a match learns it from whoever has the deepest hit."""
+        deepest = self._held[chain[hits - 1]] if hits else None
+        if deepest is None:
+            return Use(len(chain), hits)
+        return Use.after(deepest.advice.use, now - deepest.touched, len(chain), hits)
 
     def held(self) -> int:
         """Segments that some node holds."""
