@@ -25,8 +25,11 @@ class TraceSource(Workload, Protocol):
         ...
 
 
-def read_trace(path: Path, *, limit: int | None = None, seed: int = 0) -> MooncakeTrace | SessionTrace:
-    """Coding-agent sessions where the first line has `requests`, else Mooncake's format. Raises as those readers do."""
+def read_trace(
+    path: Path, *, limit: int | None = None, seed: int = 0, jitter_s: float = 0.0
+) -> MooncakeTrace | SessionTrace:
+    """Coding-agent sessions where the first line has `requests`, else Mooncake's format, whose times may be rounded:
+    `jitter_s` is for those. Raises as those readers do."""
     first = next((text for text in text_lines(path) if text.strip()), b"")
     try:
         sessions = "requests" in msgspec.json.decode(first, type=dict[str, msgspec.Raw])
@@ -34,4 +37,4 @@ def read_trace(path: Path, *, limit: int | None = None, seed: int = 0) -> Moonca
         sessions = False
     if sessions:
         return read_sessions(path, limit=limit, seed=seed)
-    return read_mooncake(path, limit=limit, seed=seed)
+    return read_mooncake(path, limit=limit, seed=seed, jitter_s=jitter_s)

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenlake.errors import ConfigurationError
-from tokenlake_bench.baselines import Accesses
+from tokenlake_bench.baselines import Accesses, Prompt
 from tokenlake_bench.flash import FLASH_SEGMENTS, FLASH_SHARE
 from tokenlake_bench.mixing import WORD, key_of, mix64
 
-__all__ = ["Arrival", "arrivals_of", "flash_crowd", "keys_of", "merged"]
+__all__ = ["Arrival", "accesses_of", "arrivals_of", "flash_crowd", "keys_of", "merged"]
 
 _KEY_WORDS = 4
 _COPY = 1 << 40
@@ -35,11 +35,24 @@ class Arrival(NamedTuple):
     """Of the prompt, those beyond the last full segment included."""
     chain: NDArray[np.int64]
     """Number of each full segment, in order."""
+    output_tokens: int = 0
+    """Of the answer; 0 where the source does not have it."""
 
 
 def arrivals_of(accesses: Accesses) -> list[Arrival]:
     """The requests of a workload, in order."""
-    return [Arrival(prompt.at_s, prompt.tokens, np.array(prompt.chain, dtype=np.int64)) for prompt in accesses.prompts]
+    return [
+        Arrival(prompt.at_s, prompt.tokens, np.array(prompt.chain, dtype=np.int64), prompt.output_tokens)
+        for prompt in accesses.prompts
+    ]
+
+
+def accesses_of(arrivals: Iterable[Arrival], segment_tokens: int) -> Accesses:
+    """The inverse: as other systems get them."""
+    return Accesses(
+        segment_tokens,
+        [Prompt(each.tokens, tuple(each.chain.tolist()), each.at_s, each.output_tokens) for each in arrivals],
+    )
 
 
 def keys_of(chain: NDArray[np.int64], seed: int) -> bytes:
@@ -76,7 +89,7 @@ def _copy(arrivals: Sequence[Arrival], common: NDArray[np.int64], copy: int, beg
         arrival = arrivals[index]
         at_s = arrival.at_s - begins_s + (end_s if index < first else 0.0)
         own = np.where(np.isin(arrival.chain, common), arrival.chain, arrival.chain + copy * _COPY)
-        yield Arrival(at_s, arrival.tokens, own)
+        yield arrival._replace(at_s=at_s, chain=own)
 
 
 def flash_crowd(arrivals: Iterable[Arrival], from_s: float, segment_tokens: int, seed: int) -> Iterator[Arrival]:
@@ -87,6 +100,6 @@ def flash_crowd(arrivals: Iterable[Arrival], from_s: float, segment_tokens: int,
     for arrival in arrivals:
         if arrival.at_s >= from_s and draw.random() < FLASH_SHARE:
             tokens = arrival.tokens + FLASH_SEGMENTS * segment_tokens
-            yield Arrival(arrival.at_s, tokens, np.concatenate([prefix, -arrival.chain - _BEHIND]))
+            yield arrival._replace(tokens=tokens, chain=np.concatenate([prefix, -arrival.chain - _BEHIND]))
         else:
             yield arrival

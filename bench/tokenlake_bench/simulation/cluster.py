@@ -22,7 +22,7 @@ from tokenlake_bench.simulation.network import Network, NetworkShape
 from tokenlake_bench.simulation.node import SimNode
 from tokenlake_bench.sizing import pool_size
 
-__all__ = ["Cluster", "SimulationOptions", "serving_layout"]
+__all__ = ["SETTLE_S", "Cluster", "EngineMaker", "Route", "SimulationOptions", "serving_layout"]
 
 BEGINS_S = 10.0
 """Of the clock, when the workload begins: the nodes know each other by then."""
@@ -30,16 +30,22 @@ PINGS_PER_S = 16.0
 """That a node sends, about: every node pings every other, which would be most of what happens in a large cluster."""
 SETTLE_S = 60.0
 """At most, for what is still under way after the last request."""
+EngineMaker = Callable[[SimNode, int, Callable[[Served], None]], Engine]
+"""Of a node, with how many segments it may read at a time, and what is called with each request that is done."""
+Route = Callable[[int, Arrival], int]
+"""(number of a request, request) to a node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationOptions:
     """`capacity_tokens` is that of the whole pool. `rules`: fields of `CoreConfig`. `load_delay_s`: how old the load is
-    that nodes report to each other; 0: as it is. `prefill_tokens_per_s`: 0: engines compute in no time."""
+    that nodes report to each other; 0: as it is. `prefill_tokens_per_s`: 0: engines compute in no time. `layout`: that
+    of the segments, None for that of `serving_layout`."""
 
     nodes: int
     capacity_tokens: int
     segment_tokens: int = 512
+    layout: Layout | None = None
     seed: int = 0
     network: NetworkShape = field(default_factory=NetworkShape)
     rules: Mapping[str, Any] = field(default_factory=dict)
@@ -73,10 +79,16 @@ def serving_layout(segment_tokens: int) -> Layout:
 class Cluster:
     """Deterministic: equal options and arrivals give equal runs."""
 
-    def __init__(self, options: SimulationOptions, finished: Callable[[Served], None]) -> None:
-        """`finished` is called with each request that is done."""
+    def __init__(
+        self,
+        options: SimulationOptions,
+        finished: Callable[[Served], None],
+        engine: EngineMaker = Engine,
+    ) -> None:
+        """`finished` is called with each request that is done. `engine` makes that of a node."""
         self.options = options
-        self.size = pool_size(options.nodes, options.capacity_tokens, serving_layout(options.segment_tokens))
+        layout = options.layout or serving_layout(options.segment_tokens)
+        self.size = pool_size(options.nodes, options.capacity_tokens, layout)
         self.clock = Clock()
         self.network = Network(options.network, options.nodes)
         self.meter = Meter(options.nodes, self.size.layout.segment_bytes, BEGINS_S)
@@ -99,7 +111,7 @@ class Cluster:
         share = self.nodes[0].core.config.staged_share
         # What is fetched has to fit among the staged copies.
         window = int(share * self.size.node_segments)
-        self.engines = [Engine(node, window, finished) for node in self.nodes]
+        self.engines = [engine(node, window, finished) for node in self.nodes]
 
     @property
     def now_s(self) -> float:
@@ -111,9 +123,17 @@ class Cluster:
         self.messages[type(message)] += 1
         return message if self._late is None else self._late.pass_on(self.clock.now, sender, message)
 
-    def run(self, arrivals: Iterable[Arrival], look: Callable[[], None] = lambda: None) -> None:
-        """Serve the requests, in turn at each node, at their times; then let what is under way end. `look` is called at
-        the end of each window of the workload."""
+    def run(
+        self,
+        arrivals: Iterable[Arrival],
+        look: Callable[[], None] = lambda: None,
+        route: Route | None = None,
+        settle_s: float = SETTLE_S,
+    ) -> None:
+        """Serve the requests at their times; then let what is under way end, at most for `settle_s`.
+
+        `look` is called at the end of each window of the workload. `route`: in turn at each node without it.
+        """
 
         def closed(at_s: float) -> None:
             look()
@@ -122,8 +142,9 @@ class Cluster:
         self.clock.at(BEGINS_S + WINDOW_S, closed, WINDOW_S)
         for index, arrival in enumerate(arrivals):
             self.clock.run_until(BEGINS_S + arrival.at_s)
-            self.engines[index % len(self.engines)].serve(arrival)
-        until = self.clock.now + SETTLE_S
+            chosen = index % len(self.engines) if route is None else route(index, arrival)
+            self.engines[chosen].serve(arrival)
+        until = self.clock.now + settle_s
         while self.clock.now < until and not self.idle():
             self.clock.run_until(self.clock.now + 1.0)
 

@@ -22,7 +22,7 @@ from tokenlake_bench.simulation.node import CHECKSUM
 if TYPE_CHECKING:
     from tokenlake_bench.simulation.node import SimNode
 
-__all__ = ["SOCKET_S", "Engine", "Served"]
+__all__ = ["SOCKET_S", "Engine", "Served", "Steps"]
 
 SOCKET_S = 20e-6
 """From an engine to its daemon, and back."""
@@ -33,7 +33,7 @@ TENANT = "default"
 _ANSWERED = engine.Matched | engine.Fetched | engine.Prepared | engine.Committed
 _Step = engine.EngineRequest | float
 """A request that is answered, or seconds to wait."""
-_Steps = Generator[_Step, engine.EngineReply | None, None]
+Steps = Generator[_Step, engine.EngineReply | None, None]
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +63,7 @@ class Engine:
         self._window = max(1, min(WINDOW, window))
         self._finished = finished
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, _Steps] = {}
+        self._waiting: dict[int, Steps] = {}
         self.connection = 1
         self.joined = False
         self.open = 0
@@ -89,7 +89,7 @@ class Engine:
         if steps is not None:
             self._go_on(steps, message)
 
-    def _go_on(self, steps: _Steps, message: engine.EngineReply | None) -> None:
+    def _go_on(self, steps: Steps, message: engine.EngineReply | None) -> None:
         step = next(steps, None) if message is None else _send(steps, message)
         if isinstance(step, float):
             self._clock.after(step, self._woken, steps)
@@ -97,7 +97,7 @@ class Engine:
             self._waiting[step.id] = steps  # type: ignore[union-attr]
             self._tell(step)
 
-    def _woken(self, steps: _Steps) -> None:
+    def _woken(self, steps: Steps) -> None:
         self._go_on(steps, None)
 
     def _tell(self, message: engine.EngineRequest) -> None:
@@ -109,7 +109,7 @@ class Engine:
 
     # -- a request
 
-    def _request(self, served: Served) -> _Steps:
+    def _request(self, served: Served) -> Steps:
         keys = keys_of(served.arrival.chain, self._options.seed)
         began = self._clock.now
         if keys:
@@ -120,7 +120,7 @@ class Engine:
         self.open -= 1
         self._finished(served)
 
-    def _read(self, served: Served, keys: bytes) -> _Steps:
+    def _read(self, served: Served, keys: bytes) -> Steps:
         # Whoever computes the same began earlier; what it has to tell comes a little later than it is done.
         pending_s = 1.5 * self._compute_s(len(keys) // KEY_BYTES)
         matched = yield engine.Match(next(self._numbers), keys, 0.0, False, pending_s=pending_s)
@@ -150,7 +150,7 @@ class Engine:
                     self._tell(engine.Release(((matched.lease, stop, matched.hits),)))
                 return
 
-    def _store(self, served: Served, keys: bytes) -> _Steps:
+    def _store(self, served: Served, keys: bytes) -> Steps:
         first, count = served.hits, len(keys) // KEY_BYTES
         pause, until = RETRY_S, self._clock.now + PATIENCE_S
         while first < count:
@@ -174,7 +174,7 @@ class Engine:
             served.stored.update(map(Code, codes[:done]))
             first += done
 
-    def _write(self, prepared: engine.Prepared, codes: bytearray) -> _Steps:
+    def _write(self, prepared: engine.Prepared, codes: bytearray) -> Steps:
         """Compute and commit what is RESERVED of `codes`, which then say what became of it."""
         reserved = tuple(at for at, code in enumerate(codes) if code == Code.RESERVED)
         if compute_s := self._compute_s(len(reserved)):
@@ -192,7 +192,7 @@ class Engine:
 _LOCAL = bytes([Code.LOCAL])
 
 
-def _send(steps: _Steps, message: engine.EngineReply) -> _Step | None:
+def _send(steps: Steps, message: engine.EngineReply) -> _Step | None:
     try:
         return steps.send(message)
     except StopIteration:

@@ -17,8 +17,8 @@ from tokenlake.store import State
 from tokenlake.wire import Code
 from tokenlake_bench import balance
 from tokenlake_bench.simulation.arrivals import Arrival
-from tokenlake_bench.simulation.cluster import Cluster, SimulationOptions
-from tokenlake_bench.simulation.engine import Served
+from tokenlake_bench.simulation.cluster import SETTLE_S, Cluster, EngineMaker, Route, SimulationOptions
+from tokenlake_bench.simulation.engine import Engine, Served
 from tokenlake_bench.simulation.meter import WindowLoad
 
 __all__ = ["Measured", "Simulation", "Totals"]
@@ -70,13 +70,13 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 class Simulation:
     """One run; `cluster` may be looked at afterwards."""
 
-    def __init__(self, options: SimulationOptions) -> None:
+    def __init__(self, options: SimulationOptions, engine: EngineMaker = Engine) -> None:
         self.options = options
         self.done = 0
         """Requests so far."""
         self.cut_by: Counter[Code] = Counter()
         self.stored: Counter[Code] = Counter()
-        self.cluster = Cluster(options, self._finished)
+        self.cluster = Cluster(options, self._finished, engine)
         self._at_s = array("d")
         self._tokens = array("q")
         self._hits = array("q")
@@ -85,8 +85,14 @@ class Simulation:
         self._replicas: list[tuple[float, list[int]]] = []
         self._processor_s = 0.0
 
-    def run(self, arrivals: Iterable[Arrival], progress: Callable[[int], None] = lambda done: None) -> None:
-        """Serve all of them. `progress` is called with the number done, once per window."""
+    def run(
+        self,
+        arrivals: Iterable[Arrival],
+        progress: Callable[[int], None] = lambda done: None,
+        route: Route | None = None,
+        settle_s: float = SETTLE_S,
+    ) -> None:
+        """Serve all of them, as `Cluster.run` does. `progress` is called with the number done, once per window."""
 
         def look() -> None:
             self._replicas.append((self.cluster.now_s, [node.replicas() for node in self.cluster.nodes]))
@@ -94,7 +100,7 @@ class Simulation:
 
         began = time.process_time()
         with _rare_collections():
-            self.cluster.run(arrivals, look)
+            self.cluster.run(arrivals, look, route, settle_s)
         self._processor_s += time.process_time() - began
 
     def windows(self) -> list[WindowLoad]:

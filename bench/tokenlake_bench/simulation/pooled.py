@@ -1,0 +1,261 @@
+"""The pool under engines that take time: `NodeCore`s and the instances of the other systems on one clock.
+
+::
+
+    arrives -> waits for its turn -> match, fetch -> instance: prefill ............. decode -> finished
+                (`AHEAD` before it)  (links)         begins: memory is taken   `- stores what it computed
+
+What reaches an instance is what a router sends it that knows how much each has to do, and of the caches nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from tokenlake.core import events
+from tokenlake.errors import ConfigurationError
+from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.keys import KEY_BYTES
+from tokenlake.layout import Layout
+from tokenlake.store import Kind, Segment
+from tokenlake_bench.engine_model import EngineModel
+from tokenlake_bench.routing.clocked import ClockedInstance
+from tokenlake_bench.routing.instance import InstanceOptions, Job
+from tokenlake_bench.routing.outcome import Answered, SystemRow, row_of
+from tokenlake_bench.simulation.arrivals import Arrival, keys_of
+from tokenlake_bench.simulation.cluster import BEGINS_S, Route, SimulationOptions
+from tokenlake_bench.simulation.engine import TENANT, Engine, Served, Steps
+from tokenlake_bench.simulation.network import Link, NetworkShape
+from tokenlake_bench.simulation.node import SimNode
+from tokenlake_bench.simulation.run import Simulation
+
+__all__ = ["POOL", "POOL_REAL", "PooledRun", "engine_layout", "pool_options"]
+
+POOL, POOL_REAL = "pool", "pool-real"
+"""Requests under way take no memory from the pool, as beside routers of perfect knowledge; or they do."""
+AHEAD = 4
+"""Requests of an instance that read their prefix while those before them are computed."""
+DRAIN_S = 86_400.0
+"""At most, after the last arrival."""
+
+
+def engine_layout(engine: EngineModel, segment_tokens: int) -> Layout:
+    """Segments of as many bytes as the model's; nothing else of it is looked at."""
+    elements = engine.model.attention.cache_elements
+    return Layout(
+        model_id=engine.model.name,
+        weights_digest="00",
+        dtype="bfloat16",
+        layers=engine.model.layers,
+        kv_heads=1,
+        key_dim=elements // 2,
+        value_dim=elements - elements // 2,
+        position="none",
+        segment_tokens=segment_tokens,
+    )
+
+
+def pool_options(
+    engine: EngineModel,
+    *,
+    nodes: int,
+    capacity_tokens: int,
+    segment_tokens: int,
+    seed: int,
+    rules: dict[str, str],
+) -> SimulationOptions:
+    """A node is an instance: all its NICs are one connection. Where a node's memory is one region, its slots are what
+    the instance has of cache in the other systems."""
+    bandwidth = engine.gpus * engine.gpu.network_rate * engine.gpu.network_efficiency
+    return SimulationOptions(
+        nodes=nodes,
+        capacity_tokens=capacity_tokens,
+        segment_tokens=segment_tokens,
+        layout=engine_layout(engine, segment_tokens),
+        seed=seed,
+        network=NetworkShape(Link(bandwidth=bandwidth)),
+        rules=rules,
+    )
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """One request at its instance."""
+
+    served: Served
+    keys: bytes
+    first_s: float = 0.0
+    answered: bool = False
+    stored: bool = False
+
+
+class PooledEngine(Engine):
+    """An `Engine` whose requests go through an instance between reading and storing."""
+
+    def __init__(self, node: SimNode, window: int, finished: Callable[[Served], None], run: PooledRun) -> None:
+        super().__init__(node, window, finished)
+        self._run = run
+        self._turns: dict[int, _Turn] = {}
+        """Those that read, or are at the instance, by number."""
+        self._waiting_turns: deque[_Turn] = deque()
+        self._ahead = 0
+        """Those that read or have read, and have not begun to compute."""
+        self._memory: dict[int, list[Segment]] = {}
+        """Slots that hold requests under way, by number."""
+        self.backlog = 0
+        """Tokens of prompts that have no first token yet."""
+        memory = run.node_tokens if run.counts_memory else None
+        self._instance = ClockedInstance(
+            node.cluster.clock,
+            run.engine,
+            InstanceOptions(memory_tokens=memory),
+            begin=self._begin,
+            first=self._first,
+            finished=self._answered_all,
+        )
+
+    def serve(self, arrival: Arrival) -> None:
+        """See `Engine`."""
+        self.open += 1
+        self.backlog += arrival.tokens
+        served = Served(arrival, self._node.index)
+        self._waiting_turns.append(_Turn(served, keys_of(arrival.chain, self._options.seed)))
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        while self._waiting_turns and self._ahead < AHEAD:
+            self._ahead += 1
+            turn = self._waiting_turns.popleft()
+            number = self._run.next_number()
+            self._turns[number] = turn
+            self._go_on(self._fetch_and_submit(number, turn), None)
+
+    def _fetch_and_submit(self, number: int, turn: _Turn) -> Steps:
+        served, began = turn.served, self._clock.now
+        if turn.keys:
+            yield from self._read(served, turn.keys)
+        served.read_s = self._clock.now - began
+        arrival = served.arrival
+        hit = served.hits * self._options.segment_tokens
+        self._instance.submit(Job(number, arrival.tokens, max(1, arrival.output_tokens), cached=hit))
+
+    def _begin(self, job: Job, now: float) -> None:
+        self._ahead -= 1
+        if self._run.counts_memory:
+            served = self._turns[job.number].served
+            # What is here is shared with the pool; what came from elsewhere is a copy of the request's own.
+            here = (served.hits - served.remote) * self._options.segment_tokens
+            self._memory[job.number] = self._hold(job.prompt + job.output - here)
+        # Not within the instance's step: to read is to call on the node, which may call back.
+        self._clock.after(0.0, lambda _: self._read_ahead())
+
+    def _first(self, job: Job, now: float) -> None:
+        turn = self._turns[job.number]
+        turn.first_s = now
+        self.backlog -= job.prompt
+        self._clock.after(0.0, lambda _: self._go_on(self._store_computed(job.number, turn), None))
+
+    def _store_computed(self, number: int, turn: _Turn) -> Steps:
+        if turn.served.hits * KEY_BYTES < len(turn.keys):
+            yield from self._store(turn.served, turn.keys)
+        turn.stored = True
+        self._close(number, turn)
+
+    def _answered_all(self, job: Job, now: float) -> None:
+        turn = self._turns[job.number]
+        arrival = turn.served.arrival
+        self._run.answers.append(
+            Answered(
+                at_s=arrival.at_s,
+                prompt_tokens=arrival.tokens,
+                output_tokens=job.output,
+                hit_tokens=turn.served.hits * self._options.segment_tokens,
+                first_s=turn.first_s - BEGINS_S,
+                finished_s=now - BEGINS_S,
+            )
+        )
+        for segment in self._memory.pop(job.number, ()):
+            self._node.store.unpin(segment)
+        turn.answered = True
+        self._close(job.number, turn)
+
+    def _close(self, number: int, turn: _Turn) -> None:
+        if turn.answered and turn.stored:
+            del self._turns[number]
+            self.open -= 1
+            self._finished(turn.served)
+
+    def _hold(self, tokens: int) -> list[Segment]:
+        """Takes slots for `tokens` out of the pool, or all that can be had. Outside the index from the start, they are
+        what a slot is whose segment is gone while somebody still reads it."""
+        store, now = self._node.store, self._clock.now
+        slot_bytes = self._node.cluster.size.layout.segment_bytes
+        held: list[Segment] = []
+        for _ in range(-(-tokens // self._options.segment_tokens)):
+            key = SegmentKey(self._run.next_number().to_bytes(KEY_BYTES, "big"))
+            segment = store.reserve(TenantId(TENANT), slot_bytes, key, Kind.STAGED, 0, now)
+            if not isinstance(segment, Segment):
+                break
+            store.discard(segment, now)
+            held.append(segment)
+        # The node tells others of what went.
+        self._node.deliver(events.Tick())
+        return held
+
+
+class PooledRun:
+    """One workload through the pool. Deterministic."""
+
+    def __init__(self, options: SimulationOptions, engine: EngineModel, *, counts_memory: bool) -> None:
+        """`counts_memory`: requests under way take memory from the pool."""
+        self.engine = engine
+        self.counts_memory = counts_memory
+        self.answers: list[Answered] = []
+        self.node_tokens = options.capacity_tokens // options.nodes // options.segment_tokens * options.segment_tokens
+        self._numbers = count(1)
+        self._draw = random.Random(options.seed)
+        self._engines: list[PooledEngine] = []
+        self.simulation = Simulation(options, self._make)
+
+    def next_number(self) -> int:
+        """Never the same again."""
+        return next(self._numbers)
+
+    def _make(self, node: SimNode, window: int, finished: Callable[[Served], None]) -> Engine:
+        engine = PooledEngine(node, window, finished, self)
+        self._engines.append(engine)
+        return engine
+
+    def least_loaded(self, number: int, arrival: Arrival) -> int:
+        """The node with the fewest prompt tokens to compute, then the fewest requests; of equals, one drawn."""
+        loads = [(each.backlog, each.open) for each in self._engines]
+        least = min(loads)
+        return self._draw.choice([node for node, load in enumerate(loads) if load == least])
+
+    def run(
+        self,
+        arrivals: Sequence[Arrival],
+        progress: Callable[[int], None] = lambda done: None,
+        route: Route | None = None,
+    ) -> None:
+        """To the last token. `route`: `least_loaded` unless given. Raises ConfigurationError for no requests."""
+        if not arrivals:
+            raise ConfigurationError("requests", 0, "at least one")
+        self.simulation.run(arrivals, progress, route or self.least_loaded, DRAIN_S)
+
+    def row(self) -> SystemRow:
+        """Of all requests that are done, which must be one at least."""
+        simulation = self.simulation
+        totals = simulation.totals()
+        return row_of(
+            self.answers,
+            simulation.cluster.meter.log(0.0, float("inf")),
+            self.engine,
+            duplication=totals.duplication,
+            bytes_moved=totals.bytes_moved,
+            seed=simulation.options.seed,
+        )

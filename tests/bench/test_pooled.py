@@ -1,0 +1,103 @@
+"""The pool under simulated instances: memory, time and hits must add up."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.bench.test_simulation import conversations
+from tokenlake.errors import ConfigurationError
+from tokenlake_bench.baselines import Accesses, Prompt, infinite_cache
+from tokenlake_bench.engine_model import GPUS, MODELS, EngineModel
+from tokenlake_bench.routing import SYSTEMS, FleetOptions, run_system
+from tokenlake_bench.simulation.arrivals import accesses_of, arrivals_of
+from tokenlake_bench.simulation.pooled import PooledRun, engine_layout, pool_options
+
+ENGINE = EngineModel(MODELS["llama-3-8b"], GPUS["a100-80g"])
+TOKENS = 512
+
+
+def pooled(accesses: Accesses, nodes: int, node_segments: int, *, real: bool = False, seed: int = 0) -> PooledRun:
+    """A run that ended in order."""
+    options = pool_options(
+        ENGINE,
+        nodes=nodes,
+        capacity_tokens=nodes * node_segments * TOKENS,
+        segment_tokens=TOKENS,
+        seed=seed,
+        rules={},
+    )
+    run = PooledRun(options, ENGINE, counts_memory=real)
+    run.run(arrivals_of(accesses))
+    assert run.simulation.cluster.idle()
+    assert len(run.answers) == run.simulation.done == len(accesses.prompts)
+    run.simulation.cluster.check_integrity()
+    return run
+
+
+def with_answers(accesses: Accesses, output_tokens: int) -> Accesses:
+    prompts = [Prompt(p.tokens, p.chain, p.at_s, output_tokens) for p in accesses.prompts]
+    return Accesses(accesses.segment_tokens, prompts)
+
+
+def test_a_request_alone_takes_what_the_engine_model_says() -> None:
+    accesses = Accesses(TOKENS, [Prompt(1000, (0,), 0.0, 101)])
+    (answer,) = pooled(accesses, 1, 100).answers
+    # A match of one node takes microseconds.
+    assert answer.ttft_s == pytest.approx(ENGINE.prefill_s(1000), abs=1e-3)
+    assert answer.tpot_s == pytest.approx(ENGINE.decode_s(1, 1050), rel=0.01)
+
+
+def test_a_prefix_that_came_over_the_network_is_not_computed_again() -> None:
+    chain = tuple(range(8))
+    accesses = Accesses(TOKENS, [Prompt(8 * TOKENS + 10, chain, 30.0 * at, 2) for at in range(6)])
+    run = pooled(accesses, 2, 100)
+    first, *others = run.answers
+    assert first.hit_tokens == 0
+    assert all(answer.hit_tokens == 8 * TOKENS for answer in others)
+    assert all(answer.ttft_s < first.ttft_s / 2 for answer in others)
+    assert run.simulation.cluster.network.nbytes > 0
+
+
+def test_a_pool_that_holds_everything_finds_what_there_is_and_equal_seeds_agree() -> None:
+    accesses = with_answers(conversations(120, gap_s=4.0), 20)
+    run = pooled(accesses, 4, 2000)
+    ideal = infinite_cache(accesses)
+    assert run.row().token_hit_rate == pytest.approx(ideal.rate, rel=0.02)
+    assert msgspec.structs.asdict(pooled(accesses, 4, 2000).row()) == msgspec.structs.asdict(run.row())
+    assert pooled(accesses, 4, 2000, seed=1).row() != run.row()
+
+
+def test_requests_under_way_take_memory_and_give_it_back() -> None:
+    accesses = with_answers(conversations(200, gap_s=0.3), 400)
+    free, real = (pooled(accesses, 2, 120, real=real) for real in (False, True))
+    assert real.row().token_hit_rate < free.row().token_hit_rate - 0.02
+    for node in real.simulation.cluster.nodes:
+        assert all(pool.quarantined == 0 for pool in node.store.pools())
+
+
+def test_without_anything_in_common_the_pool_is_as_fast_as_round_robin() -> None:
+    prompts = [Prompt(4096, tuple(range(8 * at, 8 * at + 8)), 1.0 * at, 50) for at in range(80)]
+    accesses = Accesses(TOKENS, prompts)
+    fleet = FleetOptions(instances=4, capacity_tokens=4 * 500 * TOKENS, engine=ENGINE)
+    other = run_system(accesses, SYSTEMS["round-robin-perfect"], fleet)
+    row = pooled(accesses, 4, 500).row()
+    assert row.token_hit_rate == other.token_hit_rate == 0
+    assert row.ttft_p50_ms == pytest.approx(other.ttft_p50_ms, rel=0.02)
+    assert row.tpot_p50_ms == pytest.approx(other.tpot_p50_ms, rel=0.02)
+
+
+def test_accesses_survive_the_way_through_arrivals() -> None:
+    accesses = with_answers(conversations(20), 7)
+    assert accesses_of(arrivals_of(accesses), TOKENS) == accesses
+
+
+def test_segments_weigh_what_the_model_says() -> None:
+    for model in MODELS.values():
+        engine = EngineModel.fitting(model, GPUS["h200"])
+        assert engine_layout(engine, TOKENS).segment_bytes == TOKENS * model.cache_bytes
+
+
+def test_no_requests_are_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match="requests"):
+        pooled(Accesses(TOKENS, []), 2, 100)
