@@ -177,9 +177,9 @@ class EngineListener:
                 self._send(connection, engine.Failed(number, LimitReached.__name__, reason))
                 return
             connection.in_flight += 1
-        elif isinstance(message, engine.Advise) and _beyond(connection, message):
+        elif reason := _too_many_keys(message):
             # It is not answered: whoever sends more than our clients do is no client of this protocol.
-            self._refuse(connection, 0, LimitReached(_beyond(connection, message)))
+            self._refuse(connection, 0, LimitReached(reason))
             return
         self._driver.handle(events.Requested(connection.number, message))
 
@@ -407,7 +407,14 @@ class EngineListener:
 
 
 def _beyond(connection: _Connection, message: engine.EngineRequest) -> str:
-    """The bound that a request is beyond; empty when it is within all."""
+    """The bound that a request that is to be answered is beyond; empty when it is within all."""
+    if connection.in_flight >= MAX_IN_FLIGHT:
+        return f"limit 'max_in_flight' of {MAX_IN_FLIGHT} unanswered requests is reached"
+    return _too_many_keys(message)
+
+
+def _too_many_keys(message: engine.EngineRequest) -> str:
+    """As `_beyond`, of what it names alone."""
     keys = 0
     if isinstance(message, engine.Match | engine.Prepare | engine.Advise):
         keys = len(message.keys) // KEY_BYTES
@@ -415,8 +422,6 @@ def _beyond(connection: _Connection, message: engine.EngineRequest) -> str:
         keys = len(message.indices)
     if keys > MAX_KEYS:
         return f"{keys} segments in one request; limit 'max_keys' is {MAX_KEYS}"
-    if connection.in_flight >= MAX_IN_FLIGHT:
-        return f"limit 'max_in_flight' of {MAX_IN_FLIGHT} unanswered requests is reached"
     return ""
 
 

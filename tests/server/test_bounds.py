@@ -24,6 +24,7 @@ from tests.robustness.live import (
     wait_until,
 )
 from tests.server.raw import Raw, hello
+from tokenlake.advice import Advice, Outlook
 from tokenlake.errors import LimitReached
 from tokenlake.layout import Layout
 from tokenlake.wire import Code, engine, pack_frame
@@ -111,6 +112,8 @@ def test_requests_in_flight_are_bounded() -> None:
             raw.write(
                 b"".join(pack_frame(engine.Match(at, draw.randbytes(32 * 16), 2.0)) for at in range(2, 2 + count))
             )
+            # A hint waits for no answer, so it is beyond no such bound.
+            raw.send(engine.Advise(bytes(32), Advice(Outlook.OVER)))
             replies = [raw.reply() for _ in range(count)]
             cluster.nodes[1].thaw()
             refused = [reply for reply in replies if isinstance(reply, engine.Failed)]
