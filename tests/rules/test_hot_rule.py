@@ -80,8 +80,8 @@ def test_copies_go_when_nobody_read_them_for_long() -> None:
     assert rule.decide(30.0, busy(1.5), at_first)
     changes = {at_s: rule.decide(at_s, EVEN, at_first) for at_s in range(31, 400)}
     (dropped_s,) = [at_s for at_s, change in changes.items() if change == [Change(item(1), 1)]]
-    # Half of a minute counts as 10.3 reads a second, a quarter of ten is reached two half-lives later; then 20 s pass.
-    assert 30 + 120 + 20 <= dropped_s <= 30 + 125 + 20
+    # A quarter of ten reads a second is reached after 135 s; then 20 s pass.
+    assert 180 <= dropped_s <= 192
     assert len(rule) == 0
 
 

@@ -57,7 +57,14 @@ def test_what_is_forgotten_begins_anew() -> None:
     sketch.forget("a")
     assert sketch.rate("a", 0.0) == 0.0
     sketch.add("a", 1.0, 0.0)
-    assert sketch.rate("a", 0.0) == math.log(2) / HALF_LIFE_S
+    assert sketch.count("a", 0.0) == 1.0
+
+
+def test_the_rate_of_a_young_stream_is_its_own() -> None:
+    sketch: SpaceSaving[str] = SpaceSaving(2, HALF_LIFE_S)
+    for step in range(10):
+        sketch.add("a", 3.0, 100.0 + step * 0.1)
+    assert 28.0 < sketch.rate("a", 101.0) < 32.0
 
 
 def test_counts_survive_years() -> None:

@@ -191,7 +191,7 @@ class HotRule:
     def _shrink(self, item: HotItem, hot: _Hot, mean: float, now: float) -> Change | None:
         """Fewer copies where it has had too many for long: made for a crowd, or while all nodes had little to do."""
         fit = max(2, math.ceil(MOST_COPIES * self._decides.rate(item, now) / self._share(item, mean)))
-        if hot.copies <= SPARE * fit or now < hot.since + 2 * DECIDES_S:
+        if hot.copies <= SPARE * fit or now < hot.since + DECIDES_S:
             hot.spare_since = None
         elif hot.spare_since is None:
             hot.spare_since = now
@@ -206,9 +206,9 @@ class HotRule:
 
     def _rate(self, item: HotItem, now: float) -> float:
         """Bytes per second, 0 where too few reads stand behind it."""
-        least = LEAST_READS * self._shapes[item].slot_bytes * math.log(2)
-        fast, slow = self._reacts.rate(item, now), self._decides.rate(item, now)
-        return max(fast if fast >= least / REACTS_S else 0.0, slow if slow >= least / DECIDES_S else 0.0)
+        least = LEAST_READS * self._shapes[item].slot_bytes
+        counts = (self._reacts, self._decides)
+        return max(count.rate(item, now) if count.count(item, now) >= least else 0.0 for count in counts)
 
     def _all(self, now: float) -> list[Heavy[HotItem]]:
         """What one of the counts has, each once."""
