@@ -104,8 +104,8 @@ def read_mooncake(
     request whose prompt contains the last full block of an earlier prompt goes on where that one ended (a
     first block, which all requests may share, does not count).
 
-    A malformed line is passed over and counted. Raises TraceError for a file that cannot be read, is empty, goes back in
-    time, or has more malformed lines than `MALFORMED_SHARE`; ConfigurationError for an argument out of range.
+    A malformed line is passed over and counted. Raises TraceError for a file that cannot be read, is empty, goes back
+    in time, or has more malformed lines than `MALFORMED_SHARE`; ConfigurationError for an argument out of range.
     """
     if limit is not None and limit < 1:
         raise ConfigurationError("limit", limit, "at least 1")
