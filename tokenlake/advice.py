@@ -19,7 +19,7 @@ from tokenlake.wire.fields import Index
 __all__ = ["MAX_LABEL", "MAX_TTL_S", "NEVER", "NO_ADVICE", "NO_USE", "Advice", "Outlook", "Use"]
 
 MAX_LABEL = 32
-"""Characters of a category or a stop reason: policies keep statistics by them."""
+"""Characters of a category or a stop reason, all printable: policies keep statistics by them."""
 MAX_TTL_S = 7 * 86400.0
 """Nothing is asked to be kept, or to go, later than this."""
 
@@ -89,10 +89,9 @@ class Advice(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def __post_init__(self) -> None:
         if not Outlook.UNKNOWN <= self.outlook <= Outlook.OVER:
             raise ValueError(f"advice field 'outlook' is {self.outlook}; 0 (unknown), 1 (goes on) or 2 (over)")
-        if len(self.category) > MAX_LABEL:
-            raise ValueError(f"advice field 'category' has {len(self.category)} characters; at most {MAX_LABEL}")
-        if len(self.stop_reason) > MAX_LABEL:
-            raise ValueError(f"advice field 'stop_reason' has {len(self.stop_reason)} characters; at most {MAX_LABEL}")
+        for name, label in (("category", self.category), ("stop_reason", self.stop_reason)):
+            if len(label) > MAX_LABEL or not label.isprintable():
+                raise ValueError(f"advice field {name!r} has {len(label)} characters; at most {MAX_LABEL}, printable")
         if not -1 <= self.priority <= 1:
             raise ValueError(f"advice field 'priority' is {self.priority}; -1 (low), 0 or 1 (high)")
         if not 0 <= self.ttl_s <= MAX_TTL_S:

@@ -33,6 +33,8 @@ def test_what_a_request_says() -> None:
         ({"priority": True}, "'priority'"),
         ({"ttl_s": float("nan")}, "'ttl_s' is nan"),
         ({"ttl_s": "600"}, "'ttl_s'"),
+        ({"ttl_s": 10**400}, "'ttl_s'"),
+        ({"category": "\ud800"}, "'category'"),
     ],
 )
 def test_what_has_no_meaning_is_named(said: Any, named: str) -> None:

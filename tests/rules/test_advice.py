@@ -14,6 +14,8 @@ BAD: list[dict[str, Any]] = [
     {"outlook": -1},
     {"category": "x" * (MAX_LABEL + 1)},
     {"stop_reason": "x" * (MAX_LABEL + 1)},
+    {"category": "two\nlines"},
+    {"stop_reason": "\x1b[2J"},
     {"priority": 2},
     {"priority": -2},
     {"ttl_s": float("nan")},

@@ -34,8 +34,8 @@ def advice_of(params: Mapping[str, Any] | None) -> Advice | None:
     outlook = said.get("outlook", "unknown")
     if outlook not in _OUTLOOKS:
         raise ValueError(f"field 'outlook' of {KEY!r} in kv_transfer_params is {outlook!r}; {', '.join(_OUTLOOKS)}")
-    priority, ttl_s = said.get("priority", 0), float(said.get("ttl_s", 0.0))
-    return Advice(_OUTLOOKS[outlook], said.get("category", ""), priority=priority, ttl_s=ttl_s)
+    rest = {name: value for name, value in said.items() if name != "outlook"}
+    return Advice(_OUTLOOKS[outlook], **rest)
 
 
 def at_the_end(advice: Advice | None, stop_reason: str) -> Advice:
