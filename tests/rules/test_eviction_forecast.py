@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 
+import msgspec
+import numpy as np
 import pytest
 
 from tests.rules.eviction_scene import Memory, key_of
 from tokenlake.advice import NO_ADVICE, Advice, Use
-from tokenlake.store.eviction import forecast
+from tokenlake.store.eviction import forecast, odds
 from tokenlake.store.eviction.forecast import GHOST_S, Forecast
 
 SHORT = Advice(use=Use(segments=2, hits=1, turn=1, gap_s=30.0, left=0))
@@ -86,7 +88,21 @@ def test_equal_statistics_lead_to_equal_decisions() -> None:
     assert fresh.evicted != lives[0].evicted
 
 
-@pytest.mark.parametrize("damaged", [b"x", b"\xc1", Forecast().save()[:-1], Forecast().save() + b"x"])
+def _changed(**fields: object) -> bytes:
+    return msgspec.msgpack.encode(msgspec.structs.replace(odds._decoder.decode(Forecast().save()), **fields))
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"x",
+        b"\xc1",
+        Forecast().save()[:-1],
+        Forecast().save() + b"x",
+        _changed(labels=((0, "", ""), (1, "", ""), (1, "", ""))),
+        _changed(weights=np.full(len(odds._decoder.decode(Forecast().save()).weights) // 8, 1e308).tobytes()),
+    ],
+)
 def test_damaged_statistics_are_refused_and_nothing_changes(damaged: bytes) -> None:
     policy = Forecast()
     with pytest.raises(ValueError, match="statistics of re-use"):

@@ -202,6 +202,10 @@ def test_saving_changes_nothing() -> None:
         lambda saved: _changed(saved, ended=b""),
         lambda saved: _changed(saved, used=np.full(USES * AGES, np.nan).tobytes()),
         lambda saved: _changed(saved, ended=np.full(USES * AGES, -1.0).tobytes()),
+        lambda saved: _changed(saved, ended=np.full(USES * AGES, 1e308).tobytes()),
+        lambda saved: _changed(
+            saved, labels=((0, "", ""), (1, "", ""), (1, "", "")), ended=_counts(2), used=_counts(2)
+        ),
     ],
 )
 def test_damaged_statistics_are_refused_and_nothing_changes(damage: object) -> None:
@@ -210,6 +214,10 @@ def test_damaged_statistics_are_refused_and_nothing_changes(damage: object) -> N
     with pytest.raises(ValueError, match="statistics of re-use"):
         policy.restore(damage(saved))  # type: ignore[operator]
     assert policy.save() == saved
+
+
+def _counts(labels: int) -> bytes:
+    return np.zeros(labels * USES * AGES).tobytes()
 
 
 def _changed(saved: bytes, **fields: object) -> bytes:
