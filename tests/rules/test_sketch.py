@@ -60,6 +60,13 @@ def test_what_is_forgotten_begins_anew() -> None:
     assert sketch.count("a", 0.0) == 1.0
 
 
+def test_what_nobody_counts_any_more_fades_whoever_asks_first() -> None:
+    sketch: SpaceSaving[str] = SpaceSaving(4, HALF_LIFE_S)
+    sketch.add("a", 1e6, 0.0)
+    assert sketch.count("a", 65 * HALF_LIFE_S) < 1e-9
+    assert sketch.rate("a", 200 * HALF_LIFE_S) < 1e-9
+
+
 def test_the_rate_of_a_young_stream_is_its_own() -> None:
     sketch: SpaceSaving[str] = SpaceSaving(2, HALF_LIFE_S)
     for step in range(10):

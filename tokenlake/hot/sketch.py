@@ -74,8 +74,10 @@ class SpaceSaving(Generic[Item]):
 
     def count(self, item: Item, now: float) -> float:
         """What `item` has, decayed, at least; 0 when it is not among the heaviest."""
+        # In this order: counts are scaled back when it is long ago that they were.
+        growth = self._growth(now)
         count, error, _ = self._counts.get(item, (0.0, 0.0, 0.0))
-        return (count - error) / self._growth(now)
+        return (count - error) / growth
 
     def heaviest(self, now: float) -> Iterator[Heavy[Item]]:
         """All counted items, in the order in which they came among them."""
