@@ -50,8 +50,25 @@ def test_alone_it_takes_all_but_not_all_at_once() -> None:
 def test_what_is_saved_up_is_bounded() -> None:
     background = Background(0.9)
     background.departs(1 << 50, background=False)
-    assert background.may_depart(MOST_CREDIT)
-    assert not background.may_depart(MOST_CREDIT + 1)
+    background.departs(MOST_CREDIT - 1, background=True)
+    background.returned(background=True)
+    assert background.may_depart(1)
+    assert not background.may_depart(2)
+
+
+def test_a_segment_that_is_more_than_can_be_saved_up_comes_all_the_same() -> None:
+    background = Background(0.5)
+    background.departs(MIB, background=False)
+    assert not background.may_depart(2 * MOST_CREDIT)
+    background.departs(MOST_CREDIT, background=False)
+    assert background.may_depart(2 * MOST_CREDIT)
+    background.departs(2 * MOST_CREDIT, background=True)
+    background.returned(background=True)
+    # What was more than its share is made up for first.
+    background.departs(MOST_CREDIT, background=False)
+    assert not background.may_depart(MIB)
+    background.departs(2 * MIB, background=False)
+    assert background.may_depart(MIB)
 
 
 def test_pieces_take_a_moment_and_are_never_nothing() -> None:

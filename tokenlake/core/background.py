@@ -33,13 +33,15 @@ class Background:
 
     def may_depart(self, nbytes: int) -> bool:
         """May a piece of so many bytes be asked for now?"""
-        return self._pieces < FLIGHTS and (not self._reads or self._credit >= nbytes)
+        # A single segment may be more than can be saved up.
+        return self._pieces < FLIGHTS and (not self._reads or self._credit >= min(nbytes, MOST_CREDIT))
 
     def departs(self, nbytes: int, *, background: bool) -> None:
         """So many bytes are asked for."""
         if background:
             self._pieces += 1
-            self._credit = max(0.0, self._credit - nbytes)
+            left = self._credit - nbytes
+            self._credit = left if self._reads else max(0.0, left)
         else:
             self._reads += 1
             self._credit = min(MOST_CREDIT, self._credit + nbytes * self._per_read_byte)
