@@ -112,6 +112,20 @@ def test_high_priority_ends_without_a_use() -> None:
     assert 1 in scene.here()
 
 
+@every_policy
+def test_a_time_to_live_goes_on_when_high_priority_ends(make: Callable[[], EvictionPolicy]) -> None:
+    scene = Scene(make)
+    for number in range(SLOTS):
+        scene.add(number, 0.0, Advice(priority=1, ttl_s=1.5 * HIGH_S) if number == 0 else NO_ADVICE)
+    others = [scene.segments[number] for number in range(1, SLOTS)]
+    for now in (0.9 * HIGH_S, 1.4 * HIGH_S):
+        # Nobody needs memory, and the policy hears the time.
+        scene.store.touch(others, now)
+        next(iter(scene.store.pools())).retention.overdue(now)
+    scene.add(100, 1.5 * HIGH_S + 1.0)
+    assert scene.gone() == [0]
+
+
 def test_a_late_word_changes_the_lane_and_is_no_use() -> None:
     scene = Scene()
     for number in range(SLOTS):

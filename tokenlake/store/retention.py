@@ -157,6 +157,8 @@ class Retention:
         touched = segment.touched
         self._lanes[segment.lane].remove(segment, touched, evicted=False)
         self._put(segment, lane, touched)
+        # A policy may know of a later time, and take that.
+        segment.touched = touched
         self._watch(segment, touched)
 
     def _watch(self, segment: Segment, now: float) -> None:
