@@ -201,7 +201,13 @@ def test_the_command_measures_each_mode_and_writes_what_it_prints(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("flag", "value", "named"),
-    [("--warm-s", "5", "warm_s"), ("--hot", "perhaps", "hot"), ("--nodes", "0", "nodes"), ("--rate", "0", "rate")],
+    [
+        ("--warm-s", "5", "warm_s"),
+        ("--steady-s", "0", "steady_s"),
+        ("--hot", "perhaps", "hot"),
+        ("--nodes", "0", "nodes"),
+        ("--rate", "0", "rate"),
+    ],
 )
 def test_arguments_without_meaning_are_refused_by_name(tmp_path: Path, flag: str, value: str, named: str) -> None:
     trace = tmp_path / "small.jsonl"

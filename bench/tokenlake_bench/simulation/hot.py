@@ -60,6 +60,8 @@ class HotArguments:
             value = getattr(self, field)
             if value < 0 or value % WINDOW_S:
                 raise ConfigurationError(field, value, f"a multiple of {WINDOW_S:g} seconds, at least 0")
+        if not self.steady_s:
+            raise ConfigurationError("steady_s", self.steady_s, f"at least {WINDOW_S:g} seconds")
         for mode in self.hot:
             if mode not in MODES:
                 raise ConfigurationError("hot", mode, f"some of {', '.join(MODES)}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 from tokenlake.core import events
@@ -21,7 +21,7 @@ from tokenlake.errors import ConfigurationError
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
 from tokenlake.layout import Layout
-from tokenlake.store import Kind, Segment
+from tokenlake.store import Kind, Segment, State
 from tokenlake_bench.engine_model import EngineModel
 from tokenlake_bench.routing.clocked import ClockedInstance
 from tokenlake_bench.routing.instance import InstanceOptions, Job
@@ -83,6 +83,16 @@ def pool_options(
 
 
 @dataclass(slots=True, eq=False)
+class _Memory:
+    """Of one request, prompt and answer: `slots`, as far as they could be had."""
+
+    slots: int
+    shared: list[Segment] = field(default_factory=list)
+    """The pool's own, pinned."""
+    own: list[Segment] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
 class _Turn:
     """One request at its instance."""
 
@@ -104,8 +114,8 @@ class PooledEngine(Engine):
         self._waiting_turns: deque[_Turn] = deque()
         self._ahead = 0
         """Those that read or have read, and have not begun to compute."""
-        self._memory: dict[int, list[Segment]] = {}
-        """Slots that hold requests under way, by number."""
+        self._memory: dict[int, _Memory] = {}
+        """Of requests under way, by number."""
         self.backlog = 0
         """Tokens of prompts that have no first token yet."""
         memory = run.node_tokens if run.counts_memory else None
@@ -146,10 +156,10 @@ class PooledEngine(Engine):
     def _begin(self, job: Job, now: float) -> None:
         self._ahead -= 1
         if self._run.counts_memory:
-            served = self._turns[job.number].served
-            # What is here is shared with the pool; what came from elsewhere is a copy of the request's own.
-            here = (served.hits - served.remote) * self._options.segment_tokens
-            self._memory[job.number] = self._hold(job.prompt + job.output - here)
+            turn = self._turns[job.number]
+            memory = self._memory[job.number] = _Memory(-(-(job.prompt + job.output) // self._options.segment_tokens))
+            self._share(memory, turn.keys[: turn.served.hits * KEY_BYTES])
+            self._hold(memory)
         # Not within the instance's step: to read is to call on the node, which may call back.
         self._clock.after(0.0, lambda _: self._read_ahead())
 
@@ -160,8 +170,16 @@ class PooledEngine(Engine):
         self._clock.after(0.0, lambda _: self._go_on(self._store_computed(job.number, turn), None))
 
     def _store_computed(self, number: int, turn: _Turn) -> Steps:
-        if turn.served.hits * KEY_BYTES < len(turn.keys):
+        new = turn.keys[turn.served.hits * KEY_BYTES :]
+        memory = self._memory.get(number)
+        if memory is not None:
+            # The computed segments become the pool's: the same memory under another name.
+            self._release(memory.own, len(new) // KEY_BYTES)
+        if new:
             yield from self._store(turn.served, turn.keys)
+        if memory is not None and not turn.answered:
+            self._share(memory, new)
+            self._hold(memory)
         turn.stored = True
         self._close(number, turn)
 
@@ -178,8 +196,10 @@ class PooledEngine(Engine):
                 finished_s=now - BEGINS_S,
             )
         )
-        for segment in self._memory.pop(job.number, ()):
-            self._node.store.unpin(segment)
+        memory = self._memory.pop(job.number, None)
+        if memory is not None:
+            self._release(memory.own, len(memory.own))
+            self._release(memory.shared, len(memory.shared))
         turn.answered = True
         self._close(job.number, turn)
 
@@ -189,22 +209,36 @@ class PooledEngine(Engine):
             self.open -= 1
             self._finished(turn.served)
 
-    def _hold(self, tokens: int) -> list[Segment]:
-        """Takes slots for `tokens` out of the pool, or all that can be had. Outside the index from the start, they are
+    # -- memory of requests under way
+
+    def _share(self, memory: _Memory, keys: bytes) -> None:
+        """Those of these segments that are here stay here: the request computes on them."""
+        index = self._node.store.index(TenantId(TENANT))
+        for at in range(0, len(keys), KEY_BYTES):
+            segment = index.get(SegmentKey(keys[at : at + KEY_BYTES]))
+            if segment is not None and segment.state is State.READY:
+                self._node.store.pin(segment)
+                memory.shared.append(segment)
+
+    def _hold(self, memory: _Memory) -> None:
+        """Takes slots for the rest out of the pool, or all that can be had. Outside the index from the start, they are
         what a slot is whose segment is gone while somebody still reads it."""
         store, now = self._node.store, self._clock.now
         slot_bytes = self._node.cluster.size.layout.segment_bytes
-        held: list[Segment] = []
-        for _ in range(-(-tokens // self._options.segment_tokens)):
+        self._release(memory.own, len(memory.own) + len(memory.shared) - memory.slots)
+        while len(memory.own) + len(memory.shared) < memory.slots:
             key = SegmentKey(self._run.next_number().to_bytes(KEY_BYTES, "big"))
             segment = store.reserve(TenantId(TENANT), slot_bytes, key, Kind.STAGED, 0, now)
             if not isinstance(segment, Segment):
                 break
             store.discard(segment, now)
-            held.append(segment)
+            memory.own.append(segment)
         # The node tells others of what went.
         self._node.deliver(events.Tick())
-        return held
+
+    def _release(self, segments: list[Segment], most: int) -> None:
+        for _ in range(min(most, len(segments))):
+            self._node.store.unpin(segments.pop())
 
 
 class PooledRun:

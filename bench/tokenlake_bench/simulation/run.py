@@ -62,6 +62,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     messages_per_request: float
     messages_per_request_by_type: dict[str, float]
     events: int
+    replicas_made: int
     processor_s: float
     stored: dict[str, int]
     cut_by: dict[str, int]
@@ -158,6 +159,7 @@ class Simulation:
                 kind.__name__: round(count / done, 2) for kind, count in cluster.messages.most_common()
             },
             events=cluster.clock.asked,
+            replicas_made=len(cluster.meter.replicas_made),
             processor_s=self._processor_s,
             stored={code.name: self.stored[code] for code in sorted(self.stored)},
             cut_by={code.name: self.cut_by[code] for code in sorted(self.cut_by)},
