@@ -279,3 +279,25 @@ def test_a_planned_batch_is_spread_exactly() -> None:
         ask(reader.processes[0], engine.Match, key, 0.0, True, "", None, 0, 0.0, True)
     cluster.run_for(0.05)
     assert [len(said(cluster, node, peer.LookupReply)) - before[node] for node in range(4)] == [2, 2, 2, 2]
+
+
+def test_a_copy_of_which_no_more_may_be_leased_is_still_there() -> None:
+    """Its node says UNKNOWN: the home keeps it in its set, and the holder in its directory."""
+    cluster, engines, key = hot(nodes=5)
+    reader = 4
+    cluster.core(reader).store.discard(copies(cluster, key)[reader], cluster.clock.now)
+    for node in range(4):
+        serving = cluster.core(node)._serving
+        for pool in cluster.core(node).store.pools():
+            serving._leased[pool] += 1000
+    for _ in range(8):
+        assert match(cluster, engines[reader], [key]).hits == 0
+    cluster.run_for(0.1)
+    for node in range(4):
+        serving = cluster.core(node)._serving
+        for pool in cluster.core(node).store.pools():
+            serving._leased[pool] -= 1000
+    home = cluster.core(0)
+    assert home._context.directory.get(copies(cluster, key)[0].tenant, key, cluster.clock.now) is not None
+    assert not said(cluster, reader, peer.Evicted)
+    assert read(cluster, engines[reader], [key]) == [Code.LOCAL]

@@ -172,10 +172,11 @@ class Hot:
         self._context.counters.add(CHOSEN, len(chosen))
         return chosen
 
-    def missed(self, tenant: TenantId, keys: Sequence[SegmentKey], node: NodeId, *, denied: bool) -> None:
-        """What `node` was asked for is asked elsewhere. `denied`: it said that it has no copies; the homes are told."""
-        self._context.counters.add(MISSED, len(keys))
-        for home, homed in self._context.by_home(keys if denied else ()).items():
+    def missed(self, tenant: TenantId, missed: int, denied: Sequence[SegmentKey], node: NodeId) -> None:
+        """So many that `node` was asked for are asked elsewhere. `denied`: it said that it does not have these; their
+        homes are told."""
+        self._context.counters.add(MISSED, missed)
+        for home, homed in self._context.by_home(denied).items():
             if home == self._context.node:
                 self.gone(tenant, homed, node)
             else:

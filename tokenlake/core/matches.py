@@ -60,6 +60,8 @@ OWN_SHARE = 0.25
 """Of a match's deadline: so long the own directory waits for the first answer of another node."""
 _HOME_ANSWERS = (Code.PENDING, Code.MISSING, Code.UNKNOWN)
 """What a lookup says of a key that is neither leased nor elsewhere."""
+_NOT_THERE = (Code.PENDING, Code.MISSING, Code.ELSEWHERE)
+"""What it says of a key of which there is no copy."""
 # Looked up once: each access to a member of an enum costs Python 3.11 some 100 ns, and there is one per key.
 _LOCAL, _REMOTE, _MISSING, _UNKNOWN, _ELSEWHERE = Code.LOCAL, Code.REMOTE, Code.MISSING, Code.UNKNOWN, Code.ELSEWHERE
 
@@ -150,14 +152,19 @@ class Matches:
                 match.given_up.append(asked[node])
                 match.waiting -= 1
             silent = [index for index, each in match.hot.items() if each == node]
-            self._ask_candidates(match, node, silent, wanted, denied=False)
+            self._ask_candidates(match, node, silent, wanted, [])
         self._add_own(match, wanted)
         self._send(match, wanted)
 
     def _ask_candidates(
-        self, match: MatchUnderWay, node: NodeId, indices: list[int], wanted: dict[NodeId, list[int]], *, denied: bool
+        self,
+        match: MatchUnderWay,
+        node: NodeId,
+        indices: list[int],
+        wanted: dict[NodeId, list[int]],
+        denied: list[int],
     ) -> None:
-        """A copy at `node` was of no use for these hot ones."""
+        """A copy at `node` was of no use for these hot ones. `denied`: those of which it said that it has none."""
         for index in indices:
             del match.hot[index]
             for candidate in dict.fromkeys(match.candidates[index]):
@@ -165,7 +172,8 @@ class Matches:
                     match.own.append(index)
                 elif candidate != node:
                     wanted.setdefault(candidate, []).append(index)
-        self._hot.missed(match.process.session.tenant, [match.keys[index] for index in indices], node, denied=denied)
+        absent = [match.keys[index] for index in denied]
+        self._hot.missed(match.process.session.tenant, len(indices), absent, node)
 
     def _add_own(self, match: MatchUnderWay, wanted: dict[NodeId, list[int]]) -> None:
         own, match.own = match.own, []
@@ -224,6 +232,7 @@ class Matches:
         if not any(given_up is indices for given_up in match.given_up):
             match.waiting -= 1
         second: dict[NodeId, list[int]] = {}
+        denied: list[int] = []
         if reply is None:
             match.silent.append(node)
         if isinstance(reply, peer_wire.LookupReply) and len(reply.codes) == len(indices):
@@ -233,13 +242,15 @@ class Matches:
                 if deepest >= 0:
                     match.pasts.append((indices[deepest], reply.past, reply.past_age_s))
             missed = [i for i, code in zip(indices, reply.codes, strict=True) if i in match.hot and code != _LOCAL]
+            # UNKNOWN does not say that it is not there: perhaps no more of it may be leased now.
+            denied = [i for i, code in zip(indices, reply.codes, strict=True) if i in match.hot and code in _NOT_THERE]
             self._take(match, node, indices, reply, second)
             for index in [index for index in indices if index in match.hot and index not in missed]:
                 del match.hot[index]
         else:
             missed = [index for index in indices if index in match.hot]
         if missed:
-            self._ask_candidates(match, node, missed, second, denied=reply is not None)
+            self._ask_candidates(match, node, missed, second, denied)
         if match.own:
             self._add_own(match, second)
         if second and self._context.now < match.deadline:
