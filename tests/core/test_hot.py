@@ -233,6 +233,7 @@ def test_reads_of_a_replica_keep_the_home_copy() -> None:
     "entries",
     [
         (peer.HotEntry("red", bytes(32), (0, 99)),),
+        (peer.HotEntry("red", bytes(32), (0, 1) * NODES),),
         tuple(peer.HotEntry("red", bytes(32), (0,)) for _ in range(5000)),
     ],
 )

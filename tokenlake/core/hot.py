@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 from tokenlake.core.context import Context
@@ -103,6 +104,8 @@ class Hot:
         members = self._context.ring.members
         if len(message.entries) > MAX_COUNTED:
             raise ValueError(f"a hot set of {len(message.entries)} segments; at most {MAX_COUNTED}")
+        if any(len(entry.nodes) > len(members) for entry in message.entries):
+            raise ValueError(f"a hot set names more nodes than the ring's {len(members)}")
         if any(index >= len(members) for entry in message.entries for index in entry.nodes):
             raise ValueError(f"a hot set names a node beyond the ring's {len(members)}")
         peer = self._peers.get(home)
@@ -129,12 +132,11 @@ class Hot:
             self._known.drop(home)
 
     def _forget_silent(self) -> None:
-        now = self._context.now
-        for home in self._known.homes():
-            if home == self._context.node or self._peers.reachable(home):
-                self._silent.pop(home, None)
-            elif now >= self._silent.setdefault(home, now) + KEPT_S:
-                del self._silent[home]
+        now, here = self._context.now, self._context.node
+        silent = [home for home in self._known.homes() if home != here and not self._peers.reachable(home)]
+        self._silent = {home: self._silent.get(home, now) for home in silent}
+        for home, since in self._silent.items():
+            if now >= since + KEPT_S:
                 self._known.drop(home)
 
     def gone(self, tenant: TenantId, keys: Sequence[SegmentKey], node: NodeId) -> None:
@@ -159,18 +161,30 @@ class Hot:
         length, run = 0, self._context.ring.run_length
         node: NodeId | None = None
         for index in indices:
-            nodes = [each for each in self._known.nodes((tenant, keys[index])) if self._peers.usable(each)]
+            nodes = self._known.nodes((tenant, keys[index]))
             if not nodes:
                 continue
             length += 1
             if node is None or length >= run or node not in nodes or chosen.get(index - 1) != node:
-                draw, length = next(self._draws), 0
-                load = self._peers.load
-                node = min(nodes, key=load) if planned else less_loaded_of_two(nodes, draw, load)
-            chosen[index] = node
-            self._peers.will_read(node, slot_bytes)
+                node, length = self._draw(nodes, planned=planned), 0
+            if node is not None:
+                chosen[index] = node
+                self._peers.will_read(node, slot_bytes)
         self._context.counters.add(CHOSEN, len(chosen))
         return chosen
+
+    def _draw(self, nodes: Sequence[NodeId], *, planned: bool) -> NodeId | None:
+        """One of `nodes` that is worth asking now, if there is any."""
+        usable, load = self._peers.usable, self._peers.load
+        draw = next(self._draws)
+        if planned:
+            return min(filter(usable, nodes), key=load, default=None)
+        node = less_loaded_of_two(nodes, draw, lambda node: load(node) if usable(node) else math.inf)
+        if usable(node):
+            return node
+        # Rare: there may be as many copies as nodes, and they are not looked at one by one for each segment.
+        others = list(filter(usable, nodes))
+        return less_loaded_of_two(others, draw, load) if others else None
 
     def missed(self, tenant: TenantId, missed: int, denied: Sequence[SegmentKey], node: NodeId) -> None:
         """So many that `node` was asked for are asked elsewhere. `denied`: it said that it does not have these; their

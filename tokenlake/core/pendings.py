@@ -38,8 +38,6 @@ class Waiting:
         self.until = now + self.pending_s
         self.pause_s = FIRST_PAUSE_S
         self.waited = False
-        self.granted = False
-        """The engine is the one to compute: it waits no more."""
 
 
 class Pendings:
@@ -52,9 +50,7 @@ class Pendings:
 
     def patient(self, waiting: Waiting, code: int) -> bool:
         """May a match whose first gap is `code` be answered later?"""
-        if waiting.granted or code not in (Code.PENDING, Code.MISSING):
-            return False
-        return self._context.now + waiting.pause_s <= waiting.until
+        return code in (Code.PENDING, Code.MISSING) and self._context.now + waiting.pause_s <= waiting.until
 
     def wait(self, waiting: Waiting, again: Callable[[], None]) -> None:
         """Somebody computes it: ask `again` soon."""
@@ -71,9 +67,7 @@ class Pendings:
         another is, LOCAL when it came meanwhile, else MISSING: compute it."""
 
         def answered(code: Code) -> None:
-            if code is Code.MISSING:
-                waiting.granted = True
-                self._context.counters.add(CLAIMED)
+            self._context.counters.add(CLAIMED, code is Code.MISSING)
             done(code)
 
         if home == self._context.node:

@@ -70,9 +70,9 @@ class Serving:
         codes = bytearray([_LOCAL]) * len(keys)
         nodes = self._ask_home(tenant, keys, found, codes) if None in found else []
         if message.claim_s:
-            for key, code in zip(keys, codes, strict=True):
-                if code == _MISSING and self._context.by_home([key]).get(self._context.node):
-                    self._home.claim(node, tenant, key, message.claim_s)
+            missing = [key for key, code in zip(keys, codes, strict=True) if code == _MISSING]
+            for key in self._context.by_home(missing).get(self._context.node, ()):
+                self._home.claim(node, tenant, key, message.claim_s)
         leased = self._within_room(found, codes)
         lease = self._grant(node, leased) if leased else LeaseId(0)
         vacancy, load = self._context.vacancy(), self._context.load()
