@@ -17,8 +17,8 @@ from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.replay import ReplayLog
 from tokenlake_bench.report import cache_hit_table, format_share, write_json
 from tokenlake_bench.routes import ROUTES
+from tokenlake_bench.trace_formats import read_trace
 from tokenlake_bench.trace_lines import passed_over
-from tokenlake_bench.traces import read_mooncake
 from tokenlake_bench.workload import BuiltinSettings, Workload, builtin_workload
 
 __all__ = ["CacheHitArguments", "run_cache_hit"]
@@ -41,7 +41,7 @@ class CacheHitArguments:
     segment_tokens: int | None
     limit: int | None
     speed: float
-    route: str
+    route: str | None
     seed: int
     hot: str
     eviction: str | None
@@ -49,11 +49,19 @@ class CacheHitArguments:
     shipped_deadlines: bool
     json_file: Path | None
     plot_file: Path | None
+    baselines: str | None = None
+    model: str | None = None
+    gpu: str | None = None
+    rate: float | None = None
+    copies: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("baselines", "model", "gpu", "rate", "copies"):
+            if getattr(self, name) is not None:
+                raise ConfigurationError(name, getattr(self, name), "none, or '--mode simulate'")
         if not 0 <= self.speed < math.inf:
             raise ConfigurationError("speed", self.speed, "a finite number, at least 0")
-        if self.route not in ROUTES:
+        if self.route is not None and self.route not in ROUTES:
             raise ConfigurationError("route", self.route, " or ".join(ROUTES))
         if self.limit is not None and self.limit < 1:
             raise ConfigurationError("limit", self.limit, "at least 1")
@@ -64,7 +72,7 @@ class CacheHitArguments:
         """The trace, or the built-in workload where there is none. `tell` gets to know of malformed lines."""
         plain: Workload
         if self.trace is not None:
-            plain = trace = read_mooncake(self.trace, limit=self.limit, seed=self.seed)
+            plain = trace = read_trace(self.trace, limit=self.limit, seed=self.seed)
             if note := passed_over(trace.malformed):
                 tell(note)
         else:
@@ -82,7 +90,7 @@ class CacheHitArguments:
             nodes=self.nodes,
             capacity_tokens=capacity if self.capacity_tokens is None else self.capacity_tokens,
             segment_tokens=segment if self.segment_tokens is None else self.segment_tokens,
-            route=self.route,
+            route=self.route or LiveOptions.route,
             speed=self.speed,
             seed=self.seed,
             hot=self.hot,

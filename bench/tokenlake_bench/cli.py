@@ -13,6 +13,7 @@ __all__ = ["bench", "demo"]
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _trace = click.option("--trace", type=_FILE, help="A trace in Mooncake's format, .jsonl or .jsonl.zst.")
+_any_trace = click.option("--trace", type=_FILE, help="In Mooncake's format or coding-agent sessions, .jsonl or .zst.")
 _json = click.option("--json", "json_file", type=_FILE, help="Write the result to this file.")
 
 
@@ -22,13 +23,20 @@ def bench() -> None:
 
 
 @bench.command("cache-hit")
-@_trace
-@click.option("--nodes", default=3, show_default=True, help="Daemons to start on this machine.")
+@click.option(
+    "--mode",
+    type=click.Choice(["live", "simulate"]),
+    default="live",
+    show_default=True,
+    help="Daemons on this machine, or their rules on a simulated clock.",
+)
+@_any_trace
+@click.option("--nodes", default=3, show_default=True, help="Daemons to start on this machine, or simulated ones.")
 @click.option("--capacity-tokens", type=int, help="Of the whole pool. [default: 3,000,000; built-in workload: 24,000]")
 @click.option("--segment-tokens", type=int, help="Tokens of a segment. [default: 512; built-in workload: 64]")
 @click.option("--limit", type=int, help="Replay the first requests only.")
 @click.option("--speed", default=0.0, show_default=True, help="Trace seconds per second; 0: as fast as it goes.")
-@click.option("--route", default="round-robin", show_default=True, help="round-robin, random or conversation.")
+@click.option("--route", help="round-robin, random, conversation; simulated: least-loaded, round-robin. [first]")
 @click.option("--seed", default=0, show_default=True, help="Of token ids, bytes, routes and placements.")
 @click.option(
     "--hot",
@@ -44,19 +52,32 @@ def bench() -> None:
     is_flag=True,
     help="Daemons wait for each other as long as by default; without this longer, so that a busy machine matters less.",
 )
+@click.option("--baselines", help="simulate: all, or some of the systems to compare. [default: cache-aware-perfect]")
+@click.option("--model", help="simulate: what an instance serves. [default: llama-3-8b]")
+@click.option("--gpu", help="simulate: of which an instance has as many as the model needs. [default: a100-80g]")
+@click.option("--rate", type=float, help="simulate: requests per second. [default: the trace's own]")
+@click.option("--copies", type=int, help="simulate: of the trace side by side, with templates in common. [default: 1]")
 @_json
 @click.option("--plot", "plot_file", type=_FILE, help="Draw the result as this .png file.")
 def cache_hit(**arguments: object) -> None:
     """Replay a trace against real daemons, check every byte, compare with other arrangements of the same memory.
 
-    Without a trace a built-in workload of conversations is replayed.
+    Without a trace a built-in workload of conversations is replayed. With --mode simulate, any number of nodes with
+    engines that take time, beside other systems. Ctrl-C shows and writes what is done.
     """
     from tokenlake_bench.cache_hit import CacheHitArguments, run_cache_hit
+    from tokenlake_bench.simulation.command import SimulateArguments, run_simulate
 
+    complete = True
     try:
-        run_cache_hit(CacheHitArguments(**arguments))  # type: ignore[arg-type]
+        if arguments.pop("mode") == "simulate":
+            complete = run_simulate(SimulateArguments(**arguments))  # type: ignore[arg-type]
+        else:
+            run_cache_hit(CacheHitArguments(**arguments))  # type: ignore[arg-type]
     except TokenLakeError as error:
         raise click.ClickException(str(error)) from error
+    if not complete:
+        sys.exit(130)
 
 
 @bench.command("eviction")

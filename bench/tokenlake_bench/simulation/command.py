@@ -1,0 +1,234 @@
+"""`bench cache-hit --mode simulate`: a workload through the pool and the other systems, on simulated clocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+
+from tokenlake.errors import ConfigurationError
+from tokenlake.store.eviction import policy_named
+from tokenlake_bench.baselines import Accesses, intern_segments
+from tokenlake_bench.engine_model import EngineModel, gpu_named, model_named
+from tokenlake_bench.progress import LiveProgress
+from tokenlake_bench.report import cache_hit_table, write_json
+from tokenlake_bench.routing import FleetOptions, System, SystemRow, at_rate, run_system, systems_named
+from tokenlake_bench.simulation.arrivals import Arrival, accesses_of, arrivals_of, flash_crowd, merged
+from tokenlake_bench.simulation.picture import plot_simulated
+from tokenlake_bench.simulation.pooled import POOL, POOL_REAL, PooledRun, pool_options
+from tokenlake_bench.simulation.results import PoolView, SimulatedResult, result_of, systems_table
+from tokenlake_bench.trace_formats import read_trace
+from tokenlake_bench.trace_lines import passed_over
+from tokenlake_bench.workload import BuiltinSettings, builtin_workload
+
+__all__ = ["MODEL", "SimulateArguments", "run_simulate", "simulate"]
+
+MODEL, GPU = "llama-3-8b", "a100-80g"
+BASELINES = "cache-aware-perfect"
+JITTER_S: Final = 3.0
+"""To whole multiples of which the traces' times are rounded."""
+BUILTIN_SEGMENT_TOKENS, BUILTIN_CAPACITY_TOKENS = 64, 24_000
+TRACE_SEGMENT_TOKENS, TRACE_CAPACITY_TOKENS = 512, 3_000_000
+LEAST_LOADED, ROUND_ROBIN = "least-loaded", "round-robin"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateArguments:
+    """As on the command line. `rate`: requests per second of all copies together, None for the trace's own. `copies` of
+    the trace run side by side, shifted, with templates in common."""
+
+    trace: Path | None = None
+    nodes: int = 3
+    capacity_tokens: int | None = None
+    segment_tokens: int | None = None
+    limit: int | None = None
+    speed: float = 0.0
+    route: str | None = None
+    seed: int = 0
+    hot: str = "on"
+    eviction: str | None = None
+    flash_at: float | None = None
+    shipped_deadlines: bool = False
+    baselines: str | None = None
+    model: str | None = None
+    gpu: str | None = None
+    rate: float | None = None
+    copies: int | None = None
+    json_file: Path | None = None
+    plot_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.speed:
+            raise ConfigurationError("speed", self.speed, "none: simulated time passes as fast as it is computed")
+        if self.shipped_deadlines:
+            raise ConfigurationError("shipped_deadlines", True, "none: a simulated node always has them")
+        if self.route not in (None, LEAST_LOADED, ROUND_ROBIN):
+            raise ConfigurationError("route", self.route, f"{LEAST_LOADED} or {ROUND_ROBIN} when simulated")
+        if self.eviction is not None:
+            policy_named(self.eviction)
+        if self.rate is not None and not 0 < self.rate < math.inf:
+            raise ConfigurationError("rate", self.rate, "a finite number of requests per second above 0")
+        if self.flash_at is not None and not 0 <= self.flash_at < math.inf:
+            raise ConfigurationError("flash_at", self.flash_at, "seconds of trace time, at least 0")
+        for name in ("nodes", "limit", "copies"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigurationError(name, value, "at least 1")
+        if self.plot_file is not None and self.plot_file.suffix != ".png":
+            raise ConfigurationError("plot", str(self.plot_file), "a file name ending in .png")
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Capacity of the whole pool and length of a segment, in tokens."""
+        capacity = BUILTIN_CAPACITY_TOKENS if self.trace is None else TRACE_CAPACITY_TOKENS
+        segment = BUILTIN_SEGMENT_TOKENS if self.trace is None else TRACE_SEGMENT_TOKENS
+        return (
+            capacity if self.capacity_tokens is None else self.capacity_tokens,
+            segment if self.segment_tokens is None else self.segment_tokens,
+        )
+
+    def engine(self) -> EngineModel:
+        """Of an instance."""
+        return EngineModel.fitting(model_named(self.model or MODEL), gpu_named(self.gpu or GPU))
+
+    def systems(self) -> list[System]:
+        """To compare with."""
+        return systems_named(BASELINES if self.baselines is None else self.baselines)
+
+    def workload(self, tell: Callable[[str], object]) -> tuple[str, list[Arrival]]:
+        """A name and the requests. `tell` gets to know of malformed lines."""
+        segment_tokens = self.size[1]
+        if self.trace is None:
+            plain = builtin_workload(BuiltinSettings(requests=self.limit or BuiltinSettings.requests, seed=self.seed))
+            name, accesses = plain.name, intern_segments(plain, segment_tokens)
+        else:
+            trace = read_trace(self.trace, limit=self.limit, seed=self.seed, jitter_s=JITTER_S)
+            if note := passed_over(trace.malformed):
+                tell(note)
+            name, accesses = trace.name, trace.accesses(segment_tokens)
+        # The first request comes at once.
+        start_s = accesses.prompts[0].at_s
+        arrivals = [each._replace(at_s=each.at_s - start_s) for each in arrivals_of(accesses)]
+        if self.copies is not None and self.copies > 1:
+            arrivals = list(merged(arrivals, self.copies))
+        if self.rate is not None:
+            arrivals = arrivals_of(at_rate(accesses_of(arrivals, segment_tokens), self.rate))
+        if self.flash_at is not None:
+            arrivals = list(flash_crowd(arrivals, self.flash_at, segment_tokens, self.seed))
+        return name, arrivals
+
+
+@dataclass(eq=False)
+class _Study:
+    """What is done of a comparison."""
+
+    arguments: SimulateArguments
+    engine: EngineModel
+    systems: list[System]
+    name: str
+    arrivals: list[Arrival]
+    console: Console
+    rows: dict[str, SystemRow] = field(default_factory=dict)
+    view: PoolView | None = None
+    complete: bool = False
+
+    def run(self) -> None:
+        """Every system in turn. KeyboardInterrupt ends it: what is done stays."""
+        try:
+            self._run_pool(POOL)
+            if any(not system.perfect for system in self.systems):
+                self._run_pool(POOL_REAL)
+            accesses = accesses_of(self.arrivals, self.arguments.size[1])
+            for system in self.systems:
+                self._run_other(system, accesses)
+            self.complete = True
+        except KeyboardInterrupt:
+            self.console.print("interrupted: what follows is about what was done", soft_wrap=True)
+
+    def _run_pool(self, name: str) -> None:
+        arguments = self.arguments
+        capacity_tokens, segment_tokens = arguments.size
+        rules = {"hot": arguments.hot} | ({} if arguments.eviction is None else {"eviction": arguments.eviction})
+        options = pool_options(
+            self.engine,
+            nodes=arguments.nodes,
+            capacity_tokens=capacity_tokens,
+            segment_tokens=segment_tokens,
+            seed=arguments.seed,
+            rules=rules,
+        )
+        run = PooledRun(options, self.engine, counts_memory=name == POOL_REAL)
+        route = (lambda number, _: number % arguments.nodes) if arguments.route == ROUND_ROBIN else None
+        try:
+            with LiveProgress(self.console, name, len(self.arrivals)) as bar:
+                run.run(self.arrivals, lambda done: bar.update(done, ""), route)
+        finally:
+            if run.answers and self.view is None:
+                self.view = PoolView.of(run)
+            if run.answers:
+                self._done(name, run.row())
+
+    def _run_other(self, system: System, accesses: Accesses) -> None:
+        options = FleetOptions(
+            instances=self.arguments.nodes,
+            capacity_tokens=self.arguments.size[0],
+            engine=self.engine,
+            seed=self.arguments.seed,
+        )
+        with LiveProgress(self.console, system.name, len(accesses.prompts)) as bar:
+            self._done(system.name, run_system(accesses, system, options, lambda done: bar.update(done, "")))
+
+    def _done(self, name: str, row: SystemRow) -> None:
+        self.rows[name] = row
+        self.write()
+
+    def result(self) -> SimulatedResult | None:
+        """Of what is done; None before the first request is."""
+        if self.view is None:
+            return None
+        return result_of(
+            self.view,
+            self.rows,
+            self.engine,
+            accesses_of(self.arrivals, self.arguments.size[1]),
+            flash_at=self.arguments.flash_at,
+            complete=self.complete,
+        )
+
+    def write(self) -> None:
+        """The JSON file, if one was asked for and there is something to write."""
+        if self.arguments.json_file is not None and (result := self.result()) is not None:
+            write_json(result, self.arguments.json_file)
+
+
+def simulate(arguments: SimulateArguments, console: Console) -> tuple[SimulatedResult | None, PoolView | None]:
+    """Runs, prints, writes the JSON file after every system; None where nothing was done. Raises TokenLakeError."""
+    engine, systems = arguments.engine(), arguments.systems()
+    name, arrivals = arguments.workload(console.print)
+    if arguments.trace is None:
+        console.print("no --trace: simulating the built-in workload")
+    for system in systems:
+        if system.phases is not None and arguments.nodes < 2:
+            raise ConfigurationError("nodes", arguments.nodes, f"at least 2 for {system.name}")
+    FleetOptions(instances=arguments.nodes, capacity_tokens=arguments.size[0], engine=engine).capacity(
+        arguments.size[1]
+    )
+    study = _Study(arguments, engine, systems, name, arrivals, console)
+    study.run()
+    study.write()
+    result = study.result()
+    if result is not None and study.view is not None:
+        console.print(cache_hit_table(result, study.view.details(name)))
+        console.print(systems_table(result))
+    return result, study.view
+
+
+def run_simulate(arguments: SimulateArguments) -> bool:
+    """As `simulate`, and draws the picture that was asked for. False when it was interrupted."""
+    result, view = simulate(arguments, Console())
+    if arguments.plot_file is not None and result is not None and view is not None:
+        plot_simulated(result, view, arguments.plot_file)
+    return result is not None and result.complete

@@ -1,0 +1,166 @@
+"""Results of a simulated comparison: the JSON that is written and the table that is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from tokenlake_bench import balance
+from tokenlake_bench.balance import ReadLog
+from tokenlake_bench.baselines import Accesses, baselines
+from tokenlake_bench.engine_model import EngineModel
+from tokenlake_bench.report import (
+    CacheHitDetails,
+    CacheHitResult,
+    Quantiles,
+    format_bytes,
+    format_duration,
+    format_share,
+)
+from tokenlake_bench.routing import SystemRow
+from tokenlake_bench.simulation.pooled import PooledRun
+from tokenlake_bench.simulation.run import Measured, Totals
+
+__all__ = ["PoolView", "SimulatedResult", "result_of", "systems_table"]
+
+FLASH_WINDOWS = 2
+
+
+class SimulatedResult(CacheHitResult, frozen=True, kw_only=True):
+    """The JSON of `tokenlake bench cache-hit --mode simulate`.
+
+    What live mode has as well is of the pool beside which requests under way take no memory, as there; no bytes exist
+    that could be wrong. `systems`: that pool, and every other system by name. An instance is `gpus` GPUs.
+    `rate`: requests per second that arrived. `messages_per_request`: between nodes, for the pool. `complete`: not
+    interrupted.
+    """
+
+    systems: dict[str, SystemRow]
+    model: str
+    gpu: str
+    gpus: int
+    rate: float
+    messages_per_request: float
+    processor_s: float
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolView:
+    """What a run of the pool leaves to look at."""
+
+    measured: Measured
+    totals: Totals
+    reads: ReadLog
+    seed: int
+    nodes: int
+    names: list[str]
+    segment_tokens: int
+    capacity_tokens: int
+    read_s: tuple[float, float]
+    seconds: float
+
+    @classmethod
+    def of(cls, run: PooledRun) -> PoolView:
+        """At its end, or where it was interrupted."""
+        simulation = run.simulation
+        cluster = simulation.cluster
+        seconds = max(answer.at_s for answer in run.answers)
+        return cls(
+            measured=simulation.measure(0.0, float("inf")),
+            totals=simulation.totals(),
+            reads=cluster.meter.log(0.0, float("inf")),
+            seed=simulation.options.seed,
+            nodes=simulation.options.nodes,
+            names=[node.name for node in cluster.nodes],
+            segment_tokens=simulation.options.segment_tokens,
+            capacity_tokens=cluster.size.capacity_tokens,
+            read_s=(simulation.read_s(0.5), simulation.read_s(0.99)),
+            seconds=seconds,
+        )
+
+    def details(self, workload: str) -> CacheHitDetails:
+        """As of a live run. What is timed is a whole prefix, from the match to its last byte; `elapsed_s` is processor
+        time."""
+        read = Quantiles(*(seconds * 1000 for seconds in self.read_s))
+        return CacheHitDetails(
+            workload=workload,
+            segment_tokens=self.segment_tokens,
+            capacity_tokens=self.capacity_tokens,
+            match=read,
+            fetch=read,
+            node_bytes=dict(zip(self.names, balance.load_of_nodes(self.reads), strict=True)),
+            elapsed_s=self.totals.processor_s,
+        )
+
+
+def result_of(
+    view: PoolView,
+    rows: Mapping[str, SystemRow],
+    engine: EngineModel,
+    accesses: Accesses,
+    *,
+    flash_at: float | None,
+    complete: bool,
+) -> SimulatedResult:
+    """Of the pool as in `view`, and all systems that are done."""
+    measured, totals, seed = view.measured, view.totals, view.seed
+    done = Accesses(accesses.segment_tokens, accesses.prompts[: totals.requests])
+    compared = baselines(done, nodes=view.nodes, capacity_tokens=view.capacity_tokens, seed=seed)
+    flash = [] if flash_at is None else balance.max_over_mean_from(view.reads, flash_at, FLASH_WINDOWS)
+    floor = [] if flash_at is None else balance.floor_from(view.reads, seed, flash_at, FLASH_WINDOWS)
+    minutes = max(1.0, view.seconds / 60)
+    duration_s = accesses.prompts[-1].at_s - accesses.prompts[0].at_s
+    return SimulatedResult(
+        token_hit_rate=measured.token_hit_rate,
+        ideal_token_hit_rate=compared.ideal.rate,
+        private_token_hit_rate=compared.private.rate,
+        private_routed_token_hit_rate=compared.private_routed.rate,
+        remote_share=measured.remote_share,
+        duplication=totals.duplication,
+        load_cv=measured.load_cv,
+        load_cv_floor=measured.load_cv_floor,
+        load_max_over_mean=measured.load_max_over_mean,
+        hot_copies_per_node=measured.replicas_per_node,
+        hot_copies_per_node_minute=totals.replicas_made / minutes / view.nodes,
+        flash_max_over_mean=tuple(flash),
+        flash_floor=tuple(floor),
+        bytes_moved=totals.bytes_moved,
+        wrong_bytes=0,
+        requests=totals.requests,
+        nodes=view.nodes,
+        seed=seed,
+        systems=dict(rows),
+        model=engine.model.name,
+        gpu=engine.gpu.name,
+        gpus=engine.gpus,
+        rate=(len(accesses.prompts) - 1) / duration_s if duration_s > 0 else 0.0,
+        messages_per_request=totals.messages_per_request,
+        processor_s=totals.processor_s,
+        complete=complete,
+    )
+
+
+def systems_table(result: SimulatedResult) -> Table:
+    """For a terminal: a row per system."""
+    per = f"{result.gpus} x {result.gpu}" if result.gpus > 1 else result.gpu
+    title = f"{result.model}, {per} per instance, {result.rate:.2f} requests/s; p50 / p99"
+    table = Table(title=title, title_justify="left")
+    table.add_column("system")
+    for name in ("hits", "load CV (floor)", "copies", "TTFT", "TPOT", "in SLO", "goodput/s", "moved"):
+        table.add_column(name, justify="right")
+    for name, row in result.systems.items():
+        table.add_row(
+            name,
+            format_share(row.token_hit_rate),
+            f"{row.load_cv:.2f} ({row.load_cv_floor:.2f})",
+            f"{row.duplication:.2f}",
+            f"{format_duration(row.ttft_p50_ms / 1e3)} / {format_duration(row.ttft_p99_ms / 1e3)}",
+            f"{format_duration(row.tpot_p50_ms / 1e3)} / {format_duration(row.tpot_p99_ms / 1e3)}",
+            format_share(row.slo_attainment),
+            f"{row.goodput_rps:.2f}",
+            format_bytes(row.bytes_moved),
+        )
+    return table

@@ -1,0 +1,165 @@
+"""`bench cache-hit --mode simulate`: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from tokenlake_bench.cli import bench
+from tokenlake_bench.simulation import command, pooled
+from tokenlake_bench.simulation.command import SimulateArguments, simulate
+
+ITEM_5 = {
+    "token_hit_rate",
+    "load_cv",
+    "load_cv_floor",
+    "duplication",
+    "ttft_p50_ms",
+    "ttft_p99_ms",
+    "tpot_p50_ms",
+    "tpot_p99_ms",
+    "goodput_rps",
+    "slo_attainment",
+    "bytes_moved",
+}
+
+
+def run(*arguments: str) -> str:
+    """What was printed by a run that ended well."""
+    outcome = CliRunner().invoke(bench, ["cache-hit", "--mode", "simulate", *arguments])
+    assert outcome.exit_code == 0, outcome.output
+    return outcome.output
+
+
+def result(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = msgspec.json.decode(path.read_bytes())
+    return loaded
+
+
+def test_the_systems_asked_for_are_in_the_table_the_json_and_the_picture(tmp_path: Path) -> None:
+    json_file, plot = tmp_path / "result.json", tmp_path / "result.png"
+    names = "round-robin-perfect,cache-aware-real"
+    printed = run("--limit", "60", "--baselines", names, "--json", str(json_file), "--plot", str(plot), "--gpu", "h100")
+    assert "built-in conversations" in printed
+    written = result(json_file)
+    assert list(written["systems"]) == ["pool", "pool-real", *names.split(",")]
+    assert all(set(row) == ITEM_5 for row in written["systems"].values())
+    assert written["systems"]["pool"]["token_hit_rate"] == pytest.approx(written["token_hit_rate"])
+    assert written["systems"]["pool"]["bytes_moved"] == written["bytes_moved"] > 0
+    assert (written["model"], written["gpu"], written["gpus"]) == ("llama-3-8b", "h100", 1)
+    assert written["requests"] == 60
+    assert written["complete"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_perfect_routers_alone_need_no_second_run_of_the_pool_and_rates_are_kept(tmp_path: Path) -> None:
+    json_file = tmp_path / "result.json"
+    run("--limit", "40", "--rate", "5", "--baselines", "preble-perfect", "--json", str(json_file))
+    written = result(json_file)
+    assert list(written["systems"]) == ["pool", "preble-perfect"]
+    assert written["rate"] == pytest.approx(5.0)
+
+
+def session(number: int) -> dict[str, Any]:
+    """Two turns of one agent, 1,024 and 2,048 tokens."""
+    return {
+        "primary": True,
+        "block_size": 64,
+        "requests": [
+            {"t": 0.0, "in": 1024, "out": 10, "hash_ids": "1-16"},
+            {"t": 60.0 + number, "in": 2048, "out": 10, "hash_ids": "1-32"},
+        ],
+    }
+
+
+def test_coding_agent_sessions_are_a_trace(tmp_path: Path) -> None:
+    trace, json_file = tmp_path / "sessions.jsonl", tmp_path / "result.json"
+    trace.write_bytes(b"\n".join(msgspec.json.encode(session(number)) for number in range(4)))
+    run("--trace", str(trace), "--capacity-tokens", "300000", "--nodes", "2", "--json", str(json_file))
+    assert result(json_file)["token_hit_rate"] == pytest.approx(1 / 3)
+
+
+def test_copies_are_as_much_load_on_as_many_more_nodes(tmp_path: Path) -> None:
+    json_file = tmp_path / "result.json"
+    arguments = ["--limit", "40", "--copies", "2", "--nodes", "6", "--capacity-tokens", "48000"]
+    run(*arguments, "--flash-at", "10", "--json", str(json_file))
+    written = result(json_file)
+    assert written["requests"] == 80
+    assert len(written["flash_max_over_mean"]) == 2
+
+
+def test_interrupted_it_writes_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run_system", interrupted)
+    json_file = tmp_path / "result.json"
+    arguments = ["cache-hit", "--mode", "simulate", "--limit", "40", "--json", str(json_file)]
+    outcome = CliRunner().invoke(bench, arguments)
+    assert outcome.exit_code == 130
+    assert "interrupted" in outcome.output
+    written = result(json_file)
+    assert list(written["systems"]) == ["pool"]
+    assert not written["complete"]
+
+
+def test_interrupted_in_the_middle_of_the_pool_the_requests_that_are_done_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answered = pooled.Answered
+
+    def counted(**fields: Any) -> pooled.Answered:
+        if fields["first_s"] > 5.0:
+            raise KeyboardInterrupt
+        return answered(**fields)
+
+    monkeypatch.setattr(pooled, "Answered", counted)
+    written, _ = simulate(SimulateArguments(limit=100), Console(quiet=True))
+    assert written is not None
+    assert 0 < written.requests < 100
+    assert not written.complete
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "gpt-5"], "setting 'model' is 'gpt-5'"),
+        (["--gpu", "b200"], "setting 'gpu' is 'b200'"),
+        (["--baselines", "fifo"], "setting 'baselines' is 'fifo'"),
+        (["--rate", "0"], "setting 'rate' is 0.0"),
+        (["--rate", "nan"], "setting 'rate' is nan"),
+        (["--copies", "0"], "setting 'copies' is 0"),
+        (["--nodes", "0"], "setting 'nodes' is 0"),
+        (["--nodes", "1", "--baselines", "mooncake-1p3d-real"], "setting 'nodes' is 1"),
+        (["--speed", "2"], "setting 'speed' is 2.0"),
+        (["--route", "conversation"], "setting 'route' is 'conversation'"),
+        (["--eviction", "magic"], "magic"),
+        (["--shipped-deadlines"], "setting 'shipped_deadlines'"),
+        (["--flash-at", "-1"], "setting 'flash_at' is -1.0"),
+        (["--capacity-tokens", "100"], "setting 'capacity_tokens' is 100"),
+        (["--limit", "0"], "setting 'limit' is 0"),
+        (["--plot", "x.svg"], "setting 'plot' is 'x.svg'"),
+        (["--trace", "absent.jsonl"], "absent.jsonl"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_that_names_it(arguments: list[str], message: str) -> None:
+    outcome = CliRunner().invoke(bench, ["cache-hit", "--mode", "simulate", *arguments])
+    assert outcome.exit_code == 1
+    last = outcome.output.splitlines()[-1]
+    assert last.startswith("Error: ")
+    assert message in last
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--model", "llama-3-8b"], ["--gpu", "h100"], ["--rate", "1"], ["--baselines", "all"], ["--copies", "2"]],
+)
+def test_what_live_mode_cannot_do_is_refused_there(arguments: list[str]) -> None:
+    outcome = CliRunner().invoke(bench, ["cache-hit", *arguments])
+    assert outcome.exit_code == 1
+    assert f"setting '{arguments[0][2:]}'" in outcome.output
