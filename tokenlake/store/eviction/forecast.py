@@ -130,12 +130,10 @@ class Forecast:
     def coldest(self, now: float) -> Segment:
         """See `EvictionPolicy`."""
         self._advance(now)
-        while self._heap:
-            *_, turn, run = self._heap[0]
-            if turn == run.turn and run.here:
-                return next(iter(run.here))
-            heapq.heappop(self._heap)
-        raise KeyError("no segment")
+        self._drop_void()
+        if not self._heap:
+            raise KeyError("no segment")
+        return next(iter(self._heap[0][-1].here))
 
     def worth(self, segment: Segment, now: float) -> float:
         """See `EvictionPolicy`: uses per second."""
@@ -168,13 +166,10 @@ class Forecast:
         return self._size
 
     def __iter__(self) -> Iterator[Segment]:
-        # The heap is nearly sorted, and who looks looks at the first few.
-        for *_, turn, run in heapq.nsmallest(16, self._heap) if len(self._heap) > 16 else sorted(self._heap):
+        self._drop_void()
+        # As the heap lies: the first is the coldest, and nobody looks at more than a few.
+        for *_, turn, run in self._heap:
             if turn == run.turn:
-                yield from run.here
-        seen = {run.number for *_, turn, run in heapq.nsmallest(16, self._heap) if turn == run.turn}
-        for *_, turn, run in sorted(self._heap):
-            if turn == run.turn and run.number not in seen:
                 yield from run.here
 
     def save(self) -> bytes:
@@ -215,6 +210,11 @@ class Forecast:
             run.turn += 1
         self._size -= 1
         return record
+
+    def _drop_void(self) -> None:
+        """So that the first entry of the heap is the coldest run with segments here."""
+        while self._heap and self._heap[0][3] != self._heap[0][4].turn:
+            heapq.heappop(self._heap)
 
     def _push(self, run: _Run) -> None:
         run.turn += 1
