@@ -138,7 +138,7 @@ def test_interrupted_in_the_middle_of_the_pool_the_requests_that_are_done_count(
         (["--nodes", "1", "--baselines", "mooncake-1p3d-real"], "setting 'nodes' is 1"),
         (["--speed", "2"], "setting 'speed' is 2.0"),
         (["--route", "conversation"], "setting 'route' is 'conversation'"),
-        (["--eviction", "magic"], "magic"),
+        (["--eviction", "magic"], "setting 'eviction' is 'magic'"),
         (["--shipped-deadlines"], "setting 'shipped_deadlines'"),
         (["--flash-at", "-1"], "setting 'flash_at' is -1.0"),
         (["--capacity-tokens", "100"], "setting 'capacity_tokens' is 100"),

@@ -11,7 +11,7 @@ from typing import Final
 from rich.console import Console
 
 from tokenlake.errors import ConfigurationError
-from tokenlake.store.eviction import policy_named
+from tokenlake.store.eviction import POLICIES
 from tokenlake_bench.baselines import Accesses, intern_segments
 from tokenlake_bench.engine_model import EngineModel, gpu_named, model_named
 from tokenlake_bench.progress import LiveProgress
@@ -68,8 +68,8 @@ class SimulateArguments:
             raise ConfigurationError("shipped_deadlines", True, "none: a simulated node always has them")
         if self.route not in (None, LEAST_LOADED, ROUND_ROBIN):
             raise ConfigurationError("route", self.route, f"{LEAST_LOADED} or {ROUND_ROBIN} when simulated")
-        if self.eviction is not None:
-            policy_named(self.eviction)
+        if self.eviction is not None and self.eviction not in POLICIES:
+            raise ConfigurationError("eviction", self.eviction, " or ".join(POLICIES))
         if self.rate is not None and not 0 < self.rate < math.inf:
             raise ConfigurationError("rate", self.rate, "a finite number of requests per second above 0")
         if self.flash_at is not None and not 0 <= self.flash_at < math.inf:
