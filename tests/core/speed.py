@@ -7,6 +7,7 @@ import pstats
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tests.core.test_replay import Recording, replay
@@ -17,7 +18,8 @@ from tests.sim.prompts import PROMPTS, prompt
 from tokenlake.core import NodeCore, events
 from tokenlake.core.context import CoreConfig
 from tokenlake.core.instructions import Answer, Say
-from tokenlake.store.eviction import POLICIES
+from tokenlake.store import Segment
+from tokenlake.store.eviction import POLICIES, EvictionPolicy
 from tokenlake.wire import Code, engine
 from tokenlake.wire.slots import join_keys
 
@@ -132,9 +134,14 @@ def eviction() -> None:
         for turn in range(64):
             memory.request([f"{name} {turn} {depth}" for depth in range(64)], float(turn))
         prompts = [list(memory.here.values())[at : at + KEYS] for at in range(0, 4096, KEYS)]
-        touched = _least(lambda turn: [memory.policy.touch(s, 100.0 + turn) for s in prompts[turn % 32]])  # noqa: B023
+        touched = _least(partial(_touch, memory.policy, prompts))
         stored = _least(lambda turn: memory.request([(turn, depth) for depth in range(KEYS)], 1000.0 + turn))  # noqa: B023
         print(f"{name}: {touched / KEYS * 1e6:.2f} us to touch, {stored / KEYS * 1e6:.2f} us to store and evict")
+
+
+def _touch(policy: EvictionPolicy, prompts: list[list[Segment]], turn: int) -> None:
+    for segment in prompts[turn % len(prompts)]:
+        policy.touch(segment, 100.0 + turn)
 
 
 def _least(work: Callable[[int], object]) -> float:

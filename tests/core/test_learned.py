@@ -5,15 +5,18 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from tests.core.scenes import calm
+from tests.sim import arena
 from tokenlake.advice import NO_ADVICE
 from tokenlake.core import NodeCore, events
 from tokenlake.core.context import CoreConfig
-from tokenlake.core.learned import MAX_LEARNED_BYTES
+from tokenlake.core.learned import MAX_LEARNED_BYTES, TELL_S
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters
 from tokenlake.store import Budgets, Kind, Segment, SegmentStore
 from tokenlake.store import store as store_module
 from tokenlake.store.eviction import policy_named
+from tokenlake.wire import peer
 
 RED = TenantId("red")
 SLOT_BYTES = 1024
@@ -85,7 +88,7 @@ def test_another_policy_s_statistics_are_refused() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="'mru' is no policy of eviction; there are reuse, lru"):
+    with pytest.raises(ValueError, match="'mru' is no policy of eviction; there are reuse, forecast, lru"):
         core_of("mru")
 
 
@@ -95,3 +98,38 @@ def test_of_pools_that_are_gone_a_bounded_number_is_remembered(monkeypatch: pyte
     learned = policy_named("reuse")().save()
     store.remember({(TenantId(f"t{number}"), SLOT_BYTES): learned for number in range(10)})
     assert [tenant for tenant, _ in store.learned()] == ["t7", "t8", "t9"]
+
+
+def test_nodes_tell_each_other_what_they_learned() -> None:
+    """One sees a segment used again and again, the other only that there is such a thing."""
+    cluster = calm(2)
+    stores = [cluster.core(node).store for node in (0, 1)]
+    pools = [store.pool(RED, arena.SLOT_BYTES) for store in stores]
+    assert pools[0] is not None
+    assert pools[1] is not None
+    segment = stores[0].reserve(RED, arena.SLOT_BYTES, SegmentKey(bytes(32)), Kind.HOME, 0, 0.0)
+    assert isinstance(segment, Segment)
+    stores[0].publish(segment, b"", 0.0)
+    for number in range(400):
+        stores[0].touch([segment], 30.0 * number)
+    stores[0].unpin(segment)
+    key = SegmentKey(b"n" * 32)
+    before = pools[1].retention.worth_of_new(key, NO_ADVICE, 1e5)
+    cluster.run_for(3 * TELL_S)
+    seen = pools[0].retention.worth_of_new(key, NO_ADVICE, 1e5)
+    heard = pools[1].retention.worth_of_new(key, NO_ADVICE, 1e5)
+    assert heard != before
+    assert abs(heard - seen) < abs(before - seen)
+
+
+def test_what_another_node_learned_by_another_policy_is_not_used() -> None:
+    core = core_of()
+    used(core, 120)
+    saved = core.learned()
+    for message in (
+        peer.Learned("arc", (("red", SLOT_BYTES, b"x"),)),
+        peer.Learned("reuse", (("red", SLOT_BYTES, b"x"),)),
+        peer.Learned("reuse", (("blue", SLOT_BYTES, b"x"),)),
+    ):
+        core._learned.heard(message)
+        assert core.learned() == saved

@@ -238,3 +238,28 @@ def test_what_learns_nothing_saves_nothing(name: str) -> None:
     policy.restore(b"")
     with pytest.raises(ValueError, match="learns nothing"):
         policy.restore(b"x")
+
+
+@pytest.mark.parametrize("name", ["reuse", "forecast"])
+def test_what_others_learned_is_met_half_way_and_the_two_become_alike(name: str) -> None:
+    experienced, fresh = Memory(POLICIES[name](), 20), Memory(POLICIES[name](), 20)
+    busy(experienced, seed=5)
+    key = key_of("new")
+    apart = []
+    for _ in range(6):
+        worth = [memory.policy.worth_of_new(key, NO_ADVICE, 400.0) for memory in (experienced, fresh)]
+        apart.append(abs(worth[0] - worth[1]))
+        saved = [memory.policy.save() for memory in (experienced, fresh)]
+        fresh.policy.absorb(saved[0])
+        experienced.policy.absorb(saved[1])
+    assert apart[0] > 0
+    assert apart[-1] <= apart[0] / 100
+
+
+@every_policy
+def test_what_is_no_statistics_is_not_taken_over(make: Make) -> None:
+    policy = make()
+    saved = policy.save()
+    with pytest.raises(ValueError, match="statistics"):
+        policy.absorb(b"junk")
+    assert policy.save() == saved

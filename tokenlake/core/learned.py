@@ -1,6 +1,7 @@
-"""What a node's policy of eviction learned, as bytes that outlive the process.
+"""What a node's policy of eviction learned: told to the other nodes, and as bytes that outlive the process.
 
-Statistics of each pool, by tenant and slot size; no key, token or secret.
+Statistics of each pool, by tenant and slot size; no key, token or secret. Of a prompt a node sees but the segments that
+lie there: where nodes tell each other, each decides nearly as if it saw all, and all weigh a prompt's segments alike.
 """
 
 from __future__ import annotations
@@ -8,11 +9,19 @@ from __future__ import annotations
 import msgspec
 
 from tokenlake.core.context import Context
+from tokenlake.core.instructions import Note
+from tokenlake.core.peers import Peers
 from tokenlake.identity import TenantId
 from tokenlake.store.eviction import policy_named
+from tokenlake.wire import peer as wire
 
 __all__ = ["MAX_LEARNED_BYTES", "Learned"]
 
+TELL_S = 5.0
+"""Of the workload's time, from one telling to the next."""
+LEAST_TELL_S = 0.05
+TOLD = 4
+"""Pools in one telling; others in turn."""
 MAX_LEARNED_BYTES = 16 << 20
 """More than any node saves."""
 
@@ -29,8 +38,39 @@ _decoder = msgspec.msgpack.Decoder(_Saved)
 class Learned:
     """Of one node."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, peers: Peers) -> None:
         self._context = context
+        self._peers = peers
+        self._turn = 0
+        """How often others were told."""
+        self._complained = False
+
+    def start(self) -> None:
+        """Tell one peer after the other."""
+        config = self._context.config
+        self._context.after(max(LEAST_TELL_S, TELL_S / max(1.0, config.time_scale)), self._tell)
+
+    def _tell(self) -> None:
+        reachable = [peer.node for peer in self._peers if peer.reachable]
+        pools = [(tenant, size, data) for (tenant, size), data in self._context.store.learned().items()]
+        if reachable and pools:
+            node = reachable[self._turn % len(reachable)]
+            first = self._turn * TOLD % len(pools)
+            told = (pools[first:] + pools[:first])[:TOLD]
+            self._peers.tell(node, wire.Learned(self._context.config.eviction, tuple(told)))
+            self._turn += 1
+        self.start()
+
+    def heard(self, message: wire.Learned) -> None:
+        """Another node learned this. What is not usable (another policy, another version) is noted once."""
+        try:
+            if message.policy != self._context.config.eviction:
+                raise ValueError(f"another node's policy is {message.policy!r}")
+            self._context.store.absorb({(TenantId(name), size): data for name, size, data in message.pools})
+        except ValueError as error:
+            if not self._complained:
+                self._context.emit(Note(f"statistics of eviction of another node are not used: {error}"))
+            self._complained = True
 
     def save(self) -> bytes:
         """All of it, also of pools that have no memory now. Changes nothing."""

@@ -59,7 +59,7 @@ class NodeCore:
         self._reads = Reads(context, self._sessions, self._peers, self._fetches, self._touches)
         self._writes = Writes(context, self._sessions, self._peers, self._home, self._pushes, self._touches)
         self._advertising = Advertising(context, self._peers)
-        self._learned = Learned(context)
+        self._learned = Learned(context, self._peers)
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.Joined: self._on_joined,
             events.Requested: self._on_requested,
@@ -120,6 +120,7 @@ class NodeCore:
         self._context.now = self._context.started = now
         self._peers.start()
         self._hot.start()
+        self._learned.start()
         self._context.after(self._context.config.peer_lease_s / 3, self._renew)
         self._context.after(self._context.config.gossip_s, self._report)
 
@@ -225,6 +226,8 @@ class NodeCore:
                 self._pushes.offered(node, message)
             case peer.AskWhy():
                 self._explain.ask(node, message)
+            case peer.Learned():
+                self._learned.heard(message)
             case peer.ToldWhy():
                 self._peers.replied(node, message)
             case peer.Ping():

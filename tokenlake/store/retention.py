@@ -129,6 +129,10 @@ class Retention:
         """See `EvictionPolicy`."""
         return self.policy.save()
 
+    def absorb(self, learned: bytes) -> None:
+        """See `EvictionPolicy`."""
+        self.policy.absorb(learned)
+
     def restore(self, learned: bytes) -> None:
         """See `EvictionPolicy`."""
         self.policy.restore(learned)

@@ -290,6 +290,12 @@ class SegmentStore:
         live = {at: pool.retention.save() for at, pool in self._pools.items()}
         return {at: data for at, data in (self._learned | live).items() if data}
 
+    def absorb(self, learned: Mapping[tuple[TenantId, int], bytes]) -> None:
+        """What another node's stores learned just now, of pools that are here as well. Raises `ValueError`."""
+        for at, data in learned.items():
+            if at in self._pools:
+                self._pools[at].retention.absorb(data)
+
     def remember(self, learned: Mapping[tuple[TenantId, int], bytes]) -> None:
         """Pools that are yet to come begin with this, which `learned` gave to an equal policy."""
         for at, data in learned.items():

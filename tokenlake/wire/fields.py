@@ -22,6 +22,7 @@ __all__ = [
     "Shards",
     "Share",
     "SlotBytes",
+    "Statistics",
     "Worth",
 ]
 
@@ -55,6 +56,9 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 Shards = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
 """How many shards a segment has."""
+
+Statistics = Annotated[bytes, Meta(max_length=1 << 18)]
+"""What a policy of eviction saves of one pool."""
 
 Worth = Annotated[float, Meta(ge=0, le=1e9)]
 """What keeping a segment is worth to the policy of eviction."""

@@ -25,6 +25,7 @@ from tokenlake.wire.fields import (
     Shards,
     Share,
     SlotBytes,
+    Statistics,
     Worth,
 )
 
@@ -38,6 +39,7 @@ __all__ = [
     "HotEntry",
     "HotSet",
     "HotWanted",
+    "Learned",
     "Lookup",
     "LookupReply",
     "Offer",
@@ -256,6 +258,13 @@ class AskWhy(_Message, frozen=True, tag=45):
     keys: bytes
 
 
+class Learned(_Message, frozen=True, tag=47):
+    """What the sender's policy of eviction learned lately, by pool: (tenant, slot bytes, statistics)."""
+
+    policy: Name
+    pools: tuple[tuple[str, SlotBytes, Statistics], ...]
+
+
 class ToldWhy(_Message, frozen=True, tag=46):
     """Answers `AskWhy`, one of each per key; an empty rule where nothing is known."""
 
@@ -387,6 +396,7 @@ PeerMessage = (
     | Redundant
     | Evicted
     | AskWhy
+    | Learned
     | ToldWhy
     | Touched
     | Advertised

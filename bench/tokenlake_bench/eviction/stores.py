@@ -15,6 +15,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 
 from tokenlake.advice import Advice, Use
+from tokenlake.core.learned import TELL_S
 from tokenlake.core.uses import with_use
 from tokenlake.errors import ConfigurationError
 from tokenlake.identity import NodeId, SegmentKey, TenantId
@@ -51,12 +52,14 @@ class NodeStores:
         self._former: list[NodeId | None] = [None] * len(self._keys)
         """That had it, or refused it, last: as the home tells a writer."""
         self._numbers = {name: number for number, name in enumerate(self._names)}
+        self._told_at, self._turn = 0.0, 0
         self._ring = Ring(dict.fromkeys(self._names, slots), default_run_length(nodes))
         self._candidates = self._ring.candidates(b"".join(self._keys))
 
     def serve(self, prompt: Prompt, advice: Advice) -> int:
         """How many segments of the prompt were found: its longest prefix."""
         now, chain, held = prompt.at_s, prompt.chain, self._held
+        self._tell_each_other(now)
         hits = next((depth for depth, segment in enumerate(chain) if held[segment] is None), len(chain))
         advice = with_use(advice, self._use(chain, hits, now))
         found = self._by_node(chain[:hits])
@@ -79,6 +82,16 @@ class NodeStores:
         if deepest is None:
             return Use(len(chain), hits)
         return Use.after(deepest.advice.use, now - deepest.touched, len(chain), hits)
+
+    def _tell_each_other(self, now: float) -> None:
+        """What they learned, each to one other in turn, as daemons do."""
+        if len(self._stores) == 1 or now < self._told_at + TELL_S:
+            return
+        self._told_at = now
+        self._turn += 1
+        for number, store in enumerate(self._stores):
+            other = (number + 1 + self._turn % (len(self._stores) - 1)) % len(self._stores)
+            self._stores[other].absorb(store.learned())
 
     def held(self) -> int:
         """Segments that some node holds."""

@@ -83,6 +83,10 @@ class Timed:
         """See `EvictionPolicy`."""
         return self._policy.save()
 
+    def absorb(self, learned: bytes) -> None:
+        """See `EvictionPolicy`."""
+        self._policy.absorb(learned)
+
     def restore(self, learned: bytes) -> None:
         """See `EvictionPolicy`."""
         self._policy.restore(learned)

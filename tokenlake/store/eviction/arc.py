@@ -120,6 +120,10 @@ class AdaptiveReplacement:
         """Nothing is learned."""
         return b""
 
+    def absorb(self, learned: bytes) -> None:
+        """See `EvictionPolicy`."""
+        refuse(learned)
+
     def restore(self, learned: bytes) -> None:
         """See `EvictionPolicy`."""
         refuse(learned)

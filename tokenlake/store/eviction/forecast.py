@@ -176,6 +176,10 @@ class Forecast:
         """See `EvictionPolicy`."""
         return self._odds.save()
 
+    def absorb(self, learned: bytes) -> None:
+        """See `EvictionPolicy`; for runs to come."""
+        self._odds.absorb(learned)
+
     def restore(self, learned: bytes) -> None:
         """See `EvictionPolicy`."""
         if learned:

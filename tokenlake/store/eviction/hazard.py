@@ -42,6 +42,9 @@ WEIGHT = 20.0
 """Segments that the next more general hazard counts for: of all labels for a label, of all uses for a bucket of uses,
 the prior for them all."""
 
+MOST = 1e12
+"""No count gets there."""
+
 Table = NDArray[np.float64]
 
 
@@ -127,22 +130,45 @@ class Hazards:
 
     def restore(self, learned: bytes) -> None:
         """Inverse of `save`. Raises `ValueError` for what no `save` made; nothing is changed then."""
-        try:
-            saved = _decoder.decode(learned)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ValueError(f"these are no statistics of re-use: {error}") from error
-        labels = dict(zip(saved.labels, range(len(saved.labels)), strict=True))
-        shape = (len(labels) * USES, AGES)
-        if saved.version != _VERSION or not 1 <= len(labels) <= LABELS or labels.get((0, "", "")) != UNLABELLED:
-            raise ValueError(f"statistics of re-use of version {saved.version} with {len(labels)} labels")
-        if not len(saved.ended) == len(saved.used) == shape[0] * shape[1] * 8:
-            raise ValueError(f"statistics of re-use with {len(saved.ended)} bytes for {len(labels)} labels")
-        ended = np.frombuffer(saved.ended, "<f8").reshape(shape).astype(np.float64)
-        used = np.frombuffer(saved.used, "<f8").reshape(shape).astype(np.float64)
-        if not (np.isfinite(ended).all() and np.isfinite(used).all() and (used >= 0).all() and (ended >= used).all()):
-            raise ValueError("statistics of re-use with a count that is no number or below 0")
-        self._labels, self._ended, self._used = labels, ended, used
+        self._labels, self._ended, self._used = _decoded(learned)
         self._tables()
+
+    def absorb(self, learned: bytes) -> None:
+        """Of each label the mean of what is counted here and what `save` gave elsewhere; else as `restore`. What was
+        added since the tables were made stays to be counted."""
+        labels, ended, used = _decoded(learned)
+        for said, theirs in labels.items():
+            mine = self.label(Advice(*said))
+            if mine == UNLABELLED and theirs != UNLABELLED:
+                continue
+            here, there = slice(mine * USES, (mine + 1) * USES), slice(theirs * USES, (theirs + 1) * USES)
+            self._ended[here] = (self._ended[here] + ended[there]) / 2
+            self._used[here] = (self._used[here] + used[there]) / 2
+        self.worth = worth_table(self._hazards()).tolist()
+
+
+def _decoded(learned: bytes) -> tuple[dict[tuple[int, str, str], int], Table, Table]:
+    """Labels, ended, used. Raises `ValueError`."""
+    try:
+        saved = _decoder.decode(learned)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ValueError(f"these are no statistics of re-use: {error}") from error
+    labels = dict(zip(saved.labels, range(len(saved.labels)), strict=True))
+    shape = (len(labels) * USES, AGES)
+    known = len(labels) == len(saved.labels) <= LABELS and labels.get((0, "", "")) == UNLABELLED
+    if saved.version != _VERSION or not known:
+        raise ValueError(f"statistics of re-use of version {saved.version} with {len(saved.labels)} labels")
+    if len(labels) < len(saved.labels):
+        raise ValueError("statistics of re-use with a label twice")
+    for outlook, category, stop_reason in labels:
+        Advice(outlook, category, stop_reason)
+    if not len(saved.ended) == len(saved.used) == shape[0] * shape[1] * 8:
+        raise ValueError(f"statistics of re-use with {len(saved.ended)} bytes for {len(labels)} labels")
+    ended = np.frombuffer(saved.ended, "<f8").reshape(shape).astype(np.float64)
+    used = np.frombuffer(saved.used, "<f8").reshape(shape).astype(np.float64)
+    if not ((used >= 0).all() and (ended >= used).all() and (ended < MOST).all()):
+        raise ValueError("statistics of re-use with a count that is no number or below 0")
+    return labels, ended, used
 
 
 def worth_table(hazards: Table) -> Table:

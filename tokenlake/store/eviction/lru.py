@@ -64,6 +64,10 @@ class LeastRecentlyUsed:
         """Nothing is learned."""
         return b""
 
+    def absorb(self, learned: bytes) -> None:
+        """See `EvictionPolicy`."""
+        refuse(learned)
+
     def restore(self, learned: bytes) -> None:
         """See `EvictionPolicy`."""
         refuse(learned)

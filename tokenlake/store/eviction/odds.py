@@ -47,6 +47,9 @@ SIZE_POWER = 0.4
 FIRST = -3.0
 """Of a bucket's own weight, before anything is learned."""
 
+MOST = 1e12
+"""No weight and no sum gets there."""
+
 Features = tuple[int, ...]
 """One index into the weights per feature."""
 Vector = NDArray[np.float64]
@@ -154,23 +157,48 @@ class Odds:
 
     def restore(self, learned: bytes) -> None:
         """Inverse of `save`. Raises `ValueError` for what no `save` made; nothing is changed then."""
-        try:
-            saved = _decoder.decode(learned)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ValueError(f"these are no statistics of re-use: {error}") from error
-        labels = dict(zip(saved.labels, range(len(saved.labels)), strict=True))
-        if saved.version != _VERSION or not 1 <= len(labels) <= LABELS or labels.get((0, "", "")) != 0:
-            raise ValueError(f"statistics of re-use of version {saved.version} with {len(labels)} labels")
-        sizes = [AGES, AGES, _WEIGHTS, _WEIGHTS, _WEIGHTS * _REGIMES, _WEIGHTS * _REGIMES]
-        if len(saved.weights) != 8 * sum(sizes):
-            raise ValueError(f"statistics of re-use with {len(saved.weights)} bytes; {8 * sum(sizes)} expected")
-        parts = np.split(np.frombuffer(saved.weights, "<f8").astype(np.float64), np.cumsum(sizes)[:-1])
-        if not all(np.isfinite(part).all() for part in parts) or any((part < 1).any() for part in parts[1::2]):
-            raise ValueError("statistics of re-use with a weight that is no number, or a sum below 1")
-        self._labels = labels
-        self._age, self._age_sum, self._all, self._all_sum = parts[:4]
-        self._regime, self._regime_sum = (part.reshape(_WEIGHTS, _REGIMES) for part in parts[4:])
+        self._labels, parts = _decoded(learned)
+        self._age, self._age_sum, self._all, self._all_sum, self._regime, self._regime_sum = parts
         self._tables()
+
+    def absorb(self, learned: bytes) -> None:
+        """The mean of the weights here and those that `save` gave elsewhere, of labels that both know; else as
+        `restore`. How fast they are learned stays as it is here."""
+        labels, (age, _, all_ages, _, regime, _) = _decoded(learned)
+        places, theirs = list(range(_OFFSETS[-2])), list(range(_OFFSETS[-2]))
+        for said, number in labels.items():
+            mine = self._label(Advice(*said))
+            if mine or not number:
+                places.append(_OFFSETS[-2] + mine)
+                theirs.append(_OFFSETS[-2] + number)
+        self._age = (self._age + age) / 2
+        self._all[places] = (self._all[places] + all_ages[theirs]) / 2
+        self._regime[places] = (self._regime[places] + regime[theirs]) / 2
+        self._tables()
+
+
+def _decoded(learned: bytes) -> tuple[dict[tuple[int, str, str], int], list[Vector]]:
+    """Labels, and the arrays in the order in which `save` writes them. Raises `ValueError`."""
+    try:
+        saved = _decoder.decode(learned)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ValueError(f"these are no statistics of re-use: {error}") from error
+    labels = dict(zip(saved.labels, range(len(saved.labels)), strict=True))
+    known = len(labels) == len(saved.labels) <= LABELS and labels.get((0, "", "")) == 0
+    if saved.version != _VERSION or not known:
+        raise ValueError(f"statistics of re-use of version {saved.version} with {len(saved.labels)} labels")
+    if len(labels) < len(saved.labels):
+        raise ValueError("statistics of re-use with a label twice")
+    for outlook, category, stop_reason in labels:
+        Advice(outlook, category, stop_reason)
+    shapes = [(AGES,), (AGES,), (_WEIGHTS,), (_WEIGHTS,), (_WEIGHTS, _REGIMES), (_WEIGHTS, _REGIMES)]
+    sizes = [math.prod(shape) for shape in shapes]
+    if len(saved.weights) != 8 * sum(sizes):
+        raise ValueError(f"statistics of re-use with {len(saved.weights)} bytes; {8 * sum(sizes)} expected")
+    parts = np.split(np.frombuffer(saved.weights, "<f8").astype(np.float64), np.cumsum(sizes)[:-1])
+    if not all((np.abs(part) < MOST).all() for part in parts) or any((part < 1).any() for part in parts[1::2]):
+        raise ValueError("statistics of re-use with a weight that is no number, or a sum below 1")
+    return labels, [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _gap(seconds: float) -> int:

@@ -193,6 +193,12 @@ class LearnedReuse:
         """See `EvictionPolicy`."""
         return self._hazards.save()
 
+    def absorb(self, learned: bytes) -> None:
+        """See `EvictionPolicy`."""
+        self._hazards.absorb(learned)
+        self._grow()
+        self._look_anew()
+
     def restore(self, learned: bytes) -> None:
         """See `EvictionPolicy`."""
         if learned:
@@ -256,6 +262,10 @@ class LearnedReuse:
 
     def _learn(self) -> None:
         self._hazards.learn()
+        self._look_anew()
+
+    def _look_anew(self) -> None:
+        """Tables are others than before."""
         for queue in self._queues:
             queue.head = None
 

@@ -109,6 +109,10 @@ class S3Fifo:
         """Nothing is learned."""
         return b""
 
+    def absorb(self, learned: bytes) -> None:
+        """See `EvictionPolicy`."""
+        refuse(learned)
+
     def restore(self, learned: bytes) -> None:
         """See `EvictionPolicy`."""
         refuse(learned)
