@@ -15,7 +15,7 @@ from tokenlake.core import events, instructions
 from tokenlake.core.fetch_calls import FETCHED
 from tokenlake.core.hot import CHOSEN, MISSED
 from tokenlake.core.hot_copies import COPIED, UNLISTED_S
-from tokenlake.core.hot_home import DEMOTED, PROMOTED
+from tokenlake.core.hot_home import DEMOTED, PROMOTED, REFUSED_S
 from tokenlake.hot.rule import DROP_S
 from tokenlake.identity import SegmentKey
 from tokenlake.store import Kind
@@ -302,3 +302,71 @@ def test_a_copy_of_which_no_more_may_be_leased_is_still_there() -> None:
     assert home._context.directory.get(copies(cluster, key)[0].tenant, key, cluster.clock.now) is not None
     assert not said(cluster, reader, peer.Evicted)
     assert read(cluster, engines[reader], [key]) == [Code.LOCAL]
+
+
+def at_the_other_candidate() -> tuple[Cluster, SegmentKey]:
+    """A hot segment of home n0 that n1 holds; copies at all nodes."""
+    cluster, engines = scene()
+    (key,) = placed(cluster, 0, 1)
+    cluster.node(0).freeze()
+    cluster.run_for(0.6)
+    store(cluster, engines[1], [key])
+    cluster.node(0).thaw()
+    cluster.run_for(1.0)
+    crowd(cluster, [engines[1], engines[0], engines[2], engines[3]], key)
+    assert kinds(cluster, key) == {0: Kind.REPLICA, 1: Kind.HOME, 2: Kind.REPLICA, 3: Kind.REPLICA}
+    return cluster, key
+
+
+def evict(cluster: Cluster, key: SegmentKey, nodes: Sequence[int]) -> None:
+    """As if for want of memory; their home hears of it when it asks."""
+    for node in nodes:
+        cluster.core(node).store.discard(copies(cluster, key)[node], cluster.clock.now)
+
+
+def test_a_home_that_has_the_last_copy_keeps_it() -> None:
+    cluster, key = at_the_other_candidate()
+    home = cluster.core(0)
+    tenant = copies(cluster, key)[0].tenant
+    evict(cluster, key, (2, 3))
+    for node in (2, 3):
+        home.handle(events.PeerSaid(f"n{node}", peer.Evicted(tenant, key, f"n{node}")), cluster.clock.now)
+    evict(cluster, key, (1,))
+    cluster.node(0).deliver(events.PeerSaid("n1", peer.Evicted(tenant, key, "n1")))
+    cluster.run_for(0.5)
+    assert kinds(cluster, key)[0] is Kind.HOME
+    entry = home._context.directory.get(tenant, key, cluster.clock.now)
+    assert entry is not None
+    assert entry.node == "n0"
+    cluster.settle()
+    cluster.check_settled()
+
+
+def test_one_copy_at_a_time_is_asked_to_take_the_place_of_the_home_copy() -> None:
+    cluster, key = at_the_other_candidate()
+    home = cluster.core(0)
+    tenant = copies(cluster, key)[0].tenant
+    evict(cluster, key, (1,))
+    home._context.directory.gone(tenant, key, home._context.ring.members[1])
+    home._hot.home.gone(tenant, key, home._context.node)
+    offers = len(said(cluster, 0, peer.Offer))
+    # A crowd: decided again and again before the answer can be here.
+    for _ in range(5):
+        home._hot.home.decide()
+    assert home.hot()["of this home"] == 1
+    cluster.run_for(0.5)
+    assert list(kinds(cluster, key).values()).count(Kind.HOME) == 1
+    assert len(said(cluster, 0, peer.Offer)) == offers + 1
+    cluster.settle()
+    cluster.check_settled()
+
+
+def test_a_node_that_says_it_has_copies_and_does_not_is_asked_no_more_for_a_while() -> None:
+    cluster, _, key = hot()
+    tenant = copies(cluster, key)[0].tenant
+    evict(cluster, key, (2,))
+    cluster.node(0).deliver(events.PeerSaid("n1", peer.Evicted(tenant, key, "n2")))
+    asked = len(said(cluster, 0, peer.Replicate))
+    cluster.run_for(REFUSED_S / 2)
+    assert len(said(cluster, 0, peer.Replicate)) == asked
+    assert 2 not in kinds(cluster, key)

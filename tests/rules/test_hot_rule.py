@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenlake.hot import Change, HotItem, HotRule, Shape, fair_mean
+from tokenlake.hot.rule import MOST_HOT
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 
 SIZE = 1 << 20
@@ -129,3 +130,15 @@ def test_whatever_is_said_what_is_kept_is_bounded(reads: list[tuple[int, int]], 
     assert all(2 <= change.copies <= len(NODES) for change in changes)
     assert len(rule) <= 128
     assert all(math.isfinite(change.copies) for change in changes)
+
+
+def test_whoever_reports_ever_new_crowds_makes_no_more_hot_than_a_home_looks_after() -> None:
+    rule = HotRule()
+    for step in range(60):
+        now = step * 0.25
+        for number in range(16):
+            made_up = TenantId("red"), SegmentKey((16 * step + number).to_bytes(32, "big"))
+            rule.read(made_up, SHAPE, 1000, now)
+        rule.decide(now, busy(50.0), at_first)
+        rule.check_integrity()
+    assert len(rule) == MOST_HOT

@@ -110,6 +110,14 @@ class HotCopies:
             self._unlisted.setdefault((segment.tenant, segment.key), self._context.now)
         return Code.COMMITTED
 
+    def inherit(self, tenant: TenantId, key: SegmentKey) -> None:
+        """This node is the home: its copy, if it is there, is the home copy from now on."""
+        segment = self._context.store.get(tenant, key)
+        if segment is not None and segment.state is State.READY and segment.kind in (Kind.STAGED, Kind.REPLICA):
+            segment.source = None
+            self._context.store.become(segment, Kind.HOME, self._context.load_now)
+            self._context.directory.held(tenant, key, self._context.node, self._context.incarnation)
+
     def learned(self, home: NodeId) -> None:
         """The set of `home` changed: what it names here stays, or is missed."""
         absent: dict[TenantId, list[SegmentKey]] = {}

@@ -21,7 +21,7 @@ from tokenlake.core.hot_copies import GRACE_S, HotCopies
 from tokenlake.core.instructions import Note
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.directory import Standing
-from tokenlake.hot import Change, HotItem, HotRule, KnownSets, Shape, by_a_further_hash
+from tokenlake.hot import COUNTERS, Change, HotItem, HotRule, KnownSets, Shape, by_a_further_hash
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.wire import Code
@@ -56,6 +56,8 @@ class _Copies:
         self.asked: dict[NodeId, None] = {}
         self.refused: dict[NodeId, float] = {}
         """Until when they are not asked again."""
+        self.heir: NodeId | None = None
+        """Asked to keep the home copy from now on, and has not answered."""
 
 
 class HotHome:
@@ -82,6 +84,8 @@ class HotHome:
         keys = split_keys(message.keys)
         if not len(keys) == len(message.depths) == len(message.times):
             raise ValueError(f"reads of {len(keys)} segments with {len(message.times)} counts")
+        if len(keys) > COUNTERS:
+            raise ValueError(f"reads of {len(keys)} segments; at most {COUNTERS}")
         tenant, here = TenantId(message.tenant), self._context.node
         mine = self._context.by_home(keys).get(here, [])
         told = {key: (depth, times) for key, depth, times in zip(keys, message.depths, message.times, strict=True)}
@@ -94,10 +98,11 @@ class HotHome:
             self.decide()
 
     def gone(self, tenant: TenantId, key: SegmentKey, node: NodeId) -> None:
-        """`node` has no copy."""
+        """`node` has no copy. It is not asked for one again at once: it may have no room, or lie."""
         hot = self._hot.get((tenant, key))
-        if hot is not None:
-            hot.nodes.pop(node, None)
+        if hot is not None and node in hot.nodes:
+            del hot.nodes[node]
+            hot.refused[node] = self._context.now + REFUSED_S
 
     def wanted(self, node: NodeId) -> None:
         """`node` missed the set."""
@@ -167,18 +172,28 @@ class HotHome:
 
     def _without_holder(self, item: HotItem, hot: _Copies) -> None:
         """The home copy was evicted: a copy takes its place, or there is nothing left to copy."""
-        keeper = next((node for node in hot.nodes if self._peers.usable(node)), None)
-        if keeper is None:
+        if hot.heir is not None:
+            return
+        heir = next((node for node in hot.nodes if self._present(node)), None)
+        if heir is None:
             del self._hot[item]
             self._rule.forget(item)
             return
-        hot.nodes.pop(keeper)
+        del hot.nodes[heir]
         (tenant, key), shape = item, self._rule.shape(item)
+        if heir == self._context.node:
+            self._copies.inherit(tenant, key)
+            return
+
+        def answered(reply: Reply | None) -> None:
+            hot.heir = None
+
+        hot.heir = heir
         self._peers.call(
-            keeper,
+            heir,
             lambda call: wire.Offer(call, tenant, key, (shape.depth,), shape.slot_bytes, shape.shards),
             GRACE_S,
-            lambda reply: None,
+            answered,
             proves_life=False,
         )
 

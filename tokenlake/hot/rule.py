@@ -45,6 +45,8 @@ LEAST_READS = 4.0
 MOST_COPIES = 1.25
 """Times as many as its rate needs. A node may stay above the mean for what its own engines read there, which no copy
 takes from it."""
+MOST_HOT = 2 * COUNTERS
+"""Segments of a home that have copies: what is read beyond is reported by nodes that lie."""
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -167,7 +169,7 @@ class HotRule:
         needed = math.ceil(rate / share)
         if hot is None:
             copies = min(most, needed)
-            if copies < 2:
+            if copies < 2 or len(self._hot) >= MOST_HOT:
                 return None
             self._hot[item] = _Hot(copies, now)
             return copies
@@ -217,6 +219,7 @@ class HotRule:
 
     def check_integrity(self) -> None:
         """AssertionError when something is kept that nobody needs, or not kept that somebody does."""
+        assert len(self._hot) <= MOST_HOT
         assert len(self._shapes) <= 4 * COUNTERS + 1
         assert all(item in self._shapes for item in self._hot)
         assert all(hot.copies > 1 for hot in self._hot.values())
