@@ -11,7 +11,7 @@ import pytest
 from tests.rules.eviction_scene import Memory, key_of
 from tokenlake.advice import NO_ADVICE, Advice, Use
 from tokenlake.store.eviction import forecast, odds
-from tokenlake.store.eviction.forecast import GHOST_S, Forecast
+from tokenlake.store.eviction.forecast import GHOST_S, LEARN_AT, Forecast
 
 SHORT = Advice(use=Use(segments=2, hits=1, turn=1, gap_s=30.0, left=0))
 """Of a prompt that appended one segment: it comes again after half a minute."""
@@ -71,6 +71,18 @@ def test_the_heap_does_not_pile_up() -> None:
         memory.request([second % 10], 7.0 * second)
     assert len(policy._heap) < 400
     assert sum(map(len, policy._ages)) < 200
+
+
+def test_what_is_to_be_learned_does_not_pile_up_in_a_quiet_hour() -> None:
+    policy = Forecast()
+    memory = Memory(policy, 3000)
+    for number in range(3000):
+        memory.store(number, 0, number / 10)
+    most = 0
+    for second in range(300, 4000):
+        policy.worth(memory.here[0], float(second))
+        most = max(most, len(policy._odds._rows))
+    assert 0 < most < 2 * LEARN_AT
 
 
 def test_equal_statistics_lead_to_equal_decisions() -> None:

@@ -30,6 +30,9 @@ LEAST_GHOSTS, GHOSTS_EACH = 1 << 14, 4
 LEARN_EVERY = 8
 """Moments at which something was used, from one learning to the next."""
 
+LEARN_AT = 1024
+"""Rows to learn from that wait for no such moment: in a quiet hour there is none, and runs come of age all the same."""
+
 
 class _Run:
     """Segments of one use of one prompt with equal features."""
@@ -294,6 +297,8 @@ class Forecast:
                 self._grow_older(runs.popleft(), age + 1)
             if runs:
                 self._ripe = min(self._ripe, runs[0].at + edge)
+        if self._odds.waiting >= LEARN_AT:
+            self._odds.learn()
 
     def _grow_older(self, run: _Run, age: int) -> None:
         if not run.unused:

@@ -120,6 +120,11 @@ class Odds:
         """Of a run of `whole` segments at the beginning of a bucket, `used` were used again within it."""
         self._rows.append((features, age, used / whole, whole**SIZE_POWER))
 
+    @property
+    def waiting(self) -> int:
+        """How many are to be learned from."""
+        return len(self._rows)
+
     def learn(self) -> None:
         """From what was added since."""
         rows, self._rows = self._rows, []
