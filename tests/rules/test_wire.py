@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tokenlake.advice import Advice
 from tokenlake.errors import ProtocolRefused
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import HEADER_BYTES, PROTOCOL_VERSION, Code, FrameDecoder, agree, engine, pack_frame, peer
@@ -47,7 +48,7 @@ def values(of: types.Type) -> st.SearchStrategy[Any]:
         case types.StrType():
             return st.text(st.characters(codec="utf-8"), max_size=20)
         case types.BytesType(min_length=shortest, max_length=longest):
-            return st.binary(min_size=shortest or 0, max_size=70 if longest is None else longest)
+            return st.binary(min_size=shortest or 0, max_size=70 if longest is None else min(longest, 70))
         case types.LiteralType(values=some):
             return st.sampled_from(some)
         case types.NoneType():
@@ -63,10 +64,17 @@ def values(of: types.Type) -> st.SearchStrategy[Any]:
     raise NotImplementedError(f"a message holds {of}; teach this test to make one")
 
 
+PRINTABLE = st.characters(codec="utf-8").filter(str.isprintable)
+
+
 def messages(message: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]:
     described = types.type_info(message)
     assert isinstance(described, types.StructType)
-    return st.builds(message, **{field.name: values(field.type) for field in described.fields})
+    made = {field.name: values(field.type) for field in described.fields}
+    if message is Advice:
+        # Whoever makes another one hears of it at once.
+        made |= dict.fromkeys(("category", "stop_reason"), st.text(PRINTABLE, max_size=20))
+    return st.builds(message, **made)
 
 
 any_message = st.one_of(*[messages(message) for _, known in DECODERS.values() for message in known])
