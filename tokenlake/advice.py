@@ -32,6 +32,7 @@ class Outlook(IntEnum):
     OVER = 2
 
 
+MAX_TURN = (1 << 32) - 1
 NEVER = -1.0
 """Of a time since something that did not happen."""
 Gap = Annotated[float, Meta(ge=NEVER, le=1e9)]
@@ -63,7 +64,8 @@ class Use(msgspec.Struct, frozen=True, array_like=True, gc=False):
         # The last segment may hold a part of the answer, and so be another one; a first segment may be everybody's.
         if left > 1 or hits == 1:
             return cls(segments, hits, 0, age_s, NEVER, left)
-        return cls(segments, hits, past.turn + 1, age_s, past.gap_s, left)
+        # Bounded: what a node that lies makes of it would be refused wherever this one tells it.
+        return cls(segments, hits, min(past.turn + 1, MAX_TURN), age_s, past.gap_s, left)
 
 
 NO_USE = Use()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.core.scenes import ask, calm, placed, tell
+from tests.core.scenes import ask, calm, copies, placed, store, tell
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Storing
 from tokenlake.core.pendings import CLAIMED, MAX_PENDING_S, WAITED
@@ -112,5 +112,23 @@ def test_an_engine_that_dies_while_it_waits_leaves_nothing() -> None:
     engines[1].die()
     cluster.run_for(0.2)
     assert not cluster.core(1)._matches.matching
+    cluster.settle()
+    cluster.check_settled()
+
+
+def test_what_was_found_at_a_node_that_died_meanwhile_is_not_promised() -> None:
+    cluster, engines, keys = scene(each=1)
+    store(cluster, engines[1], keys[:1])
+    assert copies(cluster, keys[0]).keys() <= {1, 2}
+    ask(engines[0].processes[0], engine.Prepare, join_keys(keys[1:]), 1)
+    cluster.run_for(0.05)
+    waiting = wait_for(engines[3], keys, 5.0)
+    cluster.run_for(0.1)
+    assert waiting == []
+    cluster.node(1).crash()
+    cluster.node(2).crash()
+    cluster.run_for(0.5)
+    assert waiting[0].hits == 0
+    assert waiting[0].codes[0] == Code.UNKNOWN
     cluster.settle()
     cluster.check_settled()

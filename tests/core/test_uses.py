@@ -12,7 +12,8 @@ from tokenlake.advice import NEVER, Advice, Outlook, Use
 from tokenlake.core.uses import REMEMBERED, RecentMatches
 from tokenlake.identity import SegmentKey
 from tokenlake.store import Kind
-from tokenlake.wire import engine
+from tokenlake.wire import engine, peer
+from tokenlake.wire.frames import decode, encode
 from tokenlake.wire.slots import join_keys
 
 KEYS = prompt("uses", 12)
@@ -93,10 +94,19 @@ def test_what_an_engine_says_of_its_use_is_not_listened_to() -> None:
 @pytest.mark.parametrize("between", [0, REMEMBERED - 1, REMEMBERED])
 def test_a_session_remembers_its_last_matches(between: int) -> None:
     recent = RecentMatches()
-    recent.add(KEYS, Use(12, 3, 2))
+    recent.add(join_keys(KEYS), Use(12, 3, 2))
     for number in range(between):
-        recent.add(prompt(f"other {number}", 5), Use(5, 0))
+        recent.add(join_keys(prompt(f"other {number}", 5)), Use(5, 0))
     known = between < REMEMBERED
     assert recent.use(KEYS[3:6], 3) == (Use(12, 3, 2) if known else Use(6, 3))
     assert recent.use(KEYS[6:], 6) == (Use(12, 3, 2) if known else Use(12, 6))
     assert recent.use(KEYS[3:6], 4) == Use(7, 4)
+
+
+def test_what_a_node_that_lies_says_of_a_turn_can_be_told_on() -> None:
+    """Else whoever is told it would take this node for a liar."""
+    lie = peer.LookupReply(1, 0, b"", (), (0.0, 0.0, 0.0), 0.0, Use(4, 4, (1 << 32) - 1, 1e9, 1e9, 4), 1e9)
+    heard = decode(peer.peer_decoder, encode(lie))
+    assert isinstance(heard, peer.LookupReply)
+    told = peer.Touched("red", bytes(32), Advice(use=Use.after(heard.past, heard.past_age_s, 5, 4)))
+    assert decode(peer.peer_decoder, encode(told)) == told

@@ -310,8 +310,10 @@ class Matches:
             self._finish(match)
 
     def _again(self, match: MatchUnderWay) -> None:
-        """Ask anew about what nobody was found to have."""
+        """Ask anew about what nobody was found to have, or what nobody answers for any more."""
         match.parked = False
+        usable = self._peers.usable
+        match.remotes = [node if node is not None and usable(node) else None for node in match.remotes]
         match.asked.clear()
         match.denied.clear()
         match.hints.clear()
@@ -334,7 +336,7 @@ class Matches:
         self._context.store.unpin(*(segment for segment in match.segments[hits:] if segment is not None))
         use = use_of(match, hits, self._context.load_now)
         if hits < len(match.keys):
-            session.recent.add(match.keys, use)
+            session.recent.add(match.request.keys, use)
         lease = self._make_lease(match, hits, use)
         self._count(match, hits)
         codes = bytes(match.codes)

@@ -10,6 +10,7 @@ import msgspec
 
 from tokenlake.advice import Advice, Use
 from tokenlake.identity import SegmentKey
+from tokenlake.keys import KEY_BYTES
 
 if TYPE_CHECKING:
     from tokenlake.core.match_under_way import MatchUnderWay
@@ -39,15 +40,16 @@ class RecentMatches:
     """Of one session: a store goes on where a match of the same prompt ended."""
 
     def __init__(self) -> None:
-        self._matches: deque[tuple[Sequence[SegmentKey], Use]] = deque(maxlen=REMEMBERED)
+        self._matches: deque[tuple[bytes, Use]] = deque(maxlen=REMEMBERED)
 
-    def add(self, keys: Sequence[SegmentKey], use: Use) -> None:
-        """The engine asked for `keys` and will compute what is missing."""
+    def add(self, keys: bytes, use: Use) -> None:
+        """The engine asked for the concatenated `keys` and will compute what is missing."""
         self._matches.append((keys, use))
 
     def use(self, keys: Sequence[SegmentKey], first: int) -> Use:
         """Of the request that stores `keys`, the first of which is segment `first` of its prompt."""
+        at = first * KEY_BYTES
         for known, use in reversed(self._matches):
-            if keys and first < len(known) and known[first] == keys[0]:
+            if keys and known[at : at + KEY_BYTES] == keys[0]:
                 return use
         return Use(first + len(keys), first)
