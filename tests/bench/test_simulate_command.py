@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from tokenlake_bench.cli import bench
+from tokenlake_bench.routing import Answered
 from tokenlake_bench.simulation import command, pooled
 from tokenlake_bench.simulation.command import SimulateArguments, simulate
 
@@ -111,12 +112,10 @@ def test_interrupted_it_writes_what_is_done(tmp_path: Path, monkeypatch: pytest.
 def test_interrupted_in_the_middle_of_the_pool_the_requests_that_are_done_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    answered = pooled.Answered
-
-    def counted(**fields: Any) -> pooled.Answered:
+    def counted(**fields: Any) -> Answered:
         if fields["first_s"] > 5.0:
             raise KeyboardInterrupt
-        return answered(**fields)
+        return Answered(**fields)
 
     monkeypatch.setattr(pooled, "Answered", counted)
     written, _ = simulate(SimulateArguments(limit=100), Console(quiet=True))
