@@ -81,7 +81,7 @@ def cache_hit(**arguments: object) -> None:
 
 
 @bench.command("eviction")
-@click.option("--trace", "traces", type=_FILE, multiple=True, help="Mooncake's format or coding-agent sessions; repeat.")
+@click.option("--trace", "traces", type=_FILE, multiple=True, help="In Mooncake's format or of sessions; several.")
 @click.option("--capacity-tokens", help="Of the whole pool: 1000000,3000000. [default: three that bind, by the format]")
 @click.option("--policy", "policies", help="lru,s3fifo for some. [default: all there are]")
 @click.option("--nodes", default="1", show_default=True, help="That share the capacity and decide by themselves: 1,8.")
