@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.rules.eviction_scene import Memory, key_of
 from tokenlake.advice import NO_ADVICE
 from tokenlake.store.eviction import POLICIES, EvictionPolicy, policy_named
+from tokenlake.store.eviction.s3fifo import MOST_PASSED, S3Fifo
 
 Make = Callable[[], EvictionPolicy]
 every_policy = pytest.mark.parametrize("make", POLICIES.values(), ids=list(POLICIES))
@@ -200,6 +201,17 @@ def test_s3fifo_takes_what_it_let_go_lately_into_the_main_queue() -> None:
     for number in range(30):
         memory.store(("scan", number), 0, 30.0 + number)
     assert back in memory.here
+
+
+def test_s3fifo_passes_over_so_many_at_a_time_where_all_were_used() -> None:
+    policy = S3Fifo()
+    memory = Memory(policy, 4 * MOST_PASSED)
+    for number in range(4 * MOST_PASSED):
+        memory.store(number, 0, 0.0)
+    for name in memory.here:
+        policy.touch(memory.here[name], 10.0)
+    memory.evict(20.0)
+    assert len(policy._main) <= MOST_PASSED
 
 
 def test_arc_gives_more_room_to_those_used_once_when_they_are_missed() -> None:

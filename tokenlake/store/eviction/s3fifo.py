@@ -20,6 +20,8 @@ SMALL_SHARE = 0.1
 """Of all segments, on probation; those beyond it go first."""
 MOST_USES = 3
 """Counted; as many rounds a segment stays in the main queue without another."""
+MOST_PASSED = 1024
+"""Segments that were used and are passed over in search of one that was not: each costs some 200 ns."""
 
 
 class _Record:
@@ -73,11 +75,13 @@ class S3Fifo:
 
     def coldest(self, now: float) -> Segment:
         """See `EvictionPolicy`. Those that come first and were used go round, or from probation to the main queue."""
+        passed = 0
         while self._small or self._main:
             on_probation = not self._main or len(self._small) > SMALL_SHARE * len(self)
             segment, record = next(iter((self._small if on_probation else self._main).items()))
-            if not record.uses:
+            if not record.uses or passed == MOST_PASSED:
                 return segment
+            passed += 1
             if on_probation:
                 del self._small[segment]
                 record.main, record.uses = True, 0
