@@ -112,3 +112,14 @@ def test_a_region_is_taken_when_its_last_pin_goes() -> None:
     store.unpin(leased)
     assert store.drain(pool, 11.0) == 0
     assert not list(store.pools())
+
+
+def test_of_regions_that_went_little_is_kept() -> None:
+    store = store_of(1, {})
+    for region in range(1, 100):
+        fill(store, RED, PER_REGION)
+        pool = store.pool(RED, SLOT_BYTES)
+        assert pool is not None
+        assert store.reclaim(pool, 10.0) == region - 1
+        store.add_spare(region)
+    assert sum(map(len, store._generations.values())) < 100 + PER_REGION

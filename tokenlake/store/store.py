@@ -379,6 +379,8 @@ class SegmentStore:
         assert region is not None
         pool.drop_region(region)
         self._places.drop_region(region)
+        # All that `add_spare` needs of them.
+        self._generations[region] = [max(self._generations[region])]
         self._owned[pool.tenant] -= 1
         if not self._owned[pool.tenant]:
             del self._owned[pool.tenant]
