@@ -10,6 +10,7 @@ from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Storing
 from tests.sim.prompts import prompt
 from tokenlake.core.instructions import ReplaceRegion
+from tokenlake.core.regions import PATIENCE_S
 from tokenlake.wire import Code, engine
 
 ROOMY = {"dirty_share": 1.0, "session_reserve_share": 1.0, "session_lease_share": 1.0}
@@ -75,6 +76,27 @@ def test_a_lease_outlives_the_region_that_is_asked_back() -> None:
     # The only region of a tenant that is here is its fair part.
     assert regions(cluster, "red") == 1
     assert not said(cluster, 0, ReplaceRegion)
+    cluster.check()
+
+
+def test_who_gives_nothing_back_does_not_keep_others_from_what_nobody_uses() -> None:
+    cluster = calm(1, regions=4, **ROOMY)
+    green = cluster.join(0, tenant="green")
+    write(cluster, green, "kept", SLOTS)
+    green.die()
+    red = cluster.join(0)
+    for region in range(3):
+        write(cluster, red, f"leased {region}", SLOTS)
+        assert match(cluster, red, prompt(f"leased {region}", SLOTS)).hits == SLOTS
+    blue = cluster.join(0, tenant="blue")
+    cluster.run_for(2 * PATIENCE_S)
+    assert (regions(cluster, "red"), regions(cluster, "blue"), regions(cluster, "green")) == (3, 1, 0)
+    cluster.check()
+    # What is asked back of who has too much still goes to who wanted it, as soon as it can.
+    red.die()
+    cluster.run_for(2 * PATIENCE_S)
+    assert regions(cluster, "blue") == 2
+    write(cluster, blue, "mine", SLOTS)
     cluster.check()
 
 

@@ -18,6 +18,9 @@ from tokenlake.store import SlotPool
 
 __all__ = ["Regions"]
 
+PATIENCE_S = 2.0
+"""So long nobody else loses memory while what is to be given is in use: leases mostly end sooner."""
+
 Claim = tuple[TenantId, int]
 """(tenant, slot size) that wants a region."""
 
@@ -29,9 +32,9 @@ class Regions:
         self._context = context
         self._sessions = sessions
         self._claim: Claim | None = None
-        """For whom a region is emptied, or replaced."""
-        self._giver: SlotPool | None = None
-        """Whose region is emptied bit by bit."""
+        """For whom a region is replaced."""
+        self._giving: tuple[SlotPool, Claim, float] | None = None
+        """Whose region is emptied bit by bit, for whom, since when."""
         self._replacing = False
         self._replaced = 0
 
@@ -40,9 +43,10 @@ class Regions:
         what is to be given may be in use for now."""
         if self._replacing:
             return
-        if self._giver is not None:
-            self._drain(self._giver)
-            return
+        if self._giving is not None:
+            self._drain(*self._giving)
+            if self._giving is None or self._context.now < self._giving[-1] + PATIENCE_S:
+                return
         used = list(dict.fromkeys((session.tenant, session.slot_bytes) for session in self._sessions))
         claims = list(dict.fromkeys([*used, *self._context.store.take_unserved()]))
         pools = list(self._context.store.pools())
@@ -55,38 +59,39 @@ class Regions:
         """False where it needs nothing, or nobody can give anything."""
         store = self._context.store
         newcomer = store.pool(*claim) is None
-        self._claim = claim
         idle = [pool for pool in store.pools() if (pool.tenant, pool.slot_bytes) not in used]
-        if store.is_short(*claim, among):
+        if self._giving is None and store.is_short(*claim, among):
             rich = [
                 pool
                 for pool in store.pools()
                 if store.has_too_much(pool.tenant, among) and (pool in idle or len(pool.regions) > 1)
             ]
             if rich:
-                self._drain(max(rich, key=lambda pool: (pool in idle, len(pool.regions))))
+                giver = max(rich, key=lambda pool: (pool in idle, len(pool.regions)))
+                self._drain(giver, claim, self._context.now)
                 return True
         if not newcomer:
             return False
         # Nobody has more than a fair part: who has no memory for such slots gets what no connected engine uses.
         for pool in idle:
-            if pool.tenant != claim[0] and store.has_quota(claim[0]):
+            if pool.draining is not None or (pool.tenant != claim[0] and store.has_quota(claim[0])):
                 continue
             free = len(pool.free)
-            self._replace(store.reclaim(pool, self._context.load_now))
+            self._replace(store.reclaim(pool, self._context.load_now), claim)
             if self._replacing or len(pool.free) > free:
                 # It gave a region, or a part of one for now: no other pool has to lose anything.
                 return True
         return False
 
-    def _drain(self, pool: SlotPool) -> None:
-        self._giver = pool
-        self._replace(self._context.store.drain(pool, self._context.load_now))
+    def _drain(self, pool: SlotPool, claim: Claim, since: float) -> None:
+        region = self._context.store.drain(pool, self._context.load_now)
+        self._giving = (pool, claim, since) if region is None else None
+        self._replace(region, claim)
 
-    def _replace(self, region: int | None) -> None:
+    def _replace(self, region: int | None, claim: Claim) -> None:
         if region is None:
             return
-        self._giver, self._replacing = None, True
+        self._claim, self._replacing = claim, True
         fresh = self._context.config.regions + self._replaced
         self._replaced += 1
         self._context.emit(ReplaceRegion(region, fresh))
