@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tokenlake_bench.baselines import intern_segments
@@ -12,21 +10,14 @@ from tokenlake_bench.simulation.arrivals import arrivals_of
 from tokenlake_bench.simulation.cluster import SimulationOptions
 from tokenlake_bench.simulation.run import Simulation
 from tokenlake_bench.sizing import bench_layout
-from tokenlake_bench.traces import read_mooncake
-from tokenlake_bench.workload import BuiltinSettings, Workload, builtin_workload
+from tokenlake_bench.workload import BuiltinSettings, builtin_workload
 
 pytestmark = pytest.mark.live
-
-TRACE = Path(__file__).parents[3] / "shared/traces/mooncake_conversation_trace.jsonl.zst"
 
 
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_hit_rate_within_a_point_and_bytes_moved_within_five_percent(nodes: int) -> None:
-    workload: Workload
-    if TRACE.exists():
-        workload, segment_tokens, capacity_tokens = read_mooncake(TRACE, limit=400), 512, 2_000_000
-    else:
-        workload, segment_tokens, capacity_tokens = builtin_workload(BuiltinSettings(requests=400)), 64, 30_000
+    workload, segment_tokens, capacity_tokens = builtin_workload(BuiltinSettings(requests=400)), 64, 24_000
     live = run_live(
         workload,
         LiveOptions(nodes=nodes, capacity_tokens=capacity_tokens, segment_tokens=segment_tokens),
