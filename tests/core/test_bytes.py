@@ -5,15 +5,18 @@ from __future__ import annotations
 import collections
 import random
 
-from tests.core.scenes import calm
+from tests.core.scenes import calm, copies, store
 from tests.sim.arena import SLOT_BYTES
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Reading, Storing
 from tests.sim.prompts import prompt
+from tokenlake.core import events, instructions
 from tokenlake.core.context import READ_BYTES
 from tokenlake.core.writes import WRITTEN_BYTES
 from tokenlake.metrics import Metric
-from tokenlake.wire import Code, engine
+from tokenlake.wire import Code, engine, peer
+from tokenlake.wire.frames import decode, encode
+from tokenlake.wire.slots import join_keys
 
 
 def counted(cluster: Cluster, metric: Metric) -> dict[str, int]:
@@ -47,3 +50,21 @@ def test_each_byte_is_counted_once_where_it_lay() -> None:
     assert counted(cluster, WRITTEN_BYTES) == dict(written)
     assert counted(cluster, READ_BYTES) == dict(read)
     assert set(read) == set(written) == {"red", "blue"}
+
+
+def test_what_a_node_says_can_be_heard_however_much_is_read_and_however_fast_time_passes() -> None:
+    """Else its peers would take it for one that breaks the protocol."""
+    cluster = calm(3, time_scale=1e6)
+    (key,) = prompt("old", 1)
+    store(cluster, cluster.join(0), [key])
+    keeper = next(iter(copies(cluster, key)))
+    core = cluster.core(keeper)
+    later = cluster.clock.now + 2000.0
+    asker = f"n{(keeper + 1) % 3}"
+    asked = core.handle(events.PeerSaid(asker, peer.Lookup(1, "red", join_keys([key]))), later)
+    core._context.served(copies(cluster, key)[keeper].tenant, 1 << 120)
+    pinged = core.handle(events.PeerSaid(asker, peer.Ping(2, (0.0, 0.0, 0.0), 0.0, 0)), later)
+    said = [each.message for each in (*asked, *pinged) if isinstance(each, instructions.Say)]
+    assert {type(message) for message in said} >= {peer.LookupReply, peer.Pong}
+    for message in said:
+        assert decode(peer.peer_decoder, encode(message)) == message

@@ -18,6 +18,7 @@ from tokenlake.ring import Ring
 from tokenlake.store import Budgets, Segment, SegmentStore, State
 from tokenlake.store.eviction import policy_named
 from tokenlake.store.history import History
+from tokenlake.wire.fields import MAX_AMOUNT, MAX_SECONDS
 
 __all__ = ["LOAD_HALF_LIFE_S", "Context", "CoreConfig"]
 
@@ -124,6 +125,10 @@ class Context:
         """`now` in the workload's time."""
         return self.now * self.config.time_scale
 
+    def since(self, then: float) -> float:
+        """Seconds of the workload's time from `then` to now; no more than can be told."""
+        return min(MAX_SECONDS, max(0.0, self.load_now - then))
+
     @property
     def gossip_s(self) -> float:
         """Between two reports of this node's load: `CoreConfig.gossip_s` of the workload's time, as far as that can be
@@ -136,8 +141,8 @@ class Context:
         self._load.add(nbytes, self.load_now)
 
     def load(self) -> float:
-        """Bytes read from this node's arena per second of the workload's time, lately."""
-        return self._load.at(self.load_now)
+        """Bytes read from this node's arena per second of the workload's time, lately; no more than can be told."""
+        return min(MAX_AMOUNT, self._load.at(self.load_now))
 
     def after(self, delay_s: float, callback: Callable[[], None]) -> Timer:
         """Call `callback` in `delay_s` from now."""

@@ -21,6 +21,7 @@ from tokenlake.core.context import Context
 from tokenlake.core.instructions import Answer
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.identity import NodeId, SegmentKey, TenantId
+from tokenlake.keys import KEY_BYTES
 from tokenlake.store.history import STAGED_RULE, Gone
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.funnel import Funnel, Missed, Why
@@ -31,7 +32,7 @@ __all__ = ["Explain", "Trail"]
 MAX_TRAILS = 1024
 """Requests that are remembered; the oldest are forgotten first."""
 MAX_KEYS = 1 << 16
-"""Missing segments of all of them that are remembered by name."""
+"""Missing segments of all of them that are remembered by name, and what else takes as much memory as a key."""
 MISSING_EACH = 1024
 """Of one of them."""
 WHY_S = 0.1
@@ -83,6 +84,11 @@ class Trail:
         """Hits that did not come, by reason and detail."""
         self.refused: Code | None = None
         """Why some that were asked for could not come."""
+
+    @property
+    def keys(self) -> int:
+        """Its share of `MAX_KEYS`."""
+        return len(self.missing) + len(self.beyond) // KEY_BYTES
 
     def given_back(self, read: int, shipped: int, unfetched: Iterable[NodeId | None]) -> None:
         """Nobody holds these any more: what was here, what was attended to where it lay, and the holders of the
@@ -136,10 +142,10 @@ class Explain:
                     break
         former = self._trails.pop((tenant, trail.name), None)
         self._trails[tenant, trail.name] = trail
-        self._keys += len(trail.missing) - (len(former.missing) if former is not None else 0)
+        self._keys += trail.keys - (former.keys if former is not None else 0)
         while len(self._trails) > MAX_TRAILS or self._keys > MAX_KEYS:
             _, oldest = self._trails.popitem(last=False)
-            self._keys -= len(oldest.missing)
+            self._keys -= oldest.keys
 
     # -- questions
 
@@ -165,10 +171,10 @@ class Explain:
         def heard(home: NodeId, keys: list[SegmentKey], reply: Reply | None) -> None:
             nonlocal waiting
             waiting -= 1
-            if not isinstance(reply, peer.ToldWhy) or not len(reply.rules) == len(reply.nodes) == len(keys):
+            if not isinstance(reply, peer.ToldWhy) or {*map(len, (reply.rules, reply.nodes, reply.ago_s))} != {len(keys)}:
                 question.silent[home] = None
             else:
-                for key, rule, node, ago in zip(keys, reply.rules, reply.nodes, reply.ago_s, strict=False):
+                for key, rule, node, ago in zip(keys, reply.rules, reply.nodes, reply.ago_s, strict=True):
                     if rule:
                         question.found[key] = rule, node, ago, 0.0
             if not waiting:
@@ -181,7 +187,7 @@ class Explain:
             self._answer(question)
 
     def _told(self, gone: Gone) -> tuple[str, str, float, float]:
-        return gone.rule, gone.node or self._context.node, max(0.0, self._context.load_now - gone.at), gone.unused_s
+        return gone.rule, gone.node or self._context.node, self._context.since(gone.at), gone.unused_s
 
     def ask(self, node: NodeId, message: peer.AskWhy) -> None:
         """Another node misses segments of which this one is the home."""
@@ -287,7 +293,7 @@ class Explain:
 
     def check_integrity(self) -> None:
         """AssertionError when the count of keys is wrong."""
-        assert self._keys == sum(len(trail.missing) for trail in self._trails.values())
+        assert self._keys == sum(trail.keys for trail in self._trails.values())
 
 
 def _ask_why(call: int, *, tenant: TenantId, keys: bytes) -> peer.AskWhy:

@@ -72,6 +72,8 @@ class Fetches:
         self._background = Background(context.config.background_share)
         self._queue: dict[_Flight, None] = {}
         """What waits for its turn: no engine reads it."""
+        self._queued: dict[Segment, _Flight] = {}
+        """Where each segment of the queue waits."""
 
     def bring(
         self,
@@ -95,8 +97,9 @@ class Fetches:
             known = self._context.store.get(tenant, key)
             if known is not None:
                 self._join(known, on_arrival, refused)
-                if not flight.background:
-                    self._hurry(known)
+                if known in self._queued and not flight.background:
+                    # An engine wants it: the piece that it waits in goes now.
+                    self._leave_queue(self._queued[known])
                 continue
             segment = self._context.store.reserve(
                 tenant, slot_bytes, key, kind, depth, self._context.load_now, advice or NO_ADVICE
@@ -158,6 +161,7 @@ class Fetches:
             piece.segments = flight.segments[start : start + size]
             piece.timer = self._context.after(flight.wait_s, partial(self._too_late, piece))
             self._queue[piece] = None
+            self._queued.update(dict.fromkeys(piece.segments, piece))
         self._depart_more()
 
     def _depart_more(self) -> None:
@@ -167,21 +171,20 @@ class Fetches:
                 return
             self._leave_queue(piece)
 
-    def _hurry(self, segment: Segment) -> None:
-        """An engine wants `segment`: the piece that it waits in goes now."""
-        piece = next((piece for piece in self._queue if segment in piece.segments), None)
-        if piece is not None:
-            self._leave_queue(piece)
-
     def _leave_queue(self, piece: _Flight) -> None:
-        del self._queue[piece]
+        self._unqueue(piece)
         if piece.timer is not None:
             piece.timer.cancel()
         self._depart(piece)
 
+    def _unqueue(self, piece: _Flight) -> None:
+        del self._queue[piece]
+        for segment in piece.segments:
+            del self._queued[segment]
+
     def _too_late(self, piece: _Flight) -> None:
         """Whoever offered it has given up by now."""
-        del self._queue[piece]
+        self._unqueue(piece)
         for segment in piece.segments:
             self._context.store.unpin(segment)
             self._context.store.discard(segment, self._context.load_now)
@@ -255,3 +258,4 @@ class Fetches:
         flying = list(self.pinned())
         assert len(flying) == len(set(flying)) == len(self._waiters)
         assert all(segment in self._waiters for segment in flying)
+        assert self._queued == {segment: piece for piece in self._queue for segment in piece.segments}

@@ -78,7 +78,7 @@ class Serving:
         vacancy, load = self._context.vacancy(), self._context.load()
         past, age_s = NO_USE, 0.0
         if leased:
-            past, age_s = leased[-1].advice.use, max(0.0, self._context.load_now - leased[-1].touched)
+            past, age_s = leased[-1].advice.use, self._context.since(leased[-1].touched)
         return wire.LookupReply(message.call, lease, bytes(codes), tuple(nodes), vacancy, load, past, age_s)
 
     def _ask_home(

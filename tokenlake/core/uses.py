@@ -11,6 +11,7 @@ import msgspec
 from tokenlake.advice import Advice, Use
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import KEY_BYTES
+from tokenlake.wire.fields import MAX_SECONDS
 
 if TYPE_CHECKING:
     from tokenlake.core.match_under_way import MatchUnderWay
@@ -26,7 +27,7 @@ def use_of(match: MatchUnderWay, hits: int, now: float) -> Use:
     or, where that node leased more beyond a gap, by the one with the deepest before it. `now`: of the workload."""
     deepest = match.segments[hits - 1] if hits else None
     if deepest is not None:
-        return Use.after(deepest.advice.use, max(0.0, now - deepest.touched), len(match.keys), hits)
+        return Use.after(deepest.advice.use, min(MAX_SECONDS, max(0.0, now - deepest.touched)), len(match.keys), hits)
     past = max((each for each in match.pasts if each[0] < hits), default=None, key=lambda each: each[0])
     return Use(len(match.keys), hits) if past is None else Use.after(past[1], past[2], len(match.keys), hits)
 

@@ -18,6 +18,7 @@ from tokenlake.store.quota import Quotas
 from tokenlake.store.region import RegionShape
 from tokenlake.store.segment import Kind, Segment, State
 from tokenlake.wire.codes import Code
+from tokenlake.wire.fields import MAX_SECONDS
 from tokenlake.wire.slots import SlotRef
 
 __all__ = ["Budgets", "SegmentStore"]
@@ -157,7 +158,7 @@ class SegmentStore:
             if coldest is not None:
                 age = max(age, now - coldest.touched)
                 worth = min(worth, pool.order[Kind.HOME].worth(coldest, now))
-        return Vacancy(free / total if total else 0.0, max(0.0, age), worth)
+        return Vacancy(free / total if total else 0.0, min(MAX_SECONDS, max(0.0, age)), worth)
 
     # -- life of a segment
 

@@ -10,7 +10,9 @@ from tokenlake.keys import KEY_BYTES
 from tokenlake.layout import MAX_SEGMENT_BYTES, MAX_SHARDS
 
 __all__ = [
+    "MAX_AMOUNT",
     "MAX_REQUEST_NAME",
+    "MAX_SECONDS",
     "Amount",
     "Index",
     "Key",
@@ -26,7 +28,8 @@ __all__ = [
     "Worth",
 ]
 
-Amount = Annotated[float, Meta(ge=0, le=1e15)]
+MAX_AMOUNT = 1e15
+Amount = Annotated[float, Meta(ge=0, le=MAX_AMOUNT)]
 """Bytes, or bytes per second; more than any machine moves is refused, and so is what is no number."""
 
 Index = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -48,7 +51,8 @@ MAX_REQUEST_NAME = 64
 RequestName = Annotated[str, Meta(max_length=MAX_REQUEST_NAME)]
 """What the logs of engine, daemon and peers call a request by, chosen by the engine; empty: it has no name."""
 
-Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+MAX_SECONDS = 1e9
+Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 """A duration; not a number and infinity are refused, so that every deadline made of it comes."""
 
 Share = Annotated[float, Meta(ge=0, le=1)]

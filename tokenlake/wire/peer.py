@@ -245,7 +245,7 @@ class Evicted(_Message, frozen=True, tag=15):
 
     tenant: str
     keys: bytes
-    node: str
+    node: Name
     rule: Name = ""
     """By which they went there, in words; empty: not known."""
 
