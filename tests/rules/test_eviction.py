@@ -275,3 +275,12 @@ def test_what_is_no_statistics_is_not_taken_over(make: Make) -> None:
     with pytest.raises(ValueError, match="statistics"):
         policy.absorb(b"junk")
     assert policy.save() == saved
+
+
+@pytest.mark.parametrize("name", ["lru", "reuse", "forecast"])
+def test_a_look_at_all_begins_with_the_coldest(name: str) -> None:
+    memory = Memory(POLICIES[name](), 20)
+    busy(memory, seed=6)
+    coldest = memory.policy.coldest(400.0)
+    assert next(iter(memory.policy)) is coldest
+    assert len(list(memory.policy)) == len(memory.policy)

@@ -169,11 +169,15 @@ class Forecast:
         return self._size
 
     def __iter__(self) -> Iterator[Segment]:
-        self._drop_void()
-        # As the heap lies: the first is the coldest, and nobody looks at more than a few.
-        for *_, turn, run in self._heap:
+        # From the root of the heap downwards, the least of those in sight first: who looks looks at the first few.
+        in_sight = [(entry, 0) for entry in self._heap[:1]]
+        while in_sight:
+            (*_, turn, run), at = heapq.heappop(in_sight)
             if turn == run.turn:
                 yield from run.here
+            for child in (2 * at + 1, 2 * at + 2):
+                if child < len(self._heap):
+                    heapq.heappush(in_sight, (self._heap[child], child))
 
     def save(self) -> bytes:
         """See `EvictionPolicy`."""

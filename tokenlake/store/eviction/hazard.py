@@ -38,7 +38,7 @@ FADE = 0.99
 """Of all counts, each time that the tables are made."""
 PRIOR_HAZARD = 0.05
 """Per bucket, of nobody counted yet: since buckets grow, what was used last stays longest."""
-WEIGHT = 20.0
+WEIGHT = 8.0
 """Segments that the next more general hazard counts for: of all labels for a label, of all uses for a bucket of uses,
 the prior for them all."""
 
