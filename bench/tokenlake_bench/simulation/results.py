@@ -41,6 +41,7 @@ class SimulatedResult(CacheHitResult, frozen=True, kw_only=True):
     model: str
     gpu: str
     gpus: int
+    capacity_tokens: int
     rate: float
     messages_per_request: float
     processor_s: float
@@ -136,6 +137,7 @@ def result_of(
         model=engine.model.name,
         gpu=engine.gpu.name,
         gpus=engine.gpus,
+        capacity_tokens=view.capacity_tokens,
         rate=(len(accesses.prompts) - 1) / duration_s if duration_s > 0 else 0.0,
         messages_per_request=totals.messages_per_request,
         processor_s=totals.processor_s,
