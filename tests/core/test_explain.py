@@ -229,3 +229,15 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         history.add(TenantId("red"), SegmentKey(index.to_bytes(32, "little")), Gone(float(index), "lru"))
     assert len(history) == MAX_REMEMBERED
     assert history.get(TenantId("red"), SegmentKey(bytes(32))) is None
+
+
+def test_requests_for_very_much_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is missing a part is remembered by name, and what was said of the rest takes memory too."""
+    monkeypatch.setattr(explain, "MISSING_EACH", 1)
+    monkeypatch.setattr(explain, "MAX_KEYS", 100)
+    cluster = calm(1, **ROOMY)
+    reader = cluster.join(0)
+    for number in range(10):
+        ask(cluster, reader, prompt(f"p{number}", 32 * 30), f"r{number}")
+    cluster.check()
+    assert cluster.core(0).census()["explained requests"] == 3

@@ -171,10 +171,11 @@ class Explain:
         def heard(home: NodeId, keys: list[SegmentKey], reply: Reply | None) -> None:
             nonlocal waiting
             waiting -= 1
-            if not isinstance(reply, peer.ToldWhy) or {*map(len, (reply.rules, reply.nodes, reply.ago_s))} != {len(keys)}:
+            told = (reply.rules, reply.nodes, reply.ago_s) if isinstance(reply, peer.ToldWhy) else ()
+            if [len(each) for each in told] != 3 * [len(keys)]:
                 question.silent[home] = None
             else:
-                for key, rule, node, ago in zip(keys, reply.rules, reply.nodes, reply.ago_s, strict=True):
+                for key, (rule, node, ago) in zip(keys, zip(*told, strict=True), strict=True):
                     if rule:
                         question.found[key] = rule, node, ago, 0.0
             if not waiting:
