@@ -15,12 +15,12 @@ from tokenlake.store.eviction import POLICIES
 from tokenlake_bench.baselines import Accesses, intern_segments
 from tokenlake_bench.engine_model import EngineModel, gpu_named, model_named
 from tokenlake_bench.progress import LiveProgress
-from tokenlake_bench.report import cache_hit_table, write_json
+from tokenlake_bench.report import write_json
 from tokenlake_bench.routing import FleetOptions, System, SystemRow, at_rate, run_system, systems_named
 from tokenlake_bench.simulation.arrivals import Arrival, accesses_of, arrivals_of, flash_crowd, merged
 from tokenlake_bench.simulation.picture import plot_simulated
 from tokenlake_bench.simulation.pooled import POOL, POOL_REAL, PooledRun, pool_options
-from tokenlake_bench.simulation.results import PoolView, SimulatedResult, result_of, systems_table
+from tokenlake_bench.simulation.results import PoolView, SimulatedResult, pool_table, result_of, systems_table
 from tokenlake_bench.trace_formats import read_trace
 from tokenlake_bench.trace_lines import passed_over
 from tokenlake_bench.workload import BuiltinSettings, builtin_workload
@@ -221,7 +221,7 @@ def simulate(arguments: SimulateArguments, console: Console) -> tuple[SimulatedR
     study.write()
     result = study.result()
     if result is not None and study.view is not None:
-        console.print(cache_hit_table(result, study.view.details(name)))
+        console.print(pool_table(result, study.view, name))
         console.print(systems_table(result))
     return result, study.view
 

@@ -11,19 +11,12 @@ from tokenlake_bench import balance
 from tokenlake_bench.balance import ReadLog
 from tokenlake_bench.baselines import Accesses, baselines
 from tokenlake_bench.engine_model import EngineModel
-from tokenlake_bench.report import (
-    CacheHitDetails,
-    CacheHitResult,
-    Quantiles,
-    format_bytes,
-    format_duration,
-    format_share,
-)
+from tokenlake_bench.report import CacheHitResult, format_bytes, format_duration, format_share, hit_rates
 from tokenlake_bench.routing import SystemRow
 from tokenlake_bench.simulation.pooled import PooledRun
 from tokenlake_bench.simulation.run import Measured, Totals
 
-__all__ = ["PoolView", "SimulatedResult", "result_of", "systems_table"]
+__all__ = ["PoolView", "SimulatedResult", "pool_table", "result_of", "systems_table"]
 
 FLASH_WINDOWS = 2
 
@@ -57,10 +50,10 @@ class PoolView:
     reads: ReadLog
     seed: int
     nodes: int
-    names: list[str]
     segment_tokens: int
     capacity_tokens: int
     read_s: tuple[float, float]
+    """Of the requests that found something, from the match to the last byte: median and 99th percentile."""
     seconds: float
 
     @classmethod
@@ -75,25 +68,10 @@ class PoolView:
             reads=cluster.meter.log(0.0, float("inf")),
             seed=simulation.options.seed,
             nodes=simulation.options.nodes,
-            names=[node.name for node in cluster.nodes],
             segment_tokens=simulation.options.segment_tokens,
             capacity_tokens=cluster.size.capacity_tokens,
             read_s=(simulation.read_s(0.5), simulation.read_s(0.99)),
             seconds=seconds,
-        )
-
-    def details(self, workload: str) -> CacheHitDetails:
-        """As of a live run. What is timed is a whole prefix, from the match to its last byte; `elapsed_s` is processor
-        time."""
-        read = Quantiles(*(seconds * 1000 for seconds in self.read_s))
-        return CacheHitDetails(
-            workload=workload,
-            segment_tokens=self.segment_tokens,
-            capacity_tokens=self.capacity_tokens,
-            match=read,
-            fetch=read,
-            node_bytes=dict(zip(self.names, balance.load_of_nodes(self.reads), strict=True)),
-            elapsed_s=self.totals.processor_s,
         )
 
 
@@ -143,6 +121,29 @@ def result_of(
         processor_s=totals.processor_s,
         complete=complete,
     )
+
+
+def pool_table(result: SimulatedResult, view: PoolView, workload: str) -> Table:
+    """For a terminal: of the pool alone."""
+    title = f"{workload}: {result.requests:,} requests, {result.nodes} nodes, seed {result.seed}"
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, rate in hit_rates(result).items():
+        table.add_row(f"token hit rate, {name}", format_share(rate), style="bold" if name == "pool" else "")
+    table.add_section()
+    table.add_row("capacity of the pool", f"{result.capacity_tokens:,} tokens")
+    table.add_row("segment", f"{view.segment_tokens:,} tokens")
+    table.add_row("hits from another node", format_share(result.remote_share))
+    table.add_row("load max / mean", f"{result.load_max_over_mean:.3f}")
+    for number, (ratio, least) in enumerate(zip(result.flash_max_over_mean, result.flash_floor, strict=True), 1):
+        table.add_row(f"the same in window {number} of the flash crowd", f"{ratio:.3f} (floor {least:.3f})")
+    copies, made = result.hot_copies_per_node, result.hot_copies_per_node_minute
+    table.add_row("hot copies per node, made per minute", f"{copies:.1f}, {made:.2f}")
+    table.add_row("to read a prefix, p50 / p99", " / ".join(map(format_duration, view.read_s)))
+    table.add_row("messages between nodes per request", f"{result.messages_per_request:.1f}")
+    table.add_row("processor time", format_duration(result.processor_s))
+    return table
 
 
 def systems_table(result: SimulatedResult) -> Table:
