@@ -8,7 +8,7 @@ import pytest
 from tests.core.scenes import calm
 from tests.sim import arena
 from tokenlake.advice import NO_ADVICE
-from tokenlake.core import NodeCore, events
+from tokenlake.core import NodeCore, events, instructions
 from tokenlake.core.context import CoreConfig
 from tokenlake.core.learned import MAX_LEARNED_BYTES, TELL_S
 from tokenlake.identity import SegmentKey, TenantId
@@ -133,3 +133,19 @@ def test_what_another_node_learned_by_another_policy_is_not_used() -> None:
     ):
         core._learned.heard(message)
         assert core.learned() == saved
+
+
+def test_every_node_is_told_of_every_pool() -> None:
+    core = NodeCore(CoreConfig("a", 1, {"a": 1, "b": 1, "c": 1}, 2, 4096 + 8 * SLOT_BYTES))
+    core.start(0.0)
+    tenants = [TenantId(f"tenant {number}") for number in range(8)]
+    core._context.store.remember({(tenant, SLOT_BYTES): b"learned" for tenant in tenants})
+    told: dict[str, set[str]] = {"b": set(), "c": set()}
+    for node in told:
+        core.handle(events.PeerUp(node, 1), 0.0)
+    for turn in range(1, 7):
+        core._learned._tell()
+        for said in core.handle(events.Tick(), turn * 1e-3):
+            if isinstance(said, instructions.Say) and isinstance(said.message, peer.Learned):
+                told[said.node].update(tenant for tenant, _, _ in said.message.pools)
+    assert told == {"b": set(tenants), "c": set(tenants)}

@@ -55,7 +55,8 @@ class Learned:
         pools = [(tenant, size, data) for (tenant, size), data in self._context.store.learned().items()]
         if reachable and pools:
             node = reachable[self._turn % len(reachable)]
-            first = self._turn * TOLD % len(pools)
+            # The next pools when all were told of these: else each would hear of the same ones every time.
+            first = self._turn // len(reachable) * TOLD % len(pools)
             told = (pools[first:] + pools[:first])[:TOLD]
             self._peers.tell(node, wire.Learned(self._context.config.eviction, tuple(told)))
             self._turn += 1
