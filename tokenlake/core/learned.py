@@ -17,7 +17,7 @@ from tokenlake.wire import peer as wire
 
 __all__ = ["MAX_LEARNED_BYTES", "Learned"]
 
-TELL_S = 5.0
+TELL_S = 2.0
 """Of the workload's time, from one telling to the next."""
 LEAST_TELL_S = 0.05
 TOLD = 4
