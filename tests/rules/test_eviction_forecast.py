@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.rules.eviction_scene import Memory, key_of
-from tokenlake.advice import NO_ADVICE, Advice, Use
+from tokenlake.advice import NO_ADVICE, Advice, Outlook, Use
 from tokenlake.store.eviction import forecast, odds
 from tokenlake.store.eviction.forecast import GHOST_S, LEARN_AT, Forecast
 
@@ -71,6 +71,15 @@ def test_the_heap_does_not_pile_up() -> None:
         memory.request([second % 10], 7.0 * second)
     assert len(policy._heap) < 400
     assert sum(map(len, policy._ages)) < 200
+
+
+def test_later_labels_than_there_is_room_for_count_by_their_outlook() -> None:
+    known = odds.Odds()
+    for number in range(2 * odds.LABELS):
+        known.features(1, Advice(category=f"kind {number}"))
+    said = [known.features(1, Advice(outlook, "late", "stop")) for outlook in Outlook]
+    assert said == [known.features(1, Advice(outlook)) for outlook in Outlook]
+    assert len(set(said)) == 3
 
 
 def test_what_is_to_be_learned_does_not_pile_up_in_a_quiet_hour() -> None:

@@ -157,12 +157,26 @@ def test_worth_is_the_best_rate_of_uses_for_the_time_held() -> None:
     assert (table[0][3:] == 0).all()
 
 
-def test_later_labels_than_there_is_room_for_count_as_none() -> None:
+def test_later_labels_than_there_is_room_for_count_by_their_outlook() -> None:
     hazards = Hazards()
+    room = LABELS - 2
     labels = [hazards.label(Advice(category=f"kind {number}")) for number in range(2 * LABELS)]
-    assert labels[: LABELS - 1] == list(range(1, LABELS))
-    assert set(labels[LABELS - 1 :]) == {hazard.UNLABELLED}
+    assert labels[: room - 1] == list(range(1, room))
+    assert set(labels[room - 1 :]) == {hazard.UNLABELLED}
+    outlooks = [hazards.label(Advice(outlook, "late", "stop")) for outlook in Outlook]
+    assert outlooks == [hazards.label(Advice(outlook)) for outlook in Outlook] == [0, room, room + 1]
     assert len(hazards.worth) == LABELS * USES
+
+
+def test_what_others_learned_of_labels_without_room_here_is_left_out() -> None:
+    here, there = Hazards(), Hazards()
+    for number in range(LABELS):
+        here.label(Advice(category=f"kind {number}"))
+    there.ended[there.class_of(1, there.label(Advice(Outlook.GOES_ON, "other")))][3] += 1000.0
+    there.learn()
+    here.absorb(there.save())
+    worth = [here.worth[here.class_of(1, here.label(advice))] for advice in (GOES_ON, OVER)]
+    assert worth[0] == worth[1]
 
 
 def test_equal_statistics_lead_to_equal_decisions() -> None:

@@ -31,7 +31,7 @@ USES = len(_USES_FROM)
 _BUCKET = [max(0, bisect_right(_USES_FROM, uses) - 1) for uses in range(_USES_FROM[-1] + 1)]
 
 LABELS = 12
-"""With counts of their own; what comes later counts as unlabelled."""
+"""With counts of their own; of what comes later only the outlook counts."""
 UNLABELLED = 0
 
 FADE = 0.99
@@ -83,8 +83,10 @@ class Hazards:
         said = (advice.outlook, advice.category, advice.stop_reason)
         label = self._labels.get(said)
         if label is None:
-            if len(self._labels) >= LABELS:
-                return UNLABELLED
+            named = bool(advice.category or advice.stop_reason)
+            # Room is left for both other outlooks: whoever makes up categories does not hide what they say.
+            if len(self._labels) >= LABELS - 2 * named:
+                return self.label(Advice(advice.outlook)) if named else UNLABELLED
             label = self._labels[said] = len(self._labels)
             fresh = np.zeros((USES, AGES))
             self._ended, self._used = np.vstack([self._ended, fresh]), np.vstack([self._used, fresh])
@@ -138,8 +140,9 @@ class Hazards:
         added since the tables were made stays to be counted."""
         labels, ended, used = _decoded(learned)
         for said, theirs in labels.items():
-            mine = self.label(Advice(*said))
-            if mine == UNLABELLED and theirs != UNLABELLED:
+            self.label(Advice(*said))
+            mine = self._labels.get(said)
+            if mine is None:
                 continue
             here, there = slice(mine * USES, (mine + 1) * USES), slice(theirs * USES, (theirs + 1) * USES)
             self._ended[here] = (self._ended[here] + ended[there]) / 2

@@ -103,8 +103,10 @@ class Odds:
         said = (advice.outlook, advice.category, advice.stop_reason)
         label = self._labels.get(said)
         if label is None:
-            if len(self._labels) >= LABELS:
-                return 0
+            named = bool(advice.category or advice.stop_reason)
+            # Room is left for both other outlooks: whoever makes up categories does not hide what they say.
+            if len(self._labels) >= LABELS - 2 * named:
+                return self._label(Advice(advice.outlook)) if named else 0
             label = self._labels[said] = len(self._labels)
         return label
 
@@ -172,9 +174,9 @@ class Odds:
         labels, (age, _, all_ages, _, regime, _) = _decoded(learned)
         places, theirs = list(range(_OFFSETS[-2])), list(range(_OFFSETS[-2]))
         for said, number in labels.items():
-            mine = self._label(Advice(*said))
-            if mine or not number:
-                places.append(_OFFSETS[-2] + mine)
+            self._label(Advice(*said))
+            if said in self._labels:
+                places.append(_OFFSETS[-2] + self._labels[said])
                 theirs.append(_OFFSETS[-2] + number)
         self._age = (self._age + age) / 2
         self._all[places] = (self._all[places] + all_ages[theirs]) / 2
