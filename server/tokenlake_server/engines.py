@@ -372,7 +372,8 @@ class EngineListener:
                 self._refuse(connection, message.id, error)
                 return
         connection.in_flight += 1
-        self._driver.handle(events.Asked(connection.number, tenant, message))
+        # Events are recorded, and a token is nobody's business there.
+        self._driver.handle(events.Asked(connection.number, tenant, msgspec.structs.replace(message, token=None)))
 
     def _bye(self, connection: _Connection, message: engine.EngineRequest) -> None:
         if connection.frames is not None:

@@ -106,6 +106,16 @@ def test_who_may_not_ask_is_refused_and_no_token_is_shown(cluster: Cluster) -> N
         ask(cluster.nodes[0].socket, "r", "no-such-token")
 
 
+def test_no_token_is_in_the_event_log(tmp_path: Path) -> None:
+    file, record = tmp_path / "tokenlake.toml", tmp_path / "events"
+    file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32, cluster="cc" * 32))
+    with daemons(config=str(file), record=str(record)) as cluster:
+        assert ask(cluster.nodes[0].socket, "a name", RED) is None
+        assert cluster.nodes[0].stop() == 0
+        assert b"a name" in record.read_bytes()
+        assert RED.encode() not in record.read_bytes()
+
+
 def test_a_name_is_cut_like_the_engines(cluster: Cluster) -> None:
     with Pool.connect(cluster.nodes[0].socket, LAYOUT, RED) as pool:
         pool.match(pool.prefix(Prompt(3, 1).tokens).keys, request="x" * 100).release()
