@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tests.core.scenes import ask, calm, copies, placed, store, tell
+from tests.core.scenes import ask, calm, copies, placed, said, store, tell
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Storing
 from tokenlake.core.pendings import CLAIMED, MAX_PENDING_S, WAITED
 from tokenlake.identity import SegmentKey
-from tokenlake.wire import Code, engine
+from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import join_keys
 
 COMPUTES_S = 0.3
@@ -132,3 +132,18 @@ def test_what_was_found_at_a_node_that_died_meanwhile_is_not_promised() -> None:
     assert waiting[0].codes[0] == Code.UNKNOWN
     cluster.settle()
     cluster.check_settled()
+
+
+def test_whoever_waits_asks_nobody_but_the_home_of_what_comes_next() -> None:
+    cluster, engines, keys = scene(each=1)
+    prepared = ask(engines[0].processes[0], engine.Prepare, join_keys(keys), 0)
+    cluster.run_for(0.05)
+    before = {node: len(said(cluster, node, peer.LookupReply)) for node in range(4)}
+    waiting = wait_for(engines[3], keys, 5.0)
+    cluster.run_for(2.0)
+    asked = {node: len(said(cluster, node, peer.LookupReply)) - before[node] for node in range(4)}
+    assert asked.pop(1) > 10
+    assert asked == {0: 1, 2: 1, 3: 0}
+    tell(cluster, engines[0].processes[0], engine.Abort(prepared[0].write))
+    cluster.run_for(0.2)
+    assert waiting[0].codes[0] == Code.MISSING

@@ -108,6 +108,8 @@ class Reading:
     hold_s: float = 0.01
     split: int = 0
     """The range is fetched and released in two parts, cut here."""
+    pending_s: float = 0.0
+    """It waits so long for whoever computes what it misses."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,10 @@ class Engine:
             self.clock.after(how.hold_s / 2, lambda: self._release(first, reply.lease, range(0, cut)))
             self.clock.after(how.hold_s, lambda: self._release(first, reply.lease, range(cut, reply.hits)))
 
-        first.request(lambda number: engine.Match(number, join_keys(keys), 0.0, True, f"r{number}"), matched)
+        def match(number: int) -> engine.Match:
+            return engine.Match(number, join_keys(keys), 0.0, True, f"r{number}", None, 0, how.pending_s)
+
+        first.request(match, matched)
 
     def _attach(self, lease: int, keys: Sequence[SegmentKey], how: Reading) -> None:
         second = self.second

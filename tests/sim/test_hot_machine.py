@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from tests.sim.cluster import Cluster
-from tests.sim.engine import Reading
+from tests.sim.engine import Reading, Storing
 from tests.sim.prompts import PROMPTS
 from tests.sim.test_cluster_machine import NODES, ClusterMachine
 from tokenlake.core import hot, hot_copies, hot_home
 from tokenlake.core.hot_copies import COPIED
 from tokenlake.core.hot_home import DEMOTED, PROMOTED
+from tokenlake.core.pendings import CLAIMED, WAITED
 from tokenlake.hot import rule as hot_rule
 
-SEEN = dict.fromkeys((PROMOTED, DEMOTED, COPIED), 0)
+SEEN = dict.fromkeys((PROMOTED, DEMOTED, COPIED, WAITED, CLAIMED), 0)
 """Over all examples: the machine must meet what it is for."""
 
 
@@ -38,6 +39,17 @@ class HotMachine(ClusterMachine):
             for engine in self.cluster.alive():
                 engine.read(PROMPTS[prompt], Reading(hold_s=0.002))
             self.cluster.run_for(0.03)
+
+    @rule(prompt=st.integers(0, len(PROMPTS) - 1), writer=st.integers(0, 7), pause=st.sampled_from((0.0, 0.02, 0.1)))
+    def stampede(self, prompt: int, writer: int, pause: float) -> None:
+        """All wait for one who computes, some of them together with what was found already."""
+        for engine in self.cluster.alive():
+            engine.read(PROMPTS[prompt], Reading(hold_s=0.002, pending_s=0.4))
+        self.cluster.run_for(pause)
+        chosen = self.engine(writer)
+        if chosen is not None:
+            chosen.store(PROMPTS[prompt], 0, Storing(fill_s=0.1))
+        self.cluster.run_for(pause)
 
     def teardown(self) -> None:
         for node in self.cluster.nodes.values():

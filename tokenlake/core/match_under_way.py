@@ -34,7 +34,7 @@ class MatchUnderWay:
         self.waiting = 0
         self.deadline = 0.0
         self.arrivals = 0
-        """Of the store, when the match began."""
+        """Of the store, when what is here was looked up last."""
         self.own: list[int] = []
         """Indices of the keys that this node is a candidate of, until its own directory is asked."""
         self.candidates: dict[int, tuple[NodeId, NodeId]] = {}

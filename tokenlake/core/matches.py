@@ -289,25 +289,47 @@ class Matches:
         if waits is not None:
             self._recheck(match)
             gap = match.found(len(match.keys))
-            alive = self._sessions.process(match.process.connection) is match.process
-            if alive and gap < len(match.keys) and self._pendings.patient(waits, match.codes[gap]):
+            if self._patient(match, waits, gap):
                 match.parked = True
                 if match.codes[gap] == Code.PENDING:
-                    self._pendings.wait(waits, lambda: self._again(match))
+                    self._wait(match, waits, gap)
                 else:
-                    key, home = match.keys[gap], match.candidates[gap][0]
-                    done = partial(self._claimed, match, waits)
-                    self._pendings.claim(waits, match.process.session.tenant, key, home, done)
+                    self._claim(match, waits, gap)
                 return
         self._finish(match)
 
-    def _claimed(self, match: MatchUnderWay, waits: Waiting, code: Code) -> None:
-        if code is Code.PENDING:
-            self._pendings.wait(waits, lambda: self._again(match))
-        elif code is Code.LOCAL:
-            self._again(match)
+    def _patient(self, match: MatchUnderWay, waits: Waiting, gap: int) -> bool:
+        alive = self._sessions.process(match.process.connection) is match.process
+        return alive and gap < len(match.keys) and self._pendings.patient(waits, match.codes[gap])
+
+    def _wait(self, match: MatchUnderWay, waits: Waiting, gap: int) -> None:
+        self._pendings.wait(waits, lambda: self._look(match, waits, gap))
+
+    def _look(self, match: MatchUnderWay, waits: Waiting, gap: int) -> None:
+        """Is `gap` still being computed? As long as nothing else has changed only its home is asked."""
+        self._recheck(match)
+        whole = all(node is None or self._peers.usable(node) for node in match.remotes)
+        if whole and match.found(len(match.keys)) == gap and self._patient(match, waits, gap):
+            self._claim(match, waits, gap)
         else:
-            self._finish(match)
+            self._again(match)
+
+    def _claim(self, match: MatchUnderWay, waits: Waiting, gap: int) -> None:
+        waited = match.codes[gap] == Code.PENDING
+
+        def claimed(code: Code) -> None:
+            if code is Code.LOCAL or (code is Code.UNKNOWN and waited):
+                # It is there; or its home does not say, and its other candidate may know more.
+                self._again(match)
+                return
+            match.codes[gap] = code
+            if code is Code.PENDING:
+                self._wait(match, waits, gap)
+            else:
+                self._finish(match)
+
+        key, home = match.keys[gap], match.candidates[gap][0]
+        self._pendings.claim(waits, match.process.session.tenant, key, home, claimed)
 
     def _again(self, match: MatchUnderWay) -> None:
         """Ask anew about what nobody was found to have, or what nobody answers for any more."""
@@ -368,6 +390,7 @@ class Matches:
         """What arrived here while others were asked is found here."""
         if match.arrivals == self._context.store.arrivals:
             return
+        match.arrivals = self._context.store.arrivals
         missing = match.missing()
         arrived = self._context.ready(match.process.session.tenant, [match.keys[index] for index in missing])
         for index, segment in zip(missing, arrived, strict=True):

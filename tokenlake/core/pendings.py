@@ -2,7 +2,8 @@
 
 ::
 
-    first gap PENDING ----> asked again, at growing intervals, until it is there, given up, or `pending_s` have passed
+    first gap PENDING ----> its home is asked again, at growing intervals, until it is there, given up, or `pending_s`
+                            have passed
     first gap MISSING ----> claimed at its home: granted -> answered, the engine computes; others find it PENDING
                                                  PENDING -> somebody was faster: wait
 """
