@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 
 from tokenlake.core.context import Context
 from tokenlake.core.fetches import Fetches, deadline_s
@@ -31,6 +32,8 @@ GRACE_S = 1.0
 """Added to the give-up time of a copy: nobody waits for it."""
 UNLISTED_S = 5.0
 """Between a copy and the set that names it lie a reply and a push of the set."""
+SWEPT = 512
+"""Replicas looked at at a time."""
 
 
 class HotCopies:
@@ -134,17 +137,18 @@ class HotCopies:
             self._peers.tell(home, wire.Evicted(tenant, join_keys(keys), here))
 
     def sweep(self) -> None:
-        """Replicas that no set names any more become staged copies."""
-        for item, since in list(self._unlisted.items()):
+        """Of those that were looked at longest ago: replicas that no set names any more become staged copies."""
+        now = self._context.now
+        for item in list(islice(self._unlisted, SWEPT)):
+            since = self._unlisted.pop(item)
             segment = self._context.store.get(*item)
             if segment is None or segment.kind is not Kind.REPLICA or segment.state is not State.READY:
-                del self._unlisted[item]
-            elif self._context.node in self._known.nodes(item):
+                continue
+            if self._context.node in self._known.nodes(item):
                 self._unlisted[item] = None
-            elif since is None:
-                self._unlisted[item] = self._context.now
-            elif self._context.now >= since + UNLISTED_S:
-                del self._unlisted[item]
+            elif since is None or now < since + UNLISTED_S:
+                self._unlisted[item] = now if since is None else since
+            else:
                 self._context.store.become(segment, Kind.STAGED, self._context.load_now)
 
     def check_integrity(self) -> None:

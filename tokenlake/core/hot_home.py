@@ -274,7 +274,7 @@ class HotHome:
         for item, hot in self._hot.items():
             assert item in self._rule
             assert not hot.nodes.keys() & hot.asked.keys()
-        assert len(self._told) <= len(self._context.ring.members) * 4096
+        assert self._told.keys() <= self._known.of(self._context.node).keys()
 
 
 def _codes(done: Callable[[bytes], None], reply: Reply | None) -> None:
