@@ -370,3 +370,15 @@ def test_a_node_that_says_it_has_copies_and_does_not_is_asked_no_more_for_a_whil
     cluster.run_for(REFUSED_S / 2)
     assert len(said(cluster, 0, peer.Replicate)) == asked
     assert 2 not in kinds(cluster, key)
+
+
+def test_a_home_that_counts_nothing_is_not_made_to_by_others() -> None:
+    cluster, engines = scene(hot="off")
+    keys = placed(cluster, 0, 1, 2)
+    store(cluster, engines[0], keys)
+    counts = (1 << 20,) * len(keys)
+    cluster.node(0).deliver(
+        events.PeerSaid("n3", peer.Reads("red", join_keys(keys), (0, 1), counts, SLOT_BYTES, SHARDS))
+    )
+    assert cluster.core(0).counters[PROMOTED] == 0
+    assert cluster.core(0).hot()["of this home"] == 0

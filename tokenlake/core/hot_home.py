@@ -86,6 +86,8 @@ class HotHome:
             raise ValueError(f"reads of {len(keys)} segments with {len(message.times)} counts")
         if len(keys) > COUNTERS:
             raise ValueError(f"reads of {len(keys)} segments; at most {COUNTERS}")
+        if self._context.config.hot == "off":
+            return
         tenant, here = TenantId(message.tenant), self._context.node
         mine = self._context.by_home(keys).get(here, [])
         told = {key: (depth, times) for key, depth, times in zip(keys, message.depths, message.times, strict=True)}
