@@ -245,7 +245,7 @@ class Pool:
 
     def advise(self, keys: Sequence[SegmentKey], advice: Advice) -> None:
         """A word about consecutive segments of one prompt that is known only now: this conversation goes on, or is
-        over. It reaches every node that keeps them within a second, and is no use of them. Never waits, never raises;
+        over. It reaches who keeps them within a second, and is no use of them. Never waits, never raises;
         without a daemon it is lost."""
         with contextlib.suppress(TokenLakeError):
             for start in range(0, len(keys), ADVISED):

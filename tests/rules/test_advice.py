@@ -47,6 +47,13 @@ def test_the_newest_word_wins_and_what_it_leaves_out_stays() -> None:
     assert kept.over(NO_ADVICE) is kept
 
 
+def test_how_a_request_ended_leaves_all_that_it_said() -> None:
+    said = Advice(Outlook.GOES_ON, "chat", priority=1, ttl_s=60.0, output_tokens=7)
+    assert said.ended("length") == msgspec.structs.replace(said, stop_reason="length")
+    with pytest.raises(ValueError, match="'stop_reason'"):
+        said.ended("x" * (MAX_LABEL + 1))
+
+
 def test_a_use_leaves_what_the_engine_said_and_a_late_word_leaves_the_use() -> None:
     said = Advice(Outlook.GOES_ON, "chat", "length", priority=1, ttl_s=60.0, output_tokens=7, use=Use(4, 2))
     later = Advice(use=Use(6, 4, 1))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tokenlake.advice import NO_ADVICE, Advice
+from tokenlake.advice import NO_ADVICE
 from tokenlake.keys import Prefix
 from tokenlake_client.engines.base import CachePool
 from tokenlake_client.engines.transformers.cache import RoomyCache, RoomyLayer
@@ -102,7 +102,7 @@ class Filler:
             layers = cache.row(index, row.padding + row.start)
             # The last token was not fed to the model, so it is not among these.
             stopped = end is not None or sequence[-1] in request.stop_tokens
-            row.advice = _at_the_end(row.advice, "stop" if stopped else "length")
+            row.advice = (row.advice or NO_ADVICE).ended("stop" if stopped else "length")
             batch.pool.advise(chain.keys, row.advice)
             self._store(batch.pool, row, chain, prompt - 1, len(tokens), layers)
 
@@ -132,8 +132,3 @@ class Filler:
         keys = chain.keys[first : tokens // pool.layout.segment_tokens]
         if keys:
             self._writer.submit(task_of(pool, pool.layout, keys, first, layers, row.start, row.asked))
-
-
-def _at_the_end(advice: Advice | None, stop_reason: str) -> Advice:
-    said = advice or NO_ADVICE
-    return Advice(said.outlook, said.category, stop_reason, said.priority, said.ttl_s)

@@ -1,4 +1,4 @@
-"""What a request says of itself in `kv_transfer_params`, and what its end says. Imports no engine.
+"""What a request says of itself in `kv_transfer_params`. Imports no engine.
 
 ::
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokenlake.advice import MAX_LABEL, Advice, Outlook
+from tokenlake.advice import Advice, Outlook
 
-__all__ = ["KEY", "advice_of", "at_the_end"]
+__all__ = ["KEY", "advice_of"]
 
 KEY = "tokenlake"
 _OUTLOOKS = {outlook.name.lower(): outlook for outlook in Outlook}
@@ -36,9 +36,3 @@ def advice_of(params: Mapping[str, Any] | None) -> Advice | None:
         raise ValueError(f"field 'outlook' of {KEY!r} in kv_transfer_params is {outlook!r}; {', '.join(_OUTLOOKS)}")
     rest = {name: value for name, value in said.items() if name != "outlook"}
     return Advice(_OUTLOOKS[outlook], **rest)
-
-
-def at_the_end(advice: Advice | None, stop_reason: str) -> Advice:
-    """The same with how the request ended."""
-    said = advice or Advice()
-    return Advice(said.outlook, said.category, stop_reason[:MAX_LABEL], said.priority, said.ttl_s)

@@ -21,7 +21,6 @@ from tokenlake.errors import TokenLakeError
 from tokenlake.planner import Rates
 from tokenlake_client.engines.vllm.counters import Counters
 from tokenlake_client.engines.vllm.entry import EngineRequest, Entry, Scheduled
-from tokenlake_client.engines.vllm.hints import at_the_end
 from tokenlake_client.engines.vllm.loading import Loading
 from tokenlake_client.engines.vllm.lookup import HERE, Desk, Lookup, LookupPool
 from tokenlake_client.engines.vllm.plan import LoadPlan, SavePlan, StepPlan, StepReport
@@ -231,7 +230,7 @@ class SchedulerSide:
             return False
         if entry.lookup is not None:
             entry.lookup.drop()
-        entry.advice = at_the_end(entry.advice, stop_reason)
+        entry.advice = (entry.advice or NO_ADVICE).ended(stop_reason)
         self._advise(entry)
         if not complete:
             return False
@@ -268,11 +267,11 @@ class SchedulerSide:
     def _advise(self, entry: Entry) -> None:
         """What is stored of it learns how it ended; what is still to be stored brings that along."""
         pool = self._pool()
-        if pool is None or self._stopped or entry.prefix is None or entry.advice in (None, NO_ADVICE):
+        if pool is None or self._stopped or entry.prefix is None or entry.advice is None or entry.advice == NO_ADVICE:
             return
         try:
             keys = entry.keys(pool, self._settings.salt)
-            pool.advise(keys, entry.advice or NO_ADVICE)
+            pool.advise(keys, entry.advice)
         except Exception as error:
             self._report("passing a hint on", error)
 
