@@ -126,6 +126,17 @@ def test_a_time_to_live_goes_on_when_high_priority_ends(make: Callable[[], Evict
     assert scene.gone() == [0]
 
 
+def test_at_the_very_moment_a_time_to_live_has_passed() -> None:
+    """Sums are rounded, here down: the moment is less than the time to live after the use."""
+    used, ttl = 90.1, 0.3
+    assert used + ttl - used < ttl
+    scene = Scene()
+    for number in range(SLOTS):
+        scene.add(number, used if number == 7 else 0.0, Advice(ttl_s=ttl) if number == 7 else NO_ADVICE)
+    scene.add(100, used + ttl)
+    assert scene.gone() == [7]
+
+
 def test_a_late_word_changes_the_lane_and_is_no_use() -> None:
     scene = Scene()
     for number in range(SLOTS):

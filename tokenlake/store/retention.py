@@ -192,7 +192,8 @@ class Retention:
             if until > now:
                 heapq.heappush(self._due, (until, next(self._numbers), segment))
                 continue
-            overdue = 0 < segment.advice.ttl_s <= now - segment.touched
+            # The same sum as in `_watch`, so that it is rounded alike.
+            overdue = segment.advice.ttl_s > 0 and segment.touched + segment.advice.ttl_s <= now
             del self._until[segment]
             self._leave(segment, _OVERDUE if overdue else NORMAL)
 
