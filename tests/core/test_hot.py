@@ -382,3 +382,16 @@ def test_a_home_that_counts_nothing_is_not_made_to_by_others() -> None:
     )
     assert cluster.core(0).counters[PROMOTED] == 0
     assert cluster.core(0).hot()["of this home"] == 0
+
+
+def test_another_node_gets_the_copy_of_one_that_died() -> None:
+    cluster, _, key = hot(nodes=6)
+    (looked_after,) = cluster.core(0)._hot.home._hot.values()
+    looked_after.target = 3
+    cluster.run_for(UNLISTED_S + 1.0)
+    assert list(kinds(cluster, key).values()).count(Kind.REPLICA) == 2
+    victim = next(iter(looked_after.nodes))
+    cluster.nodes[victim].crash()
+    cluster.run_for(2.0)
+    assert victim not in looked_after.nodes
+    assert list(kinds(cluster, key).values()).count(Kind.REPLICA) == 2

@@ -162,7 +162,9 @@ class HotHome:
         if holder is None:
             self._without_holder(item, hot)
             return
-        hot.nodes.pop(holder, None)
+        # A node that is gone reads nothing for anybody; should it come back as it was, its copy is only named again.
+        for node in [node for node in hot.nodes if node == holder or not self._reachable(node)]:
+            del hot.nodes[node]
         while len(hot.nodes) > hot.target - 1:
             hot.nodes.popitem()
         sources = [node for node in (holder, *hot.nodes) if self._present(node)]
@@ -198,6 +200,9 @@ class HotHome:
             answered,
             proves_life=False,
         )
+
+    def _reachable(self, node: NodeId) -> bool:
+        return node == self._context.node or self._peers.reachable(node)
 
     def _present(self, node: NodeId) -> bool:
         return node == self._context.node or self._peers.usable(node)
