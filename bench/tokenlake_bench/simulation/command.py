@@ -193,7 +193,6 @@ class _Study:
             self.view,
             self.rows,
             self.engine,
-            accesses_of(self.arrivals, self.arguments.size[1]),
             flash_at=self.arguments.flash_at,
             complete=self.complete,
         )

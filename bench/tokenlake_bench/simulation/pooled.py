@@ -200,6 +200,7 @@ class PooledEngine(Engine):
         if memory is not None:
             self._release(memory.own, len(memory.own))
             self._release(memory.shared, len(memory.shared))
+        self._run.done.append(arrival)
         turn.answered = True
         self._close(job.number, turn)
 
@@ -249,6 +250,8 @@ class PooledRun:
         self.engine = engine
         self.counts_memory = counts_memory
         self.answers: list[Answered] = []
+        self.done: list[Arrival] = []
+        """Requests that were answered, in this order."""
         self.node_tokens = options.capacity_tokens // options.nodes // options.segment_tokens * options.segment_tokens
         self._numbers = count(1)
         self._draw = random.Random(options.seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 from rich.table import Table
 
@@ -13,6 +14,7 @@ from tokenlake_bench.baselines import Accesses, baselines
 from tokenlake_bench.engine_model import EngineModel
 from tokenlake_bench.report import CacheHitResult, format_bytes, format_duration, format_share, hit_rates
 from tokenlake_bench.routing import SystemRow
+from tokenlake_bench.simulation.arrivals import accesses_of
 from tokenlake_bench.simulation.pooled import PooledRun
 from tokenlake_bench.simulation.run import Measured, Totals
 
@@ -48,6 +50,8 @@ class PoolView:
     measured: Measured
     totals: Totals
     reads: ReadLog
+    done: Accesses
+    """The requests that were answered, in order of arrival."""
     seed: int
     nodes: int
     segment_tokens: int
@@ -66,6 +70,7 @@ class PoolView:
             measured=simulation.measure(0.0, float("inf")),
             totals=simulation.totals(),
             reads=cluster.meter.log(0.0, float("inf")),
+            done=accesses_of(sorted(run.done, key=attrgetter("at_s")), simulation.options.segment_tokens),
             seed=simulation.options.seed,
             nodes=simulation.options.nodes,
             segment_tokens=simulation.options.segment_tokens,
@@ -79,19 +84,17 @@ def result_of(
     view: PoolView,
     rows: Mapping[str, SystemRow],
     engine: EngineModel,
-    accesses: Accesses,
     *,
     flash_at: float | None,
     complete: bool,
 ) -> SimulatedResult:
     """Of the pool as in `view`, and all systems that are done."""
-    measured, totals, seed = view.measured, view.totals, view.seed
-    done = Accesses(accesses.segment_tokens, accesses.prompts[: totals.requests])
-    compared = baselines(done, nodes=view.nodes, capacity_tokens=view.capacity_tokens, seed=seed)
+    measured, totals, seed, prompts = view.measured, view.totals, view.seed, view.done.prompts
+    compared = baselines(view.done, nodes=view.nodes, capacity_tokens=view.capacity_tokens, seed=seed)
     flash = [] if flash_at is None else balance.max_over_mean_from(view.reads, flash_at, FLASH_WINDOWS)
     floor = [] if flash_at is None else balance.floor_from(view.reads, seed, flash_at, FLASH_WINDOWS)
     minutes = max(1.0, view.seconds / 60)
-    duration_s = accesses.prompts[-1].at_s - accesses.prompts[0].at_s
+    duration_s = prompts[-1].at_s - prompts[0].at_s
     return SimulatedResult(
         token_hit_rate=measured.token_hit_rate,
         ideal_token_hit_rate=compared.ideal.rate,
@@ -116,7 +119,7 @@ def result_of(
         gpu=engine.gpu.name,
         gpus=engine.gpus,
         capacity_tokens=view.capacity_tokens,
-        rate=(len(accesses.prompts) - 1) / duration_s if duration_s > 0 else 0.0,
+        rate=(len(prompts) - 1) / duration_s if duration_s > 0 else 0.0,
         messages_per_request=totals.messages_per_request,
         processor_s=totals.processor_s,
         complete=complete,

@@ -100,9 +100,11 @@ class Simulation:
             progress(self.done)
 
         began = time.process_time()
-        with _rare_collections():
-            self.cluster.run(arrivals, look, route, settle_s)
-        self._processor_s += time.process_time() - began
+        try:
+            with _rare_collections():
+                self.cluster.run(arrivals, look, route, settle_s)
+        finally:
+            self._processor_s += time.process_time() - began
 
     def windows(self) -> list[WindowLoad]:
         """The load in each window of the workload."""
