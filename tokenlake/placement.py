@@ -16,8 +16,10 @@ RUN_LENGTH_FROM = ((16, 4), (1, 1))
 
 FREE_NOISE, FREE_SPREAD = 0.005, 0.05
 """Difference of free shares: below the first it says nothing, beyond the second all segments go to the emptier."""
-RATIO_NOISE, RATIO_SPREAD = math.log(1.02), math.log(1.3)
-"""The same of what the victims are worth, and of their ages, as logarithms of ratios."""
+RATIO_NOISE = math.log(1.02)
+WORTH_SPREAD, AGE_SPREAD = math.log(8.0), math.log(1.3)
+"""The same of what the victims are worth, and of their ages, as logarithms of ratios. What a policy learned makes one
+victim worth several times another though neither node is fuller."""
 _LEAST_WORTH = 1e-12
 
 
@@ -39,9 +41,9 @@ class Vacancy(NamedTuple):
             return free > lean * FREE_SPREAD
         worth = _log_ratio(other.victim_worth, self.victim_worth)
         if abs(worth) > RATIO_NOISE:
-            return worth > lean * RATIO_SPREAD
+            return worth > lean * WORTH_SPREAD
         age = _log_ratio(self.victim_age_s, other.victim_age_s)
-        return abs(age) > RATIO_NOISE and age > lean * RATIO_SPREAD
+        return abs(age) > RATIO_NOISE and age > lean * AGE_SPREAD
 
 
 def _log_ratio(a: float, b: float) -> float:
