@@ -74,16 +74,16 @@ NO_USE = Use()
 class Advice(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Of one request, for all its segments. ValueError for a value without meaning, naming the field."""
 
-    outlook: Annotated[int, Meta(ge=0, le=2)] = Outlook.UNKNOWN
+    outlook: int = Outlook.UNKNOWN
     category: str = ""
     """Of the request, in the engine's own words: `chat`, `agent`, `rag`."""
     stop_reason: str = ""
     """How the request ended, in the engine's own words: `stop`, `length`, `tool_use`."""
-    priority: Annotated[int, Meta(ge=-1, le=1)] = 0
+    priority: int = 0
     """-1: goes early; 1: goes late, as far as the tenant's share of such segments reaches."""
-    ttl_s: Annotated[float, Meta(ge=0, le=MAX_TTL_S)] = 0.0
+    ttl_s: float = 0.0
     """From the last use or word on: what nobody touched for so long goes first. 0: no such time."""
-    output_tokens: Annotated[int, Meta(ge=-1, lt=1 << 32)] = -1
+    output_tokens: int = -1
     """Of the answer, once it is known; -1: not known."""
     use: Use = NO_USE
     """By the pool; what an engine says here is not listened to."""

@@ -177,8 +177,10 @@ def wait_pushed(cluster: Cluster) -> None:
 
 @contextlib.contextmanager
 def daemons(nodes: int = 1, memory: str = "4MiB", region_size: str = "1MiB", **settings: str) -> Iterator[Cluster]:
-    """A cluster whose matches are patient, so that a busy machine causes no miss."""
+    """A cluster whose matches are patient, so that a busy machine causes no miss, and of which is known what goes for
+    what is stored: what was used least recently."""
     settings.setdefault("match_deadline_ms", "2000")
+    settings.setdefault("eviction", "lru")
     with Cluster(nodes, memory, region_size, **settings) as cluster:
         yield cluster
 

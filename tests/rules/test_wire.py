@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenlake.advice import Advice
+from tokenlake.advice import MAX_TTL_S, Advice
 from tokenlake.errors import ProtocolRefused
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import HEADER_BYTES, PROTOCOL_VERSION, Code, FrameDecoder, agree, engine, pack_frame, peer
@@ -74,6 +74,8 @@ def messages(message: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]
     if message is Advice:
         # Whoever makes another one hears of it at once.
         made |= dict.fromkeys(("category", "stop_reason"), st.text(PRINTABLE, max_size=20))
+        made |= {"outlook": st.integers(0, 2), "priority": st.integers(-1, 1), "ttl_s": st.floats(0.0, MAX_TTL_S)}
+        made["output_tokens"] = st.integers(-1, (1 << 32) - 1)
     return st.builds(message, **made)
 
 

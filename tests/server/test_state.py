@@ -72,7 +72,7 @@ def test_a_directory_that_is_not_there_is_complained_about_once(
 @pytest.mark.live
 def test_a_daemon_goes_on_with_what_it_learned_and_its_log_replays(tmp_path: Path) -> None:
     record = tmp_path / "record"
-    with daemons(1, memory="2MiB", state_directory=str(tmp_path)) as cluster:
+    with daemons(1, memory="2MiB", state_directory=str(tmp_path), eviction="reuse") as cluster:
         node = cluster.nodes[0]
         with cluster.connect(0, LAYOUT) as pool:
             for number in range(10):
