@@ -25,9 +25,7 @@ def test_daemons_and_simulated_nodes_find_as_much_and_move_as_much() -> None:
         LiveOptions(nodes=nodes, capacity_tokens=capacity_tokens, segment_tokens=segment_tokens, eviction="lru"),
         lambda log: None,
     )
-    rules = {name.removesuffix("_ms") + "_s": int(value) / 1000 for name, value in PATIENT.items()} | {
-        "eviction": "lru"
-    }
+    patience = {name.removesuffix("_ms") + "_s": int(value) / 1000 for name, value in PATIENT.items()}
     options = SimulationOptions(
         nodes=nodes,
         capacity_tokens=capacity_tokens,
