@@ -11,8 +11,9 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from tokenlake.advice import NO_ADVICE, Advice, Outlook
+from tokenlake.advice import NO_ADVICE, NO_USE, Advice, Outlook
 from tokenlake.errors import ConfigurationError
 from tokenlake.store.eviction import POLICIES, LeastRecentlyUsed
 from tokenlake_bench.baselines import Accesses, Prompt, global_lru, infinite_cache, intern_segments
@@ -135,7 +136,8 @@ def test_hints_reach_the_policy() -> None:
     said = [Advice(Outlook.GOES_ON), Advice(Outlook.OVER), Advice(category="x")]
     for prompt, advice in zip(asked.prompts, said, strict=True):
         stores.serve(prompt, advice)
-    assert words == [said[0]] * 2 + [said[1]] * 2 + [said[2]]
+    assert [replace(word, use=NO_USE) for word in words] == [said[0]] * 2 + [said[1]] * 2 + [said[2]]
+    assert [(word.use.segments, word.use.hits) for word in words] == [(2, 0)] * 2 + [(2, 2)] * 2 + [(1, 0)]
 
 
 # -- figures

@@ -39,7 +39,7 @@ _codes = st.one_of(st.lists(st.sampled_from(list(Code)), max_size=8).map(bytes),
 _advice = st.builds(
     Advice,
     outlook=st.integers(0, 2),
-    category=st.sampled_from(["", "chat", "\0", "x" * MAX_LABEL, "\N{SNOWMAN}"]),
+    category=st.sampled_from(["", "chat", "x" * MAX_LABEL, "\N{SNOWMAN}"]),
     stop_reason=st.sampled_from(["", "stop", "x" * MAX_LABEL]),
     priority=st.integers(-1, 1),
     ttl_s=st.sampled_from([0.0, 1e-9, 0.01, MAX_TTL_S]),
