@@ -179,7 +179,7 @@ PLANTED: dict[type[SegmentStore], str] = {
     QuarantineFreedAtOnce: "quarantines counted|free slots of|handed out a slot of",
     QuarantineNeverFreed: "free slots of|quarantine is not empty",
     DirtyEvictable: "must come to <Code.NO_SLOT",
-    StagedBudgetIgnored: "handed out a slot of",
+    StagedBudgetIgnored: r"handed out a slot of|= len\(",
     DirtyBudgetIgnored: "must come to <Code.WRITE_BUDGET|came to <Code.NO_SLOT",
     ParentTouchedFirst: "coldest .* copy of|handed out a slot of",
     HomesEvictedFirst: "handed out a slot of",

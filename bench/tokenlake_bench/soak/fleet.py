@@ -13,7 +13,7 @@ from typing import Final, Self
 
 from tokenlake_bench.cluster import Cluster, Node
 from tokenlake_bench.soak.faults import Fault, FaultKind, Target
-from tokenlake_bench.soak.gauges import HELD, Recorder, held, process_gauges, total
+from tokenlake_bench.soak.gauges import HELD, Recorder, entries, held, process_gauges, total
 from tokenlake_bench.soak.load import GROUPS
 from tokenlake_bench.soak.slot import EngineSlot
 
@@ -63,7 +63,9 @@ class Fleet:
         self._ended: list[str] = []
         self.counters: Counter[str] = Counter()
         """Of the daemons, of all their lives, as of the last sample of each."""
-        self.cluster = Cluster(nodes, MEMORY, REGION, config=str(config), lease_s=LEASE_S, reservation_s=RESERVATION_S)
+        # With another policy what is worth more stays, and no claim could be made that each slot takes another segment.
+        rules = {"lease_s": LEASE_S, "reservation_s": RESERVATION_S, "eviction": "lru"}
+        self.cluster = Cluster(nodes, MEMORY, REGION, config=str(config), **rules)
         self.engines = {
             (slot := f"engine {number}.{place}"): EngineSlot(
                 slot, node.socket, SLOT_GROUPS[place], seed, rate, self.wrong_file
@@ -139,7 +141,7 @@ class Fleet:
                 metrics = node.metrics()
                 assert node.process is not None
                 values = process_gauges(node.process.pid)
-                values |= held(metrics) | {"entries": total(metrics, "tokenlake_map_entries")}
+                values |= held(metrics) | {"entries": entries(metrics)}
                 self.recorder.add(at_s, name, node.process.pid, values)
                 self._last[name] = Counter({key: int(value) for key, value in metrics.items() if "{" not in key})
         for name, engine in self.engines.items():

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-__all__ = ["HELD", "Life", "Recorder", "held", "process_gauges", "total"]
+__all__ = ["HELD", "Life", "Recorder", "entries", "held", "process_gauges", "total"]
 
 HOLDS: Final = ("leases", "writes", "leases to peers", "flights", "segments in flight", "sends", "matches")
 """Maps of a daemon whose entries hold segments."""
+MEMORIES: Final = ("explained requests", "segments they missed", "segments that went")
+"""Maps that fill up to a bound of their own and stay full: not expected to be flat before."""
 HELD: Final = ("quarantined", "holds")
 """Of a daemon: slots, and entries of `HOLDS`."""
 
@@ -65,6 +67,12 @@ def held(metrics: Mapping[str, float]) -> dict[str, float]:
         "quarantined": total(metrics, "tokenlake_quarantined_slots"),
         "holds": sum(metrics[f'tokenlake_map_entries{{map="{name}"}}'] for name in HOLDS),
     }
+
+
+def entries(metrics: Mapping[str, float]) -> float:
+    """Of a daemon's maps but `MEMORIES`."""
+    remembered = sum(metrics[f'tokenlake_map_entries{{map="{name}"}}'] for name in MEMORIES)
+    return total(metrics, "tokenlake_map_entries") - remembered
 
 
 def total(metrics: Mapping[str, float], name: str) -> float:
