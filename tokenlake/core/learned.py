@@ -52,8 +52,10 @@ class Learned:
 
     def _tell(self) -> None:
         reachable = [peer.node for peer in self._peers if peer.reachable]
-        pools = [(tenant, size, data) for (tenant, size), data in self._context.store.learned().items()]
-        if reachable and pools:
+        # A lone node has nobody to tell, and nothing to put together.
+        learned = self._context.store.learned() if reachable else {}
+        pools = [(tenant, size, data) for (tenant, size), data in learned.items()]
+        if pools:
             node = reachable[self._turn % len(reachable)]
             # The next pools when all were told of these: else each would hear of the same ones every time.
             first = self._turn // len(reachable) * TOLD % len(pools)

@@ -30,7 +30,6 @@ RETRY_S = 0.001
 LONGEST_RETRY_S = 0.05
 """Between two tries of a store that the write budget refuses, doubled each time up to this."""
 TENANT = "default"
-_ANSWERED = engine.Matched | engine.Fetched | engine.Prepared | engine.Committed
 _Step = engine.EngineRequest | float
 """A request that is answered, or seconds to wait."""
 Steps = Generator[_Step, engine.EngineReply | None, None]
