@@ -153,7 +153,7 @@ class DemoDetails(msgspec.Struct, frozen=True, kw_only=True):
     random_model: bool
 
 
-def write_json(result: CacheHitResult | DemoResult, path: Path) -> None:
+def write_json(result: msgspec.Struct, path: Path) -> None:
     """Writes the result as one JSON object, indented by two."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
 

@@ -1,0 +1,186 @@
+"""How much a fleet can take: the highest rate at which 90 % of the requests meet their objective, and how it depends
+on the engine model's fitted constants.
+
+python -m tokenlake_bench.simulation.goodput --trace FILE --nodes 8 --limit 1000 --systems pool,cache-aware-real --vary
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tokenlake.errors import ConfigurationError, TokenLakeError
+from tokenlake_bench.engine_model import FITTED, EngineModel
+from tokenlake_bench.report import write_json
+from tokenlake_bench.routing import SYSTEMS, FleetOptions, SystemRow, at_rate, run_system
+from tokenlake_bench.simulation.arrivals import Arrival, accesses_of, arrivals_of
+from tokenlake_bench.simulation.command import SimulateArguments
+from tokenlake_bench.simulation.pooled import POOL, POOL_REAL, PooledRun, pool_options
+
+__all__ = ["Goodput", "goodput", "highest_rate", "main", "variants"]
+
+SHARE: Final = 0.9
+"""Of the requests, in their objective."""
+STEP: Final = 1.05
+"""Between two rates that are told apart."""
+VARIED: Final = (0.7, 1.3)
+LOWEST, HIGHEST = 1 / 64, 1024.0
+"""Times the workload's own rate, at which the search ends."""
+
+
+class Goodput(msgspec.Struct, frozen=True, kw_only=True):
+    """`rates`: requests per second, by system and then by what is varied ("" for nothing), or 0 where no rate was low
+    enough. `shares`: of requests within their objective at each rate that was tried, in the same order of names."""
+
+    model: str
+    gpu: str
+    nodes: int
+    requests: int
+    own_rate: float
+    rates: dict[str, dict[str, float]]
+    shares: dict[str, dict[str, list[tuple[float, float]]]]
+
+
+def highest_rate(share_at: Callable[[int], float], start: int = 0) -> int | None:
+    """The highest step at which `share_at` is `SHARE` or more, where one step up it is not; None below `LOWEST`. Where
+    the share does not fall from step to step it is one such step, near `start` rather than far."""
+    lowest, highest = (math.floor(math.log(bound, STEP)) for bound in (LOWEST, HIGHEST))
+    good = bad = None
+    at, stride = start, 1
+    while good is None or bad is None:
+        if share_at(at) >= SHARE:
+            if at == highest:
+                return at
+            good, at = at, min(highest, at + stride)
+        else:
+            if at == lowest:
+                return None
+            bad, at = at, max(lowest, at - stride)
+        stride *= 2
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if share_at(middle) >= SHARE:
+            good = middle
+        else:
+            bad = middle
+    return good
+
+
+def variants(engine: EngineModel) -> Iterator[tuple[str, EngineModel]]:
+    """The engine as it is, then with each fitted constant that has a part in its times 30 % lower and higher. Objectives
+    are relative to the engine, so they vary with it."""
+
+    def times(each: EngineModel) -> tuple[float, ...]:
+        return each.prefill_s(2048), each.prefill_s(1), each.decode_s(16, 65_536), each.transfer_s(512)
+
+    yield "", engine
+    for name in FITTED:
+        for factor in VARIED:
+            varied = EngineModel(engine.model, engine.gpu.scaled({name: factor}), engine.gpus)
+            if times(varied) != times(engine):
+                yield f"{name} {factor - 1:+.0%}", varied
+
+
+def _run(name: str, arrivals: Sequence[Arrival], arguments: SimulateArguments, engine: EngineModel) -> SystemRow:
+    capacity_tokens, segment_tokens = arguments.size
+    nodes, seed = arguments.nodes, arguments.seed
+    if name in (POOL, POOL_REAL):
+        options = pool_options(
+            engine, nodes=nodes, capacity_tokens=capacity_tokens, segment_tokens=segment_tokens, seed=seed, rules={}
+        )
+        pooled = PooledRun(options, engine, counts_memory=name == POOL_REAL)
+        pooled.run(arrivals)
+        return pooled.row()
+    fleet = FleetOptions(instances=nodes, capacity_tokens=capacity_tokens, engine=engine, seed=seed)
+    return run_system(accesses_of(arrivals, segment_tokens), SYSTEMS[name], fleet)
+
+
+def goodput(
+    arguments: SimulateArguments, systems: Sequence[str], *, vary: bool, say: Callable[[str], object]
+) -> Goodput:
+    """Of every system. `say` gets a line for each rate that was tried. Raises ConfigurationError."""
+    for name in systems:
+        if name not in (POOL, POOL_REAL, *SYSTEMS):
+            raise ConfigurationError("systems", name, "some of " + ", ".join((POOL, POOL_REAL, *SYSTEMS)))
+    _, arrivals = arguments.workload(say)
+    accesses = accesses_of(arrivals, arguments.size[1])
+    own_rate = (len(arrivals) - 1) / max(1e-9, arrivals[-1].at_s - arrivals[0].at_s)
+    engine = arguments.engine()
+    result = Goodput(
+        model=engine.model.name,
+        gpu=engine.gpu.name,
+        nodes=arguments.nodes,
+        requests=len(arrivals),
+        own_rate=own_rate,
+        rates={name: {} for name in systems},
+        shares={name: {} for name in systems},
+    )
+
+    def share_at(name: str, varied: str, model: EngineModel, step: int) -> float:
+        rate = own_rate * STEP**step
+        share = _run(name, arrivals_of(at_rate(accesses, rate)), arguments, model).slo_attainment
+        result.shares[name][varied].append((rate, share))
+        say(f"{name} {varied}: {share:.1%} at {rate:.2f} requests/s")
+        return share
+
+    for varied, model in variants(engine) if vary else [("", engine)]:
+        for name in systems:
+            result.shares[name][varied] = []
+            # What a constant changes moves the rate by little.
+            usual = result.rates[name].get("")
+            start = round(math.log(usual / own_rate, STEP)) if usual else 0
+            best = highest_rate(partial(share_at, name, varied, model), start)
+            result.rates[name][varied] = 0.0 if best is None else own_rate * STEP**best
+            if arguments.json_file is not None:
+                write_json(result, arguments.json_file)
+    return result
+
+
+def table(result: Goodput) -> Table:
+    """For a terminal: a row per system, a column per variation."""
+    shown = Table(
+        title=f"{result.requests:,} requests, {result.nodes} nodes: highest requests/s with {SHARE:.0%} in time"
+    )
+    shown.add_column("system")
+    names = list(next(iter(result.rates.values())))
+    for name in names:
+        shown.add_column(name or "as fitted", justify="right")
+    for system, rates in result.rates.items():
+        shown.add_row(system, *(f"{rates[name]:.2f}" for name in names))
+    return shown
+
+
+@click.command()
+@click.option("--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="As of bench cache-hit.")
+@click.option("--nodes", default=8, show_default=True)
+@click.option("--capacity-tokens", type=int)
+@click.option("--limit", type=int, default=1000, show_default=True, help="Requests from the trace's begin.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--model")
+@click.option("--gpu")
+@click.option("--systems", default=f"{POOL},cache-aware-perfect", show_default=True)
+@click.option("--vary", is_flag=True, help="Each fitted constant 30 % lower and higher, too.")
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Written after every search."
+)
+def main(systems: str, vary: bool, **arguments: Any) -> None:
+    """The highest rate that each system holds."""
+    console = Console()
+    try:
+        result = goodput(SimulateArguments(**arguments), systems.split(","), vary=vary, say=console.print)
+    except TokenLakeError as error:
+        raise click.ClickException(str(error)) from error
+    console.print(table(result))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""The highest rate that a system holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenlake.errors import ConfigurationError
+from tokenlake_bench.engine_model import EngineModel, gpu_named, model_named
+from tokenlake_bench.simulation.command import SimulateArguments
+from tokenlake_bench.simulation.goodput import Goodput, goodput, highest_rate, main, variants
+
+
+@given(st.integers(-80, 80), st.integers(-80, 80))
+def test_the_last_step_that_is_good_is_found_from_anywhere(last: int, start: int) -> None:
+    asked: list[int] = []
+
+    def share_at(step: int) -> float:
+        asked.append(step)
+        return 0.95 if step <= last else 0.85
+
+    assert highest_rate(share_at, start) == last
+    assert len(asked) == len(set(asked))
+    assert len(asked) <= 20
+
+
+@given(st.integers(-10, 10))
+def test_where_no_rate_is_good_there_is_none(start: int) -> None:
+    assert highest_rate(lambda step: 0.0, start) is None
+    found = highest_rate(lambda step: 1.0, start)
+    assert found is not None
+    assert found > 10 >= start
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "expected"),
+    [
+        ("llama-3-8b", "a100-80g", {"compute_efficiency", "memory_efficiency", "network_efficiency", "layer_s"}),
+        (
+            "llama-3-70b",
+            "h100",
+            {"compute_efficiency", "memory_efficiency", "network_efficiency", "layer_s", "link_efficiency", "reduce_s"},
+        ),
+    ],
+)
+def test_only_constants_that_matter_are_varied(model: str, gpu: str, expected: Sequence[str]) -> None:
+    engine = EngineModel.fitting(model_named(model), gpu_named(gpu))
+    names = [name for name, _ in variants(engine)]
+    assert names[0] == ""
+    assert {name.split()[0] for name in names[1:]} == set(expected)
+    assert names[1:] == [f"{name.split()[0]} {sign}30%" for name in names[1::2] for sign in "-+"]
+
+
+@pytest.mark.parametrize(("system", "vary"), [("pool", False), ("cache-aware-real", True)])
+def test_the_rate_is_the_last_with_nine_in_ten_in_time(system: str, vary: bool, tmp_path: Path) -> None:
+    file = tmp_path / "goodput.json"
+    arguments = SimulateArguments(limit=100, nodes=2, model="llama-3-70b", json_file=file)
+    result = goodput(arguments, [system], vary=vary, say=lambda line: None)
+    rates = result.rates[system]
+    assert 0 < min(rates.values())
+    assert (len(set(rates.values())) > 1) == vary
+    for varied, rate in rates.items():
+        tried = dict(result.shares[system][varied])
+        assert tried[rate] >= 0.9
+        assert tried[min(each for each in tried if each > rate)] < 0.9
+    assert msgspec.json.decode(file.read_bytes(), type=Goodput) == result
+
+
+def test_an_unknown_system_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"systems.*cache-aware-perfect"):
+        goodput(SimulateArguments(limit=5), ["sglang"], vary=False, say=lambda line: None)
+    done = CliRunner().invoke(main, ["--systems", "sglang", "--limit", "5"])
+    assert done.exit_code == 1
+    assert "systems" in done.output
