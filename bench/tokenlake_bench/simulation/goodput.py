@@ -76,8 +76,8 @@ def highest_rate(share_at: Callable[[int], float], start: int = 0) -> int | None
 
 
 def variants(engine: EngineModel) -> Iterator[tuple[str, EngineModel]]:
-    """The engine as it is, then with each fitted constant that has a part in its times 30 % lower and higher. Objectives
-    are relative to the engine, so they vary with it."""
+    """The engine as it is, then with each fitted constant that has a part in its times 30 % lower and higher. The
+    objectives are relative to the engine, so they vary with it."""
 
     def times(each: EngineModel) -> tuple[float, ...]:
         return each.prefill_s(2048), each.prefill_s(1), each.decode_s(16, 65_536), each.transfer_s(512)
