@@ -101,9 +101,9 @@ class Advice(msgspec.Struct, frozen=True, array_like=True, gc=False):
         if not -1 <= self.output_tokens < 1 << 32:
             raise ValueError(f"advice field 'output_tokens' is {self.output_tokens}; -1 (not known) or a count")
 
-    def ended(self, stop_reason: str) -> Advice:
-        """The same of a request that ended so."""
-        return msgspec.structs.replace(self, stop_reason=stop_reason)
+    def ended(self, stop_reason: str, output_tokens: int = -1) -> Advice:
+        """The same of a request that ended so, after so many tokens (-1: not known)."""
+        return msgspec.structs.replace(self, stop_reason=stop_reason, output_tokens=output_tokens)
 
     def over(self, former: Advice) -> Advice:
         """This word after `former`: outlook and stop reason are new, an empty category leaves the former, and so does
