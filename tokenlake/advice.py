@@ -102,8 +102,9 @@ class Advice(msgspec.Struct, frozen=True, array_like=True, gc=False):
             raise ValueError(f"advice field 'output_tokens' is {self.output_tokens}; -1 (not known) or a count")
 
     def ended(self, stop_reason: str, output_tokens: int = -1) -> Advice:
-        """The same of a request that ended so, after so many tokens (-1: not known)."""
-        return msgspec.structs.replace(self, stop_reason=stop_reason, output_tokens=output_tokens)
+        """The same of a request that ended so, after so many tokens; -1 leaves what was said."""
+        output = self.output_tokens if output_tokens < 0 else output_tokens
+        return msgspec.structs.replace(self, stop_reason=stop_reason, output_tokens=output)
 
     def over(self, former: Advice) -> Advice:
         """This word after `former`: outlook and stop reason are new, an empty category leaves the former, and so does

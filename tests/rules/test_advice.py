@@ -50,7 +50,7 @@ def test_the_newest_word_wins_and_what_it_leaves_out_stays() -> None:
 def test_how_a_request_ended_leaves_all_that_it_said() -> None:
     said = Advice(Outlook.GOES_ON, "chat", priority=1, ttl_s=60.0, output_tokens=7)
     assert said.ended("length") == msgspec.structs.replace(said, stop_reason="length")
-    assert said.ended("stop", 7) == msgspec.structs.replace(said, stop_reason="stop", output_tokens=7)
+    assert said.ended("stop", 9) == msgspec.structs.replace(said, stop_reason="stop", output_tokens=9)
     with pytest.raises(ValueError, match="'stop_reason'"):
         said.ended("x" * (MAX_LABEL + 1))
 
