@@ -14,7 +14,7 @@ from tokenlake.errors import ProtocolRefused, TokenLakeError, Unreachable
 from tokenlake.identity import LeaseId, SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
-from tokenlake.wire.engine import HERE, Advise, Fetch, Fetched, Match, Matched, Placed, Shipped, Where
+from tokenlake.wire.engine import HERE, Advise, Fetch, Fetched, Heartbeat, Match, Matched, Placed, Shipped, Where
 from tokenlake.wire.slots import join_keys, slot_array
 from tokenlake_client.books import Books, Holding
 from tokenlake_client.checksums import CHECKSUM_BYTES, shard_checksums
@@ -22,7 +22,7 @@ from tokenlake_client.hands import Hands
 from tokenlake_client.link import Link
 from tokenlake_client.regions import Mapping, Window
 
-__all__ = ["Lease", "PendingMatch", "PendingNodes", "Reading"]
+__all__ = ["Lease", "PendingBeat", "PendingMatch", "PendingNodes", "Reading"]
 
 log = logging.getLogger(__name__)
 
@@ -284,7 +284,8 @@ class PendingMatch:
         self._request = request
         self._reading = reading
         self._keys = keys
-        self._deadline_s = deadline_s + pending_s
+        self._deadline_s = deadline_s
+        self._patient = pending_s > 0
         self._lease: Lease | None = None
         packed = join_keys(keys)
         if log.isEnabledFor(logging.DEBUG):
@@ -307,9 +308,13 @@ class PendingMatch:
         return self._lease
 
     def wait(self) -> Lease:
-        """The lease. Raises `Unreachable`, after the deadline at the latest."""
+        """The lease. Raises `Unreachable`, after the deadline at the latest; where it may wait for somebody, as soon as
+        the daemon gives no sign of life."""
         if self._lease is None:
-            reply = self._link.channel.wait(self._pending, self._deadline_s + GRACE_S)
+            if self._patient:
+                reply = self._link.wait_while_alive(self._pending)
+            else:
+                reply = self._link.channel.wait(self._pending, self._deadline_s + GRACE_S)
             self._lease = Lease(self._reading, self._link, self._keys, self._link.expect(reply, Matched), self._request)
         return self._lease
 
@@ -336,3 +341,15 @@ class PendingNodes:
     def cancel(self) -> None:
         """Nobody wants it."""
         self._link.channel.drop(self._pending)
+
+
+class PendingBeat:
+    """A sign of life that was asked for. For one thread."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._pending = link.channel.begin(Heartbeat)
+
+    def poll(self) -> bool:
+        """Has the daemon given it? Never waits. Raises `Unreachable`."""
+        return self._link.channel.poll(self._pending) is not None

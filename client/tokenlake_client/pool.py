@@ -23,7 +23,7 @@ from tokenlake.wire.fields import MAX_REQUEST_NAME
 from tokenlake.wire.slots import join_keys
 from tokenlake_client.books import Books
 from tokenlake_client.heart import Heart, Wake
-from tokenlake_client.lease import Lease, PendingMatch, Reading
+from tokenlake_client.lease import Lease, PendingBeat, PendingMatch, Reading
 from tokenlake_client.link import STORE_S, Link, open_link
 from tokenlake_client.queries import QUERY_S, VIEW_S, Queries, QueryBuffer, Ticket, View
 from tokenlake_client.transfers import LayerCache, Transfer
@@ -147,6 +147,11 @@ class Pool:
         hot is spread over its copies exactly. Raises `Unreachable`."""
         self._books.sweep()
         return PendingMatch(self._reading, keys, deadline_s, self._named(request), advice, tokens, pending_s, planned)
+
+    def begin_beat(self) -> PendingBeat:
+        """Ask the daemon for a sign of life without waiting for it: a match that waits for somebody says nothing
+        meanwhile. Raises `Unreachable`."""
+        return PendingBeat(self._link)
 
     def attach(self, lease: LeaseId, *, request: str = "") -> Lease:
         """Hold a lease that another process of this session made. Its keys are not known here; `hits` is 0 when

@@ -62,6 +62,7 @@ class FakeMatch:
     request: str | None = None
     advice: Advice | None = None
     tokens: int = 0
+    pending_s: float = 0.0
     cancelled: bool = False
     lease: FakeLease | None = None
 
@@ -81,6 +82,16 @@ class FakeMatch:
         self.cancelled = True
         if self.lease is not None:
             self.lease.release()
+
+
+@dataclass
+class FakeBeat:
+    pool: FakePool
+
+    def poll(self) -> bool:
+        if not self.pool.reachable:
+            raise Unreachable("gone")
+        return self.pool.alive
 
 
 @dataclass
@@ -105,6 +116,9 @@ class FakePool:
     reachable: bool = True
     answers: bool = True
     answers_where: bool = True
+    alive: bool = True
+    """Does it give signs of life?"""
+    beats: int = 0
     places: dict[SegmentKey, str] = field(default_factory=dict)
     """The node of each segment that is not here."""
     known: set[SegmentKey] = field(default_factory=set)
@@ -131,11 +145,16 @@ class FakePool:
         request: str | None = None,
         advice: Advice | None = None,
         tokens: int = 0,
+        pending_s: float = 0.0,
     ) -> FakeMatch:
         if not self.reachable:
             raise Unreachable("gone")
-        self.matches.append(FakeMatch(self, keys, request, advice, tokens))
+        self.matches.append(FakeMatch(self, keys, request, advice, tokens, pending_s))
         return self.matches[-1]
+
+    def begin_beat(self) -> FakeBeat:
+        self.beats += 1
+        return FakeBeat(self)
 
     def reserve(
         self,

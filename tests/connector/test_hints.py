@@ -11,7 +11,7 @@ from tokenlake.advice import Advice, Outlook
 from tokenlake_client.engines.vllm.hints import advice_of
 
 AGENT = Advice(Outlook.GOES_ON, "agent", priority=1, ttl_s=600.0)
-AT_ITS_END = Advice(Outlook.GOES_ON, "agent", "stop", 1, 600.0)
+AT_ITS_END = Advice(Outlook.GOES_ON, "agent", "stop", 1, 600.0, 5)
 
 
 def test_what_a_request_says() -> None:
@@ -49,7 +49,7 @@ def test_a_hint_goes_with_the_lookup_and_with_what_is_stored() -> None:
     bench.side.allocated(asked, blocks_of(asked), 0)
     saves = bench.step(asked, 0, 33).saves
     assert [save.advice for save in saves] == [AGENT]
-    assert bench.side.finished(asked, blocks_of(asked), complete=True, stop_reason="stop") is False
+    assert not bench.side.finished(asked, blocks_of(asked), complete=True, stop_reason="stop", output_tokens=5)
     assert bench.pool.advised == [(tuple(bench.pool.prefix(asked.all_token_ids).keys), AT_ITS_END)]
 
 
@@ -59,9 +59,12 @@ def test_what_is_stored_last_knows_how_the_request_ended() -> None:
     bench.step(asked, 0, 17)
     asked.num_computed_tokens = 33
     asked.all_token_ids.append(1)
-    assert bench.side.finished(asked, blocks_of(asked), complete=True, stop_reason="length")
+    assert bench.side.finished(asked, blocks_of(asked), complete=True, stop_reason="length", output_tokens=1)
     plan = bench.side.step([], lambda name: [])
-    assert [save.advice for save in plan.saves] == [Advice(stop_reason="length")]
+    assert [save.advice for save in plan.saves] == [Advice(stop_reason="length", output_tokens=1)]
+    # One word, about what is there already.
+    keys = tuple(bench.pool.prefix(asked.all_token_ids).keys)
+    assert bench.pool.advised == [(keys[:2], Advice(stop_reason="length", output_tokens=1))]
 
 
 def test_slots_that_several_ranks_fill_have_it_too() -> None:
@@ -76,8 +79,22 @@ def test_nothing_is_said_where_nothing_is_known_or_nobody_is_there() -> None:
     bench, asked, other = Bench(), request(33), request(33, "s", 100)
     bench.place(asked)
     bench.side.finished(asked, blocks_of(asked), complete=True)
+    # Given up before it had blocks: none of it is in the pool.
+    waiting = request(33, "t", 200)
+    bench.side.new_request(waiting)
+    bench.side.finished(waiting, [], complete=False, stop_reason="abort", output_tokens=0)
     bench.place(other)
+    bench.step(other, 0, 33)
     bench.there = False
     bench.side.finished(other, blocks_of(other), complete=True, stop_reason="stop")
     assert bench.pool.advised == []
     assert bench.reported == []
+
+
+def test_a_pool_that_fails_at_the_end_costs_the_request_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, asked = Bench("sync"), request(33)
+    bench.place(asked)
+    bench.step(asked, 0, 33)
+    monkeypatch.setattr(bench.pool, "advise", lambda keys, advice: 1 // 0)
+    assert not bench.side.finished(asked, blocks_of(asked), complete=True, stop_reason="stop", output_tokens=3)
+    assert bench.reported == ["passing a hint on"]

@@ -163,7 +163,10 @@ class TokenLakeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         status = request.status.name
         complete = status in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
         reason = _STOP_REASONS.get(status, "")
-        return self._scheduler.finished(request, block_ids, complete=complete, stop_reason=reason), None
+        # Of one that was refused there is nothing to say.
+        output = request.num_output_tokens if reason else -1
+        keep = self._scheduler.finished(request, block_ids, complete=complete, stop_reason=reason, output_tokens=output)
+        return keep, None
 
     def _advice(self, request: Any) -> Advice | None:
         try:

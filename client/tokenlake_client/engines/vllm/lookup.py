@@ -60,6 +60,10 @@ class _PendingNodes(Protocol):
     def cancel(self) -> None: ...
 
 
+class _PendingBeat(Protocol):
+    def poll(self) -> bool: ...
+
+
 class Reserved(Protocol):
     """Slots that the ranks fill."""
 
@@ -118,8 +122,14 @@ class LookupPool(Protocol):
         request: str | None = None,
         advice: Advice | None = None,
         tokens: int = 0,
+        pending_s: float = 0.0,
     ) -> _Pending:
-        """Ask which of these the pool has. `request`: its name in the logs. `tokens`: of the prompt."""
+        """Ask which of these the pool has. `request`: its name in the logs. `tokens`: of the prompt. `pending_s`: how
+        long the answer may wait for somebody who computes what is missing."""
+        ...
+
+    def begin_beat(self) -> _PendingBeat:
+        """Ask for a sign of life."""
         ...
 
     def reserve(
@@ -147,21 +157,38 @@ class Lookup:
     """One question, and its answer once it is here: a lease, and on which node each of its segments lies. The second is
     asked for only when not all of them are here."""
 
-    def __init__(self, pending: _Pending, here: str, deadline_s: float, clock: Callable[[], float]) -> None:
-        """`here`: this node's name."""
+    def __init__(
+        self,
+        pending: _Pending,
+        keys: Sequence[SegmentKey],
+        here: str,
+        deadline_s: float,
+        clock: Callable[[], float],
+        pending_s: float = 0.0,
+    ) -> None:
+        """`keys`: that it asks for. `here`: this node's name. `pending_s`: so long the answer may wait for somebody who
+        computes what is missing."""
         self.pending = pending
+        self.keys = keys
+        self.pending_s = pending_s
         self._here = here
         self._deadline_s = deadline_s
         self._clock = clock
         self._nodes: _PendingNodes | None = None
-        self.until = clock() + deadline_s
-        """When it is late."""
+        self.asked = clock()
+        self.until = self.asked + deadline_s
+        """When it is late, unless it waits."""
         self.lease: AskedLease | None = None
         self.owners: tuple[str, ...] = ()
         """The node of each segment that is leased and wanted, or `HERE`."""
         self.hits = 0
         """Segments that were found."""
         self._done = False
+
+    @property
+    def waits(self) -> bool:
+        """May the first answer still be waiting for somebody who computes what is missing?"""
+        return self.pending_s > 0 and self.lease is None
 
     def poll(self) -> bool:
         """Is the answer here? Raises `TokenLakeError` when it will never be."""
@@ -197,14 +224,52 @@ class Lookup:
             self._nodes, self._done = None, True
 
 
+class Pulse:
+    """Does the daemon answer? Asked while a lookup waits for longer than a deadline, at most once in each."""
+
+    def __init__(self, deadline_s: float, clock: Callable[[], float]) -> None:
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._pool: LookupPool | None = None
+        self._beat: _PendingBeat | None = None
+        self._asked = 0.0
+
+    def ask(self, pool: LookupPool) -> None:
+        """From now on. Raises `TokenLakeError`."""
+        if not self._owed():
+            self._pool, self._asked = pool, self._clock()
+            self._beat = pool.begin_beat()
+
+    def beats(self) -> bool:
+        """False: it has owed a sign of life for a deadline. Raises `TokenLakeError`."""
+        now = self._clock()
+        if self._owed():
+            return now < self._asked + self._deadline_s
+        if self._pool is not None and now >= self._asked + self._deadline_s:
+            self.ask(self._pool)
+        return True
+
+    def _owed(self) -> bool:
+        try:
+            if self._beat is not None and not self._beat.poll():
+                return True
+        except TokenLakeError:
+            # Of a connection that ended: whoever was asked over it hears of that.
+            pass
+        self._beat = None
+        return False
+
+
 class Desk:
     """Begins lookups. One that was given up is owed: until the daemon answers it no other is begun, so that a frozen
-    daemon costs one deadline and not one per request."""
+    daemon costs one deadline and not one per request. One that waits for somebody is given up as soon when the daemon
+    gives no sign of life either."""
 
     def __init__(self, deadline_s: float, clock: Callable[[], float]) -> None:
         self._deadline_s = deadline_s
         self._clock = clock
         self._owed: Lookup | None = None
+        self._pulse = Pulse(deadline_s, clock)
 
     def begin(
         self,
@@ -213,19 +278,31 @@ class Desk:
         request: str,
         advice: Advice | None = None,
         tokens: int = 0,
+        pending_s: float = 0.0,
     ) -> Lookup | None:
-        """None while an answer is owed. `request`: its name in the logs. `tokens`: of the prompt. Raises
-        `TokenLakeError`."""
+        """None while an answer is owed. `request`: its name in the logs. `tokens`: of the prompt. `pending_s`: how long
+        the answer may wait for somebody who computes what is missing. Raises `TokenLakeError`."""
         if self._owed is not None and not self._settled(self._owed):
             return None
-        pending = pool.begin_match(keys, deadline_s=self._deadline_s, request=request, advice=advice, tokens=tokens)
-        return Lookup(pending, pool.node, self._deadline_s, self._clock)
+        deadline_s = self._deadline_s
+        pending = pool.begin_match(
+            keys, deadline_s=deadline_s, request=request, advice=advice, tokens=tokens, pending_s=pending_s
+        )
+        if pending_s:
+            self._pulse.ask(pool)
+        return Lookup(pending, keys, pool.node, deadline_s, self._clock, pending_s)
 
     def late(self, lookup: Lookup) -> bool:
-        """Give `lookup` up if its time is over; True then."""
-        if self._clock() < lookup.until:
+        """Give `lookup` up if its time is over; True then. Raises `TokenLakeError`."""
+        now = self._clock()
+        if now < lookup.until:
             return False
-        if self._owed is None:
+        if lookup.waits and self._pulse.beats():
+            # One deadline more: what came meanwhile is asked for again before it is answered.
+            if now < lookup.until + lookup.pending_s + self._deadline_s:
+                return False
+            lookup.drop()
+        elif self._owed is None:
             self._owed = lookup
         else:
             lookup.drop()

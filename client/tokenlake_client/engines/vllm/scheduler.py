@@ -23,6 +23,7 @@ from tokenlake_client.engines.vllm.counters import Counters
 from tokenlake_client.engines.vllm.entry import EngineRequest, Entry, Scheduled
 from tokenlake_client.engines.vllm.loading import Loading
 from tokenlake_client.engines.vllm.lookup import HERE, Desk, Lookup, LookupPool
+from tokenlake_client.engines.vllm.patience import Patience
 from tokenlake_client.engines.vllm.plan import LoadPlan, SavePlan, StepPlan, StepReport
 from tokenlake_client.engines.vllm.saving import Progress
 from tokenlake_client.engines.vllm.settings import EngineSettings
@@ -65,7 +66,9 @@ class SchedulerSide:
         """What this engine measures as it serves."""
         self._prefills = Prefills(self.rates.prefill, clock)
         self._worth = Loads(self.rates, self._segment, segment_bytes, clock)
+        self._clock = clock
         self._desk = Desk(settings.match_ms / 1e3, clock)
+        self._patience = Patience(self._worth)
         self._entries: dict[str, Entry] = {}
         self._loading = Loading(self._worth.measured)
         self._storing = Storing(settings, block_tokens, shared=shared)
@@ -102,12 +105,26 @@ class SchedulerSide:
         lookup = entry.lookup
         assert lookup is not None
         if not lookup.poll():
+            if lookup.waits and self._in_vain(entry, lookup):
+                lookup.drop()
+                entry.lookup = None
+                return None if self._ask(entry, patient=False) else 0
             if not self._desk.late(lookup):
                 return None
             self._counters.add(lookups_late=1)
             entry.lookup, entry.may_load = None, False
             return 0
+        if lookup.hits < len(lookup.keys):
+            self._patience.computes(request.request_id, lookup.hits, lookup.keys[lookup.hits])
         return self._weigh(entry, lookup)
+
+    def _in_vain(self, entry: Entry, lookup: Lookup) -> bool:
+        """Is what a lookup waits for of no use here any more? A request of this engine computes it, or vLLM itself has
+        so much of the prompt by now that computing the rest would have taken less."""
+        if self._patience.computed_here(lookup.keys):
+            return True
+        left_s = self._patience.seconds(entry.request.num_tokens, entry.local)
+        return entry.local > 0 and self._clock() - lookup.asked > left_s
 
     def _weigh(self, entry: Entry, lookup: Lookup) -> int:
         """Tokens to load of what `lookup` found. The others are given back; that they are not worth it is counted when
@@ -222,16 +239,24 @@ class SchedulerSide:
 
     # -- a request on its way out
 
-    def finished(self, request: EngineRequest, blocks: Sequence[int], *, complete: bool, stop_reason: str = "") -> bool:
+    def finished(
+        self,
+        request: EngineRequest,
+        blocks: Sequence[int],
+        *,
+        complete: bool,
+        stop_reason: str = "",
+        output_tokens: int = -1,
+    ) -> bool:
         """`request` is done; True: keep its blocks until the ranks say so. `complete`: it was not aborted, so all its
-        tokens but the last are computed and right. `stop_reason`: how it ended."""
+        tokens but the last are computed and right. `stop_reason`: how it ended. `output_tokens`: of its answer."""
         entry = self._entries.pop(request.request_id, None)
         if entry is None:
             return False
+        self._patience.ended(request.request_id)
         if entry.lookup is not None:
             entry.lookup.drop()
-        entry.advice = (entry.advice or NO_ADVICE).ended(stop_reason)
-        self._advise(entry)
+        self._advise(entry, (entry.advice or NO_ADVICE).ended(stop_reason, output_tokens))
         if not complete:
             return False
         right = min(request.num_computed_tokens, request.num_tokens - 1)
@@ -252,26 +277,28 @@ class SchedulerSide:
 
     # -- inside
 
-    def _ask(self, entry: Entry) -> bool:
-        """Begin a lookup; False when there is nobody to ask, or nothing to ask for."""
+    def _ask(self, entry: Entry, *, patient: bool = True) -> bool:
+        """Begin a lookup; False when there is nobody to ask, or nothing to ask for. `patient`: it may wait for somebody
+        who computes the prompt."""
         pool = None if self._stopped else self._pool()
-        count = wanted_segments(entry.request.num_tokens, self._segment, self._block)
+        total = entry.request.num_tokens
+        count = wanted_segments(total, self._segment, self._block)
         if pool is None or not count:
             return False
-        keys = entry.keys(pool, self._settings.salt)
-        entry.lookup = self._desk.begin(
-            pool, keys[:count], entry.request.request_id, entry.advice, entry.request.num_tokens
-        )
+        keys = entry.keys(pool, self._settings.salt)[:count]
+        patient = patient and not self._patience.computed_here(keys)
+        pending_s = self._patience.seconds(total, entry.local) if patient else 0.0
+        entry.lookup = self._desk.begin(pool, keys, entry.request.request_id, entry.advice, total, pending_s)
         return entry.lookup is not None
 
-    def _advise(self, entry: Entry) -> None:
-        """What is stored of it learns how it ended; what is still to be stored brings that along."""
+    def _advise(self, entry: Entry, advice: Advice) -> None:
+        """What is in the pool of it learns how it ended; what is still to be stored brings that along."""
         pool = self._pool()
-        if pool is None or self._stopped or entry.prefix is None or entry.advice is None or entry.advice == NO_ADVICE:
+        known, entry.advice = entry.advice or NO_ADVICE, advice
+        if pool is None or self._stopped or entry.prefix is None or advice == known or not entry.progress.saved:
             return
         try:
-            keys = entry.keys(pool, self._settings.salt)
-            pool.advise(keys, entry.advice)
+            pool.advise(entry.keys(pool, self._settings.salt)[: entry.progress.saved], advice)
         except Exception as error:
             self._report("passing a hint on", error)
 

@@ -56,6 +56,20 @@ class Loads:
         stop = self._cheapest(needed, start, until, total, self._rates.prefill)
         return until if stop < until and self._try_again(needed) else stop
 
+    def prefill_s(self, total: int, local: int) -> float | None:
+        """What computing a prompt behind its first `local` tokens is expected to take; None while that is not known."""
+        fit = self._rates.prefill
+        return fit.seconds(total - local, local) if fit.known else None
+
+    def pays(self, total: int) -> bool:
+        """Is loading all segments of a prompt worth it where they are in this node's arena? Only where the time of
+        its prefill is known."""
+        until = total - total % self._segment
+        begin, byte_s = self._known(HERE)
+        prefill = self._rates.prefill
+        load_s = begin + byte_s * self._bytes * (until // self._segment)
+        return load_s <= prefill.seconds(total, 0) - prefill.seconds(total - until, until)
+
     def measured(self, owners: Sequence[str], took: LoadTime) -> None:
         """A load of these segments. One that lost some counts as so many times longer as there were more of them than
         came and one, and only where that is more than expected: it met its deadline, and no slow node would ever be

@@ -1,0 +1,191 @@
+"""A prompt that another engine computes is waited for, as long as computing it would take and no longer, and never
+for what this engine computes itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.connector.fakes import FakeRequest
+from tests.connector.side import Bench, blocks_of, request
+from tests.connector.test_costs import CHEAP, TOKEN_S, load, prefill
+from tokenlake.errors import Unreachable
+from tokenlake_client.engines.vllm.patience import LONGEST_S, PATIENCE
+from tokenlake_client.engines.vllm.plan import LoadTime
+
+DEADLINE_S = 0.020
+TOKENS = 100
+BOUND_S = PATIENCE * TOKENS * TOKEN_S
+
+
+def measured(mode: str = "async") -> Bench:
+    """It knows what a prefill takes; the pool says nothing yet of what it is asked for from now on."""
+    bench = Bench(mode)
+    prefill(bench)
+    bench.pool.answers = False
+    return bench
+
+
+def asked(bench: Bench, name: str = "r", tokens: int = TOKENS, first: int = 0) -> FakeRequest:
+    one = request(tokens, name, first)
+    bench.side.new_request(one)
+    return one
+
+
+def test_a_prompt_may_wait_as_long_as_computing_it_takes() -> None:
+    bench = measured()
+    asked(bench)
+    assert bench.pool.matches[-1].pending_s == pytest.approx(BOUND_S, rel=0.01)
+    asked(bench, "long", 100_000, 1000)
+    assert bench.pool.matches[-1].pending_s == LONGEST_S
+
+
+def test_nothing_is_waited_for_where_nothing_is_measured_or_soon_computed_or_dear_to_load() -> None:
+    bench = Bench()
+    asked(bench, "unknown")
+    prefill(bench)
+    asked(bench, "short", 15, 1000)
+    load(bench, CHEAP)
+    asked(bench, "long", TOKENS, 2000)
+    assert [match.pending_s > 0 for match in bench.pool.matches if match.request in ("unknown", "short", "long")] == [
+        False,
+        False,
+        True,
+    ]
+    slow = Bench()
+    prefill(slow)
+    load(slow, LoadTime(0.0, 8.0))
+    asked(slow)
+    assert slow.pool.matches[-1].pending_s == 0.0
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_while_it_waits_others_run_and_what_came_is_loaded(mode: str) -> None:
+    bench = measured(mode)
+    one = asked(bench)
+    for _ in range(6):
+        assert bench.side.matched(one, 0) is None
+        bench.now += DEADLINE_S
+    bench.know(one.all_token_ids)
+    bench.pool.answers = True
+    assert bench.side.matched(one, 0) == 96
+    assert bench.counters.read().lookups_late == 0
+
+
+def test_it_goes_on_after_the_bound_and_the_next_one_is_asked_for() -> None:
+    bench = measured()
+    one = asked(bench)
+    while bench.side.matched(one, 0) is None:
+        bench.now += DEADLINE_S / 2
+        assert bench.now < 1.0
+    assert BOUND_S <= bench.now <= BOUND_S + 3 * DEADLINE_S
+    assert bench.pool.matches[-1].cancelled
+    assert bench.counters.read().lookups_late == 1
+    # The daemon is there: it owes nothing that the next one would have to wait for.
+    bench.pool.answers = True
+    other = asked(bench, "other", TOKENS, 1000)
+    bench.know(other.all_token_ids)
+    assert bench.side.matched(other, 0) == 96
+
+
+@pytest.mark.parametrize("frozen_s", [0.0, 0.05])
+def test_a_frozen_daemon_costs_one_deadline_however_long_it_might_wait(frozen_s: float) -> None:
+    bench = measured()
+    one = asked(bench, "one", 10_000)
+    while bench.now < frozen_s:
+        assert bench.side.matched(one, 0) is None
+        bench.now += 0.001
+    bench.pool.alive = False
+    while bench.side.matched(one, 0) is None:
+        bench.now += 0.001
+        assert bench.now < 1.0
+    # Asked anew once in a deadline: what it answered then it owes no more.
+    assert bench.now <= frozen_s + (2 if frozen_s else 1) * DEADLINE_S + 0.002
+    asked_before = len(bench.pool.matches)
+    for number in range(5):
+        assert bench.place(request(TOKENS, str(number), 20_000 * number)) == 0
+    assert len(bench.pool.matches) == asked_before
+    bench.pool.answers = bench.pool.alive = True
+    later = request(TOKENS, "later", 500_000)
+    bench.know(later.all_token_ids)
+    assert bench.place(later) == 96
+
+
+def test_signs_of_life_are_asked_for_once_in_a_deadline() -> None:
+    bench = measured()
+    many = [asked(bench, str(number), 1000, 2000 * number) for number in range(8)]
+    while bench.now < 0.5:
+        assert [bench.side.matched(one, 0) for one in many] == [None] * 8
+        bench.now += 0.001
+    assert bench.pool.beats <= 8 + 0.5 / DEADLINE_S
+    quiet = Bench()
+    quiet.place(request(TOKENS))
+    assert quiet.pool.beats == 0
+
+
+def test_a_daemon_that_dies_meanwhile_ends_the_wait() -> None:
+    bench = measured()
+    one = asked(bench)
+    assert bench.side.matched(one, 0) is None
+    bench.pool.reachable = False
+    with pytest.raises(Unreachable):
+        bench.side.matched(one, 0)
+
+
+def computes(bench: Bench, one: FakeRequest) -> None:
+    """The pool lacks its prompt, and it is computed here."""
+    bench.pool.answers = True
+    assert bench.side.matched(one, 0) == 0
+    bench.pool.answers = False
+    bench.side.allocated(one, blocks_of(one), 0)
+
+
+def test_what_this_engine_computes_is_not_waited_for() -> None:
+    bench = measured()
+    first, beside = asked(bench, "first"), asked(bench, "beside")
+    computes(bench, first)
+    # Asked for before it was known who computes: asked for again without patience.
+    waiting = bench.pool.matches[-1]
+    assert waiting.pending_s > 0
+    assert bench.side.matched(beside, 96) is None
+    assert waiting.cancelled
+    assert bench.pool.matches[-1].pending_s == 0.0
+    longer = request(2 * TOKENS, "longer")
+    bench.side.new_request(longer)
+    assert bench.pool.matches[-1].pending_s == 0.0
+    bench.pool.answers = True
+    assert bench.side.matched(beside, 96) == 0
+    # When that one ended it is in the pool, or it never will be.
+    bench.side.finished(first, [], complete=False)
+    bench.side.finished(beside, [], complete=False)
+    bench.pool.answers = False
+    asked(bench, "again")
+    assert bench.pool.matches[-1].pending_s > 0
+
+
+def test_a_prompt_that_lost_its_blocks_does_not_wait_for_itself() -> None:
+    bench = measured()
+    one = asked(bench)
+    computes(bench, one)
+    bench.step(one, 0, TOKENS)
+    bench.side.matched(one, 0)
+    assert bench.pool.matches[-1].pending_s == 0.0
+
+
+def test_what_vllm_has_by_now_is_not_waited_for() -> None:
+    bench = measured()
+    one = asked(bench)
+    bench.now += DEADLINE_S
+    assert bench.side.matched(one, 96) is None
+    assert bench.pool.matches[-1].pending_s == 0.0
+    bench.pool.answers = True
+    assert bench.side.matched(one, 96) == 0
+
+
+def test_one_that_asks_while_an_answer_is_owed_is_computed() -> None:
+    bench = measured()
+    owed = asked(bench, "owed", TOKENS, 5000)
+    one = asked(bench)
+    bench.pool.alive = False
+    bench.now += 2 * DEADLINE_S
+    assert bench.side.matched(owed, 0) == 0
+    assert bench.side.matched(one, 96) == 0
