@@ -90,10 +90,12 @@ class MeasuredPool:
         request: str | None = None,
         advice: Advice | None = None,
         tokens: int = 0,
+        pending_s: float = 0.0,
     ) -> MeasuredLease:
         """See `CachePool`."""
-        with self._watch.call(waited_for=True):
-            lease = self._pool.match(keys, request=request, advice=advice, tokens=tokens)
+        # Waiting for what others compute is not waiting for the pool.
+        with self._watch.call(waited_for=not pending_s):
+            lease = self._pool.match(keys, request=request, advice=advice, tokens=tokens, pending_s=pending_s)
         if lease.hits < len(keys):
             self._watch.cut_by[Code(lease.codes[lease.hits]).name] += 1
         return MeasuredLease(lease, self._watch)

@@ -34,6 +34,8 @@ class MemoryPool:
         self.refuse: Code | None = None
         self.lock = threading.Lock()
         self.asked: list[tuple[str | None, Advice | None, int]] = []
+        self.patience: list[float] = []
+        """What each match would have waited."""
         self.stored: list[tuple[str | None, Advice | None]] = []
         self.advised: list[tuple[int, Advice]] = []
 
@@ -54,9 +56,11 @@ class MemoryPool:
         request: str | None = None,
         advice: Advice | None = None,
         tokens: int = 0,
+        pending_s: float = 0.0,
     ) -> CacheLease:
         self.fail("match")
         self.asked.append((request, advice, tokens))
+        self.patience.append(pending_s)
         with self.lock:
             hits = next((i for i, key in enumerate(keys) if key not in self.segments), len(keys))
         return MemoryLease(self, keys, hits)

@@ -67,6 +67,11 @@ class Rates:
             found = self._peers[node] = PeerRates()
         return found
 
+    def slowest_fetch_s(self, nbytes: float) -> float:
+        """Bringing so many bytes from the peer that is known to take longest; 0 where none is known."""
+        known = [peer.fetch for peer in self._peers.values() if peer.fetch.known]
+        return max((fetch.seconds(nbytes) for fetch in known), default=0.0)
+
     def ages(self, now: float) -> dict[str, float | None]:
         """Seconds since each input was measured, None for a default, by its name in the documentation."""
         inputs: dict[str, Fit | Estimate] = dict(_inputs(self))

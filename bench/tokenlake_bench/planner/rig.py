@@ -130,7 +130,9 @@ class _SaltedPool:
         request: str | None = None,
         advice: Advice | None = None,
         tokens: int = 0,
+        pending_s: float = 0.0,
     ) -> Lease:
+        # Nothing that is computed is stored here, so nobody is waited for.
         return self._pool.match(keys, deadline_s=PATIENT_S, request=request, advice=advice, tokens=tokens)
 
     def prefix(self, tokens: TokenIds = (), *, adapter: str | None = None, salt: str | None = None) -> Prefix:

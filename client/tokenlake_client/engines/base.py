@@ -73,9 +73,11 @@ class CachePool(Protocol):
         request: str | None = None,
         advice: Advice | None = None,
         tokens: int = 0,
+        pending_s: float = 0.0,
     ) -> CacheLease:
         """Lease the longest run of present segments from the first key on. `request`: its name in logs and for
-        `tokenlake explain`. `tokens`: of the prompt."""
+        `tokenlake explain`. `tokens`: of the prompt. `pending_s`: wait so long for whoever is about to write what comes
+        next; where nobody is, others wait for the caller."""
         ...
 
     def store_all(

@@ -30,7 +30,7 @@ from tokenlake_client.engines.transformers.planning import Planning
 from tokenlake_client.engines.transformers.request import NotServed, check_state, read_request
 from tokenlake_client.engines.transformers.rows import Row, place_rows
 from tokenlake_client.engines.transformers.shipping import Shipping, shipped_cache
-from tokenlake_client.engines.transformers.writer import Writer
+from tokenlake_client.engines.transformers.writer import Writer, task_of
 from tokenlake_client.weights import digest_of_version
 
 __all__ = ["Prefill", "TokenLakeEngine"]
@@ -169,6 +169,17 @@ class TokenLakeEngine:
         except Exception as error:
             self._failed("storing what decode completed", error)
         return output
+
+    def advise(self, token_ids: Sequence[int], advice: Advice) -> None:
+        """A word that came late about a conversation, all of whose tokens these are: that it goes on, or is over. It
+        follows what was computed so far to the pool; without one it is lost. Raises nothing."""
+        try:
+            pool, layout = self._connection.get(), self.layout
+            if pool is not None and layout is not None:
+                chain = pool.prefix(list(token_ids), adapter=self.options.adapter, salt=self.options.salt)
+                self._writer.submit(task_of(pool, layout, (), 0, (), asked=Asked(advice=advice), told=chain.keys))
+        except Exception as error:
+            self._pool_failed("passing on advice", error)
 
     def new_weights(self, version: str, pool: CachePool | None = None) -> None:
         """The model's weights were changed in place: share from now on only with engines that started from

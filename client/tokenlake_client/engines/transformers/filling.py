@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from tokenlake.advice import NO_ADVICE
+from tokenlake.advice import NO_ADVICE, Advice
 from tokenlake.keys import Prefix
 from tokenlake_client.engines.base import CachePool
 from tokenlake_client.engines.transformers.cache import RoomyCache, RoomyLayer
@@ -16,7 +16,7 @@ from tokenlake_client.engines.transformers.counters import Counters
 from tokenlake_client.engines.transformers.measured import Measured
 from tokenlake_client.engines.transformers.options import EngineOptions
 from tokenlake_client.engines.transformers.prefill import PartialLoad, compute, load
-from tokenlake_client.engines.transformers.request import Request
+from tokenlake_client.engines.transformers.request import Request, ending
 from tokenlake_client.engines.transformers.rows import Row
 from tokenlake_client.engines.transformers.shipment import Shipment
 from tokenlake_client.engines.transformers.shipping import shipped_cache
@@ -68,43 +68,42 @@ class Filler:
 
     def fill(self, pool: CachePool | None, rows: list[Row], shipment: Shipment | None = None) -> None:
         """Fill the rows' layers with all but their last tokens and queue the new segments. Raises what the model
-        raises."""
+        raises.
+
+        What a row computes is queued before the next row is looked up, which may begin with the same segments and waits
+        for them as other engines do: nobody waits for what is not under way."""
         chunk = self._options.prefill_chunk
         for row in rows:
             if shipment is not None and row.shared is not None:
                 after = shipped_cache([Row(row.tokens, shared=row.shared)], row.layers, row.start, row.start)
                 compute(self._model, row.tokens[:-1], after, chunk, self._measured, partial(shipment.run, after))
-                continue
-            if pool is not None and row.chain is not None:
-                self._load(pool, row)
-            cache = RoomyCache([RoomyLayer(keys, values, row.loaded) for keys, values in row.layers])
-            compute(self._model, row.tokens[:-1], cache, chunk, self._measured)
-        for row in rows:
+            else:
+                if pool is not None and row.chain is not None:
+                    self._load(pool, row)
+                cache = RoomyCache([RoomyLayer(keys, values, row.loaded) for keys, values in row.layers])
+                compute(self._model, row.tokens[:-1], cache, chunk, self._measured)
             if pool is not None and row.chain is not None:
                 layers = [(keys[0], values[0]) for keys, values in row.layers]
                 self._store(pool, row, row.chain, row.known, len(row.tokens) - 1, layers)
 
     def store_decoded(self, batch: Batch, sequences: list[list[int]]) -> None:
         """Queue the segments that decode completed: of each sequence, the tokens up to its end that were
-        fed to the model, which the last one was not."""
+        fed to the model, which the last one was not. How it ended goes with them, and to the prompt's segments in one
+        message: of several sequences the first one's end."""
         request, cache = batch.request, batch.cache
         for index, sequence in enumerate(sequences):
             row = batch.rows[index // request.copies]
             if row.chain is None:
                 continue
             prompt = len(row.tokens)
-            tokens = sequence[row.padding : cache.get_seq_length()]
-            end = next((i for i in range(prompt, len(tokens)) if tokens[i] in request.stop_tokens), None)
-            if end is not None:
-                tokens = tokens[: end + 1]
+            answer, reason = ending(request, sequence[row.padding + prompt :])
+            fed = (row.tokens + answer)[: cache.get_seq_length() - row.padding]
             chain = row.chain if request.copies == 1 else self._chain(batch.pool, row.tokens)
-            chain.extend(tokens[prompt:])
+            chain.extend(fed[prompt:])
             layers = cache.row(index, row.padding + row.start)
-            # The last token was not fed to the model, so it is not among these.
-            stopped = end is not None or sequence[-1] in request.stop_tokens
-            row.advice = (row.advice or NO_ADVICE).ended("stop" if stopped else "length")
-            batch.pool.advise(chain.keys, row.advice)
-            self._store(batch.pool, row, chain, prompt - 1, len(tokens), layers)
+            ended = replace(row, advice=_ended(row.advice, reason, len(answer)))
+            tell = index % request.copies == 0
+            self._store(batch.pool, ended, chain, prompt - 1, len(fed), layers, tell=tell)
 
     def _chain(self, pool: CachePool, tokens: list[int]) -> Prefix:
         return pool.prefix(tokens, adapter=self._options.adapter, salt=self._options.salt)
@@ -113,9 +112,9 @@ class Filler:
         """Set what the pool had of the row."""
         started = time.perf_counter()
         try:
-            keys = row.wanted(pool.layout.segment_tokens)
+            keys = row.awaited(pool.layout.segment_tokens)
             layers = [(keys_[0], values[0]) for keys_, values in row.layers]
-            row.loaded = load(pool, keys, layers, self._options.window, self._measured, row.asked) if keys else 0
+            row.loaded = load(pool, keys, layers, self._options.window, self._measured, row.asked, row.found)
         except PartialLoad as error:
             row.loaded = error.tokens
             self._pool_failed("reading segments", error.__cause__ or error)
@@ -124,11 +123,29 @@ class Filler:
         self._counters.add(pool_seconds=time.perf_counter() - started)
 
     def _store(
-        self, pool: CachePool, row: Row, chain: Prefix, known: int, tokens: int, layers: list[LayerPair]
+        self,
+        pool: CachePool,
+        row: Row,
+        chain: Prefix,
+        known: int,
+        tokens: int,
+        layers: list[LayerPair],
+        *,
+        tell: bool = False,
     ) -> None:
         """Queue the full segments after the first `known` tokens of a sequence that begins as `row`, and whose first
-        `tokens` tokens are in `layers`, but for the `row.start` before them."""
+        `tokens` tokens are in `layers`, but for the `row.start` before them. `tell`: the row's advice goes to the
+        segments before these as well."""
         first = known // pool.layout.segment_tokens
         keys = chain.keys[first : tokens // pool.layout.segment_tokens]
-        if keys:
-            self._writer.submit(task_of(pool, pool.layout, keys, first, layers, row.start, row.asked))
+        told = chain.keys[:first] if tell else ()
+        if keys or told:
+            # What is only told about keeps no cache alive.
+            kept = layers if keys else []
+            self._writer.submit(task_of(pool, pool.layout, keys, first, kept, row.start, row.asked, told))
+
+
+def _ended(advice: Advice | None, reason: str, output_tokens: int) -> Advice:
+    """What is known of a request at its end. What its caller said of that counts."""
+    said = advice or NO_ADVICE
+    return said.ended(said.stop_reason or reason, output_tokens if said.output_tokens < 0 else -1)

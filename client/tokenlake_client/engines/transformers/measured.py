@@ -11,9 +11,17 @@ from typing import Any
 import torch
 
 from tokenlake.identity import NodeId
+from tokenlake.layout import Layout
 from tokenlake.planner import Rates
 
-__all__ = ["Measured"]
+__all__ = ["LATE", "LEAST_S", "LONGEST_S", "Measured"]
+
+LEAST_S = 0.02
+"""What is computed faster is not waited for: asking for it takes a part of that."""
+LONGEST_S = 10.0
+"""The pool lets nobody wait longer."""
+LATE = 1.5
+"""Times the prediction: who computes may be slower than this engine, and is to be waited for all the same."""
 
 
 class Measured:
@@ -21,6 +29,22 @@ class Measured:
 
     def __init__(self, rates: Rates) -> None:
         self.rates = rates
+
+    def patience_s(self, layout: Layout, found: int, wanted: int) -> float:
+        """How long to wait for whoever computes segments [found, wanted) of a prompt; 0: compute them.
+
+        Who began before this engine asked will have computed them when this engine would have, then stores them, and
+        this engine reads them. 0 where storing and reading take longer than computing; where the pool lets nobody wait
+        for so long; and until enough was measured: a guess is wrong by a factor of thousands on some machine.
+        """
+        new, nbytes = (wanted - found) * layout.segment_tokens, (wanted - found) * layout.segment_bytes
+        if new <= 0 or not self.rates.prefill.known:
+            return 0.0
+        compute_s = self.rates.prefill.seconds(new, found * layout.segment_tokens)
+        pass_on_s = 2 * self.rates.copy.seconds(nbytes) + self.rates.slowest_fetch_s(nbytes)
+        if compute_s < LEAST_S or pass_on_s > compute_s or compute_s + pass_on_s > LONGEST_S:
+            return 0.0
+        return min(LATE * (compute_s + pass_on_s), LONGEST_S)
 
     @contextmanager
     def prefill(self, new: int, prefix: int, device: Any) -> Iterator[None]:

@@ -41,8 +41,9 @@ class Planning:
         self._pool_failed = pool_failed
 
     def plan(self, pool: CachePool, rows: Sequence[Row], new_tokens: int) -> bool:
-        """Set each row's `limit`. Are prefixes to be attended where they lie, or where they were brought? Leases
-        nothing beyond this call: what a session may lease is for those who read the rows."""
+        """Set each row's `limit` and `found`. Are prefixes to be attended where they lie, or where they were brought?
+        Leases nothing beyond this call: what a session may lease is for those who read the rows. Waits for nobody, and
+        makes nobody wait: rows are computed one after the other, and each is waited for when its turn has come."""
         started = time.perf_counter()
         ship = False
         try:
@@ -69,7 +70,7 @@ class Planning:
             requests.append(Request(name=str(number), keys=keys, tokens=len(row.tokens), answer_tokens=steps))
             if not keys:
                 continue
-            with pool.match(keys) as lease:
+            with pool.match(keys, request=row.name, advice=row.advice, tokens=len(row.tokens)) as lease:
                 nodes = lease.nodes() if lease.local_hits < lease.hits else [pool.node] * lease.hits
             holders |= {key: (NodeId(node),) for key, node in zip(keys, nodes, strict=False)}
         tree = grow(requests, holders, size)
@@ -92,6 +93,6 @@ class Planning:
                 with pool.match(keys) as lease:
                     lease.fetch(start, start + count)
         for row, limit, found in zip(rows, limits, tree.hit_tokens, strict=True):
-            row.limit = limit
+            row.limit, row.found = limit, found // size
             self._counters.add(tokens_skipped=found - limit * size)
         return ship

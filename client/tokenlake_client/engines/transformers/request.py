@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["NotServed", "Request", "check_state", "has_adapters", "read_request"]
+__all__ = ["NotServed", "Request", "check_state", "ending", "has_adapters", "read_request"]
 
 SERVED_MODES = ("greedy_search", "sample")
 # fmt: off
@@ -87,6 +87,15 @@ def read_request(model: Any, input_ids: Any, attention_mask: Any, arguments: Map
         new_tokens=max(0, limit),
         stop_tokens=frozenset([stop] if isinstance(stop, int) else stop or ()),
     )
+
+
+def ending(request: Request, tokens: list[int]) -> tuple[list[int], str]:
+    """The answer at the beginning of the new `tokens` of a sequence, and how it ended: "stop" by a token that ends it
+    and is part of it, "length" where there was no room for more, "" by a criterion that only the caller knows."""
+    for index, token in enumerate(tokens):
+        if token in request.stop_tokens:
+            return tokens[: index + 1], "stop"
+    return tokens, "length" if len(tokens) >= request.new_tokens else ""
 
 
 def _generation_config(model: Any, arguments: Mapping[str, Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tokenlake.advice import Advice
 from tokenlake.identity import SegmentKey
@@ -31,6 +31,8 @@ class Row:
     """The keys of its segments, once the pool told them."""
     limit: int | None = None
     """Segments of its prefix that are worth using; None: all."""
+    found: int | None = None
+    """Segments of its prefix that the pool had when it was asked last; None: it was not asked."""
     shared: SharedPrefix | None = None
     """What it begins with and is not in `layers`."""
     loaded: int = 0
@@ -42,6 +44,12 @@ class Row:
             return ()
         whole = (len(self.tokens) - 1) // segment_tokens
         return self.chain.keys[: whole if self.limit is None else min(whole, self.limit)]
+
+    def awaited(self, segment_tokens: int) -> Sequence[SegmentKey]:
+        """As `wanted`, and where all that was found is worth using, what follows as well: others may compute it now."""
+        if self.limit is not None and self.limit == self.found:
+            return replace(self, limit=None).wanted(segment_tokens)
+        return self.wanted(segment_tokens)
 
     @property
     def asked(self) -> Asked:

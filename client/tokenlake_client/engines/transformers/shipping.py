@@ -91,7 +91,7 @@ class Shipping:
         except Exception as error:
             self._pool_failed("reading segments", error)
             return False
-        found = wanted[: lease.hits]
+        found, row.found = wanted[: lease.hits], lease.hits
         if not found or found in opened:
             lease.release()
             row.shared = opened.get(found)
@@ -122,7 +122,8 @@ class Shipping:
         storage = allocate(self._cache_shape, 1, len(prefix.tokens))
         layers = [(keys[0], values[0]) for keys, values in storage]
         try:
-            prefix.loaded = load(pool, prefix.keys, layers, self._options.window, self._measured, NOBODY)
+            found = len(prefix.keys)
+            prefix.loaded = load(pool, prefix.keys, layers, self._options.window, self._measured, NOBODY, found)
         except PartialLoad as error:
             prefix.loaded = error.tokens
             self._pool_failed("reading segments", error.__cause__ or error)

@@ -39,6 +39,8 @@ class StoreTask:
     computed: tuple[Any, ...]
     """Events of the accelerators that computed `layers`."""
     asked: Asked = NOBODY
+    told: Sequence[SegmentKey] = ()
+    """Segments of the request before these: once these are stored, the advice in `asked` reaches them as well."""
 
 
 def task_of(
@@ -49,15 +51,16 @@ def task_of(
     layers: Sequence[LayerPair],
     start: int = 0,
     asked: Asked = NOBODY,
+    told: Sequence[SegmentKey] = (),
 ) -> StoreTask:
     """A task for the thread that has just computed `layers`."""
     devices = {keys_.device for keys_, _ in layers if keys_.device.type == "cuda"}
     events = tuple(torch.cuda.current_stream(device).record_event() for device in devices)
-    return StoreTask(pool, layout, keys, first, layers, start, events, asked)
+    return StoreTask(pool, layout, keys, first, layers, start, events, asked, told)
 
 
 class Writer:
-    """Runs store tasks in the order they were submitted."""
+    """Runs store tasks in the order they were submitted: a late word comes after the segments that it is about."""
 
     def __init__(
         self,
@@ -123,7 +126,10 @@ class Writer:
                 task = self._waiting.popleft()
                 self._busy = True
             try:
-                self._store(task)
+                if task.keys:
+                    self._store(task)
+                if task.told and task.asked.advice is not None:
+                    task.pool.advise(task.told, task.asked.advice)
             except Exception as error:
                 self._report("storing segments", error)
             # The cache that the task owns must not live until the next one arrives.
