@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from bisect import bisect_left
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,6 +25,22 @@ VIRTUAL_NODES = 128
 """Per node of average weight: the share of a node then varies by some 9 % (1 / sqrt(128))."""
 
 
+FEW = 12
+"""Keys that are looked up one by one: an array's fixed cost is that of about so many."""
+
+
+class _Circle(NamedTuple):
+    """Points in ascending order, and for each the member that owns it and the next other member; beyond the last point
+    the circle begins again. The same twice: as arrays (members by index) for many keys, as lists for a few."""
+
+    points: NDArray[np.uint64]
+    owner: NDArray[np.int64]
+    next_other: NDArray[np.int64]
+    starts: list[int]
+    owners: list[NodeId]
+    others: list[NodeId]
+
+
 class Ring:
     """Immutable. Members with equal `members` and `run_length` build equal rings on every machine."""
 
@@ -35,9 +53,7 @@ class Ring:
         self._names = np.array(self.members, dtype=object)
         self.run_length = run_length
         # Some 100 ms for 256 members: a simulation has as many rings in one process.
-        self._points, self._owner, self._next_other = _circle(
-            tuple(members[node] for node in self.members), self.members
-        )
+        self._circle = _circle(tuple(members[node] for node in self.members), self.members)
         self.epoch = Epoch(self._digest(members))
 
     def _digest(self, members: Mapping[NodeId, int]) -> int:
@@ -48,21 +64,27 @@ class Ring:
     def candidates(self, keys: bytes) -> list[tuple[NodeId, NodeId]]:
         """(home, other) for each of the concatenated 32-byte `keys`. Both are the same node only when the
         ring has one member."""
+        if len(keys) <= FEW * KEY_BYTES:
+            return [self._pair(keys, at) for at in range(0, len(keys), KEY_BYTES)]
         homes, others = self._locate(keys)
         return list(zip(self._names[homes].tolist(), self._names[others].tolist(), strict=True))
 
+    def _pair(self, keys: bytes, at: int) -> tuple[NodeId, NodeId]:
+        starts, owners = self._circle.starts, self._circle.owners
+        home = owners[bisect_left(starts, int.from_bytes(keys[at : at + 8], "big"))]
+        place = bisect_left(starts, int.from_bytes(keys[at + 8 : at + 16], "big"))
+        other = owners[place]
+        return home, other if other != home else self._circle.others[place]
+
     def _locate(self, keys: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         hashes = np.frombuffer(keys, dtype=">u8").reshape(-1, KEY_BYTES // 8)[:, :2].astype(np.uint64)
-        points = np.searchsorted(self._points, hashes)
-        homes, others = self._owner[points].T
-        return homes, np.where(others == homes, self._next_other[points[:, 1]], others)
+        points = np.searchsorted(self._circle.points, hashes)
+        homes, others = self._circle.owner[points].T
+        return homes, np.where(others == homes, self._circle.next_other[points[:, 1]], others)
 
 
 @functools.lru_cache(maxsize=4)
-def _circle(
-    weights: tuple[int, ...], members: tuple[NodeId, ...]
-) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64]]:
-    """(points in ascending order; the member that owns each; the next other member), members by index."""
+def _circle(weights: tuple[int, ...], members: tuple[NodeId, ...]) -> _Circle:
     mean = sum(weights) / len(weights)
     points: list[tuple[int, int]] = []
     for index, (node, weight) in enumerate(zip(members, weights, strict=True)):
@@ -72,11 +94,15 @@ def _circle(
     points.sort()
     owners = [owner for _, owner in points]
     following = _next_distinct(owners)
-    # Beyond the last point the circle begins again.
-    return (
-        np.array([point for point, _ in points], dtype=np.uint64),
-        np.array([*owners, owners[0]], dtype=np.int64),
-        np.array([*following, following[0]], dtype=np.int64),
+    starts = [point for point, _ in points]
+    owners, following = [*owners, owners[0]], [*following, following[0]]
+    return _Circle(
+        np.array(starts, dtype=np.uint64),
+        np.array(owners, dtype=np.int64),
+        np.array(following, dtype=np.int64),
+        starts,
+        [members[index] for index in owners],
+        [members[index] for index in following],
     )
 
 

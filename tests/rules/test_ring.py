@@ -54,6 +54,16 @@ def test_every_share_follows_the_weight(weights: dict[str, int]) -> None:
         assert abs(homes[NodeId(name)] / len(KEYS) - expected) < 3.5 * deviation * expected, name
 
 
+@given(names, st.integers(0, 255))
+@settings(max_examples=40)
+def test_a_key_has_the_same_candidates_alone_as_among_many(members: set[str], first: int) -> None:
+    """At the ends of the circle too, where it begins again."""
+    ring = ring_of(dict.fromkeys(sorted(members), 1))
+    ends = [SegmentKey(bytes([byte]) * KEY_BYTES) for byte in (0, 255)]
+    keys = [*ends, *KEYS[first : first + 50]]
+    assert candidates(ring, keys) == [candidates(ring, [key])[0] for key in keys]
+
+
 @given(names)
 @settings(max_examples=40)
 def test_candidates_differ_and_a_single_member_is_both(members: set[str]) -> None:

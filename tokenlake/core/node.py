@@ -14,6 +14,7 @@ from typing import Any
 
 from tokenlake.core import events
 from tokenlake.core.advertising import Advertising
+from tokenlake.core.claims import Claims
 from tokenlake.core.context import Context, CoreConfig
 from tokenlake.core.explain import Explain
 from tokenlake.core.fetches import Fetches
@@ -57,7 +58,8 @@ class NodeCore:
         self._explain = Explain(context, self._peers)
         self._matches = Matches(context, self._sessions, self._peers, self._home, self._hot, self._explain)
         self._reads = Reads(context, self._sessions, self._peers, self._fetches, self._touches)
-        self._writes = Writes(context, self._sessions, self._peers, self._home, self._pushes, self._touches)
+        self._claims = Claims(context, self._peers, self._home)
+        self._writes = Writes(context, self._sessions, self._claims, self._pushes, self._touches)
         self._advertising = Advertising(context, self._peers)
         self._learned = Learned(context, self._peers)
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -75,6 +77,33 @@ class NodeCore:
             events.Asked: lambda e: self._explain.asked(e.connection, TenantId(e.tenant), e.message),
             events.Tick: lambda e: context.timers.fire(context.now),
         }
+        self._told: dict[type, Callable[[NodeId, Any], None]] = {
+            peer.Lookup: self._on_lookup,
+            peer.LookupReply: self._peers.replied,
+            peer.ReadyReply: self._peers.replied,
+            peer.OfferReply: self._peers.replied,
+            peer.Replicated: self._peers.replied,
+            peer.ToldWhy: self._peers.replied,
+            peer.ReleaseLease: self._on_release,
+            peer.RenewLease: lambda node, m: self._serving.renew(node, m.leases),
+            peer.Announce: lambda node, m: self._home.announce(node, m, split_keys(m.keys)),
+            peer.Withdraw: self._on_withdraw,
+            peer.Ready: self._on_ready,
+            peer.Offer: self._pushes.offered,
+            peer.Held: self._on_held,
+            peer.Redundant: lambda node, m: self._pushes.redundant(m),
+            peer.Evicted: self._on_evicted,
+            peer.Touched: self._on_touched,
+            peer.Advertised: lambda node, m: self._home.advertised(node),
+            peer.Ping: self._on_ping,
+            peer.Pong: self._on_pong,
+            peer.Reads: lambda node, m: self._hot.home.reads(m),
+            peer.Replicate: self._hot.copies.asked,
+            peer.HotSet: self._hot.told,
+            peer.HotWanted: lambda node, m: self._hot.home.wanted(node),
+            peer.Learned: lambda node, m: self._learned.heard(m),
+            peer.AskWhy: self._explain.ask,
+        }
         self._requests: dict[type, Callable[[Process, Any], None]] = {
             engine.Match: self._matches.match,
             engine.Attach: self._attach,
@@ -86,6 +115,7 @@ class NodeCore:
             engine.Prepare: self._writes.prepare,
             engine.Commit: self._writes.commit,
             engine.Abort: self._writes.abort,
+            engine.Claim: self._claims.claim,
             engine.Holds: lambda process, m: self._sessions.keep(process, m.leases, m.writes),
         }
 
@@ -138,10 +168,13 @@ class NodeCore:
         context = self._context
         context.now = now
         self._handlers[type(event)](event)
-        self._tell_evicted()
-        self._writes.withdraw_given_up()
-        for node, leases in self._sessions.take_peer_releases().items():
-            self._peers.tell(node, peer.ReleaseLease(tuple(leases)))
+        if context.store.evicted:
+            self._tell_evicted()
+        if self._sessions.given_up:
+            self._writes.withdraw_given_up()
+        if self._sessions.peer_releases:
+            for node, leases in self._sessions.take_peer_releases().items():
+                self._peers.tell(node, peer.ReleaseLease(tuple(leases)))
         out, context.out = context.out, []
         if context.store.reissued:
             out.insert(0, Stamp(b"".join(place.pack() for place in context.store.reissued)))
@@ -189,6 +222,7 @@ class NodeCore:
 
     def _on_process_gone(self, event: events.ProcessGone) -> None:
         self._sessions.gone(ConnectionId(event.connection))
+        self._claims.gone(ConnectionId(event.connection))
 
     # -- peers
 
@@ -204,74 +238,48 @@ class NodeCore:
 
     def _on_peer_said(self, event: events.PeerSaid) -> None:
         node = NodeId(event.node)
-        message = event.message
         self._peers.heard(node)
-        match message:
-            case peer.Lookup():
-                self._context.emit(Say(node, self._serving.lookup(node, message, split_keys(message.keys))))
-            case peer.Pong():
-                self._hot.heard_version(node, message.hot_version)
-                self._peers.replied(node, message)
-            case peer.LookupReply() | peer.ReadyReply() | peer.OfferReply() | peer.Replicated():
-                self._peers.replied(node, message)
-            case peer.ReleaseLease():
-                for lease in message.leases:
-                    self._serving.release(LeaseId(lease), node)
-            case peer.RenewLease():
-                self._serving.renew(node, message.leases)
-            case peer.Ready():
-                codes, firsts, formers = self._home.ready(node, TenantId(message.tenant), split_keys(message.keys))
-                self._peers.tell(node, peer.ReadyReply(message.call, codes, tuple(firsts), tuple(formers)))
-            case peer.Offer():
-                self._pushes.offered(node, message)
-            case peer.AskWhy():
-                self._explain.ask(node, message)
-            case peer.Learned():
-                self._learned.heard(message)
-            case peer.ToldWhy():
-                self._peers.replied(node, message)
-            case peer.Ping():
-                self._hot.heard_version(node, message.hot_version)
-                self._peers.pinged(node, message)
-            case _:
-                self._on_peer_told(node, message)
+        self._told[type(event.message)](node, event.message)
 
     def _on_pull_asked(self, event: events.PullAsked) -> None:
         keys = split_keys(event.keys)
         self._serving.pull(event.stream, TenantId(event.tenant), keys, background=event.background)
 
-    def _on_peer_told(self, node: NodeId, message: peer.PeerMessage) -> None:
-        match message:
-            case peer.Announce():
-                self._home.announce(node, message, split_keys(message.keys))
-            case peer.Withdraw():
-                for key in split_keys(message.keys):
-                    self._context.directory.withdraw(TenantId(message.tenant), key, node)
-            case peer.Held():
-                redundant = self._home.held(node, TenantId(message.tenant), split_keys(message.keys))
-                if redundant.keys:
-                    self._peers.tell(node, redundant)
-            case peer.Redundant():
-                self._pushes.redundant(message)
-            case peer.Evicted():
-                keys = split_keys(message.keys)
-                self._home.left(NodeId(message.node), TenantId(message.tenant), keys)
-                self._hot.gone(TenantId(message.tenant), keys, NodeId(message.node))
-                self._explain.gone(TenantId(message.tenant), keys, message)
-            case peer.Reads():
-                self._hot.home.reads(message)
-            case peer.Replicate():
-                self._hot.copies.asked(node, message)
-            case peer.HotSet():
-                self._hot.told(node, message)
-            case peer.HotWanted():
-                self._hot.home.wanted(node)
-            case peer.Touched():
-                self._on_touched(message)
-            case peer.Advertised():
-                self._home.advertised(node)
+    def _on_lookup(self, node: NodeId, message: peer.Lookup) -> None:
+        self._context.emit(Say(node, self._serving.lookup(node, message, split_keys(message.keys))))
 
-    def _on_touched(self, message: peer.Touched) -> None:
+    def _on_release(self, node: NodeId, message: peer.ReleaseLease) -> None:
+        for lease in message.leases:
+            self._serving.release(LeaseId(lease), node)
+
+    def _on_ready(self, node: NodeId, message: peer.Ready) -> None:
+        codes, firsts, formers = self._home.ready(node, TenantId(message.tenant), split_keys(message.keys))
+        self._peers.tell(node, peer.ReadyReply(message.call, codes, tuple(firsts), tuple(formers)))
+
+    def _on_ping(self, node: NodeId, message: peer.Ping) -> None:
+        self._hot.heard_version(node, message.hot_version)
+        self._peers.pinged(node, message)
+
+    def _on_pong(self, node: NodeId, message: peer.Pong) -> None:
+        self._hot.heard_version(node, message.hot_version)
+        self._peers.replied(node, message)
+
+    def _on_withdraw(self, node: NodeId, message: peer.Withdraw) -> None:
+        for key in split_keys(message.keys):
+            self._context.directory.withdraw(TenantId(message.tenant), key, node)
+
+    def _on_held(self, node: NodeId, message: peer.Held) -> None:
+        redundant = self._home.held(node, TenantId(message.tenant), split_keys(message.keys))
+        if redundant.keys:
+            self._peers.tell(node, redundant)
+
+    def _on_evicted(self, node: NodeId, message: peer.Evicted) -> None:
+        keys = split_keys(message.keys)
+        self._home.left(NodeId(message.node), TenantId(message.tenant), keys)
+        self._hot.gone(TenantId(message.tenant), keys, NodeId(message.node))
+        self._explain.gone(TenantId(message.tenant), keys, message)
+
+    def _on_touched(self, node: NodeId, message: peer.Touched) -> None:
         """Reads of copies elsewhere keep the home copies alive, and words about them reach them; the keys come deepest
         first."""
         found = self._context.ready(TenantId(message.tenant), split_keys(message.keys))

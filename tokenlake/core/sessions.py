@@ -7,7 +7,8 @@ it or is dead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 from tokenlake.advice import Advice
 from tokenlake.core.context import Context
@@ -48,6 +49,8 @@ class Lease:
         self.segments: list[Segment | None] = [None] * len(keys)
         self.remotes: list[NodeId | None] = [None] * len(keys)
         """Where an item still has to be fetched from."""
+        self.coming: dict[int, int] = {}
+        """Items on their way here: how many fetches wait for each."""
         self.remote_leases: list[tuple[NodeId, int]] = []
         self.advice: Advice | None = None
         """Of the request, for every read of its items."""
@@ -123,6 +126,10 @@ class Session:
         self.writes: dict[WriteId, Write] = {}
         self.leased = 0
         """Items of its leases, fetched or not."""
+        self.pinned = 0
+        """Those of them that lie in slots here."""
+        self.coming = 0
+        """Slots here for items on their way to it."""
         self.reserved = 0
         """Open segments of its writes."""
         self.recent = RecentMatches()
@@ -137,8 +144,10 @@ class Sessions:
         self._touches = touches
         self._sessions: dict[SessionId, Session] = {}
         self._processes: dict[ConnectionId, Process] = {}
-        self._peer_releases: dict[NodeId, list[int]] = {}
-        self._given_up: list[tuple[TenantId, SegmentKey]] = []
+        self.peer_releases: dict[NodeId, list[int]] = {}
+        """Leases at other nodes that nobody needs any more, until they are taken."""
+        self.given_up: list[tuple[TenantId, SegmentKey]] = []
+        """Segments that nobody writes here any more, until they are taken."""
 
     def process(self, connection: ConnectionId) -> Process | None:
         """The process, None when it is gone."""
@@ -255,8 +264,27 @@ class Sessions:
     # -- leases
 
     def lease_room(self, session: Session) -> int:
-        """How many more items the session may lease."""
-        return self._share(session, self._context.config.session_lease_share) - session.leased
+        """How many more slots here the session's leases may hold."""
+        pinned = session.pinned + session.coming
+        return self._share(session, self._context.config.session_lease_share) - pinned
+
+    def may_lease(self, session: Session, found: Sequence[Segment | None]) -> int:
+        """How many items of a match the session may lease, from the first on. `found`: None for each at another node.
+
+        What lies elsewhere holds no slot here until it is fetched, and its node bounds what it leases: a process alone
+        reads a prompt longer than its share in windows, giving back each before the next. Of several processes, the one
+        that matched holds everything until the last has read, so for them all of it counts at once.
+        """
+        share = self._share(session, self._context.config.session_lease_share)
+        if len(session.processes) > 1:
+            return max(0, min(len(found), share - session.leased))
+        # What equal nodes would let it have: a bound on what is noted here.
+        most = max(0, min(len(found), share * len(self._context.ring.members) - session.leased))
+        room = share - session.pinned - session.coming
+        if most - found[:most].count(None) <= room:
+            return most
+        here = (index for index, segment in enumerate(found) if segment is not None)
+        return next(itertools.islice(here, max(0, room), None))
 
     def reserve_room(self, session: Session) -> int:
         """How many more slots the session may reserve."""
@@ -270,6 +298,7 @@ class Sessions:
         """Its segments are pinned by the caller, one pin each, which the lease takes over."""
         session.leases[lease.id] = lease
         session.leased += len(lease.keys)
+        session.pinned += len(lease.segments) - lease.segments.count(None)
 
     def release(self, session: Session, lease: Lease, connection: ConnectionId, start: int, stop: int) -> None:
         """`connection` gives back the items of a range that it holds."""
@@ -291,7 +320,7 @@ class Sessions:
         if not lease.held:
             del session.leases[lease.id]
             for node, number in lease.remote_leases:
-                self._peer_releases.setdefault(node, []).append(number)
+                self.peer_releases.setdefault(node, []).append(number)
             if stop - start < len(lease.keys):
                 # It was given back in parts, perhaps parents first: once more as one prompt.
                 found = self._context.ready(session.tenant, lease.keys)
@@ -301,6 +330,7 @@ class Sessions:
         """A range of which nobody holds any more the `count` items that are left in it."""
         session.leased -= count
         dropped = [segment for segment in lease.segments[start:stop] if segment is not None]
+        session.pinned -= len(dropped)
         boundary = max(start, min(stop, lease.shipped))
         for metric, first, last in ((SHIPPED, start, boundary), (SKIPPED, boundary, stop)):
             unfetched = last - first - lease.remotes[first:last].count(None)
@@ -316,7 +346,7 @@ class Sessions:
 
     def take_peer_releases(self) -> dict[NodeId, list[int]]:
         """Leases at other nodes that nobody needs any more; the caller gives them back."""
-        taken, self._peer_releases = self._peer_releases, {}
+        taken, self.peer_releases = self.peer_releases, {}
         return taken
 
     def remote_leases(self) -> dict[NodeId, list[int]]:
@@ -354,7 +384,7 @@ class Sessions:
         write.expired = True
         for segment in write.open.values():
             self._context.store.discard(segment, self._context.load_now)
-            self._given_up.append((write.tenant, segment.key))
+            self.given_up.append((write.tenant, segment.key))
         for connection, indices in write.filled.items():
             self.give_back(session, write, connection, indices)
 
@@ -380,7 +410,7 @@ class Sessions:
             self._close(session, write, index)
             if segment.state is State.RESERVED:
                 self._context.store.discard(segment, self._context.load_now)
-                self._given_up.append((write.tenant, segment.key))
+                self.given_up.append((write.tenant, segment.key))
 
     def _close(self, session: Session, write: Write, index: int) -> None:
         self._context.store.unpin(write.open.pop(index))
@@ -392,7 +422,7 @@ class Sessions:
 
     def take_given_up(self) -> list[tuple[TenantId, SegmentKey]]:
         """Segments that nobody writes here any more; the caller tells their homes."""
-        taken, self._given_up = self._given_up, []
+        taken, self.given_up = self.given_up, []
         return taken
 
     def pinned(self) -> Iterator[Segment]:
@@ -410,6 +440,7 @@ class Sessions:
             "processes": len(self._processes),
             "leases": sum(len(session.leases) for session in self._sessions.values()),
             "writes": sum(len(session.writes) for session in self._sessions.values()),
+            "slots for what comes": sum(session.coming for session in self._sessions.values()),
         }
 
     def check_integrity(self) -> None:
@@ -420,6 +451,9 @@ class Sessions:
                 any(f[i] for f in le.held.values()) for le in session.leases.values() for i in range(len(le.keys))
             )
             assert session.leased == items, f"session {session.id} leased {session.leased}, holds {items}"
+            here = sum(segment is not None for lease in session.leases.values() for segment in lease.segments)
+            assert session.pinned == here, f"session {session.id} counts {session.pinned} slots, holds {here}"
+            assert session.coming >= 0
             assert session.reserved == sum(len(w.open) for w in session.writes.values())
             for write in session.writes.values():
                 assert write.open

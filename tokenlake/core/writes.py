@@ -7,11 +7,10 @@ dirty copies and hands them to `Pushes`. Nothing here waits for the network.
 from __future__ import annotations
 
 from tokenlake.advice import NO_ADVICE, Advice
+from tokenlake.core.claims import Claims
 from tokenlake.core.context import Context
-from tokenlake.core.home import Home
 from tokenlake.core.instructions import Answer
 from tokenlake.core.packing import CHECKSUM_BYTES
-from tokenlake.core.peers import Peers
 from tokenlake.core.pushes import Pushes
 from tokenlake.core.sessions import Process, Session, Sessions, Write
 from tokenlake.core.touches import Touches
@@ -21,8 +20,7 @@ from tokenlake.metrics import Metric
 from tokenlake.store import Kind, Segment, State
 from tokenlake.wire import Code
 from tokenlake.wire import engine as wire
-from tokenlake.wire import peer as peer_wire
-from tokenlake.wire.slots import NO_SLOT_BYTES, join_keys, split_keys
+from tokenlake.wire.slots import NO_SLOT_BYTES, split_keys
 
 __all__ = ["Writes"]
 
@@ -38,16 +36,14 @@ class Writes:
         self,
         context: Context,
         sessions: Sessions,
-        peers: Peers,
-        home: Home,
+        claims: Claims,
         pushes: Pushes,
         touches: Touches,
     ) -> None:
         self._context = context
         self._touches = touches
         self._sessions = sessions
-        self._peers = peers
-        self._home = home
+        self._claims = claims
         self._pushes = pushes
 
     def prepare(self, process: Process, request: wire.Prepare) -> None:
@@ -60,8 +56,17 @@ class Writes:
         codes = bytearray()
         slots: list[bytes] = []
         room = self._sessions.reserve_room(session)
+        refusal: Code | None = None
         for index, key in enumerate(keys):
-            outcome = self._reserve(session, key, request.first + index, room - len(write.open), advice)
+            known = self._context.store.get(session.tenant, key)
+            outcome: Segment | Code
+            if known is not None:
+                outcome = Code.EXISTS if known.state is State.READY else Code.PENDING
+            elif refusal is not None:
+                # Nothing comes free meanwhile.
+                outcome = refusal
+            else:
+                outcome = self._reserve(session, key, request.first + index, room - len(write.open), advice)
             if isinstance(outcome, Segment):
                 write.open[index] = outcome
                 codes.append(Code.RESERVED)
@@ -69,7 +74,9 @@ class Writes:
             else:
                 codes.append(outcome)
                 slots.append(NO_SLOT_BYTES)
-                self._context.counters.add(REFUSED, outcome.refused)
+                if outcome.refused:
+                    refusal = outcome
+                    self._context.counters.add(REFUSED)
         # What was computed again although it is here was wanted: it must not be the next to go. Looked up anew,
         # since a later key of the same request may have taken its slot.
         existing = [key for key, code in zip(keys, codes, strict=True) if code == Code.EXISTS]
@@ -77,7 +84,8 @@ class Writes:
         self._touches.read([segment for segment in found if segment is not None], advice)
         if write.open:
             self._sessions.add_write(session, write)
-            self._announce(session.tenant, [segment.key for segment in write.open.values()])
+            announced = [segment.key for segment in write.open.values()]
+            self._claims.announce(session.tenant, announced, self._context.config.reservation_s)
         number = write.id if write.open else 0
         reply = wire.Prepared(request.id, number, bytes(codes), b"".join(slots))
         self._context.emit(Answer(process.connection, reply))
@@ -85,9 +93,6 @@ class Writes:
     def _reserve(
         self, session: Session, key: SegmentKey, depth: int, room: int, advice: Advice | None
     ) -> Segment | Code:
-        known = self._context.store.get(session.tenant, key)
-        if known is not None:
-            return Code.EXISTS if known.state is State.READY else Code.PENDING
         if room <= 0:
             pool = self._context.store.pool(session.tenant, session.slot_bytes)
             if pool is None:
@@ -100,15 +105,6 @@ class Writes:
             segment.missing_shards = (1 << session.shards) - 1
             segment.checksums = bytes(CHECKSUM_BYTES * session.shards)
         return segment
-
-    def _announce(self, tenant: TenantId, keys: list[SegmentKey]) -> None:
-        deadline_s = self._context.config.reservation_s
-        for home, homed in self._context.by_home(keys).items():
-            message = peer_wire.Announce(tenant, join_keys(homed), deadline_s)
-            if home == self._context.node:
-                self._home.announce(home, message, homed)
-            else:
-                self._peers.tell(home, message)
 
     def attach(self, process: Process, request: wire.Attach) -> None:
         """Another process of the session fills shards of the write: its slots stay until it gave them back too.
@@ -172,12 +168,7 @@ class Writes:
         for tenant, key in self._sessions.take_given_up():
             by_tenant.setdefault(tenant, []).append(key)
         for tenant, keys in by_tenant.items():
-            for home, homed in self._context.by_home(keys).items():
-                if home == self._context.node:
-                    for key in homed:
-                        self._context.directory.withdraw(tenant, key, home)
-                else:
-                    self._peers.tell(home, peer_wire.Withdraw(tenant, join_keys(homed)))
+            self._claims.withdraw(tenant, keys)
 
 
 def _with_checksums(known: bytes, shards: list[int], mine: bytes) -> bytes:

@@ -19,12 +19,12 @@ class Quotas:
     def __init__(self, regions: int, shares: Mapping[str, float]) -> None:
         """`shares`: by tenant; who is not in it may have all."""
         self._regions = regions
-        self._shares = dict(shares)
+        # Rounded first: 0.7 of 10 is 7.
+        self._most = {tenant: max(1, int(round(share * regions, 6))) for tenant, share in shares.items()}
 
     def most(self, tenant: TenantId) -> int:
         """Regions that the tenant may have."""
-        # Rounded first: 0.7 of 10 is 7.
-        return max(1, int(round(self._shares.get(tenant, 1.0) * self._regions, 6)))
+        return self._most.get(tenant, max(1, self._regions))
 
     def fair(self, tenant: TenantId, among: Iterable[TenantId]) -> int:
         """Regions that are the tenant's as soon as it wants them, where the tenants `among` want memory."""

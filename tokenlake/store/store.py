@@ -151,13 +151,16 @@ class SegmentStore:
         age, worth = 0.0, MOST_WORTH
         for pool in self._pools.values():
             free += len(pool.free) * pool.slot_bytes
+            if not len(order := pool.order[Kind.HOME]):
+                continue
             # Only a look, with every answer to a peer: what is pinned on the way stays where it is in the order. A pool
             # whose coldest segments are all in use has no victim to offer now.
-            looked_at = islice(pool.order[Kind.HOME], LOOKED_AT)
-            coldest = next((segment for segment in looked_at if not segment.pins), None)
+            coldest: Segment | None = order.coldest(now)
+            if coldest is not None and coldest.pins:
+                coldest = next((segment for segment in islice(order, LOOKED_AT) if not segment.pins), None)
             if coldest is not None:
                 age = max(age, now - coldest.touched)
-                worth = min(worth, pool.order[Kind.HOME].worth(coldest, now))
+                worth = min(worth, order.worth(coldest, now))
         return Vacancy(free / total if total else 0.0, min(MAX_SECONDS, max(0.0, age)), worth)
 
     # -- life of a segment
