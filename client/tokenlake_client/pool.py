@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 MATCH_S = 0.020
 RETRY_S = 0.002
 ADVISED = 1024
-"""Segments that one word is about: some 32 KiB, below every daemon's bound on a frame."""
+"""Segments that one word, or claim, is about: some 32 KiB, below every daemon's bound on a frame."""
 STORE_WINDOW = 32
 """Segments that `store_all` has reserved at a time, so that one prompt does not fill the write budget."""
 
@@ -255,6 +255,13 @@ class Pool:
         with contextlib.suppress(TokenLakeError):
             for start in range(0, len(keys), ADVISED):
                 self._link.channel.tell(engine.Advise(join_keys(keys[start : start + ADVISED]), advice))
+
+    def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
+        """These are about to be computed here, and stored a part at a time: matches with `pending_s` wait for them, for
+        `seconds` (at most 10); 0: not any more. A match that may wait claims the first that it misses by itself. Never
+        waits, never raises."""
+        with contextlib.suppress(TokenLakeError):
+            self._link.channel.tell(engine.Claim(join_keys(keys[:ADVISED]), seconds))
 
     # -- attention where the cache lies (`tokenlake_client.queries`)
 

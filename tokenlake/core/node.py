@@ -333,6 +333,7 @@ class NodeCore:
             self._advertising,
             self._explain,
             self._hot,
+            self._claims,
         )
         counted = {name: count for part in parts for name, count in part.census().items()}
         return {**counted, "directory": len(self._context.directory), "timers": len(self._context.timers)}

@@ -19,6 +19,7 @@ __all__ = [
     "Advise",
     "Attach",
     "Bye",
+    "Claim",
     "Commit",
     "Committed",
     "EngineReply",
@@ -323,6 +324,14 @@ class Explained(_Message, frozen=True, tag=28):
     funnel: Funnel | None
 
 
+class Claim(_Message, frozen=True, tag=29):
+    """This process is about to compute these segments: whoever misses them and may wait does, for so long at most.
+    0 seconds: it is not, or not any more. Not answered."""
+
+    keys: bytes
+    seconds: Seconds
+
+
 EngineRequest = (
     Hello
     | Match
@@ -339,6 +348,7 @@ EngineRequest = (
     | OpenQuery
     | Holds
     | Advise
+    | Claim
     | Explain
     | Bye
 )
