@@ -120,6 +120,8 @@ class _Loaded(Protocol):
 
     def slow_loads(self, seconds: float) -> None: ...
 
+    def expect_prefill(self, token_s: float) -> None: ...
+
     def hook_ms(self, tokens: int) -> float | None: ...
 
 
@@ -205,6 +207,15 @@ class _Vllm:
             load(copy, *args)
 
         copy.from_slot = slow
+
+    def expect_prefill(self, token_s: float) -> None:
+        """A token of a prompt is expected to take so long to compute, until that many prompts were measured as a fit
+        remembers."""
+        from tokenlake.planner.fits import NEWEST
+
+        for number in range(NEWEST):
+            tokens = 100 * (number + 1)
+            self._side()._scheduler.rates.prefill.add(tokens, 0, tokens * token_s, time.monotonic())
 
     def _clock(self, owner: Any, name: str, counts: Callable[[Any], bool] = lambda result: True) -> None:
         function = getattr(owner, name)
@@ -292,6 +303,9 @@ class _Transformers:
     def slow_loads(self, seconds: float) -> None:
         raise NotImplementedError
 
+    def expect_prefill(self, token_s: float) -> None:
+        raise NotImplementedError
+
     def layout(self) -> str:
         assert self._engine is not None
         assert self._engine.layout is not None
@@ -334,6 +348,8 @@ def _answer(engine: _Loaded, request: dict[str, Any]) -> Any:
             return engine.save(request["on"])
         case "slow loads":
             return engine.slow_loads(request["seconds"])
+        case "expect prefill":
+            return engine.expect_prefill(request["token_s"])
         case "hook":
             return engine.hook_ms(request["tokens"])
     raise ValueError(request)

@@ -125,6 +125,7 @@ class FakePool:
     leases: list[FakeLease] = field(default_factory=list)
     matches: list[FakeMatch] = field(default_factory=list)
     reservations: list[FakeReservation] = field(default_factory=list)
+    claimed: list[tuple[tuple[SegmentKey, ...], float]] = field(default_factory=list)
     advised: list[tuple[tuple[SegmentKey, ...], Advice]] = field(default_factory=list)
     refuse_from: int = 1 << 30
     """Of each reservation, segments from this one on are refused."""
@@ -171,6 +172,9 @@ class FakePool:
         number = len(self.reservations) + 1 if Code.RESERVED in codes else 0
         self.reservations.append(FakeReservation(WriteId(number), codes, request, advice=advice))
         return self.reservations[-1]
+
+    def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
+        self.claimed.append((tuple(keys), seconds))
 
     def advise(self, keys: Sequence[SegmentKey], advice: Advice) -> None:
         self.advised.append((tuple(keys), advice))

@@ -16,13 +16,20 @@ SEGMENT_BYTES = 1 << 20
 class Bench:
     """One scheduler's side, its pool, and a clock that a test turns."""
 
-    def __init__(self, load: str = "async", *, shared: bool = False, weigh_loads: bool = True) -> None:
+    def __init__(
+        self, load: str = "async", *, shared: bool = False, weigh_loads: bool = True, save: bool = True
+    ) -> None:
         self.pool = FakePool(segment_tokens=SEGMENT)
         self.there = True
         self.now = 0.0
         self.counters = Counters()
         self.reported: list[str] = []
-        settings = EngineSettings(segment_tokens=SEGMENT, load=load, weigh_loads=weigh_loads)  # type: ignore[arg-type]
+        settings = EngineSettings(
+            segment_tokens=SEGMENT,
+            load=load,  # type: ignore[arg-type]
+            weigh_loads=weigh_loads,
+            save=save,
+        )
         self.side = SchedulerSide(
             lambda: self.pool if self.there else None,
             settings,

@@ -189,3 +189,57 @@ def test_one_that_asks_while_an_answer_is_owed_is_computed() -> None:
     bench.now += 2 * DEADLINE_S
     assert bench.side.matched(owed, 0) == 0
     assert bench.side.matched(one, 96) == 0
+
+
+def test_a_prompt_of_several_steps_is_claimed_with_the_first() -> None:
+    bench = measured()
+    one = asked(bench)
+    keys = tuple(bench.pool.prefix(one.all_token_ids).keys)
+    bench.pool.known |= set(keys[:2])
+    bench.pool.answers = True
+    assert bench.side.matched(one, 0) == 16
+    bench.side.allocated(one, blocks_of(one), 16)
+    bench.step(one, 16, 40)
+    bench.step(one, 56, 44)
+    one.all_token_ids.append(1)
+    bench.step(one, TOKENS, 1)
+    ((claimed, seconds),) = bench.pool.claimed
+    assert claimed == keys[2:]
+    assert seconds == pytest.approx(BOUND_S, rel=0.01)
+    bench.side.finished(one, [], complete=True, stop_reason="stop", output_tokens=1)
+    assert len(bench.pool.claimed) == 1
+
+
+def test_a_prompt_of_one_step_claims_nothing_more() -> None:
+    bench = measured()
+    one = asked(bench)
+    computes(bench, one)
+    bench.step(one, 0, TOKENS)
+    assert bench.pool.claimed == []
+
+
+def test_what_is_given_up_is_waited_for_no_longer_unless_another_request_computes_it() -> None:
+    bench = measured()
+    first, second = asked(bench, "first"), asked(bench, "second")
+    for one in (first, second):
+        computes(bench, one)
+    bench.side.finished(first, [], complete=False, stop_reason="abort", output_tokens=0)
+    assert bench.pool.claimed == []
+    bench.side.finished(second, [], complete=False, stop_reason="abort", output_tokens=0)
+    assert bench.pool.claimed == [(tuple(bench.pool.prefix(second.all_token_ids).keys), 0.0)]
+
+
+def test_an_engine_that_stores_nothing_makes_nobody_wait() -> None:
+    bench = Bench(save=False)
+    prefill(bench)
+    asked(bench)
+    assert bench.pool.matches[-1].pending_s == 0.0
+
+
+def test_a_claim_that_fails_costs_a_step_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = measured()
+    one = asked(bench)
+    computes(bench, one)
+    monkeypatch.setattr(bench.pool, "claim", lambda keys, seconds: 1 // 0)
+    assert bench.step(one, 0, 40).saves
+    assert bench.reported == ["claiming what is computed"]

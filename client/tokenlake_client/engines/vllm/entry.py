@@ -65,6 +65,10 @@ class Entry:
     """Tokens that vLLM itself had when it last asked."""
     skipped: int = 0
     """Tokens that the pool has and that are not worth loading, when vLLM last asked."""
+    gap: int | None = None
+    """The first segment that the pool lacks that others wait for because it is computed here; None: there is none."""
+    claim_s: float = 0.0
+    """How long they are to wait for what is behind it, should it take several steps; 0: they were told."""
 
     def keys(self, pool: LookupPool, salt: str | None) -> Sequence[SegmentKey]:
         """Of all full segments of the known tokens: what is new is hashed. Another daemon may have another secret.

@@ -144,6 +144,10 @@ class LookupPool(Protocol):
         """Reserve slots for other processes of the session."""
         ...
 
+    def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
+        """They are computed here, and others wait so long for them; 0: not any more. Never waits, never raises."""
+        ...
+
     def advise(self, keys: Sequence[SegmentKey], advice: Advice) -> None:
         """A word that came late. Never waits, never raises."""
         ...

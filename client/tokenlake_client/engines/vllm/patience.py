@@ -3,7 +3,8 @@
 ::
 
     another engine computes it   wait until it is stored, for `PATIENCE` times what computing it is expected to take
-    nobody does                  the pool says so at once: it is computed here, and the others wait for it
+    nobody does                  the pool says so at once: it is computed here, and the others wait for it; where that
+                                 takes several steps the pool is told of the rest, since each step stores what it can
     a request of this engine     nobody waits: what that one computes is found in vLLM's own cache, before it is stored
 """
 
@@ -28,16 +29,19 @@ LEAST_S = 0.02
 class Patience:
     """Of one engine. For the scheduler's thread."""
 
-    def __init__(self, worth: Loads) -> None:
+    def __init__(self, worth: Loads, *, stores: bool) -> None:
+        """`stores`: what is computed here is stored."""
         self._worth = worth
+        self._stores = stores
         self._computing: dict[str, tuple[int, SegmentKey]] = {}
         """By request, the first segment that the pool did not have: its place in the prompt, and its key."""
 
     def seconds(self, total: int, local: int) -> float:
-        """For a prompt of `total` tokens, `local` of which vLLM itself has; 0: it does not wait. Nobody does while the
-        prefill's time is not known, nor where loading takes longer than computing."""
+        """For a prompt of `total` tokens, `local` of which vLLM itself has; 0: it does not wait, and nobody waits for
+        it. So it is while the prefill's time is not known, where loading takes longer than computing, and where nothing
+        is stored."""
         expected = self._worth.prefill_s(total, local)
-        if expected is None or expected < LEAST_S or not self._worth.pays(total):
+        if not self._stores or expected is None or expected < LEAST_S or not self._worth.pays(total):
             return 0.0
         return min(PATIENCE * expected, LONGEST_S)
 

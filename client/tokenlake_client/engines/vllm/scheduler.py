@@ -68,7 +68,7 @@ class SchedulerSide:
         self._worth = Loads(self.rates, self._segment, segment_bytes, clock)
         self._clock = clock
         self._desk = Desk(settings.match_ms / 1e3, clock)
-        self._patience = Patience(self._worth)
+        self._patience = Patience(self._worth, stores=settings.save)
         self._entries: dict[str, Entry] = {}
         self._loading = Loading(self._worth.measured)
         self._storing = Storing(settings, block_tokens, shared=shared)
@@ -116,6 +116,8 @@ class SchedulerSide:
             return 0
         if lookup.hits < len(lookup.keys):
             self._patience.computes(request.request_id, lookup.hits, lookup.keys[lookup.hits])
+            if lookup.pending_s:
+                entry.gap, entry.claim_s = lookup.hits, lookup.pending_s
         return self._weigh(entry, lookup)
 
     def _in_vain(self, entry: Entry, lookup: Lookup) -> bool:
@@ -191,7 +193,11 @@ class SchedulerSide:
         for part in scheduled:
             entry = self._entries.get(part.request)
             if entry is not None:
-                entry.progress.computes(self._step, part.computed + part.new)
+                computed = part.computed + part.new
+                entry.progress.computes(self._step, computed)
+                if entry.claim_s and computed < entry.request.num_tokens:
+                    self._claim(entry, entry.claim_s)
+                    entry.claim_s = 0.0
                 saves += self._saves(entry, entry.request.num_tokens, table, sure=sure)
         held, self._held = self._held, []
         pool = self._pool()
@@ -258,6 +264,7 @@ class SchedulerSide:
             entry.lookup.drop()
         self._advise(entry, (entry.advice or NO_ADVICE).ended(stop_reason, output_tokens))
         if not complete:
+            self._claim(entry, 0.0)
             return False
         right = min(request.num_computed_tokens, request.num_tokens - 1)
         entry.progress.computes(self._step, right)
@@ -290,6 +297,19 @@ class SchedulerSide:
         pending_s = self._patience.seconds(total, entry.local) if patient else 0.0
         entry.lookup = self._desk.begin(pool, keys, entry.request.request_id, entry.advice, total, pending_s)
         return entry.lookup is not None
+
+    def _claim(self, entry: Entry, seconds: float) -> None:
+        """Others wait so long for what the pool lacks of a prompt; 0: not any more, unless another request
+        computes it."""
+        pool = self._pool()
+        if pool is None or self._stopped or entry.gap is None:
+            return
+        try:
+            keys = entry.keys(pool, self._settings.salt)
+            if seconds or not self._patience.computed_here(keys):
+                pool.claim(keys[entry.gap :], seconds)
+        except Exception as error:
+            self._report("claiming what is computed", error)
 
     def _advise(self, entry: Entry, advice: Advice) -> None:
         """What is in the pool of it learns how it ended; what is still to be stored brings that along."""
