@@ -48,24 +48,33 @@ class Use(msgspec.Struct, frozen=True, array_like=True, gc=False):
     turn: Index = 0
     """How often the conversation went on where it had ended; 0 where it starts, or branches off inside another."""
     gap_s: Gap = NEVER
-    """Since the request that used the deepest hit before."""
+    """Since the request that used the deepest known segment before: found, or remembered."""
     previous_gap_s: Gap = NEVER
     """The gap of that request, where this one goes on from its end."""
     left: Annotated[int, Meta(ge=-1, lt=1 << 32)] = -1
-    """Segments of that request's prompt beyond the deepest hit; -1: there was none."""
+    """Segments of that request's prompt beyond the deepest known one; -1: there was none."""
+    remembered: Index = 0
+    """Beyond the hits, up to the deepest of which is known that it was used before: evicted, refused, or held behind
+    one that is not."""
+
+    @property
+    def known(self) -> int:
+        """Segments of the prompt that were used before, as far as anybody knows."""
+        return self.hits + self.remembered
 
     @classmethod
-    def after(cls, past: Use, age_s: float, segments: int, hits: int) -> Use:
-        """Of a request that found `hits` of its `segments`, the deepest of which was used `age_s` ago as in `past`
-        (`NO_USE` where that is not known)."""
-        if not hits or not past.segments:
-            return cls(segments, hits)
-        left = max(0, past.segments - hits)
+    def after(cls, past: Use, age_s: float, segments: int, hits: int, known: int) -> Use:
+        """Of a request that found `hits` of its `segments` while `known` were used before, the deepest of them `age_s`
+        ago as in `past` (`NO_USE` where that is not known)."""
+        remembered = known - hits
+        if not known or not past.segments:
+            return cls(segments, hits, remembered=remembered)
+        left = max(0, past.segments - known)
         # The last segment may hold a part of the answer, and so be another one; a first segment may be everybody's.
-        if left > 1 or hits == 1:
-            return cls(segments, hits, 0, age_s, NEVER, left)
+        if left > 1 or known == 1:
+            return cls(segments, hits, 0, age_s, NEVER, left, remembered)
         # Bounded: what a node that lies makes of it would be refused wherever this one tells it.
-        return cls(segments, hits, min(past.turn + 1, MAX_TURN), age_s, past.gap_s, left)
+        return cls(segments, hits, min(past.turn + 1, MAX_TURN), age_s, past.gap_s, left, remembered)
 
 
 NO_USE = Use()

@@ -9,10 +9,10 @@ from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
 from tests.sim.prompts import prompt
 from tokenlake.advice import NEVER, Advice, Outlook, Use
-from tokenlake.core.uses import REMEMBERED, RecentMatches
-from tokenlake.identity import SegmentKey
+from tokenlake.core.uses import REMEMBERED, RecentMatches, use_after
+from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.store import Kind
-from tokenlake.wire import engine, peer
+from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.frames import decode, encode
 from tokenlake.wire.slots import join_keys
 
@@ -69,6 +69,65 @@ def test_a_branch_starts_anew_and_the_trunk_remembers_only_the_branch() -> None:
     assert uses(cluster, KEYS[3:8]) == [Use(8, 0)] * 5
 
 
+def last_use(cluster: Cluster, key: SegmentKey) -> Use:
+    """As any copy of it shows."""
+    return next(iter(copies(cluster, key).values())).advice.use
+
+
+def test_what_lies_behind_a_gap_is_known() -> None:
+    cluster = calm(regions=16)
+    writer = cluster.join(0)
+    store(cluster, writer, KEYS[2:5], 2)
+    for node, known in enumerate((5, 6, 7)):
+        cluster.run_for(1.0)
+        reader = cluster.join(node)
+        assert turn(cluster, reader, KEYS[:known]) == (0 if node == 0 else known - 1)
+        if node == 0:
+            use = last_use(cluster, KEYS[0])
+            assert (use.segments, use.hits, use.remembered, use.turn, use.left) == (5, 0, 5, 1, 0)
+            assert 1.0 < use.gap_s < 3.0
+
+
+@pytest.mark.parametrize("asker", [0, 1], ids=["the node that wrote it", "another"])
+def test_a_conversation_goes_on_after_all_of_it_was_evicted(asker: int) -> None:
+    cluster = calm(2, regions=3, eviction="forecast")
+    engines = [cluster.join(0), cluster.join(1)]
+    assert turn(cluster, engines[0], KEYS[:6]) == 0
+    for number in range(200):
+        turn(cluster, engines[number % 2], prompt(f"crowd {number}", 6))
+        if not any(copies(cluster, key) for key in KEYS[:6]):
+            break
+    assert not any(copies(cluster, key) for key in KEYS[:6])
+    stores = [cluster.core(node).store for node in (0, 1)]
+    remembered = [store.remembers(TenantId("red"), KEYS[:6], cluster.clock.now) for store in stores]
+    # What nobody took as a home copy nobody remembers.
+    depth = max(each[0] for each in remembered if each is not None) + 1
+    assert depth > 1
+    assert turn(cluster, engines[asker], KEYS[:8]) == 0
+    kept = [key for key in KEYS[:8] if copies(cluster, key)]
+    known = last_use(cluster, kept[0])
+    assert (known.segments, known.hits, known.remembered, known.left) == (8, 0, depth, 6 - depth)
+    assert known.gap_s >= PATIENCE_S
+
+
+def test_of_two_who_remember_the_same_segment_the_later_word_counts() -> None:
+    old, new = (4, Use(9, 2, 3), 50.0), (4, Use(5, 3, 7), 2.0)
+    shallow = (1, Use(2, 0, 1), 1.0)
+    assert use_after([old, shallow, new], 6, 1) == Use(6, 1, 8, 2.0, NEVER, 0, remembered=4)
+    assert use_after([shallow], 6, 4) == Use.after(shallow[1], 1.0, 6, 4, 4)
+    assert use_after([], 6, 4) == Use(6, 4)
+
+
+def test_a_node_that_knows_of_more_keys_than_it_was_asked_for_is_not_believed() -> None:
+    cluster = calm(2, regions=16)
+    reader = cluster.join(0)
+    cluster.core(1)._serving.lookup = lambda node, message, keys: peer.LookupReply(  # type: ignore[method-assign]
+        message.call, 0, bytes([Code.MISSING]) * len(keys), (), (0.0, 0.0, 0.0), 0.0, len(keys) + 1, Use(9, 9), 1.0
+    )
+    assert turn(cluster, reader, KEYS[:4]) == 0
+    assert last_use(cluster, KEYS[0]) == Use(4, 0)
+
+
 def test_what_is_stored_without_a_match_says_what_it_shows() -> None:
     cluster = calm(regions=16)
     writer = cluster.join(0)
@@ -105,8 +164,8 @@ def test_a_session_remembers_its_last_matches(between: int) -> None:
 
 def test_what_a_node_that_lies_says_of_a_turn_can_be_told_on() -> None:
     """Else whoever is told it would take this node for a liar."""
-    lie = peer.LookupReply(1, 0, b"", (), (0.0, 0.0, 0.0), 0.0, Use(4, 4, (1 << 32) - 1, 1e9, 1e9, 4), 1e9)
+    lie = peer.LookupReply(1, 0, b"", (), (0.0, 0.0, 0.0), 0.0, 4, Use(4, 4, (1 << 32) - 1, 1e9, 1e9, 4), 1e9)
     heard = decode(peer.peer_decoder, encode(lie))
     assert isinstance(heard, peer.LookupReply)
-    told = peer.Touched("red", bytes(32), Advice(use=Use.after(heard.past, heard.past_age_s, 5, 4)))
+    told = peer.Touched("red", bytes(32), Advice(use=Use.after(heard.past, heard.past_age_s, 5, 4, 4)))
     assert decode(peer.peer_decoder, encode(told)) == told

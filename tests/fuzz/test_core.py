@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.hostile import KEYS, NODES, TENANTS, hostile
+from tokenlake.advice import Use
 from tokenlake.core import NodeCore, advertising, events
 from tokenlake.core.context import CoreConfig
 from tokenlake.core.instructions import Answer, Instruction, ReplaceRegion, Say, SendBulk, StartFetch, Welcomed
@@ -121,7 +122,11 @@ class Node:
         known = bytes(codes[at % len(codes)] for at in range(count))
         match asked:
             case peer.Lookup():
-                self.said(node, peer.LookupReply(asked.call, lease, known, nodes, (0.5, 1.0, 0.5), 1e6))
+                # Sometimes beyond what was asked.
+                deepest = lease % (count + 2)
+                past = Use(lease % 7, lease % 3, gap_s=1.0, left=lease % 2, remembered=lease % 5)
+                vacancy = (0.5, 1.0, 0.5)
+                self.said(node, peer.LookupReply(asked.call, lease, known, nodes, vacancy, 1e6, deepest, past, 2.0))
             case peer.Ready():
                 self.said(node, peer.ReadyReply(asked.call, known, nodes))
             case peer.AskWhy():

@@ -64,18 +64,27 @@ def test_a_use_leaves_what_the_engine_said_and_a_late_word_leaves_the_use() -> N
 
 
 def test_a_conversation_that_goes_on_counts_its_turns_and_remembers_its_rhythm() -> None:
-    first = Use.after(NO_USE, 0.0, 10, 0)
+    first = Use.after(NO_USE, 0.0, 10, 0, 0)
     assert first == Use(10, 0)
-    second = Use.after(first, 30.0, 14, 9)
+    second = Use.after(first, 30.0, 14, 9, 9)
     assert second == Use(14, 9, 1, 30.0, NEVER, 1)
-    third = Use.after(second, 5.0, 20, 14)
+    third = Use.after(second, 5.0, 20, 14, 14)
     assert third == Use(20, 14, 2, 5.0, 30.0, 0)
 
 
 def test_what_branches_off_inside_a_prompt_or_shares_its_first_segment_only_starts_anew() -> None:
     long = Use(40, 20, 3, 10.0, 12.0, 0)
-    assert Use.after(long, 2.0, 30, 20) == Use(30, 20, 0, 2.0, NEVER, 20)
-    assert Use.after(Use(1, 1), 2.0, 30, 1) == Use(30, 1, 0, 2.0, NEVER, 0)
+    assert Use.after(long, 2.0, 30, 20, 20) == Use(30, 20, 0, 2.0, NEVER, 20)
+    assert Use.after(Use(1, 1), 2.0, 30, 1, 1) == Use(30, 1, 0, 2.0, NEVER, 0)
+
+
+def test_a_conversation_goes_on_where_it_is_remembered_however_little_of_it_is_found() -> None:
+    former = Use(10, 8, 3, 20.0, 25.0, 0)
+    again = Use.after(former, 30.0, 14, 2, 9)
+    assert again == Use(14, 2, 4, 30.0, 20.0, 1, remembered=7)
+    assert again.known == 9
+    assert Use.after(former, 30.0, 14, 2, 5) == Use(14, 2, 0, 30.0, NEVER, 5, remembered=3)
+    assert Use.after(NO_USE, 30.0, 14, 2, 9) == Use(14, 2, remembered=7)
 
 
 @pytest.mark.parametrize("field", [{"gap_s": float("nan")}, {"left": -2}, {"turn": -1}, {"hits": 1 << 32}], ids=str)

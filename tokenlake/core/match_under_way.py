@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tokenlake.advice import Use
 from tokenlake.core.pendings import Waiting
 from tokenlake.core.sessions import Process
+from tokenlake.core.uses import Past
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.store import Segment
 from tokenlake.wire import Code
@@ -27,8 +27,8 @@ class MatchUnderWay:
         self.codes = bytearray([Code.LOCAL]) * len(keys)
         """The most telling of the answers: LOCAL, REMOTE, PENDING, MISSING, UNKNOWN, ..."""
         self.leases: dict[NodeId, list[int]] = {}
-        self.pasts: list[tuple[int, Use, float]] = []
-        """(index, how it was used last, how long ago in the workload's time): of each answer its deepest hit."""
+        self.pasts: list[Past] = []
+        """Of each answer its deepest key that is known there."""
         self.silent: list[NodeId] = []
         """Who did not answer."""
         self.waiting = 0

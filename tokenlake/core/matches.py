@@ -235,12 +235,11 @@ class Matches:
         denied: list[int] = []
         if reply is None:
             match.silent.append(node)
-        if isinstance(reply, peer_wire.LookupReply) and len(reply.codes) == len(indices):
+        if isinstance(reply, peer_wire.LookupReply) and len(reply.codes) == len(indices) >= reply.known:
+            if reply.known:
+                match.pasts.append((indices[reply.known - 1], reply.past, reply.past_age_s))
             if reply.lease:
                 match.leases.setdefault(node, []).append(reply.lease)
-                deepest = reply.codes.rfind(_LOCAL)
-                if deepest >= 0:
-                    match.pasts.append((indices[deepest], reply.past, reply.past_age_s))
             missed = [i for i, code in zip(indices, reply.codes, strict=True) if i in match.hot and code != _LOCAL]
             # UNKNOWN does not say that it is not there: perhaps no more of it may be leased now.
             denied = [i for i, code in zip(indices, reply.codes, strict=True) if i in match.hot and code in _NOT_THERE]
@@ -350,13 +349,12 @@ class Matches:
         if match.candidates:
             self._recheck(match)
             self._report_stale(match)
-        room = max(0, self._sessions.lease_room(session)) if here else 0
-        limit = min(len(match.keys), room)
+        limit = self._sessions.may_lease(session, match.segments) if here else 0
         hits = match.found(limit) if match.candidates else limit
         if hits == limit < len(match.keys) and match.codes[limit] <= Code.REMOTE:
             match.codes[limit] = Code.SESSION_LIMIT
         self._context.store.unpin(*(segment for segment in match.segments[hits:] if segment is not None))
-        use = use_of(match, hits, self._context.load_now)
+        use = use_of(match, hits, self._context.store, self._context.load_now)
         if hits < len(match.keys):
             session.recent.add(match.request.keys, use)
         lease = self._make_lease(match, hits, use)

@@ -7,7 +7,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from tokenlake.advice import NO_USE
+from tokenlake.advice import NO_USE, Use
 from tokenlake.core.context import Context
 from tokenlake.core.home import Home
 from tokenlake.core.hot import Hot
@@ -20,6 +20,7 @@ from tokenlake.store import Segment
 from tokenlake.store.pool import SlotPool
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
+from tokenlake.wire.fields import MAX_SECONDS
 from tokenlake.wire.slots import join_keys
 
 __all__ = ["Serving"]
@@ -76,10 +77,20 @@ class Serving:
         leased = self._within_room(found, codes)
         lease = self._grant(node, leased) if leased else LeaseId(0)
         vacancy, load = self._context.vacancy(), self._context.load()
-        past, age_s = NO_USE, 0.0
-        if leased:
-            past, age_s = leased[-1].advice.use, self._context.since(leased[-1].touched)
-        return wire.LookupReply(message.call, lease, bytes(codes), tuple(nodes), vacancy, load, past, age_s)
+        known, past, age_s = self._deepest(tenant, keys, found)
+        return wire.LookupReply(message.call, lease, bytes(codes), tuple(nodes), vacancy, load, known, past, age_s)
+
+    def _deepest(self, tenant: TenantId, keys: list[SegmentKey], found: list[Segment | None]) -> tuple[int, Use, float]:
+        """Of the last key that is here, or that is remembered: as `LookupReply` tells it."""
+        known = len(found)
+        while known and found[known - 1] is None:
+            known -= 1
+        remembered = self._context.store.remembers(tenant, keys[known:], self._context.load_now)
+        if remembered is not None:
+            index, use, age_s = remembered
+            return known + index + 1, use, min(MAX_SECONDS, age_s)
+        here = found[known - 1] if known else None
+        return (0, NO_USE, 0.0) if here is None else (known, here.advice.use, self._context.since(here.touched))
 
     def _ask_home(
         self, tenant: TenantId, keys: list[SegmentKey], found: list[Segment | None], codes: bytearray

@@ -3,33 +3,51 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from tokenlake.advice import Advice, Use
+from tokenlake.advice import NO_USE, Advice, Use
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import KEY_BYTES
+from tokenlake.store import SegmentStore
 from tokenlake.wire.fields import MAX_SECONDS
 
 if TYPE_CHECKING:
     from tokenlake.core.match_under_way import MatchUnderWay
 
-__all__ = ["RecentMatches", "use_of", "with_use"]
+__all__ = ["Past", "RecentMatches", "use_after", "use_of", "with_use"]
 
 REMEMBERED = 32
 """Matches of a session whose prompt was not found whole: so many requests may compute at a time."""
 
 
-def use_of(match: MatchUnderWay, hits: int, now: float) -> Use:
-    """Of a match that found `hits` segments. What its deepest hit was used for before is told by whoever has that one,
-    or, where that node leased more beyond a gap, by the one with the deepest before it. `now`: of the workload."""
-    deepest = match.segments[hits - 1] if hits else None
+Past = tuple[int, Use, float]
+"""(index of a segment in a prompt, how it was used last, how long ago in the workload's time)"""
+
+
+def use_of(match: MatchUnderWay, hits: int, store: SegmentStore, now: float) -> Use:
+    """Of a match that found `hits` segments. How its deepest known segment was used before is told by whoever has that
+    one, or remembers it; this node is asked last, of what lies beyond all that was told. `now`: of the workload."""
+    segments, pasts = match.segments, match.pasts
+    index = len(segments) - 1
+    while index >= 0 and segments[index] is None:
+        index -= 1
+    deepest = segments[index] if index >= 0 else None
     if deepest is not None:
-        return Use.after(deepest.advice.use, min(MAX_SECONDS, max(0.0, now - deepest.touched)), len(match.keys), hits)
-    past = max((each for each in match.pasts if each[0] < hits), default=None, key=lambda each: each[0])
-    return Use(len(match.keys), hits) if past is None else Use.after(past[1], past[2], len(match.keys), hits)
+        pasts.append((index, deepest.advice.use, min(MAX_SECONDS, max(0.0, now - deepest.touched))))
+    beyond = max((past[0] for past in pasts), default=-1) + 1
+    remembered = store.remembers(match.process.session.tenant, match.keys[beyond:], now)
+    if remembered is not None:
+        pasts.append((beyond + remembered[0], *remembered[1:]))
+    return use_after(pasts, len(segments), hits)
+
+
+def use_after(pasts: Iterable[Past], segments: int, hits: int) -> Use:
+    """Of a request that found `hits` of its `segments`, as the deepest of `pasts` shows, the latest of several."""
+    index, use, age_s = max(pasts, default=(-1, NO_USE, 0.0), key=lambda past: (past[0], -past[2]))
+    return Use.after(use, age_s, segments, hits, max(hits, index + 1))
 
 
 def with_use(advice: Advice | None, use: Use) -> Advice:

@@ -17,7 +17,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator
 
-from tokenlake.advice import Advice
+from tokenlake.advice import Advice, Use
 from tokenlake.identity import SegmentKey
 from tokenlake.store.eviction import EvictionPolicy, LeastRecentlyUsed
 from tokenlake.store.segment import Segment
@@ -118,6 +118,10 @@ class Retention:
         if advice.priority > 0 or len(self._lanes[_OVERDUE]) or len(self._lanes[_LOW]):
             return True
         return self.policy.admits(key, advice, now)
+
+    def remembers(self, key: SegmentKey, now: float) -> tuple[Use, float] | None:
+        """See `EvictionPolicy`."""
+        return self.policy.remembers(key, now)
 
     def __len__(self) -> int:
         return sum(map(len, self._lanes))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
 
-from tokenlake.advice import NO_ADVICE, Advice
+from tokenlake.advice import NO_ADVICE, Advice, Use
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters, Metric
 from tokenlake.placement import MOST_WORTH, Vacancy
@@ -288,6 +288,20 @@ class SegmentStore:
                 segment.pool.order[segment.kind].advised(segment, now)
 
     # -- what was learned
+
+    def remembers(self, tenant: TenantId, keys: Sequence[SegmentKey], now: float) -> tuple[int, Use, float] | None:
+        """Of the last of these keys that was evicted or refused and is not forgotten: its index, how it was used last,
+        and how long ago."""
+        if not keys:
+            return None
+        # Mostly there is one; and no key has segments of two sizes.
+        policies = [pool.retention for (owner, _), pool in self._pools.items() if owner == tenant]
+        for index in range(len(keys) - 1, -1, -1):
+            for policy in policies:
+                remembered = policy.remembers(keys[index], now)
+                if remembered is not None:
+                    return index, *remembered
+        return None
 
     def learned(self) -> dict[tuple[TenantId, int], bytes]:
         """By tenant and slot size: what the policies learned of their home copies, also of pools that are gone."""

@@ -145,8 +145,10 @@ class LookupReply(_Message, frozen=True, tag=5):
     """The sender's."""
     load: Amount
     """Bytes read from the sender's arena per second, lately."""
+    known: Index = 0
+    """Keys up to the last that is there, or that the sender remembers; 0: none."""
     past: Use = NO_USE
-    """How the last of those that are leased was used before."""
+    """How that one was used before."""
     past_age_s: Seconds = 0.0
     """How long ago, in the workload's time."""
 

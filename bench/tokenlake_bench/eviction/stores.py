@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 
 from tokenlake.advice import Advice, Use
 from tokenlake.core.learned import TELL_S
-from tokenlake.core.uses import with_use
+from tokenlake.core.uses import use_after, with_use
 from tokenlake.errors import ConfigurationError
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Counters
@@ -77,11 +77,21 @@ class NodeStores:
         return hits
 
     def _use(self, chain: tuple[int, ...], hits: int, now: float) -> Use:
-        """As a match learns it from whoever has the deepest hit."""
-        deepest = self._held[chain[hits - 1]] if hits else None
-        if deepest is None:
-            return Use(len(chain), hits)
-        return Use.after(deepest.advice.use, now - deepest.touched, len(chain), hits)
+        """As a match learns it from whoever has the deepest known segment, or remembers it."""
+        for index in range(len(chain) - 1, -1, -1):
+            segment = self._held[chain[index]]
+            if segment is not None:
+                return use_after([(index, segment.advice.use, now - segment.touched)], len(chain), hits)
+            remembered = self._remembered(chain[index], now)
+            if remembered:
+                return use_after([(index, use, age_s) for _, use, age_s in remembered], len(chain), hits)
+        return use_after([], len(chain), hits)
+
+    def _remembered(self, segment: int, now: float) -> list[tuple[int, Use, float]]:
+        """By its candidates."""
+        asked = [self._stores[self._numbers[name]] for name in dict.fromkeys(self._candidates[segment])]
+        told = [store.remembers(_TENANT, [self._keys[segment]], now) for store in asked]
+        return [each for each in told if each is not None]
 
     def _tell_each_other(self, now: float) -> None:
         """What they learned, each to one other in turn, as daemons do."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from time import perf_counter_ns
 
-from tokenlake.advice import Advice
+from tokenlake.advice import Advice, Use
 from tokenlake.identity import SegmentKey
 from tokenlake.store import EvictionPolicy, Segment
 
@@ -72,6 +72,13 @@ class Timed:
         admitted = self._policy.admits(key, advice, now)
         self.taken_ns += perf_counter_ns() - began
         return admitted
+
+    def remembers(self, key: SegmentKey, now: float) -> tuple[Use, float] | None:
+        """See `EvictionPolicy`."""
+        began = perf_counter_ns()
+        remembered = self._policy.remembers(key, now)
+        self.taken_ns += perf_counter_ns() - began
+        return remembered
 
     def __len__(self) -> int:
         return len(self._policy)

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import chain
 
-from tokenlake.advice import Advice
+from tokenlake.advice import Advice, Use
 from tokenlake.identity import SegmentKey
 from tokenlake.store.eviction.base import SAME_USE_S, recency, refuse
 from tokenlake.store.segment import Segment
@@ -109,6 +109,10 @@ class AdaptiveReplacement:
     def admits(self, key: SegmentKey, advice: Advice, now: float) -> bool:
         """See `EvictionPolicy`."""
         return True
+
+    def remembers(self, key: SegmentKey, now: float) -> tuple[Use, float] | None:
+        """Not how it was used."""
+        return None
 
     def __len__(self) -> int:
         return len(self._once) + len(self._again)

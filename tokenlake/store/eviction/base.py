@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from tokenlake.advice import Advice
+from tokenlake.advice import Advice, Use
 from tokenlake.identity import SegmentKey
 from tokenlake.store.segment import Segment
 
@@ -48,6 +48,10 @@ class EvictionPolicy(Protocol):
     def admits(self, key: SegmentKey, advice: Advice, now: float) -> bool:
         """Memory is full and `key` would be stored: is it worth more than what would go? Asked once for each try;
         a refusal is remembered like a use, so that what is wanted again comes in. Always, when the order is empty."""
+
+    def remembers(self, key: SegmentKey, now: float) -> tuple[Use, float] | None:
+        """Of a segment that was evicted or refused: how it was used last, and how long ago. None where it is forgotten,
+        or in order, or nothing is ever remembered."""
 
     def __len__(self) -> int: ...
 

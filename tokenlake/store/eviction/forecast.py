@@ -15,7 +15,7 @@ import heapq
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 
-from tokenlake.advice import Advice
+from tokenlake.advice import NO_USE, Advice, Use
 from tokenlake.identity import SegmentKey
 from tokenlake.store.eviction.base import SAME_USE_S
 from tokenlake.store.eviction.odds import AGES, EDGES, Features, Odds
@@ -61,7 +61,7 @@ class _Run:
 class _Record:
     """What is known of a segment: in order, set aside, or gone."""
 
-    __slots__ = ("counted", "gone", "run", "uses")
+    __slots__ = ("counted", "gone", "run", "use", "uses")
 
     def __init__(self, now: float) -> None:
         self.uses = 0
@@ -69,6 +69,8 @@ class _Record:
         """When its last use was."""
         self.gone = 0.0
         """When it was evicted or refused."""
+        self.use: Use = NO_USE
+        """Of what is gone: how it was used last."""
         self.run: _Run | None = None
 
 
@@ -126,7 +128,7 @@ class Forecast:
         # It ages on: whether it is used again while it is away, and after how long, is to be learned in any case.
         record = self._leave(segment)
         if evicted:
-            self._remember(segment.key, record, now)
+            self._remember(segment.key, record, segment.advice, now)
 
     # -- what goes
 
@@ -162,8 +164,13 @@ class Forecast:
             self._count_use(record, now)
         self._leave_run(record)
         self._join_run(record, self._odds.features(record.uses, advice))
-        self._remember(key, record, now)
+        self._remember(key, record, advice, now)
         return False
+
+    def remembers(self, key: SegmentKey, now: float) -> tuple[Use, float] | None:
+        """See `EvictionPolicy`."""
+        ghost = self._ghosts.get(key)
+        return None if ghost is None else (ghost.use, max(0.0, now - ghost.counted))
 
     def __len__(self) -> int:
         return self._size
@@ -267,8 +274,9 @@ class Forecast:
         record.run = run
         return run
 
-    def _remember(self, key: SegmentKey, record: _Record, now: float) -> None:
+    def _remember(self, key: SegmentKey, record: _Record, advice: Advice, now: float) -> None:
         record.gone = now
+        record.use = advice.use
         self._ghosts[key] = record
         limit = max(LEAST_GHOSTS, GHOSTS_EACH * self._size)
         forgotten = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from tokenlake.advice import Advice
+from tokenlake.advice import Advice, Use
 from tokenlake.identity import SegmentKey
 from tokenlake.store.eviction.base import recency, refuse
 from tokenlake.store.segment import Segment
@@ -53,6 +53,10 @@ class LeastRecentlyUsed:
     def admits(self, key: SegmentKey, advice: Advice, now: float) -> bool:
         """See `EvictionPolicy`."""
         return True
+
+    def remembers(self, key: SegmentKey, now: float) -> tuple[Use, float] | None:
+        """Not how it was used."""
+        return None
 
     def __len__(self) -> int:
         return len(self._order)

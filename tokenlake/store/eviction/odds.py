@@ -83,8 +83,9 @@ class Odds:
         """Of a segment that was used so often, by a request of which this is known."""
         use = advice.use
         count = _COUNT[min(uses, len(_COUNT) - 1)]
-        new = bisect_right(_NEW_FROM, max(0, use.segments - use.hits)) - 1
-        kind = 0 if use.hits <= 1 or use.left < 0 else 1 if use.left <= 1 else 2
+        known = use.known
+        new = bisect_right(_NEW_FROM, max(0, use.segments - known)) - 1
+        kind = 0 if known <= 1 or use.left < 0 else 1 if use.left <= 1 else 2
         gap, before = _gap(use.gap_s), _gap(use.previous_gap_s)
         return (
             _OFFSETS[0] + count,

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 
-from tokenlake.advice import NO_ADVICE, Advice
+from tokenlake.advice import NO_ADVICE, Advice, Use
 from tokenlake.identity import SegmentKey
 from tokenlake.store.eviction.base import SAME_USE_S
 from tokenlake.store.eviction.hazard import AGES, EDGES, UNLABELLED, USES, Hazards
@@ -181,6 +181,10 @@ class LearnedReuse:
         self._join_batch(record, self._class_of(record.uses, advice))
         self._remember(key, record, now)
         return False
+
+    def remembers(self, key: SegmentKey, now: float) -> tuple[Use, float] | None:
+        """Not how it was used."""
+        return None
 
     def __len__(self) -> int:
         return self._size
