@@ -1,0 +1,154 @@
+"""How long an engine waits for what others compute: never where computing is expected to be as fast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engines.memory_pool import MemoryLease, MemoryPool, as_pool
+from tests.engines.models import family, prompt
+from tests.engines.test_auto import FarLease
+from tests.robustness.live import LAYOUT
+from tokenlake.identity import NodeId
+from tokenlake.planner import Rates
+from tokenlake.planner.fits import ENOUGH, NEWEST
+from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
+from tokenlake_client.engines.transformers.measured import LATE, LEAST_S, LONGEST_S, Measured
+
+SEGMENT = 16
+EACH_S = 0.01
+"""Computing one token takes."""
+SIZE = LAYOUT.segment_tokens
+
+
+def rates_of(each_s: float = EACH_S, samples: int = ENOUGH, fetch_s: float | None = None) -> Rates:
+    """`fetch_s`: bringing a segment of `LAYOUT` from the one peer takes; None: there is none."""
+    rates = Rates()
+    measure(rates, each_s, samples)
+    for count in range(1, ENOUGH + 1) if fetch_s is not None else ():
+        rates.peer(NodeId("far")).fetch.add(count * LAYOUT.segment_bytes, count * (fetch_s or 0.0), 0.0)
+    return rates
+
+
+def measure(rates: Rates, each_s: float, samples: int = ENOUGH) -> None:
+    for sample in range(samples):
+        tokens = 16 * (1 + sample % ENOUGH)
+        rates.prefill.add(tokens, 0, each_s * tokens, 0.0)
+        rates.copy.add(tokens << 10, 1e-9 * tokens, 0.0)
+
+
+def patience_s(rates: Rates, found: int, wanted: int) -> float:
+    return Measured(rates).patience_s(LAYOUT, found, wanted)
+
+
+def test_it_is_what_computing_the_missing_tokens_takes_and_some_more() -> None:
+    for found, wanted in ((0, 8), (4, 8), (7, 8)):
+        computing = EACH_S * (wanted - found) * SIZE
+        assert patience_s(rates_of(), found, wanted) == pytest.approx(LATE * computing, rel=0.01)
+    slower = patience_s(rates_of(fetch_s=0.5 * EACH_S * SIZE), 0, 4)
+    assert slower == pytest.approx(LATE * 1.5 * EACH_S * 4 * SIZE, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("rates", "found", "wanted"),
+    [
+        (rates_of(samples=ENOUGH - 1), 0, 4),
+        (rates_of(), 4, 4),
+        (rates_of(), 6, 4),
+        (rates_of(each_s=0.9 * LEAST_S / SIZE), 0, 1),
+        (rates_of(fetch_s=1.1 * EACH_S * SIZE), 0, 4),
+        (rates_of(each_s=1.1 * LONGEST_S / SIZE), 0, 1),
+    ],
+    ids=["nothing measured", "all found", "more found than wanted", "computed at once", "slower to bring", "too long"],
+)
+def test_where_it_does_not_pay_nobody_is_waited_for(rates: Rates, found: int, wanted: int) -> None:
+    assert patience_s(rates, found, wanted) == 0.0
+
+
+def test_it_is_never_longer_than_the_pool_allows() -> None:
+    assert patience_s(rates_of(each_s=0.9 * LONGEST_S / SIZE), 0, 1) == LONGEST_S
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return family("llama-gqa")
+
+
+@pytest.fixture
+def pool(model: Any) -> MemoryPool:
+    return MemoryPool(layout_of(model, segment_tokens=SEGMENT))
+
+
+def serve(model: Any, pool: MemoryPool, mode: Any, rows: int = 1) -> list[float]:
+    """How long each match of a call would have waited; computing a segment here takes 0.16 s, it is believed."""
+    ids = torch.tensor([prompt(4 * SEGMENT + 3, number) for number in range(rows)])
+    before = len(pool.patience)
+    with TokenLakeEngine(model, as_pool(pool), EngineOptions(mode=mode, segment_tokens=SEGMENT)) as engine:
+        measure(engine.rates, EACH_S, NEWEST)
+        expected = model.generate(ids, max_new_tokens=2, do_sample=False, eos_token_id=None)
+        assert torch.equal(engine.generate(ids, max_new_tokens=2, do_sample=False, eos_token_id=None), expected)
+        engine.flush()
+        assert engine.counts.failures == 0
+    return pool.patience[before:]
+
+
+@pytest.mark.parametrize("mode", ["auto", "fetch"])
+def test_a_prompt_is_looked_up_once_and_waited_for_once(model: Any, pool: MemoryPool, mode: str) -> None:
+    waits = pytest.approx(LATE * EACH_S * 4 * SEGMENT, rel=0.05)
+    assert serve(model, pool, mode) == [0.0, waits]
+    pool.segments.clear()
+    # Planned together, waited for each in its turn.
+    assert sorted(wait > 0 for wait in serve(model, pool, mode, rows=2)) == [False, False, True, True]
+
+
+def test_what_is_all_there_is_not_waited_for(model: Any, pool: MemoryPool) -> None:
+    serve(model, pool, "fetch")
+    assert serve(model, pool, "fetch") == [0.0]
+    assert serve(model, pool, "auto") == [0.0, 0.0]
+
+
+def test_what_the_plan_computes_though_it_is_there_is_not_waited_for(
+    model: Any, pool: MemoryPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(model, pool, "fetch")
+    for key in list(pool.segments)[2:]:
+        del pool.segments[key]
+    monkeypatch.setattr("tests.engines.memory_pool.MemoryLease", FarLease)
+    ids = torch.tensor([prompt(4 * SEGMENT + 3)])
+    before = len(pool.patience)
+    with TokenLakeEngine(model, as_pool(pool), EngineOptions(segment_tokens=SEGMENT)) as engine:
+        measure(engine.rates, EACH_S, NEWEST)
+        for count in range(1, ENOUGH + 1):
+            engine.rates.peer(NodeId("far")).fetch.add(count << 10, 100.0 * count, 0.0)
+            engine.rates.peer(NodeId("far")).queries.add(count, count << 10, 16 * count, 100.0, 0.0)
+        engine.generate(ids, max_new_tokens=2, do_sample=False, eos_token_id=None)
+        assert engine.counts.tokens_skipped == 2 * SEGMENT
+    assert pool.patience[before:] == [0.0]
+
+
+def test_a_second_lease_that_is_shorter_is_given_back(
+    model: Any, pool: MemoryPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session may not lease without end."""
+    serve(model, pool, "fetch")
+    del pool.segments[list(pool.segments)[-1]]
+    made: list[MemoryLease] = []
+    released: list[MemoryLease] = []
+
+    class Shrinking(MemoryLease):
+        def __init__(self, pool: MemoryPool, keys: Any, hits: int) -> None:
+            super().__init__(pool, keys, max(0, hits - len(made)))
+            made.append(self)
+
+        def release(self, start: int = 0, stop: int | None = None) -> None:
+            released.append(self)
+
+    monkeypatch.setattr("tests.engines.memory_pool.MemoryLease", Shrinking)
+    with TokenLakeEngine(model, as_pool(pool), EngineOptions(mode="fetch", segment_tokens=SEGMENT)) as engine:
+        measure(engine.rates, EACH_S, NEWEST)
+        assert engine.prefill(prompt(4 * SEGMENT + 3)).tokens_hit == 3 * SEGMENT
+    assert [lease.hits for lease in made] == [3, 2]
+    assert released[0] is made[1]
+    assert set(map(id, released)) == set(map(id, made))

@@ -1,0 +1,212 @@
+"""A prompt that several engines get at once is computed once, and who computes it holds up nobody for long."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from tests.engines.models import family, prompt
+from tests.engines.test_shipping import NEW, SEGMENT, batch, engine_at
+from tests.robustness.live import LIMIT_S, daemons, wait_until
+from tokenlake.core.pendings import CLAIMED, WAITED
+from tokenlake.wire import Code
+from tokenlake_bench.cluster import Cluster
+from tokenlake_client import Lease, Pool
+from tokenlake_client.engines.transformers import Counts, TokenLakeEngine
+from tokenlake_client.engines.transformers.measured import LATE, LONGEST_S
+
+pytestmark = pytest.mark.live
+
+ENGINES = 3
+TAIL = 2
+"""Tokens behind the last full segment: with the answer they make none."""
+SEGMENTS = 6
+TOKENS = SEGMENTS * SEGMENT + TAIL
+SAMPLES = 64
+PATIENT_S = 0.9 * LONGEST_S
+SHORT_S = 0.5
+
+OTHER_ENGINE = """
+import sys, time, torch
+from tests.engines.test_stampede import PATIENT_S, expect_prefill
+from tests.engines.models import family
+from tests.engines.test_shipping import SEGMENT
+from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
+torch.set_num_threads(1)
+model = family("llama-gqa")
+engine = TokenLakeEngine(model, sys.argv[1], EngineOptions(mode=sys.argv[2], segment_tokens=SEGMENT))
+expect_prefill(engine, PATIENT_S)
+def computes(*_):
+    print("computes", flush=True)
+    time.sleep(3600)
+model.register_forward_pre_hook(computes)
+engine.generate(torch.tensor([list(map(int, sys.argv[3].split(",")))]), max_new_tokens=2)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with daemons(ENGINES, "64MiB") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def row(request: pytest.FixtureRequest) -> list[int]:
+    """Of each test its own."""
+    return prompt(TOKENS, sum(map(ord, request.node.name)))
+
+
+@pytest.fixture
+def in_vain(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The patience of each match that waited for all of it, and what it waited for did not come."""
+    found: list[float] = []
+    match = Pool.match
+
+    def watched(pool: Pool, keys: Any, **said: Any) -> Lease:
+        lease = match(pool, keys, **said)
+        if said.get("pending_s") and lease.hits < len(keys) and lease.codes[lease.hits] == Code.PENDING:
+            found.append(said["pending_s"])
+        return lease
+
+    monkeypatch.setattr(Pool, "match", watched)
+    return found
+
+
+def expect_prefill(engine: TokenLakeEngine, patience_s: float) -> None:
+    """As if it had been measured that computing the prompts here is worth so long a wait, and moving them takes
+    nothing."""
+    each = patience_s / LATE / (SEGMENTS * SEGMENT)
+    for sample in range(SAMPLES):
+        tokens = 16 * (1 + sample % 7)
+        engine.rates.prefill.add(tokens, 0, each * tokens, 0.0)
+        engine.rates.copy.add(tokens << 10, 1e-9 * tokens, 0.0)
+
+
+def before_prefill(engine: TokenLakeEngine, do: Callable[[], object]) -> None:
+    """`do` when the engine's model is about to compute first."""
+
+    def computes(*_: object) -> None:
+        hook.remove()
+        do()
+
+    hook = engine.model.register_forward_pre_hook(computes)
+
+
+def greedy(engine: TokenLakeEngine, rows: Sequence[list[int]]) -> list[list[int]]:
+    ids, mask = batch(list(rows))
+    settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+    output: list[list[int]] = engine.generate(ids, attention_mask=mask, **settings).tolist()
+    return output
+
+
+@contextmanager
+def engines(cluster: Cluster, count: int, mode: str) -> Iterator[list[TokenLakeEngine]]:
+    """One at each of the first nodes, each with a model of its own."""
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(engine_at(cluster, node, family("llama-gqa"), mode, prefill_chunk=1000))
+            for node in range(count)
+        ]
+
+
+def at_once(serving: Sequence[TokenLakeEngine], row: list[int]) -> Counts:
+    """All serve the prompt, and answer as the model alone does. What they counted together."""
+    expected = greedy(TokenLakeEngine(family("llama-gqa")), [row])
+    with ThreadPoolExecutor(len(serving)) as threads:
+        answers = [threads.submit(greedy, engine, [row]) for engine in serving]
+        assert [answer.result(2 * LIMIT_S) for answer in answers] == [expected] * len(serving)
+    assert all(engine.flush(LIMIT_S) for engine in serving)
+    counts = [engine.counts for engine in serving]
+    assert not any(each.failures or each.requests_without_pool for each in counts), serving[0]._reported
+    return Counts(*(sum(getattr(each, name) for each in counts) for name in Counts.__slots__))
+
+
+@pytest.mark.parametrize("mode", ["auto", "fetch"])
+def test_it_is_computed_once(cluster: Cluster, row: list[int], mode: str) -> None:
+    waited = cluster.totals().get(WAITED.name, 0.0)
+
+    def others_wait() -> None:
+        wait_until(lambda: cluster.totals().get(WAITED.name, 0.0) == waited + ENGINES - 1, "the others wait")
+
+    with engines(cluster, ENGINES, mode) as serving:
+        for engine in serving:
+            expect_prefill(engine, PATIENT_S)
+            before_prefill(engine, others_wait)
+        counts = at_once(serving, row)
+    assert counts.tokens_hit == (ENGINES - 1) * SEGMENTS * SEGMENT
+    assert counts.tokens_computed == SEGMENTS * SEGMENT + ENGINES * TAIL
+    assert counts.tokens_stored == SEGMENTS * SEGMENT
+    assert counts.tokens_not_stored == 0
+
+
+def test_who_has_measured_nothing_waits_for_nobody(cluster: Cluster, row: list[int]) -> None:
+    claimed = cluster.totals().get(CLAIMED.name, 0.0)
+    # Passed only when all of them compute at once.
+    all_compute = threading.Barrier(ENGINES, timeout=LIMIT_S)
+    with engines(cluster, ENGINES, "auto") as serving:
+        for engine in serving:
+            before_prefill(engine, all_compute.wait)
+        counts = at_once(serving, row)
+    assert counts.tokens_computed == ENGINES * TOKENS
+    assert cluster.totals().get(CLAIMED.name, 0.0) == claimed
+
+
+@pytest.mark.parametrize("mode", ["auto", "fetch"])
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+def test_who_computes_it_and_never_stores_it_is_not_waited_for_without_end(
+    cluster: Cluster, row: list[int], in_vain: list[float], fault: signal.Signals, mode: str
+) -> None:
+    command = [sys.executable, "-c", OTHER_ENGINE, str(cluster.nodes[0].socket), mode, ",".join(map(str, row))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "computes\n"
+            with engines(cluster, ENGINES, mode) as serving:
+                for engine in serving[1:]:
+                    expect_prefill(engine, SHORT_S)
+                other.send_signal(fault)
+                counts = at_once(serving[1:], row)
+        finally:
+            other.kill()
+    assert counts.tokens_computed + counts.tokens_hit == (ENGINES - 1) * TOKENS
+    assert in_vain
+    assert counts.tokens_stored >= SEGMENTS * SEGMENT
+
+
+def test_rows_of_one_batch_wait_for_what_is_computed_already(
+    cluster: Cluster, row: list[int], in_vain: list[float]
+) -> None:
+    """The prompts of a batch begin alike: the second is looked up when the first is on its way to the pool."""
+    rows = [row + prompt(SEGMENT + number, number) for number in range(3)]
+    expected = greedy(TokenLakeEngine(family("llama-gqa")), rows)
+    with engines(cluster, 1, "auto") as (engine,):
+        expect_prefill(engine, PATIENT_S)
+        assert greedy(engine, rows) == expected
+        assert engine.counts.tokens_hit == 2 * SEGMENTS * SEGMENT
+        assert engine.counts.failures == 0
+    assert not in_vain
+
+
+def test_batches_with_the_same_prompts_in_another_order_do_not_wait_for_each_other(
+    cluster: Cluster, row: list[int], in_vain: list[float]
+) -> None:
+    rows = [row, row[::-1]]
+    expected = greedy(TokenLakeEngine(family("llama-gqa")), rows)
+    # Each has begun with its first row before the other comes to its second.
+    both_compute = threading.Barrier(2, timeout=LIMIT_S)
+    with engines(cluster, 2, "auto") as serving, ThreadPoolExecutor(2) as threads:
+        for engine in serving:
+            expect_prefill(engine, PATIENT_S)
+            before_prefill(engine, both_compute.wait)
+        answers = [threads.submit(greedy, serving[0], rows), threads.submit(greedy, serving[1], rows[::-1])]
+        assert [answer.result(2 * LIMIT_S) for answer in answers] == [expected, expected[::-1]]
+        assert [engine.counts.tokens_computed for engine in serving] == [TOKENS + TAIL] * 2
+    assert not in_vain
