@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,7 +18,11 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 SEGMENT = 256
 TOKENS = 3000
 FULL = TOKENS // SEGMENT * SEGMENT
+CLAIMS = "tokenlake_pending_claims_total"
 WAITS = "tokenlake_pending_waits_total"
+LONG_S, SHORT_S = 0.01, 0.0007
+"""What a token is expected to take: one waits as long as the pool lets it, or for some three seconds."""
+TIMEOUT_S = 60.0
 ATTEMPTS = 5
 """On a busy machine a daemon may be late for once; the tokens are right all the same."""
 
@@ -29,10 +35,10 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def engines(start: Callable[..., Engine], cluster: Cluster) -> list[Engine]:
-    """One on each node; each step computes a part of a prompt, and each waits as long as the pool does."""
-    both = [start({"socket": str(node.socket), **PATIENT}, max_num_batched_tokens=512) for node in cluster.nodes]
+    """One on each node; each step computes a small part of a prompt."""
+    both = [start({"socket": str(node.socket), **PATIENT}, max_num_batched_tokens=128) for node in cluster.nodes]
     for engine in both:
-        engine.call("expect prefill", token_s=0.01)
+        engine.generate([prompt(600, 1)])
     return both
 
 
@@ -53,14 +59,48 @@ def stored_and_hit(engines: Sequence[Engine]) -> tuple[float, float]:
 def test_a_prompt_that_both_get_at_once_is_computed_once(
     engines: list[Engine], plain: Engine, cluster: Cluster, threads: ThreadPoolExecutor
 ) -> None:
+    """By one request of one engine: those beside it find it in vLLM's own cache, or in the pool."""
     seen = []
     for attempt in range(ATTEMPTS):
         tokens = prompt(TOKENS, 10 + attempt)
-        expected = plain.generate([tokens])
+        expected = plain.generate([tokens])[0]
+        for engine in engines:
+            engine.call("expect prefill", token_s=LONG_S)
         waits, (stored, hit) = cluster.totals()[WAITS], stored_and_hit(engines)
-        begun = [threads.submit(engine.generate, [tokens]) for engine in engines]
-        assert [future.result() for future in begun] == [expected] * 2
+        begun = [threads.submit(engine.generate, [tokens, tokens]) for engine in engines]
+        assert [future.result() for future in begun] == [[expected] * 2] * 2
         now = stored_and_hit(engines)
-        seen.append((cluster.totals()[WAITS] - waits, now[0] - stored, now[1] - hit))
-        print(seen)
-    assert (1, FULL, FULL) in seen
+        # Both requests of the engine that waits are loaded.
+        seen.append((cluster.totals()[WAITS] > waits, now[0] - stored, now[1] - hit))
+        if seen[-1] == (True, FULL, 2 * FULL):
+            break
+    assert (True, FULL, 2 * FULL) in seen, seen
+
+
+@pytest.mark.parametrize("ended", [signal.SIGSTOP, signal.SIGKILL])
+def test_one_that_computes_and_stops_is_not_waited_for_without_end(
+    ended: signal.Signals, engines: list[Engine], plain: Engine, cluster: Cluster, threads: ThreadPoolExecutor
+) -> None:
+    seen = []
+    first, second = engines
+    for attempt in range(ATTEMPTS):
+        tokens = prompt(TOKENS, 100 * ended + attempt)
+        expected = plain.generate([tokens])
+        for engine in engines:
+            engine.call("expect prefill", token_s=SHORT_S)
+        before = cluster.totals()
+        hit, computing = second.call("counts")["tokens_hit"], threads.submit(first.generate, [tokens])
+        until = time.monotonic() + TIMEOUT_S
+        while cluster.totals()[CLAIMS] == before[CLAIMS]:
+            assert time.monotonic() < until
+        first.process.send_signal(ended)
+        assert second.generate([tokens]) == expected
+        seen.append((cluster.totals()[WAITS] > before[WAITS], second.call("counts")["tokens_hit"] - hit < FULL))
+        if ended == signal.SIGKILL:
+            assert computing.exception() is not None
+            break
+        first.process.send_signal(signal.SIGCONT)
+        assert computing.result() == expected
+        if seen[-1] == (True, True):
+            break
+    assert (True, True) in seen, seen
