@@ -48,12 +48,12 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def stored_and_hit(engines: Sequence[Engine]) -> tuple[float, float]:
+def stored_and_hit(engines: Sequence[Engine]) -> tuple[int, int]:
     """Tokens, of both engines."""
     for engine in engines:
         engine.call("flush")
     counts = [engine.call("counts") for engine in engines]
-    return sum(count["tokens_stored"] for count in counts), sum(count["tokens_hit"] for count in counts)
+    return sum(int(count["tokens_stored"]) for count in counts), sum(int(count["tokens_hit"]) for count in counts)
 
 
 def test_a_prompt_that_both_get_at_once_is_computed_once(
