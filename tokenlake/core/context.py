@@ -58,7 +58,7 @@ class CoreConfig(msgspec.Struct, frozen=True):
     match_deadline_s: float = 0.020
     suspect_s: float = 0.250
     gossip_s: float = 0.250
-    """Between two pings to a peer."""
+    """Between two reports to other nodes, and two turns of pinging some of them."""
     peer_lease_s: float = 30.0
     """A lease to another node ends then, unless renewed; the sends it started hold their own pins."""
     sync_grace_s: float = 5.0

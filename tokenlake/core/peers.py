@@ -7,11 +7,18 @@ log and the metrics speak of.
 
 After a connection came up, or a suspect peer spoke again, frames may have been lost: both sides advertise
 their home copies anew.
+
+Pings cost a node the same however many others there are: a few peers have their turn in each gossip interval, and are
+pinged unless they told their load since the last one. Who is in doubt (overdue or SUSPECT) is pinged every time. So in
+a large cluster a frozen node is found by whoever calls it first, and by the others in their turn.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import TypeVar
 
 from tokenlake.core.context import LOAD_HALF_LIFE_S, Context
@@ -43,9 +50,12 @@ MOST_SLOWER = 4
 SWEPT = 1024
 """Entries of the directory looked at at a time when a peer came back as another."""
 LOAD_HOLDS_S = 1.0
-"""What a peer said of its load counts in full for so long of the workload's time; then it fades."""
+"""What a peer said of its load counts in full for so long of the workload's time, or until it must have said it again;
+then it fades."""
 RATE_WEIGHT = 0.2
 """Of the newest fetch in the running mean."""
+PINGED = 8
+"""Peers that have their turn in one gossip interval."""
 
 
 class Peer:
@@ -60,6 +70,8 @@ class Peer:
         self.overdue = False
         self.suspect = False
         self.heard_at = 0.0
+        self.told_at = -math.inf
+        """When it last told its load."""
         self.vacancy = UNKNOWN_VACANCY
         self.load = Rate(LOAD_HALF_LIFE_S)
         """As it last said."""
@@ -98,6 +110,10 @@ class Peers:
         self._on_restored = on_restored
         names = [name for name in context.ring.members if name != context.node]
         self._peers = {name: Peer(name) for name in names}
+        self._turns = deque(self._peers.values())
+        self._round_s = context.gossip_s * math.ceil(len(names) / PINGED)
+        """In which each has its turn once."""
+        self._load_holds_s = max(LOAD_HOLDS_S, 2 * self._round_s * context.config.time_scale)
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(self._peers.values())
@@ -231,17 +247,25 @@ class Peers:
 
     def _ping(self) -> None:
         config = self._context.config
-        vacancy, load, hot = self._context.vacancy(), self._context.load(), self._context.hot_version
-        for peer in self._peers.values():
-            if peer.up:
-                self._send(
-                    peer,
-                    lambda call: wire.Ping(call, vacancy, load, hot),
-                    config.suspect_s,
-                    lambda reply, peer=peer: self._ponged(peer, reply),  # type: ignore[misc]
-                    proves_life=True,
-                )
+        pinged = self._next_pinged()
+        if pinged:
+            vacancy, load, hot = self._context.vacancy(), self._context.load(), self._context.hot_version
+        for peer in pinged:
+            self._send(
+                peer,
+                lambda call: wire.Ping(call, vacancy, load, hot),
+                config.suspect_s,
+                lambda reply, peer=peer: self._ponged(peer, reply),  # type: ignore[misc]
+                proves_life=True,
+            )
         self._context.after(self._context.gossip_s, self._ping)
+
+    def _next_pinged(self) -> list[Peer]:
+        doubted = [peer for peer in self._peers.values() if peer.up and (peer.overdue or peer.suspect)]
+        turns = list(islice(self._turns, PINGED))
+        self._turns.rotate(-len(turns))
+        since = self._context.now - self._round_s
+        return doubted + [peer for peer in turns if peer.usable and peer.told_at < since]
 
     def _ponged(self, peer: Peer, reply: Reply | None) -> None:
         if reply is None and peer.up and not peer.suspect:
@@ -257,8 +281,9 @@ class Peers:
         self._context.emit(Say(node, wire.Pong(message.call, vacancy, load, hot)))
 
     def _told(self, peer: Peer, message: wire.Ping | wire.Pong | wire.LookupReply | wire.OfferReply) -> None:
+        peer.told_at = self._context.now
         peer.vacancy = Vacancy(*message.vacancy)
-        peer.load.set(message.load, self._context.load_now + LOAD_HOLDS_S)
+        peer.load.set(message.load, self._context.load_now + self._load_holds_s)
 
     def vacancy(self, node: NodeId) -> Vacancy:
         """How welcome a segment is there, as last heard; this node's own is exact."""
@@ -280,6 +305,11 @@ class Peers:
     def will_read(self, node: NodeId, nbytes: int) -> None:
         """So much is about to be read there, which no report says yet."""
         self._peers[node].asked.add(nbytes, self._context.load_now)
+
+    @property
+    def notices_s(self) -> float:
+        """After which every node noticed that another stands still."""
+        return 2 * self._round_s + self._context.config.suspect_s
 
     def silent_since(self, node: NodeId, began: float) -> None:
         """A transfer that began then missed its deadline. If the peer said nothing all the while, it is overdue."""

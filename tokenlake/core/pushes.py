@@ -271,8 +271,7 @@ class Pushes:
             self._adopt([segment for segment in segments if segment.source == peer.node])
             return cursor is not None
 
-        wait_s = self._context.config.suspect_s + self._context.config.gossip_s
-        self._context.after(wait_s, lambda: self._context.in_slices(work))
+        self._context.after(self._peers.notices_s, lambda: self._context.in_slices(work))
 
     def _adopt(self, segments: list[Segment]) -> None:
         """Of these, staged copies and replicas become home copies."""

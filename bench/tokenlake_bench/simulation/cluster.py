@@ -26,8 +26,8 @@ __all__ = ["SETTLE_S", "Cluster", "EngineMaker", "Route", "SimulationOptions", "
 
 BEGINS_S = 10.0
 """Of the clock, when the workload begins: the nodes know each other by then."""
-PINGS_PER_S = 16.0
-"""That a node sends, about: every node pings every other, which would be most of what happens in a large cluster."""
+GOSSIP_S = 1.0
+"""Four times that of a daemon: where requests are few, reports would be most of what happens."""
 SETTLE_S = 60.0
 """At most, for what is still under way after the last request."""
 EngineMaker = Callable[[SimNode, int, Callable[[Served], None]], Engine]
@@ -97,7 +97,7 @@ class Cluster:
         self._late = LateLoad(options.load_delay_s, options.nodes) if options.load_delay_s else None
         names = [f"n{index:04}" for index in range(options.nodes)]
         members = dict.fromkeys(names, self.size.memory)
-        rules = {"gossip_s": max(1.0, options.nodes / PINGS_PER_S), **options.rules}
+        rules = {"gossip_s": GOSSIP_S, **options.rules}
         self.nodes = [
             SimNode(self, index, NodeCore(CoreConfig(name, 1, members, 1, self.size.memory, **rules)))
             for index, name in enumerate(names)
