@@ -41,7 +41,8 @@ class Counts:
     failures: int = 0
     """Errors of the pool's path, none of which reached the caller."""
     pool_seconds: float = 0.0
-    """Time that requests spent matching, fetching and copying; the background writer's is not in it."""
+    """Time that requests spent matching, fetching and copying, and waiting for what others compute; the background
+    writer's is not in it."""
 
 
 class Counters:
