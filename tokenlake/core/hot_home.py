@@ -115,8 +115,10 @@ class HotHome:
 
     def decide(self) -> None:
         """Once per gossip interval, and when a crowd comes."""
-        for change in self._rule.decide(self._context.load_now, self._peers.loads(), self._nodes):
-            self._change(change)
+        now = self._context.load_now
+        if self._rule.busy(now):
+            for change in self._rule.decide(now, self._peers.loads(), self._nodes):
+                self._change(change)
         if self._context.config.hot != "on":
             return
         for item, hot in list(self._hot.items()):

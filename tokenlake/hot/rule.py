@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tokenlake.hot.sketch import Heavy, SpaceSaving
+from tokenlake.hot.sketch import SpaceSaving
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 
 __all__ = ["COUNTERS", "Change", "HotItem", "HotRule", "Shape", "fair_mean"]
@@ -111,14 +111,18 @@ class HotRule:
         self._decides.add(item, times * shape.slot_bytes, now)
         self._shapes[item] = shape
         if len(self._shapes) > 4 * COUNTERS:
-            counted = {**self._hot, **dict.fromkeys(heavy.item for heavy in self._all(now))}
-            self._shapes = {each: known for each, known in self._shapes.items() if each in counted}
+            counted = (self._hot, self._reacts, self._decides)
+            self._shapes = {each: known for each, known in self._shapes.items() if any(each in c for c in counted)}
 
     def forget(self, item: HotItem) -> None:
         """It is gone: its copies are no copies any more."""
         self._hot.pop(item, None)
         self._reacts.forget(item)
         self._decides.forget(item)
+
+    def busy(self, now: float) -> bool:
+        """Is there anything to decide about?"""
+        return bool(self._hot or self._rates(now))
 
     def decide(
         self,
@@ -130,7 +134,7 @@ class HotRule:
         first; empty when nobody is known to."""
         mean = fair_mean(list(loads.values()))
         changes = [self._drop(item, hot, mean, now) for item, hot in list(self._hot.items())]
-        rates = {heavy.item: self._rate(heavy.item, now) for heavy in self._all(now)}
+        rates = self._rates(now)
         read = [
             _Read(item, nodes, rate / self._copies(item)) for item, rate in rates.items() if (nodes := nodes_of(item))
         ]
@@ -206,16 +210,14 @@ class HotRule:
         """What one copy should have to do for it."""
         return max(EPSILON * mean, self._shapes[item].slot_bytes / DROP_S)
 
-    def _rate(self, item: HotItem, now: float) -> float:
-        """Bytes per second, 0 where too few reads stand behind it."""
-        least = LEAST_READS * self._shapes[item].slot_bytes
-        counts = (self._reacts, self._decides)
-        return max(count.rate(item, now) if count.count(item, now) >= least else 0.0 for count in counts)
-
-    def _all(self, now: float) -> list[Heavy[HotItem]]:
-        """What one of the counts has, each once."""
-        slow = [heavy for heavy in self._decides.heaviest(now) if heavy.item not in self._reacts]
-        return [*self._reacts.heaviest(now), *slow]
+    def _rates(self, now: float) -> dict[HotItem, float]:
+        """Bytes per second of those behind which enough reads stand."""
+        rates: dict[HotItem, float] = {}
+        for counts in (self._reacts, self._decides):
+            for heavy in counts.heaviest(now):
+                if heavy.count - heavy.error >= LEAST_READS * self._shapes[heavy.item].slot_bytes:
+                    rates[heavy.item] = max(rates.get(heavy.item, 0.0), counts.rate(heavy.item, now))
+        return rates
 
     def check_integrity(self) -> None:
         """AssertionError when something is kept that nobody needs, or not kept that somebody does."""

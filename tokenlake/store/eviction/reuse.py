@@ -31,10 +31,14 @@ LEARN_EVERY = 50
 """Moments at which something was used, from one making of the tables to the next."""
 
 
+MOMENT_S = 0.1
+"""What is used within so long is used at one moment: a prompt's segments are, though they arrive one by one."""
+
+
 class _Batch:
     """Records of one class last used at one moment."""
 
-    __slots__ = ("_weight", "age", "at", "cls", "members", "size")
+    __slots__ = ("age", "at", "cls", "members", "size")
 
     def __init__(self, cls: int, at: float) -> None:
         self.cls = cls
@@ -45,15 +49,11 @@ class _Batch:
         """How many joined."""
         self.members = 0
         """How many of them are in it still."""
-        self._weight = 0.0
 
     def weight(self) -> float:
         """Of a member, in the statistics: what one prompt used at once is not many experiences but hardly more than
         one."""
-        if not self._weight:
-            # Asked at a later moment: nobody joins any more.
-            self._weight = self.size**-0.5
-        return self._weight
+        return float(self.size**-0.5)
 
 
 class _Record:
@@ -280,7 +280,7 @@ class LearnedReuse:
 
     def _join_batch(self, record: _Record, cls: int) -> None:
         batch = self._young[cls]
-        if batch is None or batch.at != self._now:
+        if batch is None or self._now >= batch.at + MOMENT_S:
             batch = self._young[cls] = _Batch(cls, self._now)
             self._ages[0].append(batch)
             self._ripe = min(self._ripe, self._now + EDGES[1])
