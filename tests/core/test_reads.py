@@ -179,6 +179,57 @@ def test_a_session_leases_at_most_its_share() -> None:
     assert match(cluster, writer, keys).hits == 3
 
 
+def test_a_process_alone_reads_more_than_its_share_in_windows() -> None:
+    """What lies elsewhere counted too: of a prompt longer than half of a node the rest was computed again."""
+    cluster = calm(5, dirty_share=1.0, session_reserve_share=1.0, session_lease_share=0.25)
+    reader, keys = cluster.join(4), [*placed(cluster, 0, 1, 5), *placed(cluster, 2, 3, 4)]
+    store(cluster, cluster.join(0), keys[:5])
+    store(cluster, cluster.join(2), keys[5:], 5)
+    reply = match(cluster, reader, keys)
+    assert reply.codes == bytes([Code.REMOTE] * 9)
+    process, slots = reader.processes[0], 7
+    # Half of the slots beyond its share as well, and no more at a time.
+    assert fetch(cluster, reader, reply.lease, 9).codes == bytes([Code.LOCAL] * slots + [Code.SESSION_LIMIT] * 2)
+    assert cluster.core(4).census()["slots for what comes"] == 0
+    assert answer(cluster, process, engine.Fetch, reply.lease, 7, 9, 0.0).codes == bytes([Code.SESSION_LIMIT] * 2)
+    tell(cluster, process, engine.Release(((reply.lease, 0, 7),)))
+    assert answer(cluster, process, engine.Fetch, reply.lease, 7, 9, 0.0).codes == bytes([Code.LOCAL] * 2)
+    tell(cluster, process, engine.Release(((reply.lease, 7, 9),)))
+    cluster.check()
+    assert cluster.core(4).idle()
+
+
+def test_what_a_session_leases_here_leaves_room_for_what_it_fetches() -> None:
+    """As much as it may lease lay here: the first window that had something of another node was refused."""
+    cluster = calm(dirty_share=1.0, session_reserve_share=1.0, session_lease_share=0.25)
+    here, there = cluster.join(0), cluster.join(1)
+    keys = [*placed(cluster, 0, 1, 3), *placed(cluster, 1, 2, 2)]
+    store(cluster, here, keys[:3])
+    store(cluster, there, keys[3:], 3)
+    reply = match(cluster, here, keys)
+    assert reply.codes == bytes([Code.LOCAL] * 3 + [Code.REMOTE] * 2)
+    assert fetch(cluster, here, reply.lease, 5).codes == bytes([Code.LOCAL] * 5)
+    cluster.check()
+
+
+def test_processes_that_fetch_the_same_share_its_slots() -> None:
+    cluster = calm(dirty_share=1.0, session_reserve_share=1.0, session_lease_share=0.25)
+    writer, reader = cluster.join(0), cluster.join(2, processes=2)
+    keys = placed(cluster, 0, 1, 6)
+    cluster.run_for(0.01)
+    store(cluster, writer, keys)
+    reply = match(cluster, reader, keys)
+    # The one that matched holds all of it until the other has read.
+    assert reply.codes[:4] == bytes([Code.REMOTE] * 3 + [Code.SESSION_LIMIT])
+    first, second = reader.processes
+    answer(cluster, second, engine.Attach, reply.lease)
+    fetched = [ask(process, engine.Fetch, reply.lease, 0, 3, 0.0) for process in (first, second) for _ in range(2)]
+    cluster.run_for(0.05)
+    assert [answers[0].codes for answers in fetched] == [bytes([Code.LOCAL] * 3)] * 4
+    assert cluster.core(2).census()["slots for what comes"] == 0
+    cluster.check()
+
+
 def test_what_peers_lease_of_one_tenant_takes_no_room_from_another() -> None:
     """It did: a tenant's matches were answered UNKNOWN because of what others had leased."""
     cluster = calm(dirty_share=1.0, session_reserve_share=1.0)

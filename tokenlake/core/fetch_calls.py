@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -65,10 +66,14 @@ class FetchCall:
                 lease.trail.silent[node] = None
             for index in by_node.pop(node):
                 self.codes[index - self.request.start] = Code.LOST
+        self._bound(by_node)
         limit_s = self._limit_s(by_node)
         self.waiting = sum(map(len, by_node.values()))
         if self.waiting:
             self.timer = context.after(limit_s, self._answer)
+        for index in itertools.chain.from_iterable(by_node.values()):
+            session.coming += index not in lease.coming
+            lease.coming[index] = lease.coming.get(index, 0) + 1
         for node, indices in by_node.items():
             wanted: list[tuple[SegmentKey, int, Callable[[Segment | None, Code], None]]] = [
                 (lease.keys[index], index, partial(self._arrived, index)) for index in indices
@@ -87,6 +92,24 @@ class FetchCall:
         if not self.waiting:
             self._answer()
 
+    def _bound(self, by_node: dict[NodeId, list[int]]) -> None:
+        """What is beyond the slots that the session may still hold stays where it is: a later fetch may find some."""
+        room = self.parts.sessions.fetch_room(self.process.session)
+        if sum(map(len, by_node.values())) <= room:
+            return
+        # Each item has one slot, however many processes wait for it.
+        indices = itertools.chain.from_iterable(by_node.values())
+        beyond = frozenset(sorted(index for index in indices if index not in self.lease.coming)[room:])
+        if beyond and self.lease.trail is not None:
+            self.lease.trail.refused = Code.SESSION_LIMIT
+        for node, at in list(by_node.items()):
+            by_node[node] = [index for index in at if index not in beyond]
+            for index in at:
+                if index in beyond:
+                    self.codes[index - self.request.start] = Code.SESSION_LIMIT
+            if not by_node[node]:
+                del by_node[node]
+
     def _limit_s(self, by_node: dict[NodeId, list[int]]) -> float:
         if self.request.deadline_s > 0:
             return min(self.request.deadline_s, MAX_DEADLINE_S)
@@ -96,18 +119,24 @@ class FetchCall:
 
     def _arrived(self, index: int, segment: Segment | None, code: Code) -> None:
         lease, node = self.lease, self.lease.remotes[index]
+        session = self.process.session
         self.waiting -= 1
+        lease.coming[index] -= 1
+        if not lease.coming[index]:
+            del lease.coming[index]
+            session.coming -= 1
         wanted = lease.remotes[index] is not None and lease.segments[index] is None and lease.holders(index)
         if segment is not None and wanted:
             lease.segments[index] = segment
             lease.remotes[index] = None
+            session.pinned += 1
         elif segment is not None:
             self.parts.context.store.unpin(segment)
         elif wanted and not code.refused:
             # Where there was no slot for it, it is still leased there: a later fetch may find one.
             lease.remotes[index] = None
         if wanted and not code.refused:
-            tokens = self.process.session.segment_tokens
+            tokens = session.segment_tokens
             self.parts.context.counters.add(MISSING if segment is None else FETCHED, tokens)
         if wanted and lease.trail is not None and node is not None:
             if segment is not None:

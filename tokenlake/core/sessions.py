@@ -263,10 +263,11 @@ class Sessions:
 
     # -- leases
 
-    def lease_room(self, session: Session) -> int:
-        """How many more slots here the session's leases may hold."""
-        pinned = session.pinned + session.coming
-        return self._share(session, self._context.config.session_lease_share) - pinned
+    def fetch_room(self, session: Session) -> int:
+        """How many more slots here the session's leases may hold by fetching: half of what matches leave, so that one
+        that found as much here as a session may lease can read what else it found."""
+        most = self._share(session, (1 + self._context.config.session_lease_share) / 2)
+        return max(0, most - session.pinned - session.coming)
 
     def may_lease(self, session: Session, found: Sequence[Segment | None]) -> int:
         """How many items of a match the session may lease, from the first on. `found`: None for each at another node.
@@ -280,11 +281,11 @@ class Sessions:
             return max(0, min(len(found), share - session.leased))
         # What equal nodes would let it have: a bound on what is noted here.
         most = max(0, min(len(found), share * len(self._context.ring.members) - session.leased))
-        room = share - session.pinned - session.coming
+        room = max(0, share - session.pinned - session.coming)
         if most - found[:most].count(None) <= room:
             return most
         here = (index for index, segment in enumerate(found) if segment is not None)
-        return next(itertools.islice(here, max(0, room), None))
+        return next(itertools.islice(here, room, None))
 
     def reserve_room(self, session: Session) -> int:
         """How many more slots the session may reserve."""
