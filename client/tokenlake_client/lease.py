@@ -280,6 +280,7 @@ class PendingMatch:
         tokens: int = 0,
         pending_s: float = 0.0,
         planned: bool = False,
+        pending_segment_s: float = 0.0,
     ) -> None:
         self._request = request
         self._reading = reading
@@ -291,10 +292,9 @@ class PendingMatch:
         if log.isEnabledFor(logging.DEBUG):
             log.debug("request %r: match of %d segments", request, len(keys))
         self._link = reading.books.link
+        waits = pending_s, planned, pending_segment_s
         self._pending = self._link.channel.begin(
-            lambda number: Match(
-                number, packed, deadline_s, reading.verify, request, advice, tokens, pending_s, planned
-            )
+            lambda number: Match(number, packed, deadline_s, reading.verify, request, advice, tokens, *waits)
         )
 
     def poll(self) -> Lease | None:

@@ -142,11 +142,14 @@ class Pool:
         tokens: int = 0,
         pending_s: float = 0.0,
         planned: bool = False,
+        pending_segment_s: float = 0.0,
     ) -> PendingMatch:
         """The same without waiting: `poll` the result. `planned`: one of a batch that is planned as a whole, so what is
-        hot is spread over its copies exactly. Raises `Unreachable`."""
+        hot is spread over its copies exactly. `pending_segment_s`: of `pending_s`, so much for each segment that turns
+        out to be missing. Raises `Unreachable`."""
         self._books.sweep()
-        return PendingMatch(self._reading, keys, deadline_s, self._named(request), advice, tokens, pending_s, planned)
+        waits = pending_s, planned, pending_segment_s
+        return PendingMatch(self._reading, keys, deadline_s, self._named(request), advice, tokens, *waits)
 
     def begin_beat(self) -> PendingBeat:
         """Ask the daemon for a sign of life without waiting for it: a match that waits for somebody says nothing

@@ -63,6 +63,7 @@ class FakeMatch:
     advice: Advice | None = None
     tokens: int = 0
     pending_s: float = 0.0
+    pending_segment_s: float = 0.0
     cancelled: bool = False
     lease: FakeLease | None = None
 
@@ -147,10 +148,11 @@ class FakePool:
         advice: Advice | None = None,
         tokens: int = 0,
         pending_s: float = 0.0,
+        pending_segment_s: float = 0.0,
     ) -> FakeMatch:
         if not self.reachable:
             raise Unreachable("gone")
-        self.matches.append(FakeMatch(self, keys, request, advice, tokens, pending_s))
+        self.matches.append(FakeMatch(self, keys, request, advice, tokens, pending_s, pending_segment_s))
         return self.matches[-1]
 
     def begin_beat(self) -> FakeBeat:

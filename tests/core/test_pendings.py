@@ -103,6 +103,23 @@ def test_patience_is_bounded() -> None:
     cluster.check()
 
 
+def test_who_misses_little_waits_for_as_little() -> None:
+    cluster, engines, keys = scene(each=1, reservation_s=60.0)
+    store(cluster, engines[2], keys[:2])
+    ask(engines[0].processes[0], engine.Prepare, join_keys(keys[2:]), 2)
+    cluster.run_for(0.05)
+    fields = join_keys(keys), 0.0, True, "", None, 0, 5.0, False
+    short = ask(engines[1].processes[0], engine.Match, *fields, 0.3)
+    whole = ask(engines[3].processes[0], engine.Match, *fields, 100.0)
+    cluster.run_for(0.2)
+    assert (short, whole) == ([], [])
+    cluster.run_for(0.4)
+    assert [(reply.hits, reply.codes[2]) for reply in short] == [(2, Code.PENDING)]
+    assert whole == []
+    cluster.run_for(5.0)
+    assert [reply.hits for reply in whole] == [2]
+
+
 def test_an_engine_that_dies_while_it_waits_leaves_nothing() -> None:
     cluster, engines, keys = scene(each=1)
     ask(engines[0].processes[0], engine.Prepare, join_keys(keys), 0)

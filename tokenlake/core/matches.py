@@ -110,7 +110,7 @@ class Matches:
     def _ask(self, match: MatchUnderWay) -> None:
         """First round: of every key that is not here a copy where it is hot, else both candidates, this node last."""
         if match.request.pending_s:
-            match.waits = Waiting(self._context.now, match.request.pending_s)
+            match.waits = Waiting(self._context.now, match.request.pending_s, match.request.pending_segment_s)
         match.arrivals = self._context.store.arrivals
         missing = match.missing()
         candidates = self._context.ring.candidates(join_keys([match.keys[index] for index in missing]))
@@ -288,6 +288,7 @@ class Matches:
         if waits is not None:
             self._recheck(match)
             gap = match.found(len(match.keys))
+            waits.lacks(len(match.keys) - gap)
             if self._patient(match, waits, gap):
                 match.parked = True
                 if match.codes[gap] == Code.PENDING:

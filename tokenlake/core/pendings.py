@@ -34,11 +34,22 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.05
 class Waiting:
     """One match's patience."""
 
-    def __init__(self, now: float, pending_s: float) -> None:
+    def __init__(self, now: float, pending_s: float, segment_s: float = 0.0) -> None:
+        """`segment_s`: of `pending_s`, for each segment that is missing; 0: all of it."""
+        self._segment_s = segment_s
         self.pending_s = min(pending_s, MAX_PENDING_S)
         self.until = now + self.pending_s
         self.pause_s = FIRST_PAUSE_S
         self.waited = False
+
+
+    def lacks(self, segments: int) -> None:
+        """So many are missing. Only what is said first counts: the fewer are left, the longer it has waited."""
+        segment_s, self._segment_s = self._segment_s, 0.0
+        if segment_s:
+            less = max(0.0, self.pending_s - segments * segment_s)
+            self.pending_s -= less
+            self.until -= less
 
 
 class Pendings:

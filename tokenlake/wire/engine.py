@@ -120,6 +120,8 @@ class Match(_Message, frozen=True, tag=4):
     is, the others wait so long for the caller."""
     planned: bool = False
     """It is one of a batch that one scheduler plans: hot segments are spread over their copies exactly."""
+    pending_segment_s: Seconds = 0.0
+    """Of `pending_s`, so much for each segment that is missing; 0: all of it."""
 
 
 class Matched(_Message, frozen=True, tag=5):

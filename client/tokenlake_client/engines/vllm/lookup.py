@@ -123,9 +123,11 @@ class LookupPool(Protocol):
         advice: Advice | None = None,
         tokens: int = 0,
         pending_s: float = 0.0,
+        pending_segment_s: float = 0.0,
     ) -> _Pending:
         """Ask which of these the pool has. `request`: its name in the logs. `tokens`: of the prompt. `pending_s`: how
-        long the answer may wait for somebody who computes what is missing."""
+        long the answer may wait for somebody who computes what is missing; `pending_segment_s`: of that, for each
+        segment that is."""
         ...
 
     def begin_beat(self) -> _PendingBeat:
@@ -169,12 +171,14 @@ class Lookup:
         deadline_s: float,
         clock: Callable[[], float],
         pending_s: float = 0.0,
+        segment_s: float = 0.0,
     ) -> None:
         """`keys`: that it asks for. `here`: this node's name. `pending_s`: so long the answer may wait for somebody who
-        computes what is missing."""
+        computes what is missing; `segment_s`: of that, for each segment that is."""
         self.pending = pending
         self.keys = keys
         self.pending_s = pending_s
+        self._segment_s = segment_s
         self._here = here
         self._deadline_s = deadline_s
         self._clock = clock
@@ -193,6 +197,11 @@ class Lookup:
     def waits(self) -> bool:
         """May the first answer still be waiting for somebody who computes what is missing?"""
         return self.pending_s > 0 and self.lease is None
+
+    @property
+    def missing_s(self) -> float:
+        """Of `pending_s`, once the answer is here, what is due to the segments that are missing."""
+        return min(self.pending_s, self._segment_s * (len(self.keys) - self.hits))
 
     def poll(self) -> bool:
         """Is the answer here? Raises `TokenLakeError` when it will never be."""
@@ -283,18 +292,26 @@ class Desk:
         advice: Advice | None = None,
         tokens: int = 0,
         pending_s: float = 0.0,
+        segment_s: float = 0.0,
     ) -> Lookup | None:
         """None while an answer is owed. `request`: its name in the logs. `tokens`: of the prompt. `pending_s`: how long
-        the answer may wait for somebody who computes what is missing. Raises `TokenLakeError`."""
+        the answer may wait for somebody who computes what is missing; `segment_s`: of that, for each segment that is.
+        Raises `TokenLakeError`."""
         if self._owed is not None and not self._settled(self._owed):
             return None
         deadline_s = self._deadline_s
         pending = pool.begin_match(
-            keys, deadline_s=deadline_s, request=request, advice=advice, tokens=tokens, pending_s=pending_s
+            keys,
+            deadline_s=deadline_s,
+            request=request,
+            advice=advice,
+            tokens=tokens,
+            pending_s=pending_s,
+            pending_segment_s=segment_s,
         )
         if pending_s:
             self._pulse.ask(pool)
-        return Lookup(pending, keys, pool.node, deadline_s, self._clock, pending_s)
+        return Lookup(pending, keys, pool.node, deadline_s, self._clock, pending_s, segment_s)
 
     def late(self, lookup: Lookup) -> bool:
         """Give `lookup` up if its time is over; True then. Raises `TokenLakeError`."""

@@ -29,9 +29,10 @@ LEAST_S = 0.02
 class Patience:
     """Of one engine. For the scheduler's thread."""
 
-    def __init__(self, worth: Loads, *, stores: bool) -> None:
+    def __init__(self, worth: Loads, segment_tokens: int, *, stores: bool) -> None:
         """`stores`: what is computed here is stored."""
         self._worth = worth
+        self._segment = segment_tokens
         self._stores = stores
         self._computing: dict[str, tuple[int, SegmentKey]] = {}
         """By request, the first segment that the pool did not have: its place in the prompt, and its key."""
@@ -44,6 +45,11 @@ class Patience:
         if not self._stores or expected is None or expected < LEAST_S or not self._worth.pays(total):
             return 0.0
         return min(PATIENCE * expected, LONGEST_S)
+
+    def segment_s(self, total: int) -> float:
+        """Of it, for each segment of the prompt that turns out to be missing: as for the last one, which is computed
+        behind all others. Only where `seconds` is not 0."""
+        return PATIENCE * (self._worth.prefill_s(total, max(0, total - self._segment)) or 0.0)
 
     def computes(self, request: str, index: int, key: SegmentKey) -> None:
         """The pool lacks `key`, segment `index` of `request`: it is computed here."""

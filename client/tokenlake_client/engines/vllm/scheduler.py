@@ -68,7 +68,7 @@ class SchedulerSide:
         self._worth = Loads(self.rates, self._segment, segment_bytes, clock)
         self._clock = clock
         self._desk = Desk(settings.match_ms / 1e3, clock)
-        self._patience = Patience(self._worth, stores=settings.save)
+        self._patience = Patience(self._worth, self._segment, stores=settings.save)
         self._entries: dict[str, Entry] = {}
         self._loading = Loading(self._worth.measured)
         self._storing = Storing(settings, block_tokens, shared=shared)
@@ -117,7 +117,7 @@ class SchedulerSide:
         if lookup.hits < len(lookup.keys):
             self._patience.computes(request.request_id, lookup.hits, lookup.keys[lookup.hits])
             if lookup.pending_s:
-                entry.gap, entry.claim_s = lookup.hits, lookup.pending_s
+                entry.gap, entry.claim_s = lookup.hits, lookup.missing_s
         return self._weigh(entry, lookup)
 
     def _in_vain(self, entry: Entry, lookup: Lookup) -> bool:
@@ -295,7 +295,8 @@ class SchedulerSide:
         keys = entry.keys(pool, self._settings.salt)[:count]
         patient = patient and not self._patience.computed_here(keys)
         pending_s = self._patience.seconds(total, entry.local) if patient else 0.0
-        entry.lookup = self._desk.begin(pool, keys, entry.request.request_id, entry.advice, total, pending_s)
+        waits = pending_s, self._patience.segment_s(total) if pending_s else 0.0
+        entry.lookup = self._desk.begin(pool, keys, entry.request.request_id, entry.advice, total, *waits)
         return entry.lookup is not None
 
     def _claim(self, entry: Entry, seconds: float) -> None:
