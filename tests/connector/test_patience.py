@@ -57,6 +57,11 @@ def test_nothing_is_waited_for_where_nothing_is_measured_or_soon_computed_or_dea
     load(slow, LoadTime(0.0, 8.0))
     asked(slow)
     assert slow.pool.matches[-1].pending_s == 0.0
+    far = Bench()
+    prefill(far)
+    load(far, LoadTime(8.0, 0.0), "far")
+    asked(far)
+    assert far.pool.matches[-1].pending_s == 0.0
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
@@ -216,8 +221,9 @@ def test_a_prompt_of_one_step_claims_nothing_more() -> None:
     bench = measured()
     one = asked(bench)
     computes(bench, one)
-    bench.step(one, 0, TOKENS)
+    (save,) = bench.step(one, 0, TOKENS).saves
     assert bench.pool.claimed == []
+    assert save.claimed, "by the question"
 
 
 def test_what_is_given_up_is_waited_for_no_longer_unless_another_request_computes_it() -> None:

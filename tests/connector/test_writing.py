@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
+from tests.connector.fakes import FakePool
 from tokenlake.wire import Code
 from tokenlake_client.engines.vllm.counters import Counters
 from tokenlake_client.engines.vllm.plan import SavePlan
@@ -115,3 +117,17 @@ def test_a_rank_that_stores_nothing_is_done_at_once() -> None:
     saves, _ = writer(Recorder())
     saves.skip(5)
     assert saves.done == 5
+
+
+@pytest.mark.parametrize("claimed", [True, False])
+def test_what_is_refused_is_waited_for_no_longer(claimed: bool) -> None:
+    pool, counters = FakePool(), Counters()
+    codes = bytes([Code.COMMITTED, Code.WRITE_BUDGET, Code.EXISTS])
+    saves = SaveWriter(
+        Recorder(), lambda pool, plan, fill: codes, counters, lambda what, error: None, tokens=4, queue=8
+    )
+    save = SavePlan(1, "r", 0, (b"a", b"b", b"c"), (1, 2, 3), claimed=claimed)
+    saves.submit(save, lambda: pool, lambda: None)
+    assert saves.flush(10)
+    assert pool.claimed == ([((b"b",), 0.0)] if claimed else [])
+    assert (counters.read().tokens_stored, counters.read().tokens_not_stored) == (4, 8)

@@ -44,6 +44,8 @@ class SavePlan:
     """Of the daemon that granted it."""
     advice: Advice | None = None
     """Of the request, where the rank reserves the slots."""
+    claimed: bool = False
+    """Others wait for it, where the rank reserves the slots: what is refused it takes back."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,10 @@ class Storing:
         self._last += 1
         self._blocks[self._last] = frozenset(blocks)
         if reserved is None:
-            return [SavePlan(self._last, name, segments.start, tuple(keys), blocks, advice=entry.advice)]
+            claimed = entry.gap is not None
+            return [
+                SavePlan(self._last, name, segments.start, tuple(keys), blocks, advice=entry.advice, claimed=claimed)
+            ]
         self._reservations[self._last] = reserved
         write = int(reserved.id), reserved.incarnation
         return [SavePlan(self._last, name, segments.start, tuple(keys), blocks, *write)]

@@ -62,12 +62,13 @@ class Loads:
         return fit.seconds(total - local, local) if fit.known else None
 
     def pays(self, total: int) -> bool:
-        """Is loading all segments of a prompt worth it where they are in this node's arena? Only where the time of
-        its prefill is known."""
+        """Is loading all segments of a prompt worth it, from the slowest node that is known? Only where the time of its
+        prefill is known."""
         until = total - total % self._segment
+        nbytes = until // self._segment * self._bytes
         begin, byte_s = self._known(HERE)
         prefill = self._rates.prefill
-        load_s = begin + byte_s * self._bytes * (until // self._segment)
+        load_s = begin + byte_s * nbytes + self._rates.slowest_fetch_s(nbytes)
         return load_s <= prefill.seconds(total, 0) - prefill.seconds(total - until, until)
 
     def measured(self, owners: Sequence[str], took: LoadTime) -> None:

@@ -167,6 +167,9 @@ class SaveWriter:
         codes = self._store(pool, plan, fill)
         stored = sum(code in (Code.COMMITTED, Code.RESERVED) for code in codes)
         self._counters.add(tokens_stored=stored * self._tokens, tokens_not_stored=(len(codes) - stored) * self._tokens)
+        refused = [key for key, code in zip(plan.keys, codes, strict=False) if plan.claimed and Code(code).refused]
+        if refused:
+            pool.claim(refused, 0.0)
 
     def _lost(self, plan: SavePlan) -> None:
         self._counters.add(tokens_not_stored=len(plan.keys) * self._tokens)
