@@ -12,13 +12,14 @@ from tests.sim.cluster import Cluster
 from tests.sim.engine import Reading, Storing
 from tests.sim.prompts import PROMPTS
 from tests.sim.test_cluster_machine import NODES, ClusterMachine
-from tokenlake.core import hot, hot_copies, hot_home
+from tokenlake.core import hot, hot_copies, hot_home, turns
 from tokenlake.core.hot_copies import COPIED
 from tokenlake.core.hot_home import DEMOTED, PROMOTED
 from tokenlake.core.pendings import CLAIMED, WAITED
+from tokenlake.core.turns import DELAYED, NAMED
 from tokenlake.hot import rule as hot_rule
 
-SEEN = dict.fromkeys((PROMOTED, DEMOTED, COPIED, WAITED, CLAIMED), 0)
+SEEN = dict.fromkeys((PROMOTED, DEMOTED, COPIED, WAITED, CLAIMED, NAMED, DELAYED), 0)
 """Over all examples: the machine must meet what it is for."""
 
 
@@ -66,5 +67,6 @@ def test_copies_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hot_copies, "UNLISTED_S", 0.3)
     monkeypatch.setattr(hot_home, "REFUSED_S", 0.1)
     monkeypatch.setattr(hot, "KEPT_S", 0.5)
+    monkeypatch.setattr(turns, "FEW", 1)
     run_state_machine_as_test(HotMachine, settings=settings(max_examples=25, stateful_step_count=30))
     assert all(SEEN.values()), {metric.name: count for metric, count in SEEN.items()}

@@ -138,8 +138,8 @@ def send_unpinned(patch: pytest.MonkeyPatch) -> None:
     """Slots are sent without a pin of their own: another life of the slot goes out."""
     original = Serving.pull
 
-    def pull(self: Serving, stream: int, tenant: Any, keys: Any, **how: Any) -> None:
-        original(self, stream, tenant, keys, **how)
+    def pull(self: Serving, stream: int, node: Any, tenant: Any, keys: Any, **how: Any) -> None:
+        original(self, stream, node, tenant, keys, **how)
         self.sent(stream)
 
     patch.setattr(Serving, "pull", pull)

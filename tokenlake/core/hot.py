@@ -11,6 +11,7 @@ from tokenlake.core.fetches import Fetches
 from tokenlake.core.hot_copies import HotCopies
 from tokenlake.core.hot_home import CROWD_READS, HotHome
 from tokenlake.core.peers import Peers
+from tokenlake.core.turns import Turns
 from tokenlake.hot import COUNTERS, HotItem, KnownSets, draws, less_loaded_of_two
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
@@ -39,6 +40,7 @@ class Hot:
         self._known = KnownSets()
         self.copies = HotCopies(context, peers, fetches, self._known)
         self.home = HotHome(context, peers, self._known, self.copies)
+        self.turns = Turns(context, peers, self._known)
         self._counted: dict[Segment, int] = {}
         """Reads since the last report."""
         self._silent: dict[NodeId, float] = {}
@@ -57,13 +59,19 @@ class Hot:
         self._report()
         self.home.decide()
         self.copies.sweep()
+        self.turns.sweep()
         self._forget_silent()
         self._context.after(self._context.gossip_s, self._turn)
 
     # -- reads
 
-    def sent(self, segments: Sequence[Segment]) -> None:
-        """Other nodes' engines read these here: they could have been read elsewhere."""
+    def sent(self, segments: Sequence[Segment], node: NodeId) -> None:
+        """An engine of `node` reads these here: they could have been read elsewhere."""
+        if self._on:
+            self.turns.begin(node, segments)
+        self._count(segments)
+
+    def _count(self, segments: Sequence[Segment]) -> None:
         counted, crowd = self._counted, False
         for segment in segments if self._counts else ():
             if segment in counted or len(counted) < MAX_COUNTED:
@@ -75,7 +83,7 @@ class Hot:
     def read(self, segments: Sequence[Segment | None]) -> None:
         """Engines of this node read these here: only what is a replica would else have been read elsewhere."""
         if len(self.copies):
-            self.sent([segment for segment in segments if segment is not None and segment.kind is Kind.REPLICA])
+            self._count([segment for segment in segments if segment is not None and segment.kind is Kind.REPLICA])
 
     def _report(self) -> None:
         """Tell the homes what was read most."""
@@ -200,7 +208,11 @@ class Hot:
 
     def census(self) -> dict[str, int]:
         """Entries of each map."""
-        return {"reads to count": len(self._counted), "hot homes silent": len(self._silent)}
+        return {
+            "reads to count": len(self._counted),
+            "segments with readers": len(self.turns),
+            "hot homes silent": len(self._silent),
+        }
 
     def gauges(self) -> dict[str, int]:
         """Hot segments: known of all homes, of this home, and copies of them here."""
@@ -211,3 +223,4 @@ class Hot:
         self._known.check_integrity()
         self.copies.check_integrity()
         self.home.check_integrity()
+        self.turns.check_integrity()

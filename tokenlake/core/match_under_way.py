@@ -47,6 +47,8 @@ class MatchUnderWay:
         """Per key index, (home that named a node, the node named)."""
         self.hot: dict[int, NodeId] = {}
         """Per key index, who was asked instead of the candidates and has not answered."""
+        self.rather: dict[int, NodeId] = {}
+        """Per key index, who is asked beside the one that has it, since many read it there."""
         self.waits: Waiting | None = None
         """Where it may wait for a writer."""
         self.parked = False

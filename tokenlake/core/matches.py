@@ -210,12 +210,13 @@ class Matches:
 
     def _send(self, match: MatchUnderWay, wanted: dict[NodeId, list[int]]) -> None:
         tenant = match.process.session.tenant
+        patient = match.waits is not None and self._pendings.may_come_again(match.waits)
         match.waiting += len(wanted)
         for node, indices in wanted.items():
             packed = join_keys([match.keys[index] for index in indices])
             self._peers.call(
                 node,
-                partial(_lookup, tenant=tenant, keys=packed, request=match.request.request),
+                partial(_lookup, tenant=tenant, keys=packed, request=match.request.request, patient=patient),
                 match.deadline - self._context.now,
                 partial(self._heard, match, node, indices),
             )
@@ -269,7 +270,7 @@ class Matches:
         codes, remotes = match.codes, match.remotes
         for index, code in zip(indices, reply.codes, strict=True):
             if code == _LOCAL:
-                if remotes[index] is None:
+                if remotes[index] is None or match.rather.get(index) == node:
                     remotes[index] = node
                     codes[index] = _REMOTE
             elif code == _ELSEWHERE:
@@ -281,6 +282,13 @@ class Matches:
                 match.denied.add((index, node))
             elif code in _HOME_ANSWERS and code < codes[index]:
                 codes[index] = code
+        rather = NodeId(reply.rather)
+        # A candidate was asked, and has answered or will.
+        for index in indices if self._peers.usable(rather) else ():
+            if remotes[index] == node and rather not in match.candidates[index] and (index, rather) not in match.asked:
+                match.asked.add((index, rather))
+                match.rather[index] = rather
+                second.setdefault(rather, []).append(index)
 
     def _end(self, match: MatchUnderWay) -> None:
         """Everybody answered: that is all, unless it may wait for whoever computes what is missing."""
@@ -332,15 +340,18 @@ class Matches:
         self._pendings.claim(waits, match.process.session.tenant, key, home, claimed)
 
     def _again(self, match: MatchUnderWay) -> None:
-        """Ask anew about what nobody was found to have, or what nobody answers for any more."""
+        """Ask anew about all that is not here: what was found elsewhere then is what many read there by now."""
         match.parked = False
-        usable = self._peers.usable
-        match.remotes = [node if node is not None and usable(node) else None for node in match.remotes]
+        for node, leases in match.leases.items():
+            self._peers.tell(node, peer_wire.ReleaseLease(tuple(leases)))
+        match.leases.clear()
+        match.remotes = [None] * len(match.keys)
         match.asked.clear()
         match.denied.clear()
         match.hints.clear()
+        match.rather.clear()
         self._recheck(match)
-        self._round(match, [index for index in match.missing() if match.remotes[index] is None])
+        self._round(match, match.missing())
 
     def _finish(self, match: MatchUnderWay) -> None:
         """Lease the longest prefix that was found, give the rest back, answer."""
@@ -455,5 +466,5 @@ class Matches:
         return {"matches": len(self._under_way)}
 
 
-def _lookup(call: int, *, tenant: TenantId, keys: bytes, request: str) -> peer_wire.Lookup:
-    return peer_wire.Lookup(call, tenant, keys, request)
+def _lookup(call: int, *, tenant: TenantId, keys: bytes, request: str, patient: bool) -> peer_wire.Lookup:
+    return peer_wire.Lookup(call, tenant, keys, request, patient=patient)

@@ -243,7 +243,7 @@ class NodeCore:
 
     def _on_pull_asked(self, event: events.PullAsked) -> None:
         keys = split_keys(event.keys)
-        self._serving.pull(event.stream, TenantId(event.tenant), keys, background=event.background)
+        self._serving.pull(event.stream, NodeId(event.node), TenantId(event.tenant), keys, background=event.background)
 
     def _on_lookup(self, node: NodeId, message: peer.Lookup) -> None:
         self._context.emit(Say(node, self._serving.lookup(node, message, split_keys(message.keys))))

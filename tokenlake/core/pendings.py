@@ -42,7 +42,6 @@ class Waiting:
         self.pause_s = FIRST_PAUSE_S
         self.waited = False
 
-
     def lacks(self, segments: int) -> None:
         """So many are missing. Only what is said first counts: the fewer are left, the longer it has waited."""
         segment_s, self._segment_s = self._segment_s, 0.0
@@ -63,6 +62,10 @@ class Pendings:
     def patient(self, waiting: Waiting, code: int) -> bool:
         """May a match whose first gap is `code` be answered later?"""
         return code in (Code.PENDING, Code.MISSING) and self._context.now + waiting.pause_s <= waiting.until
+
+    def may_come_again(self, waiting: Waiting) -> bool:
+        """Is there time to be told to wait by whoever has it, and to ask there after all?"""
+        return self._context.now + 2 * LONGEST_PAUSE_S <= waiting.until
 
     def wait(self, waiting: Waiting, again: Callable[[], None]) -> None:
         """Somebody computes it: ask `again` soon."""

@@ -60,7 +60,8 @@ class Serving:
         self._leases: dict[LeaseId, _PeerLease] = {}
         self._leased: Counter[SlotPool] = Counter()
         """Pins of the leases, by pool."""
-        self._sends: dict[int, list[Segment]] = {}
+        self._sends: dict[int, tuple[NodeId | None, list[Segment]]] = {}
+        """Segments, and the node whose engine reads them."""
 
     # -- lookups
 
@@ -75,10 +76,15 @@ class Serving:
             for key in self._context.by_home(missing).get(self._context.node, ()):
                 self._home.claim(node, tenant, key, message.claim_s)
         leased = self._within_room(found, codes)
+        rather = self._hot.turns.look(node, leased, patient=message.patient) if leased else None
+        if rather == node:
+            codes, leased, rather = codes.replace(bytes([_LOCAL]), bytes([Code.PENDING])), [], None
         lease = self._grant(node, leased) if leased else LeaseId(0)
         vacancy, load = self._context.vacancy(), self._context.load()
         known, past, age_s = self._deepest(tenant, keys, found)
-        return wire.LookupReply(message.call, lease, bytes(codes), tuple(nodes), vacancy, load, known, past, age_s)
+        return wire.LookupReply(
+            message.call, lease, bytes(codes), tuple(nodes), vacancy, load, known, past, age_s, rather or ""
+        )
 
     def _deepest(self, tenant: TenantId, keys: list[SegmentKey], found: list[Segment | None]) -> tuple[int, Use, float]:
         """Of the last key that is here, or that is remembered: as `LookupReply` tells it."""
@@ -185,8 +191,11 @@ class Serving:
 
     # -- sends
 
-    def pull(self, stream: int, tenant: TenantId, keys: list[SegmentKey], *, background: bool = False) -> None:
-        """Pin what is here and send it; what is not is LOST. `background`: to be kept there, no engine reads it now."""
+    def pull(
+        self, stream: int, node: NodeId, tenant: TenantId, keys: list[SegmentKey], *, background: bool = False
+    ) -> None:
+        """Pin what is here and send it to `node`; what is not is LOST. `background`: to be kept there, no
+        engine reads it now."""
         found = self._context.ready(tenant, keys)
         sizes = {segment.slot_bytes for segment in found if segment is not None}
         slot_bytes = sizes.pop() if len(sizes) == 1 else 0
@@ -194,26 +203,29 @@ class Serving:
         sent = [segment for segment in found if segment is not None] if slot_bytes else []
         codes = bytes(Code.LOCAL if segment is not None and slot_bytes else Code.LOST for segment in found)
         self._context.store.pin(*sent)
-        self._sends[stream] = sent
+        self._sends[stream] = (None if background else node), sent
         self._context.counters.add(SENT, len(sent))
         self._context.counters.add(SENT_BYTES, len(sent) * slot_bytes)
         if not background:
             self._context.counters.add(SENT_TO_READERS, len(sent))
             self._context.served(tenant, len(sent) * slot_bytes)
-            self._hot.sent(sent)
+            self._hot.sent(sent, node)
         slots = b"".join(segment.packed for segment in sent)
         checksums = b"".join(segment.checksums for segment in sent)
         self._context.emit(SendBulk(stream, slot_bytes, codes, slots, checksums))
 
     def sent(self, stream: int) -> None:
         """The sender returned."""
-        self._context.store.unpin(*self._sends.pop(stream, []))
+        node, segments = self._sends.pop(stream, (None, []))
+        self._context.store.unpin(*segments)
+        if node is not None:
+            self._hot.turns.done(node, segments)
 
     def pinned(self) -> Iterator[Segment]:
         """A segment per pin held here; for integrity checks."""
         for lease in self._leases.values():
             yield from lease.segments
-        for segments in self._sends.values():
+        for _, segments in self._sends.values():
             yield from segments
 
     def census(self) -> dict[str, int]:

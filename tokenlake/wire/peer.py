@@ -131,6 +131,8 @@ class Lookup(_Message, frozen=True, tag=4):
     request: RequestName = ""
     claim_s: Seconds = 0.0
     """Above 0: what is answered with MISSING counts as PENDING at the caller from now on, for so long."""
+    patient: bool = False
+    """What is there but on its way to many may be answered with PENDING: the caller comes again."""
 
 
 class LookupReply(_Message, frozen=True, tag=5):
@@ -151,6 +153,8 @@ class LookupReply(_Message, frozen=True, tag=5):
     """How that one was used before."""
     past_age_s: Seconds = 0.0
     """How long ago, in the workload's time."""
+    rather: str = ""
+    """Who was sent what is leased here, of late, and is to be asked for it: many read it here. Empty: nobody."""
 
 
 class ReleaseLease(_Message, frozen=True, tag=6):

@@ -1,0 +1,250 @@
+"""What many want at once is sent by few."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.core.scenes import ask, calm, copies, fetch, kinds, match, placed, said, store, tell
+from tests.sim.cluster import Cluster
+from tests.sim.engine import Engine, Reading, Storing
+from tokenlake.core import events, instructions, turns
+from tokenlake.core.turns import DELAYED, FEW, KEPT_S, NAMED
+from tokenlake.identity import NodeId, SegmentKey
+from tokenlake.metrics import Metric
+from tokenlake.store import Kind
+from tokenlake.wire import Code, engine, peer
+
+CROWD = 12
+
+
+def scene(nodes: int = 6, **rules: Any) -> tuple[Cluster, list[Engine], SegmentKey]:
+    """A segment of node 0, of which it has the only copy, and an engine on each node."""
+    cluster = calm(nodes, **rules)
+    engines = [cluster.join(node) for node in range(nodes)]
+    cluster.run_for(0.1)
+    # What is to be pushed to node 1 stays here.
+    cluster.link("n0", "n1").cut(0.5)
+    (key,) = placed(cluster, 0, 1)
+    store(cluster, engines[0], [key])
+    cluster.run_for(1.0)
+    assert kinds(cluster, key) == {0: Kind.HOME}
+    return cluster, engines, key
+
+
+def read(cluster: Cluster, reader: Engine, keys: Sequence[SegmentKey]) -> None:
+    found = match(cluster, reader, keys)
+    assert found.hits == len(keys)
+    assert fetch(cluster, reader, found.lease, found.hits).codes == bytes([Code.LOCAL]) * len(keys)
+    tell(cluster, reader.processes[0], engine.Release(((found.lease, 0, found.hits),)))
+
+
+def pulls(cluster: Cluster) -> Counter[str]:
+    """From whom segments were fetched for engines."""
+    fetched: Counter[str] = Counter()
+    for node in range(len(cluster.nodes)):
+        for order in said(cluster, node, instructions.StartFetch):
+            if not order.background:
+                fetched[order.node] += len(order.keys) // 32
+    return fetched
+
+
+def total(cluster: Cluster, metric: Metric) -> int:
+    return sum(int(cluster.core(node).counters[metric]) for node in range(len(cluster.nodes)))
+
+
+def test_the_third_reads_where_it_was_just_sent() -> None:
+    cluster, engines, key = scene()
+    for reader in engines[2:]:
+        read(cluster, reader, [key])
+    assert total(cluster, NAMED) == len(engines) - 2 - FEW
+    assert pulls(cluster)["n0"] == FEW
+    assert pulls(cluster).total() == len(engines) - 2
+    cluster.settle()
+    cluster.check_settled()
+
+
+def test_it_is_forgotten_to_whom_it_was_sent() -> None:
+    cluster, engines, key = scene()
+    for reader in engines[2:]:
+        cluster.run_for(KEPT_S + 0.5)
+        assert cluster.core(0).census()["segments with readers"] == 0
+        read(cluster, reader, [key])
+    assert pulls(cluster) == {"n0": len(engines) - 2}
+
+
+@pytest.mark.parametrize("mode", ["off", "observe"])
+def test_nobody_takes_turns_unless_the_hot_set_is_on(mode: str) -> None:
+    cluster, engines, key = scene(hot=mode)
+    for reader in engines[2:]:
+        read(cluster, reader, [key])
+    assert pulls(cluster) == {"n0": len(engines) - 2}
+
+
+def test_a_crowd_that_waits_for_the_first_writer_reads_from_each_other() -> None:
+    cluster = calm(CROWD, regions=8, dirty_share=1.0, session_reserve_share=1.0)
+    engines = [cluster.join(node) for node in range(CROWD)]
+    keys = [*placed(cluster, 1, 2, 1), *placed(cluster, 3, 4, 2)]
+    writer, *readers = engines
+    writer.store(keys, 0, Storing(fill_s=0.3))
+    cluster.run_for(0.05)
+    for reader in readers:
+        reader.read(keys, Reading(hold_s=0.05, pending_s=3.0))
+    cluster.run_for(2.0)
+    assert [reader.answers[0].hits for reader in readers] == [len(keys)] * len(readers)
+    assert [reader.answers[1].codes for reader in readers] == [bytes([Code.LOCAL] * len(keys))] * len(readers)
+    assert max(pulls(cluster).values()) <= 2 * FEW * len(keys)
+    assert total(cluster, NAMED)
+    assert total(cluster, DELAYED)
+    cluster.settle()
+    cluster.check_settled()
+
+
+def freeze_readers(cluster: Cluster, engines: Sequence[Engine], key: SegmentKey) -> None:
+    """These are sent it, and stand still before they have it."""
+    sends = cluster.core(0)._serving._sends
+    for count, reader in enumerate(engines, 1):
+        found = match(cluster, reader, [key])
+        ask(reader.processes[0], engine.Fetch, found.lease, 0, 1, 0.0)
+        until = cluster.clock.now + 1.0
+        while len(sends) < count and cluster.clock.now < until:
+            cluster.run_for(0.00005)
+        reader.node.freeze()
+    assert len(sends) == len(engines)
+
+
+def test_who_cannot_wait_is_sent_it_as_well() -> None:
+    cluster, engines, key = scene()
+    freeze_readers(cluster, engines[2:4], key)
+    read(cluster, engines[4], [key])
+    assert total(cluster, NAMED) == total(cluster, DELAYED) == 0
+    assert pulls(cluster)["n0"] == 3
+
+
+def test_readers_that_freeze_with_their_turn_keep_nobody_waiting_for_long() -> None:
+    cluster, engines, key = scene()
+    freeze_readers(cluster, engines[2:4], key)
+    began = cluster.clock.now
+    waiting = ask(engines[4].processes[0], engine.Match, key, 0.0, True, "", None, 0, 5.0)
+    while not waiting and cluster.clock.now < began + 5.0:
+        cluster.run_for(0.001)
+    assert waiting[0].hits == 1
+    assert cluster.core(0).counters[DELAYED] > 0
+    assert cluster.clock.now - began < 0.2
+    assert fetch(cluster, engines[4], waiting[0].lease, 1).codes == bytes([Code.LOCAL])
+    for reader in engines[2:4]:
+        reader.node.thaw()
+    cluster.run_for(0.5)
+    cluster.settle()
+    cluster.check_settled()
+
+
+def test_patience_that_ends_finds_what_is_there() -> None:
+    """However long others are being sent it."""
+    cluster, engines, key = scene()
+    readers = cluster.core(0)._hot.turns
+    readers.look = lambda node, segments, *, patient: node if patient else None  # type: ignore[method-assign]
+    waiting = ask(engines[4].processes[0], engine.Match, key, 0.0, True, "", None, 0, 0.5)
+    cluster.run_for(0.3)
+    assert waiting == []
+    cluster.run_for(0.3)
+    assert waiting[0].hits == 1
+    cluster.check()
+
+
+def test_whoever_is_named_and_has_it_no_more_costs_one_question_and_is_not_named_again() -> None:
+    cluster, engines, key = scene(nodes=7)
+    for reader in engines[2:4]:
+        read(cluster, reader, [key])
+    for node in (2, 3):
+        cluster.core(node).store.discard(copies(cluster, key)[node], cluster.clock.now)
+    read(cluster, engines[4], [key])
+    read(cluster, engines[5], [key])
+    assert pulls(cluster) == {"n0": 4}
+    assert cluster.core(0).counters[NAMED] == 2
+    read(cluster, engines[6], [key])
+    assert pulls(cluster)["n0"] == 4
+    assert pulls(cluster).keys() - {"n0"} <= {"n4", "n5"}
+    cluster.check()
+
+
+def test_a_named_node_that_freezes_costs_one_deadline() -> None:
+    cluster, engines, key = scene()
+    for reader in engines[2:4]:
+        read(cluster, reader, [key])
+    for reader in engines[2:4]:
+        reader.node.freeze()
+    began = cluster.clock.now
+    reply = match(cluster, engines[4], [key])
+    assert reply.hits == 1
+    assert cluster.clock.now - began < 1.5 * cluster.core(4).config.match_deadline_s
+    assert fetch(cluster, engines[4], reply.lease, 1).codes == bytes([Code.LOCAL])
+
+
+def test_readers_that_die_are_not_named() -> None:
+    cluster, engines, key = scene()
+    for reader in engines[2:4]:
+        read(cluster, reader, [key])
+    for node in (2, 3):
+        cluster.node(node).crash()
+    cluster.run_for(0.1)
+    read(cluster, engines[4], [key])
+    assert cluster.core(0).counters[NAMED] == 0
+
+
+@pytest.mark.parametrize("named", ["n4", "n0", "n1", "nobody", "n5"])
+def test_a_node_that_names_others_for_nothing_costs_a_question(named: str) -> None:
+    """The reader itself, the liar, a candidate, a stranger, one that has nothing."""
+    cluster, engines, key = scene()
+    liar = cluster.core(0)._hot.turns
+    liar.look = lambda node, segments, *, patient: NodeId(named)  # type: ignore[method-assign]
+    asked = len(said(cluster, 4, peer.Lookup))
+    if named == "n4":
+        # As a frame would say it: the rules of the sender cannot.
+        liar.look = lambda node, segments, *, patient: None  # type: ignore[method-assign]
+        reply = peer.LookupReply(0, 0, b"", (), (0.0, 0.0, 0.0), 0.0, rather="n4")
+        cluster.node(4).deliver(events.PeerSaid("n0", reply))
+    for _ in range(3):
+        found = match(cluster, engines[4], [key])
+        assert found.hits == 1
+        tell(cluster, engines[4].processes[0], engine.Release(((found.lease, 0, 1),)))
+    assert len(said(cluster, 4, peer.Lookup)) - asked <= 3 * 3
+    read(cluster, engines[4], [key])
+    cluster.check()
+    del liar.look
+    cluster.settle()
+    cluster.check_settled()
+
+
+def test_what_is_hot_has_copies_and_takes_no_turns() -> None:
+    cluster, engines, key = scene(replica_share=0.5)
+    for _ in range(6):
+        for reader in engines[1:]:
+            read(cluster, reader, [key])
+            for node, segment in copies(cluster, key).items():
+                if segment.kind is Kind.STAGED and not segment.pins:
+                    cluster.core(node).store.discard(segment, cluster.clock.now)
+        cluster.run_for(0.05)
+    assert cluster.core(0).hot()["known"] == 1
+    named = total(cluster, NAMED)
+    for node in (4, 5):
+        for _ in range(3):
+            cluster.core(node).store.discard(copies(cluster, key)[node], cluster.clock.now)
+            read(cluster, engines[node], [key])
+    assert total(cluster, NAMED) == named
+
+
+def test_its_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "MAX_KEPT", 2)
+    cluster = calm(4)
+    engines = [cluster.join(node) for node in range(4)]
+    keys = placed(cluster, 0, 1, 4)
+    store(cluster, engines[0], keys)
+    found = match(cluster, engines[2], keys)
+    fetch(cluster, engines[2], found.lease, found.hits)
+    assert found.hits == 4
+    assert cluster.core(0).census()["segments with readers"] == 2
+    cluster.check()
