@@ -91,11 +91,19 @@ class MeasuredPool:
         advice: Advice | None = None,
         tokens: int = 0,
         pending_s: float = 0.0,
+        pending_segment_s: float = 0.0,
     ) -> MeasuredLease:
         """See `CachePool`."""
         # Waiting for what others compute is not waiting for the pool.
         with self._watch.call(waited_for=not pending_s):
-            lease = self._pool.match(keys, request=request, advice=advice, tokens=tokens, pending_s=pending_s)
+            lease = self._pool.match(
+                keys,
+                request=request,
+                advice=advice,
+                tokens=tokens,
+                pending_s=pending_s,
+                pending_segment_s=pending_segment_s,
+            )
         if lease.hits < len(keys):
             self._watch.cut_by[Code(lease.codes[lease.hits]).name] += 1
         return MeasuredLease(lease, self._watch)
@@ -118,6 +126,11 @@ class MeasuredPool:
         if Code.COMMITTED in codes:
             self._watch.served()
         return codes
+
+    def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
+        """See `CachePool`."""
+        if not self._watch.flip:
+            self._pool.claim(keys, seconds)
 
     def advise(self, keys: Sequence[SegmentKey], advice: Advice) -> None:
         """See `CachePool`."""

@@ -121,15 +121,23 @@ class Pool:
         advice: Advice | None = None,
         tokens: int = 0,
         pending_s: float = 0.0,
+        pending_segment_s: float = 0.0,
     ) -> Lease:
         """Lease the longest prefix of `keys` that the pool has; `hits` may be 0. Other nodes are asked for at
         most `deadline_s`. `request`: what the logs of all nodes are to call it by; without one it gets a name.
         `pending_s`, at most 10: wait so long where somebody else is about to write what comes next; where nobody is,
         the others wait for the caller, so that a prompt that all ask for at once is computed once.
+        `pending_segment_s`: of it, so much for each segment that turns out to be missing; 0: all of it.
         `advice`: what is known of the request already (`tokenlake.advice`). `tokens`: of the prompt, for `tokenlake
         explain`, which without it knows only of full segments. Raises `Unreachable`."""
         return self.begin_match(
-            keys, deadline_s=deadline_s, request=request, advice=advice, tokens=tokens, pending_s=pending_s
+            keys,
+            deadline_s=deadline_s,
+            request=request,
+            advice=advice,
+            tokens=tokens,
+            pending_s=pending_s,
+            pending_segment_s=pending_segment_s,
         ).wait()
 
     def begin_match(
@@ -145,8 +153,7 @@ class Pool:
         pending_segment_s: float = 0.0,
     ) -> PendingMatch:
         """The same without waiting: `poll` the result. `planned`: one of a batch that is planned as a whole, so what is
-        hot is spread over its copies exactly. `pending_segment_s`: of `pending_s`, so much for each segment that turns
-        out to be missing. Raises `Unreachable`."""
+        hot is spread over its copies exactly. Raises `Unreachable`."""
         self._books.sweep()
         waits = pending_s, planned, pending_segment_s
         return PendingMatch(self._reading, keys, deadline_s, self._named(request), advice, tokens, *waits)

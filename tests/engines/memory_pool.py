@@ -36,6 +36,8 @@ class MemoryPool:
         self.asked: list[tuple[str | None, Advice | None, int]] = []
         self.patience: list[float] = []
         """What each match would have waited."""
+        self.claimed: dict[SegmentKey, float] = {}
+        """For how long, as was said last."""
         self.stored: list[tuple[str | None, Advice | None]] = []
         self.advised: list[tuple[int, Advice]] = []
 
@@ -57,12 +59,13 @@ class MemoryPool:
         advice: Advice | None = None,
         tokens: int = 0,
         pending_s: float = 0.0,
+        pending_segment_s: float = 0.0,
     ) -> CacheLease:
         self.fail("match")
         self.asked.append((request, advice, tokens))
-        self.patience.append(pending_s)
         with self.lock:
             hits = next((i for i, key in enumerate(keys) if key not in self.segments), len(keys))
+        self.patience.append(min(pending_s, pending_segment_s * (len(keys) - hits)))
         return MemoryLease(self, keys, hits)
 
     def store_all(
@@ -89,6 +92,10 @@ class MemoryPool:
             self.segments.update(filled)
         codes = [Code.COMMITTED if key in filled else Code.EXISTS for key in keys[:given]]
         return bytes(codes + [self.refuse or Code.EXISTS] * (len(keys) - given))
+
+    def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
+        for key in keys:
+            self.claimed[key] = seconds
 
     def advise(self, keys: Sequence[SegmentKey], advice: Advice) -> None:
         self.advised.append((len(keys), advice))

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.memory_pool import MemoryLease, MemoryPool, as_pool
+from tests.engines.memory_pool import MemoryPool, as_pool
 from tests.engines.models import family, prompt
 from tests.engines.test_auto import FarLease
 from tests.robustness.live import LAYOUT
 from tokenlake.identity import NodeId
 from tokenlake.planner import Rates
 from tokenlake.planner.fits import ENOUGH, NEWEST
+from tokenlake.wire import Code
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
 from tokenlake_client.engines.transformers.measured import LATE, LEAST_S, LONGEST_S, Measured
 
@@ -40,7 +41,7 @@ def measure(rates: Rates, each_s: float, samples: int = ENOUGH) -> None:
 
 
 def patience_s(rates: Rates, found: int, wanted: int) -> float:
-    return Measured(rates).patience_s(LAYOUT, found, wanted)
+    return Measured(rates).patience(LAYOUT, found, wanted).seconds(wanted - found)
 
 
 def test_it_is_what_computing_the_missing_tokens_takes_and_some_more() -> None:
@@ -97,10 +98,11 @@ def serve(model: Any, pool: MemoryPool, mode: Any, rows: int = 1) -> list[float]
 @pytest.mark.parametrize("mode", ["auto", "fetch"])
 def test_a_prompt_is_looked_up_once_and_waited_for_once(model: Any, pool: MemoryPool, mode: str) -> None:
     waits = pytest.approx(LATE * EACH_S * 4 * SEGMENT, rel=0.05)
-    assert serve(model, pool, mode) == [0.0, waits]
+    planned = [0.0] if mode == "auto" else []
+    assert serve(model, pool, mode) == [*planned, waits]
     pool.segments.clear()
     # Planned together, waited for each in its turn.
-    assert sorted(wait > 0 for wait in serve(model, pool, mode, rows=2)) == [False, False, True, True]
+    assert [wait > 0 for wait in serve(model, pool, mode, rows=2)] == [False] * len(2 * planned) + [True] * 2
 
 
 def test_what_is_all_there_is_not_waited_for(model: Any, pool: MemoryPool) -> None:
@@ -128,27 +130,31 @@ def test_what_the_plan_computes_though_it_is_there_is_not_waited_for(
     assert pool.patience[before:] == [0.0]
 
 
-def test_a_second_lease_that_is_shorter_is_given_back(
-    model: Any, pool: MemoryPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A session may not lease without end."""
-    serve(model, pool, "fetch")
-    del pool.segments[list(pool.segments)[-1]]
-    made: list[MemoryLease] = []
-    released: list[MemoryLease] = []
+@pytest.mark.parametrize("mode", ["auto", "fetch"])
+def test_what_is_computed_is_claimed_and_what_is_not_stored_no_more(model: Any, pool: MemoryPool, mode: str) -> None:
+    serve(model, pool, mode)
+    assert len(pool.claimed) == 4
+    assert all(seconds > LEAST_S for seconds in pool.claimed.values())
+    kept = next(iter(pool.segments))
+    pool.segments = {kept: pool.segments[kept]}
+    pool.refuse = Code.WRITE_BUDGET
+    pool.claimed.clear()
+    serve(model, pool, mode)
+    assert kept not in pool.claimed
+    assert [*pool.claimed.values()] == [0.0] * 3
 
-    class Shrinking(MemoryLease):
-        def __init__(self, pool: MemoryPool, keys: Any, hits: int) -> None:
-            super().__init__(pool, keys, max(0, hits - len(made)))
-            made.append(self)
 
-        def release(self, start: int = 0, stop: int | None = None) -> None:
-            released.append(self)
-
-    monkeypatch.setattr("tests.engines.memory_pool.MemoryLease", Shrinking)
-    with TokenLakeEngine(model, as_pool(pool), EngineOptions(mode="fetch", segment_tokens=SEGMENT)) as engine:
+def test_what_finds_no_room_in_the_queue_is_claimed_no_more(model: Any, pool: MemoryPool) -> None:
+    options = EngineOptions(mode="fetch", segment_tokens=SEGMENT, write_queue=0)
+    with TokenLakeEngine(model, as_pool(pool), options) as engine:
         measure(engine.rates, EACH_S, NEWEST)
-        assert engine.prefill(prompt(4 * SEGMENT + 3)).tokens_hit == 3 * SEGMENT
-    assert [lease.hits for lease in made] == [3, 2]
-    assert released[0] is made[1]
-    assert set(map(id, released)) == set(map(id, made))
+        engine.prefill(prompt(4 * SEGMENT + 3))
+        assert engine.counts.tokens_not_stored == 4 * SEGMENT
+    assert [*pool.claimed.values()] == [0.0] * 4
+
+
+def test_who_does_not_wait_claims_nothing(model: Any, pool: MemoryPool) -> None:
+    with TokenLakeEngine(model, as_pool(pool), EngineOptions(segment_tokens=SEGMENT)) as engine:
+        engine.prefill(prompt(4 * SEGMENT + 3))
+        engine.flush()
+    assert not pool.claimed

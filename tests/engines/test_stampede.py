@@ -117,11 +117,14 @@ def engines(cluster: Cluster, count: int, mode: str) -> Iterator[list[TokenLakeE
         ]
 
 
-def at_once(serving: Sequence[TokenLakeEngine], row: list[int]) -> Counts:
+def at_once(
+    serving: Sequence[TokenLakeEngine], row: list[int], meanwhile: Callable[[], object] = lambda: None
+) -> Counts:
     """All serve the prompt, and answer as the model alone does. What they counted together."""
     expected = greedy(TokenLakeEngine(family("llama-gqa")), [row])
     with ThreadPoolExecutor(len(serving)) as threads:
         answers = [threads.submit(greedy, engine, [row]) for engine in serving]
+        meanwhile()
         assert [answer.result(2 * LIMIT_S) for answer in answers] == [expected] * len(serving)
     assert all(engine.flush(LIMIT_S) for engine in serving)
     counts = [engine.counts for engine in serving]
@@ -159,26 +162,48 @@ def test_who_has_measured_nothing_waits_for_nobody(cluster: Cluster, row: list[i
     assert cluster.totals().get(CLAIMED.name, 0.0) == claimed
 
 
-@pytest.mark.parametrize("mode", ["auto", "fetch"])
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
-def test_who_computes_it_and_never_stores_it_is_not_waited_for_without_end(
-    cluster: Cluster, row: list[int], in_vain: list[float], fault: signal.Signals, mode: str
-) -> None:
+@contextmanager
+def computing(cluster: Cluster, row: list[int], mode: str) -> Iterator[subprocess.Popen[str]]:
+    """An engine at the first node that computes the prompt without end."""
     command = [sys.executable, "-c", OTHER_ENGINE, str(cluster.nodes[0].socket), mode, ",".join(map(str, row))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         try:
             assert other.stdout is not None
             assert other.stdout.readline() == "computes\n"
-            with engines(cluster, ENGINES, mode) as serving:
-                for engine in serving[1:]:
-                    expect_prefill(engine, SHORT_S)
-                other.send_signal(fault)
-                counts = at_once(serving[1:], row)
+            yield other
         finally:
             other.kill()
+
+
+@pytest.mark.parametrize("mode", ["auto", "fetch"])
+def test_who_hangs_is_waited_for_no_longer_than_computing_takes(
+    cluster: Cluster, row: list[int], in_vain: list[float], mode: str
+) -> None:
+    with computing(cluster, row, mode) as other, engines(cluster, ENGINES, mode) as serving:
+        for engine in serving[1:]:
+            expect_prefill(engine, SHORT_S)
+        other.send_signal(signal.SIGSTOP)
+        counts = at_once(serving[1:], row)
     assert counts.tokens_computed + counts.tokens_hit == (ENGINES - 1) * TOKENS
-    assert in_vain
     assert counts.tokens_stored >= SEGMENTS * SEGMENT
+    assert in_vain
+
+
+@pytest.mark.parametrize("mode", ["auto", "fetch"])
+def test_who_dies_is_waited_for_no_more(cluster: Cluster, row: list[int], in_vain: list[float], mode: str) -> None:
+    waited = cluster.totals().get(WAITED.name, 0.0)
+    with computing(cluster, row, mode) as other, engines(cluster, ENGINES, mode) as serving:
+        for engine in serving[1:]:
+            expect_prefill(engine, PATIENT_S)
+
+        def kill() -> None:
+            wait_until(lambda: cluster.totals().get(WAITED.name, 0.0) == waited + ENGINES - 1, "both wait")
+            other.kill()
+
+        counts = at_once(serving[1:], row, kill)
+    assert counts.tokens_computed == SEGMENTS * SEGMENT + (ENGINES - 1) * TAIL
+    assert counts.tokens_stored == SEGMENTS * SEGMENT
+    assert not in_vain
 
 
 def test_rows_of_one_batch_wait_for_what_is_computed_already(

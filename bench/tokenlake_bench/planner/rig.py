@@ -131,6 +131,7 @@ class _SaltedPool:
         advice: Advice | None = None,
         tokens: int = 0,
         pending_s: float = 0.0,
+        pending_segment_s: float = 0.0,
     ) -> Lease:
         # Nothing that is computed is stored here, so nobody is waited for.
         return self._pool.match(keys, deadline_s=PATIENT_S, request=request, advice=advice, tokens=tokens)
@@ -150,6 +151,9 @@ class _SaltedPool:
     ) -> bytes:
         # What a request adds would be evicted by nobody and stand in the way of the documents.
         return bytes([Code.EXISTS]) * len(keys)
+
+    def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
+        pass
 
     def advise(self, keys: Sequence[SegmentKey], advice: Advice) -> None:
         pass

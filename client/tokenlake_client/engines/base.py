@@ -74,10 +74,16 @@ class CachePool(Protocol):
         advice: Advice | None = None,
         tokens: int = 0,
         pending_s: float = 0.0,
+        pending_segment_s: float = 0.0,
     ) -> CacheLease:
         """Lease the longest run of present segments from the first key on. `request`: its name in logs and for
         `tokenlake explain`. `tokens`: of the prompt. `pending_s`: wait so long for whoever is about to write what comes
-        next; where nobody is, others wait for the caller."""
+        next; where nobody is, others wait for the caller. `pending_segment_s`: of it, for each missing segment."""
+        ...
+
+    def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
+        """These are about to be computed here: others wait for them, for so long at most; 0: not any more. Never waits,
+        never raises."""
         ...
 
     def store_all(

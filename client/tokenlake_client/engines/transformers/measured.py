@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,7 @@ from tokenlake.identity import NodeId
 from tokenlake.layout import Layout
 from tokenlake.planner import Rates
 
-__all__ = ["LATE", "LEAST_S", "LONGEST_S", "Measured"]
+__all__ = ["IMPATIENT", "LATE", "LEAST_S", "LONGEST_S", "Measured", "Patience"]
 
 LEAST_S = 0.02
 """What is computed faster is not waited for: asking for it takes a part of that."""
@@ -24,27 +24,49 @@ LATE = 1.5
 """Times the prediction: who computes may be slower than this engine, and is to be waited for all the same."""
 
 
+class Patience(NamedTuple):
+    """How long a match may wait for whoever computes what it misses."""
+
+    pending_s: float
+    segment_s: float
+    """Of it, for each segment that is missing."""
+
+    def seconds(self, missing: int) -> float:
+        """For so many."""
+        return min(self.pending_s, missing * self.segment_s)
+
+
+IMPATIENT = Patience(0.0, 0.0)
+
+
 class Measured:
     """Adds to `rates` what took how long. For one thread."""
 
     def __init__(self, rates: Rates) -> None:
         self.rates = rates
 
-    def patience_s(self, layout: Layout, found: int, wanted: int) -> float:
-        """How long to wait for whoever computes segments [found, wanted) of a prompt; 0: compute them.
+    def patience(self, layout: Layout, found: int, wanted: int) -> Patience:
+        """How long to wait for whoever computes segments [found, wanted) of a prompt, or those of them that turn out to
+        be missing. `IMPATIENT`: compute them.
 
         Who began before this engine asked will have computed them when this engine would have, then stores them, and
-        this engine reads them. 0 where storing and reading take longer than computing; where the pool lets nobody wait
-        for so long; and until enough was measured: a guess is wrong by a factor of thousands on some machine.
+        this engine reads them. Not where storing and reading take longer than computing, nor where the pool lets nobody
+        wait for so long, nor until enough was measured: a guess is wrong by a factor of thousands on some machine.
         """
-        new, nbytes = (wanted - found) * layout.segment_tokens, (wanted - found) * layout.segment_bytes
-        if new <= 0 or not self.rates.prefill.known:
-            return 0.0
-        compute_s = self.rates.prefill.seconds(new, found * layout.segment_tokens)
-        pass_on_s = 2 * self.rates.copy.seconds(nbytes) + self.rates.slowest_fetch_s(nbytes)
+        if wanted <= found or not self.rates.prefill.known:
+            return IMPATIENT
+        compute_s, pass_on_s = self._takes(layout, found, wanted)
         if compute_s < LEAST_S or pass_on_s > compute_s or compute_s + pass_on_s > LONGEST_S:
-            return 0.0
-        return min(LATE * (compute_s + pass_on_s), LONGEST_S)
+            return IMPATIENT
+        # The last one is computed behind all others.
+        each_s = sum(self._takes(layout, wanted - 1, wanted))
+        return Patience(min(LATE * (compute_s + pass_on_s), LONGEST_S), LATE * each_s)
+
+    def _takes(self, layout: Layout, start: int, stop: int) -> tuple[float, float]:
+        """Computing segments [start, stop) of a prompt, and then storing them and reading them elsewhere."""
+        nbytes = (stop - start) * layout.segment_bytes
+        compute_s = self.rates.prefill.seconds((stop - start) * layout.segment_tokens, start * layout.segment_tokens)
+        return compute_s, 2 * self.rates.copy.seconds(nbytes) + self.rates.slowest_fetch_s(nbytes)
 
     @contextmanager
     def prefill(self, new: int, prefix: int, device: Any) -> Iterator[None]:

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from tokenlake.identity import SegmentKey
-from tokenlake.layout import Layout
-from tokenlake_client.engines.base import Asked, CacheLease, CachePool
-from tokenlake_client.engines.transformers.measured import Measured
+from tokenlake_client.engines.base import Asked, CachePool
+from tokenlake_client.engines.transformers.measured import IMPATIENT, LEAST_S, Measured
 from tokenlake_client.engines.transformers.slots import LayerPair, read_segments
 
 __all__ = ["PartialLoad", "compute", "load"]
+
+LEAST_WAIT_S = 0.005
+"""A match that waited took as long."""
 
 
 class PartialLoad(Exception):
@@ -39,26 +41,33 @@ def load(
     """Copy the longest known prefix of `keys` into `layers` ([heads, tokens, dim] each) and return its
     length in tokens. Leases at most `window` segments longer than their copy takes.
 
-    `found`: segments that the pool had a moment ago; None: it is asked. Whoever computes what comes next is waited for
-    (`Measured.patience_s`). Where nobody does, others wait for the caller, who is to compute and store it at once.
+    `found`: segments that the pool had a moment ago; None: it was not asked. Whoever computes what comes next is waited
+    for (`Measured.patience`). Where nobody does, others wait for the caller, who is to compute and store it at once.
 
     Raises `PartialLoad` from whatever the pool raised.
     """
     layout = pool.layout
     loaded = 0
-    patience_s = 0.0 if found is None else measured.patience_s(layout, found, len(keys))
-    if not patience_s:
+    patience = measured.patience(layout, found or 0, len(keys))
+    if patience is IMPATIENT:
         keys = keys[:found]
     if not keys:
         return 0
-    ask = partial(pool.match, request=asked.name, advice=asked.advice, tokens=asked.tokens)
     began = time.perf_counter()
     try:
-        if found is None:
-            lease, patience_s = _look(ask, keys, layout, measured)
-        else:
-            lease = ask(keys, pending_s=patience_s)
-        with lease:
+        with pool.match(
+            keys,
+            request=asked.name,
+            advice=asked.advice,
+            tokens=asked.tokens,
+            pending_s=patience.pending_s,
+            pending_segment_s=patience.segment_s,
+        ) as lease:
+            waited = time.perf_counter() - began > LEAST_WAIT_S and patience is not IMPATIENT
+            claim_s = patience.seconds(len(keys) - lease.hits)
+            if claim_s >= LEAST_S:
+                # The match claimed the first of them, for as long. But these claims end with this process if it dies.
+                pool.claim(keys[lease.hits :], claim_s)
             nodes = lease.nodes() if lease.local_hits < lease.hits else []
             while loaded < lease.hits:
                 stop = min(loaded + window, lease.hits)
@@ -80,30 +89,9 @@ def load(
                     break
     except Exception as error:
         raise PartialLoad(loaded * layout.segment_tokens) from error
-    if not nodes and not patience_s:
+    if not nodes and not waited:
         measured.copy(loaded * layout.segment_bytes, time.perf_counter() - began)
     return loaded * layout.segment_tokens
-
-
-def _look(
-    ask: Callable[..., CacheLease], keys: Sequence[SegmentKey], layout: Layout, measured: Measured
-) -> tuple[CacheLease, float]:
-    """Lease what there is of `keys` after whatever wait that is worth; and how long it may have been."""
-    first = ask(keys)
-    patience_s = measured.patience_s(layout, first.hits, len(keys))
-    if not patience_s:
-        return first, 0.0
-    later = None
-    try:
-        later = ask(keys, pending_s=patience_s)
-    finally:
-        # Not before: to be found again would be another use. A session that may not lease it twice keeps the first.
-        if later is None or later.hits >= first.hits:
-            first.release()
-    if later.hits >= first.hits:
-        return later, patience_s
-    later.release()
-    return first, patience_s
 
 
 def compute(

@@ -88,7 +88,8 @@ class Writer:
         self._thread: threading.Thread | None = None
 
     def submit(self, task: StoreTask) -> bool:
-        """Queue `task`; False, and its tokens counted as not stored, when the queue is full."""
+        """Queue `task`; False when the queue is full: its tokens are counted as not stored, and nobody waits for
+        them."""
         with self._changed:
             accepted = not self._closed and len(self._waiting) < self._limit
             if accepted:
@@ -98,6 +99,7 @@ class Writer:
                     self._thread = threading.Thread(target=self._run, name="tokenlake-store", daemon=True)
                     self._thread.start()
         if not accepted:
+            task.pool.claim(task.keys, 0.0)
             self._counters.add(tokens_not_stored=len(task.keys) * task.layout.segment_tokens)
         return accepted
 
@@ -157,6 +159,9 @@ class Writer:
                 tokens_not_stored=(len(task.keys) - done) * size,
                 tokens_refused=len(refused) * size,
             )
+            if done < len(task.keys):
+                # Nobody need wait for them any longer; what is there already is not concerned.
+                task.pool.claim(task.keys, 0.0)
         for code in refused:
             if code not in self._refused:
                 self._refused.add(code)
