@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ from tests.robustness.live import (
     wait_pushed,
     wait_until,
 )
-from tokenlake.identity import LeaseId
+from tokenlake.identity import LeaseId, SegmentKey
 from tokenlake.wire import Code
 from tokenlake_bench.cluster import Cluster
 from tokenlake_client import Pool
@@ -143,6 +143,54 @@ def test_a_prompt_that_all_ask_for_at_once_is_computed_once(three: Cluster) -> N
             with pending.wait() as lease:
                 assert lease.hits == 12
                 assert prompt.wrong(lease.fetch(deadline_s=LIMIT_S)) == 0
+
+
+def claimed(pool: Pool, keys: Sequence[SegmentKey], code: Code) -> None:
+    """Wait until this is what the homes say of all."""
+    wait_until(lambda: set(pool.match(keys, deadline_s=PATIENT_S).codes) == {code}, f"all are {code.name}")
+
+
+def test_a_prompt_that_is_stored_in_parts_is_waited_for_to_its_end(three: Cluster) -> None:
+    prompt = Prompt(8, 12)
+    with three.connect(0, LAYOUT) as first, three.connect(1, LAYOUT) as second:
+        keys = first.prefix(prompt.tokens).keys
+        first.claim(keys, 10.0)
+        claimed(second, keys, Code.PENDING)
+        waiting = second.begin_match(keys, deadline_s=PATIENT_S, pending_s=10.0)
+        for start in range(0, 12, 4):
+            assert waiting.poll() is None
+            part = [np.frombuffer(prompt.content(index), np.uint8) for index in range(start, start + 4)]
+            assert set(first.store_all(keys[start : start + 4], part, start, 20.0)) == {Code.COMMITTED}
+        with waiting.wait() as lease:
+            assert lease.hits == 12
+            assert prompt.wrong(lease.fetch(deadline_s=LIMIT_S)) == 0
+
+
+def test_claims_end_when_they_are_taken_back_and_with_the_pool(three: Cluster) -> None:
+    with three.connect(1, LAYOUT) as second:
+        with three.connect(0, LAYOUT) as first:
+            keys = first.prefix(Prompt(9, 12).tokens).keys
+            first.claim(keys, 10.0)
+            claimed(second, keys, Code.PENDING)
+            first.claim(keys, 0.0)
+            claimed(second, keys, Code.MISSING)
+            first.claim(keys, 10.0)
+            claimed(second, keys, Code.PENDING)
+        claimed(second, keys, Code.MISSING)
+
+
+def test_a_sign_of_life_is_given_while_a_match_waits(three: Cluster) -> None:
+    with three.connect(0, LAYOUT) as first, three.connect(1, LAYOUT) as second:
+        keys = first.prefix(Prompt(10, 12).tokens).keys
+        first.claim(keys, 10.0)
+        claimed(second, keys, Code.PENDING)
+        waiting = second.begin_match(keys, deadline_s=PATIENT_S, pending_s=10.0)
+        beat = second.begin_beat()
+        wait_until(beat.poll, "the daemon answers")
+        assert waiting.poll() is None
+        first.claim(keys, 0.0)
+        with waiting.wait() as lease:
+            assert (lease.hits, lease.codes[0]) == (0, Code.MISSING)
 
 
 def test_begin_poll_and_cancel(pool: Pool, cluster: Cluster) -> None:
