@@ -39,6 +39,12 @@ class MatchUnderWay:
         """Indices of the keys that this node is a candidate of, until its own directory is asked."""
         self.candidates: dict[int, tuple[NodeId, NodeId]] = {}
         """By index of the keys that are not here."""
+        self.probes: list[int] = []
+        """Of many nodes: indices that are asked about first."""
+        self.later: list[int] = []
+        """Those between and behind, until the probes are answered."""
+        self.round: dict[NodeId, list[int]] = {}
+        """Whom the newest round asked first about which indices."""
         self.asked: set[tuple[int, NodeId]] = set()
         """(key index, who was asked beside the candidates); only ever tested for membership."""
         self.denied: set[tuple[int, NodeId]] = set()

@@ -5,7 +5,8 @@
     Match -> own index -> all here?  yes -> Matched
                 |  no
                 v
-             Lookup to both candidates of every missing key, in parallel;
+             Lookup to both candidates of every missing key, in parallel (of many nodes, to those of some keys first:
+             `probing`);
              where it is hot to one copy, and to its candidates if that one is silent or has it no more
                 |
                 v
@@ -39,6 +40,7 @@ from tokenlake.core.match_under_way import MatchUnderWay
 from tokenlake.core.packing import pack
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.core.pendings import Pendings, Waiting
+from tokenlake.core.probing import MANY_NODES, behind, probes
 from tokenlake.core.sessions import Lease, Process, Sessions
 from tokenlake.core.uses import use_of, with_use
 from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
@@ -115,10 +117,16 @@ class Matches:
         missing = match.missing()
         candidates = self._context.ring.candidates(join_keys([match.keys[index] for index in missing]))
         match.candidates = dict(zip(missing, candidates, strict=True))
-        session = match.process.session
-        planned = match.request.planned
-        match.hot = self._hot.choose(session.tenant, match.keys, missing, session.slot_bytes, planned=planned)
-        self._round(match, missing)
+        self._ask_about(match, self._first(match, missing))
+
+    def _first(self, match: MatchUnderWay, indices: list[int]) -> list[int]:
+        """Which of these to ask about first."""
+        return probes(match, indices) if len(self._context.ring.members) >= MANY_NODES else indices
+
+    def _ask_about(self, match: MatchUnderWay, indices: list[int]) -> None:
+        session, planned = match.process.session, match.request.planned
+        match.hot = self._hot.choose(session.tenant, match.keys, indices, session.slot_bytes, planned=planned)
+        self._round(match, indices)
 
     def _round(self, match: MatchUnderWay, indices: list[int]) -> None:
         limit = self._limit_s(match)
@@ -134,6 +142,7 @@ class Matches:
             if other != home:
                 wanted[other].append(index)
         match.own = wanted.pop(self._context.node, [])
+        match.round = wanted
         if wanted:
             # Mostly those who are asked have everything, and there is nothing left to look up here.
             self._context.after(limit * OWN_SHARE, lambda: self._ask_own(match, wanted))
@@ -144,7 +153,7 @@ class Matches:
     def _ask_own(self, match: MatchUnderWay, asked: dict[NodeId, list[int]]) -> None:
         """Look up in this node's own directory what nobody was found to have yet, unless that was done. Of copies that
         were `asked` first and are still silent the candidates are asked, and nobody waits for what else they say."""
-        if match not in self._under_way or match.parked:
+        if match not in self._under_way or match.parked or match.round is not asked:
             return
         wanted: dict[NodeId, list[int]] = {}
         for node in dict.fromkeys(match.hot.values()):
@@ -291,7 +300,13 @@ class Matches:
                 second.setdefault(rather, []).append(index)
 
     def _end(self, match: MatchUnderWay) -> None:
-        """Everybody answered: that is all, unless it may wait for whoever computes what is missing."""
+        """Everybody answered: that is all, unless there is more to ask about, or it waits for whoever computes what it
+        misses."""
+        if match.later:
+            self._recheck(match)
+            if wanted := behind(match):
+                self._ask_about(match, wanted)
+                return
         waits = match.waits
         if waits is not None:
             self._recheck(match)
@@ -351,7 +366,7 @@ class Matches:
         match.hints.clear()
         match.rather.clear()
         self._recheck(match)
-        self._round(match, match.missing())
+        self._round(match, self._first(match, match.missing()))
 
     def _finish(self, match: MatchUnderWay) -> None:
         """Lease the longest prefix that was found, give the rest back, answer."""
