@@ -67,7 +67,7 @@ class NodeStores:
             self._stores[node].pin(*segments)
         created = self._store_new(chain, hits, advice, now)
         for node, segments in self._by_node(chain[hits:]).items():
-            self._stores[node].touch([segment for segment in segments if not segment.pins], now)
+            self._stores[node].touch([segment for segment in segments if not segment.pins], now, advice)
         for node, segment in reversed(created):
             self._stores[node].publish(segment, b"", now)
             self._stores[node].unpin(segment)
