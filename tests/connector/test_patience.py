@@ -9,7 +9,7 @@ from tests.connector.fakes import FakeRequest
 from tests.connector.side import SEGMENT, Bench, blocks_of, request
 from tests.connector.test_costs import CHEAP, TOKEN_S, load, prefill
 from tokenlake.errors import Unreachable
-from tokenlake_client.engines.vllm.patience import LONGEST_S, PATIENCE
+from tokenlake_client.engines.vllm.patience import LONGEST_S, MOST_WAITING, PATIENCE
 from tokenlake_client.engines.vllm.plan import LoadTime
 
 DEADLINE_S = 0.020
@@ -126,6 +126,26 @@ def test_signs_of_life_are_asked_for_once_in_a_deadline() -> None:
     quiet = Bench()
     quiet.place(request(TOKENS))
     assert quiet.pool.beats == 0
+
+
+def test_so_many_wait_at_a_time_and_others_are_computed() -> None:
+    bench = measured()
+    many = [asked(bench, str(number), TOKENS, 1000 * number) for number in range(2 * MOST_WAITING)]
+    for _ in range(3):
+        assert [bench.side.matched(one, 0) for one in many] == [None] * len(many)
+    assert [match.pending_s > 0 for match in bench.pool.matches[-len(many) :]] == [
+        *[True] * MOST_WAITING,
+        *[False] * MOST_WAITING,
+    ]
+    # One that is given up and one that is answered make room.
+    bench.side.finished(many[0], [], complete=False)
+    bench.pool.answers = True
+    assert bench.side.matched(many[1], 0) == 0
+    bench.pool.answers = False
+    for number in range(3):
+        later = asked(bench, f"later {number}", TOKENS, 100_000 + 1000 * number)
+        assert bench.side.matched(later, 0) is None
+    assert [match.pending_s > 0 for match in bench.pool.matches[-3:]] == [True, True, False]
 
 
 def test_a_daemon_that_dies_meanwhile_ends_the_wait() -> None:

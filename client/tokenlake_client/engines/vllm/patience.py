@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from tokenlake.identity import SegmentKey
 from tokenlake_client.engines.vllm.weighing import Loads
 
-__all__ = ["LEAST_S", "LONGEST_S", "Patience"]
+__all__ = ["LEAST_S", "LONGEST_S", "MOST_WAITING", "PATIENCE", "Patience"]
 
 PATIENCE = 1.5
 """Whoever computes the same may have begun a moment ago, and what it has to store comes a little later than it is
@@ -24,6 +24,8 @@ LONGEST_S = 10.0
 """The pool waits no longer."""
 LEAST_S = 0.02
 """What is computed sooner is not waited for."""
+MOST_WAITING = 16
+"""Requests at a time: what is found of their prompts stays leased while they wait."""
 
 
 class Patience:
@@ -36,6 +38,24 @@ class Patience:
         self._stores = stores
         self._computing: dict[str, tuple[int, SegmentKey]] = {}
         """By request, the first segment that the pool did not have: its place in the prompt, and its key."""
+        self._waiting: dict[str, None] = {}
+        """Requests whose question may wait, and was not answered yet."""
+
+    def begin(self, request: str, keys: Sequence[SegmentKey], total: int, local: int) -> tuple[float, float]:
+        """How long a question for `keys` may wait, and how much of that for each segment that turns out to be missing;
+        zeros where it does not."""
+        if len(self._waiting) >= MOST_WAITING or self.computed_here(keys):
+            return 0.0, 0.0
+        pending_s = self.seconds(total, local)
+        if not pending_s:
+            return 0.0, 0.0
+        self._waiting[request] = None
+        # As for the last segment, which is computed behind all others.
+        return pending_s, PATIENCE * (self._worth.prefill_s(total, max(0, total - self._segment)) or 0.0)
+
+    def answered(self, request: str) -> None:
+        """Its question waits no longer."""
+        self._waiting.pop(request, None)
 
     def seconds(self, total: int, local: int) -> float:
         """For a prompt of `total` tokens, `local` of which vLLM itself has; 0: it does not wait, and nobody waits for
@@ -46,17 +66,13 @@ class Patience:
             return 0.0
         return min(PATIENCE * expected, LONGEST_S)
 
-    def segment_s(self, total: int) -> float:
-        """Of it, for each segment of the prompt that turns out to be missing: as for the last one, which is computed
-        behind all others. Only where `seconds` is not 0."""
-        return PATIENCE * (self._worth.prefill_s(total, max(0, total - self._segment)) or 0.0)
-
     def computes(self, request: str, index: int, key: SegmentKey) -> None:
         """The pool lacks `key`, segment `index` of `request`: it is computed here."""
         self._computing[request] = index, key
 
     def ended(self, request: str) -> None:
         """`request` is done."""
+        self.answered(request)
         self._computing.pop(request, None)
 
     def computed_here(self, keys: Sequence[SegmentKey]) -> bool:

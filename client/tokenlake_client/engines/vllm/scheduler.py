@@ -112,8 +112,10 @@ class SchedulerSide:
             if not self._desk.late(lookup):
                 return None
             self._counters.add(lookups_late=1)
+            self._patience.answered(request.request_id)
             entry.lookup, entry.may_load = None, False
             return 0
+        self._patience.answered(request.request_id)
         if lookup.hits < len(lookup.keys):
             self._patience.computes(request.request_id, lookup.hits, lookup.keys[lookup.hits])
             if lookup.pending_s:
@@ -293,10 +295,10 @@ class SchedulerSide:
         if pool is None or not count:
             return False
         keys = entry.keys(pool, self._settings.salt)[:count]
-        patient = patient and not self._patience.computed_here(keys)
-        pending_s = self._patience.seconds(total, entry.local) if patient else 0.0
-        waits = pending_s, self._patience.segment_s(total) if pending_s else 0.0
-        entry.lookup = self._desk.begin(pool, keys, entry.request.request_id, entry.advice, total, *waits)
+        name = entry.request.request_id
+        self._patience.answered(name)
+        waits = self._patience.begin(name, keys, total, entry.local) if patient else (0.0, 0.0)
+        entry.lookup = self._desk.begin(pool, keys, name, entry.advice, total, *waits)
         return entry.lookup is not None
 
     def _claim(self, entry: Entry, seconds: float) -> None:
