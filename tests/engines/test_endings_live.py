@@ -26,8 +26,8 @@ NEW = 2 * SEGMENT
 CHAT = Advice(Outlook.GOES_ON, "chat", priority=1)
 
 
-def advice_of(log: Path, keys: Sequence[SegmentKey]) -> list[Advice]:
-    """What a daemon that left this log knew of the segments in its end, but for what it saw by itself."""
+def known_of(log: Path, keys: Sequence[SegmentKey]) -> list[Advice]:
+    """What a daemon that left this log knew of the segments in its end."""
     records = recording._records(log)
     core = NodeCore(msgspec.msgpack.decode(next(records), type=CoreConfig))
     core.start(msgspec.msgpack.decode(next(records), type=float))
@@ -35,7 +35,12 @@ def advice_of(log: Path, keys: Sequence[SegmentKey]) -> list[Advice]:
         record = recording._decoder.decode(body)
         core.handle(record.event, record.at)
     index = core.store.index(TenantId("default"))
-    return [msgspec.structs.replace(index[key].advice, use=NO_USE) for key in keys]
+    return [index[key].advice for key in keys]
+
+
+def advice_of(log: Path, keys: Sequence[SegmentKey]) -> list[Advice]:
+    """The same, but for what it saw by itself."""
+    return [msgspec.structs.replace(advice, use=NO_USE) for advice in known_of(log, keys)]
 
 
 def test_the_daemon_knows_how_requests_ended(tmp_path: Path) -> None:
@@ -76,3 +81,22 @@ def test_the_daemon_knows_that_a_conversation_is_over(tmp_path: Path) -> None:
             keys = pool.prefix(output[:-1]).keys
         cluster.nodes[0].stop()
     assert advice_of(log, keys) == [Advice(Outlook.OVER, "chat", priority=1, output_tokens=NEW)] * 5
+
+
+@pytest.mark.parametrize("mode", ["auto", "fetch"])
+def test_a_turn_of_a_conversation_is_one_use(tmp_path: Path, mode: str) -> None:
+    """Looked up to be planned, read, and waited for."""
+    log = tmp_path / "events"
+    model = family("llama-gqa")
+    ids = torch.tensor([prompt(3 * SEGMENT + 1, 1)])
+    settings: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": NEW}
+    with daemons(1, record=str(log)) as cluster:
+        with engine_at(cluster, 0, model, mode) as engine:
+            for _ in range(2):
+                ids = torch.cat([engine.generate(ids, **settings), torch.tensor([prompt(3 * SEGMENT, 2)])], dim=1)
+                assert engine.flush(30)
+            pool = engine._connection.get()
+            assert isinstance(pool, Pool)
+            keys = pool.prefix(prompt(3 * SEGMENT + 1, 1)).keys
+        cluster.nodes[0].stop()
+    assert [advice.use.turn for advice in known_of(log, keys)] == [1] * 3

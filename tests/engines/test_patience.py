@@ -108,7 +108,10 @@ def test_a_prompt_is_looked_up_once_and_waited_for_once(model: Any, pool: Memory
 def test_what_is_all_there_is_not_waited_for(model: Any, pool: MemoryPool) -> None:
     serve(model, pool, "fetch")
     assert serve(model, pool, "fetch") == [0.0]
-    assert serve(model, pool, "auto") == [0.0, 0.0]
+    assert serve(model, pool, "auto") == [0.0]
+    # Each of several is planned first, and then read.
+    serve(model, pool, "auto", rows=2)
+    assert serve(model, pool, "auto", rows=2) == [0.0] * 4
 
 
 def test_what_the_plan_computes_though_it_is_there_is_not_waited_for(

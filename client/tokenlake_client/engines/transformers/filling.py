@@ -114,7 +114,9 @@ class Filler:
         try:
             keys = row.awaited(pool.layout.segment_tokens)
             layers = [(keys_[0], values[0]) for keys_, values in row.layers]
-            row.loaded = load(pool, keys, layers, self._options.window, self._measured, row.asked, row.found)
+            row.loaded = load(
+                pool, keys, layers, self._options.window, self._measured, row.asked, row.found, row.take_lease()
+            )
         except PartialLoad as error:
             row.loaded = error.tokens
             self._pool_failed("reading segments", error.__cause__ or error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from tokenlake.attention import AttentionShape
 from tokenlake.errors import TokenLakeError
@@ -42,8 +43,9 @@ class Planning:
 
     def plan(self, pool: CachePool, rows: Sequence[Row], new_tokens: int) -> bool:
         """Set each row's `limit` and `found`. Are prefixes to be attended where they lie, or where they were brought?
-        Leases nothing beyond this call: what a session may lease is for those who read the rows. Waits for nobody, and
-        makes nobody wait: rows are computed one after the other, and each is waited for when its turn has come."""
+        The `lease` of one row alone is kept for whoever reads it; of several it would be too much of what a session may
+        lease. Waits for nobody, and makes nobody wait: rows are computed one after the other, and each is waited for
+        when its turn has come."""
         started = time.perf_counter()
         ship = False
         try:
@@ -52,6 +54,8 @@ class Planning:
             for row in rows:
                 # A pool that fails is not asked again by those who read: it may cost one deadline, not two.
                 row.limit = 0 if isinstance(error, TokenLakeError) else None
+                with suppress(Exception):
+                    row.give_back()
             self._pool_failed("planning", error)
         self._counters.add(pool_seconds=time.perf_counter() - started)
         return ship
@@ -70,8 +74,10 @@ class Planning:
             requests.append(Request(name=str(number), keys=keys, tokens=len(row.tokens), answer_tokens=steps))
             if not keys:
                 continue
-            with pool.match(keys, request=row.name, advice=row.advice, tokens=len(row.tokens)) as lease:
-                nodes = lease.nodes() if lease.local_hits < lease.hits else [pool.node] * lease.hits
+            row.lease = lease = pool.match(keys, request=row.name, advice=row.advice, tokens=len(row.tokens))
+            nodes = lease.nodes() if lease.local_hits < lease.hits else [pool.node] * lease.hits
+            if len(rows) > 1:
+                row.give_back()
             holders |= {key: (NodeId(node),) for key, node in zip(keys, nodes, strict=False)}
         tree = grow(requests, holders, size)
         costs = Costs(tree, Batch(tree, range(len(rows)), self._rates), NodeId(pool.node), self._model, self._rates)

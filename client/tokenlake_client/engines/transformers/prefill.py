@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from tokenlake.identity import SegmentKey
-from tokenlake_client.engines.base import Asked, CachePool
-from tokenlake_client.engines.transformers.measured import IMPATIENT, LEAST_S, Measured
+from tokenlake_client.engines.base import Asked, CacheLease, CachePool
+from tokenlake_client.engines.transformers.measured import IMPATIENT, LEAST_S, Measured, Patience
 from tokenlake_client.engines.transformers.slots import LayerPair, read_segments
 
 __all__ = ["PartialLoad", "compute", "load"]
@@ -37,12 +37,15 @@ def load(
     measured: Measured,
     asked: Asked,
     found: int | None = None,
+    held: CacheLease | None = None,
 ) -> int:
     """Copy the longest known prefix of `keys` into `layers` ([heads, tokens, dim] each) and return its
     length in tokens. Leases at most `window` segments longer than their copy takes.
 
     `found`: segments that the pool had a moment ago; None: it was not asked. Whoever computes what comes next is waited
     for (`Measured.patience`). Where nobody does, others wait for the caller, who is to compute and store it at once.
+
+    `held`: the lease of what was found, of which the first are `keys`. It is taken over.
 
     Raises `PartialLoad` from whatever the pool raised.
     """
@@ -51,26 +54,17 @@ def load(
     patience = measured.patience(layout, found or 0, len(keys))
     if patience is IMPATIENT:
         keys = keys[:found]
-    if not keys:
-        return 0
     began = time.perf_counter()
     try:
-        with pool.match(
-            keys,
-            request=asked.name,
-            advice=asked.advice,
-            tokens=asked.tokens,
-            pending_s=patience.pending_s,
-            pending_segment_s=patience.segment_s,
-        ) as lease:
-            waited = time.perf_counter() - began > LEAST_WAIT_S and patience is not IMPATIENT
-            claim_s = patience.seconds(len(keys) - lease.hits)
-            if claim_s >= LEAST_S:
-                # The match claimed the first of them, for as long. But these claims end with this process if it dies.
-                pool.claim(keys[lease.hits :], claim_s)
+        lease = _lease(pool, keys, patience, asked, held)
+        if lease is None:
+            return 0
+        waited = patience is not IMPATIENT and time.perf_counter() - began > LEAST_WAIT_S
+        with lease:
+            hits = min(lease.hits, len(keys))
             nodes = lease.nodes() if lease.local_hits < lease.hits else []
-            while loaded < lease.hits:
-                stop = min(loaded + window, lease.hits)
+            while loaded < hits:
+                stop = min(loaded + window, hits)
                 fetch_began = time.perf_counter()
                 segments = lease.fetch(loaded, stop)
                 seconds = time.perf_counter() - fetch_began
@@ -92,6 +86,34 @@ def load(
     if not nodes and not waited:
         measured.copy(loaded * layout.segment_bytes, time.perf_counter() - began)
     return loaded * layout.segment_tokens
+
+
+def _lease(
+    pool: CachePool, keys: Sequence[SegmentKey], patience: Patience, asked: Asked, held: CacheLease | None
+) -> CacheLease | None:
+    """What is to be read, in place of `held`; and what comes next is claimed, where others may wait for it."""
+    if patience is IMPATIENT and keys and held is not None:
+        return held
+    lease = None
+    try:
+        if keys:
+            lease = pool.match(
+                keys,
+                request=asked.name,
+                advice=asked.advice,
+                tokens=asked.tokens,
+                pending_s=patience.pending_s,
+                pending_segment_s=patience.segment_s,
+            )
+    finally:
+        # Not before: what was given back was used, and would be found as used twice.
+        if held is not None:
+            held.release()
+    claim_s = patience.seconds(len(keys) - lease.hits) if lease is not None else 0.0
+    if lease is not None and claim_s >= LEAST_S:
+        # The match claimed the first of them, for as long. But these claims end with this process if it dies.
+        pool.claim(keys[lease.hits :], claim_s)
+    return lease
 
 
 def compute(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from tokenlake.advice import Advice
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix
-from tokenlake_client.engines.base import Asked
+from tokenlake_client.engines.base import Asked, CacheLease
 from tokenlake_client.engines.transformers.cache import row_cache
 from tokenlake_client.engines.transformers.shipped import SharedPrefix
 from tokenlake_client.engines.transformers.slots import LayerPair
@@ -33,6 +33,8 @@ class Row:
     """Segments of its prefix that are worth using; None: all."""
     found: int | None = None
     """Segments of its prefix that the pool had when it was asked last; None: it was not asked."""
+    lease: CacheLease | None = None
+    """Of what was found, for whoever reads it next."""
     shared: SharedPrefix | None = None
     """What it begins with and is not in `layers`."""
     loaded: int = 0
@@ -50,6 +52,17 @@ class Row:
         if self.limit is not None and self.limit == self.found:
             return replace(self, limit=None).wanted(segment_tokens)
         return self.wanted(segment_tokens)
+
+    def take_lease(self) -> CacheLease | None:
+        """It is the caller's."""
+        lease, self.lease = self.lease, None
+        return lease
+
+    def give_back(self) -> None:
+        """Nobody reads what was leased. Raises what the pool raises."""
+        lease = self.take_lease()
+        if lease is not None:
+            lease.release()
 
     @property
     def asked(self) -> Asked:

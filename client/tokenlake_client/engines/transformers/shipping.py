@@ -87,6 +87,7 @@ class Shipping:
             row.shared = opened.get(wanted)
             return True
         try:
+            row.give_back()
             lease = pool.match(wanted, request=row.name, advice=row.advice, tokens=len(row.tokens))
         except Exception as error:
             self._pool_failed("reading segments", error)
