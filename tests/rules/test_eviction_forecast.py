@@ -64,6 +64,82 @@ def test_the_dead_are_forgotten_after_a_while_and_no_more_than_the_bound(monkeyp
     policy.check_integrity()
 
 
+def test_of_one_use_the_deepest_goes_first_in_whatever_order_they_came() -> None:
+    """What lies behind a gap is touched before what fills the gap is stored."""
+    memory = Memory(Forecast(), 10)
+    for depth in (5, 9, 7, 6, 8):
+        memory.store(depth, depth, 1.0)
+    memory.policy.remove(memory.here[9], 2.0, evicted=False)
+    memory.policy.insert(memory.here[9], 2.0)
+    assert [segment.depth for segment in memory.policy] == [9, 8, 7, 6, 5]
+    assert memory.order(3.0) == [9, 8, 7, 6, 5]
+
+
+def test_a_use_under_a_pin_is_learned_at_its_age() -> None:
+    """A search for a victim sets what is pinned aside; when it is touched, it was away from the order, not young."""
+    policies = Forecast(), Forecast()
+    for policy in policies:
+        memory = Memory(policy, 50)
+        for second in range(0, 2000, 20):
+            memory.request([second // 20 % 2], float(second))
+            if policy is policies[0]:
+                aside = memory.here[(second // 20 + 1) % 2] if second else memory.here[0]
+                policy.remove(aside, second + 19.0, evicted=False)
+                policy.insert(aside, second + 19.5)
+        policy.check_integrity()
+    assert policies[0].save() == policies[1].save()
+
+
+def test_hints_tell_apart_what_looks_the_same_and_a_late_word_counts() -> None:
+    memory = Memory(Forecast(), 40)
+    goes_on, over = Advice(Outlook.GOES_ON), Advice(Outlook.OVER)
+    for second in range(1500):
+        # Every other prompt comes again, once, half a minute later.
+        memory.request([second], float(second), over if second % 2 else goes_on)
+        if second % 2 == 0 and second >= 30:
+            memory.request([second - 30], second + 0.5, over)
+    policy, new = memory.policy, key_of("new")
+    assert policy.worth_of_new(new, goes_on, 1500.0) > 2 * policy.worth_of_new(new, over, 1500.0)
+    memory.store("late", 0, 1500.0, goes_on)
+    segment = memory.here["late"]
+    worth = policy.worth(segment, 1500.0)
+    segment.advice = over
+    policy.advised(segment, 1501.0)
+    assert policy.worth(segment, 1501.0) < worth / 2
+
+
+def test_what_others_learned_of_labels_without_room_here_is_left_out() -> None:
+    here, there = odds.Odds(), odds.Odds()
+    for number in range(odds.LABELS):
+        here.features(1, Advice(category=f"kind {number}"))
+    strange = there.features(1, Advice(Outlook.GOES_ON, "other"))
+    there.add(strange, 3, 1.0, 1.0)
+    there.learn()
+    here.absorb(there.save())
+    said = [here.features(1, Advice(outlook)) for outlook in (Outlook.GOES_ON, Outlook.OVER)]
+    assert here.worth(said[0]) == here.worth(said[1])
+
+
+def test_worth_is_the_best_rate_of_uses_for_the_time_held() -> None:
+    """Nearly all are used in the third bucket, in its middle if evenly spread."""
+    hazard = np.full(odds.AGES, 1e-9)
+    hazard[2] = 1.0
+    worth = odds._gittins(hazard)
+    middle = (odds.EDGES[2] + odds.EDGES[3]) / 2
+    assert worth[0] == pytest.approx(1 / middle, rel=0.01)
+    assert worth[2] == pytest.approx(2 / (odds.EDGES[3] - odds.EDGES[2]), rel=0.01)
+    assert worth[3:].max() < 1e-6
+
+
+def test_saving_changes_nothing() -> None:
+    memories = [Memory(Forecast(), 20), Memory(Forecast(), 20)]
+    for second in range(300):
+        for memory in memories:
+            memory.request([second % 37], float(second))
+        memories[0].policy.save()
+    assert memories[0].evicted == memories[1].evicted
+
+
 def test_the_heap_does_not_pile_up() -> None:
     policy = Forecast()
     memory = Memory(policy, 10)

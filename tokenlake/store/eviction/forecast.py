@@ -12,6 +12,7 @@ last one was, how often the segments were used.
 from __future__ import annotations
 
 import heapq
+import operator
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 
@@ -34,10 +35,13 @@ LEARN_AT = 1024
 """Rows to learn from that wait for no such moment: in a quiet hour there is none, and runs come of age all the same."""
 
 
+_depth = operator.attrgetter("depth")
+
+
 class _Run:
     """Segments of one use of one prompt with equal features."""
 
-    __slots__ = ("age", "at", "features", "here", "number", "turn", "unused", "used", "worth")
+    __slots__ = ("_order", "age", "at", "features", "here", "number", "turn", "unused", "used", "worth")
 
     def __init__(self, features: Features, worth: list[float], at: float, number: int) -> None:
         self.features = features
@@ -52,10 +56,26 @@ class _Run:
         """Segments not used again yet, here or gone."""
         self.used = 0
         """Of them those used again at this age."""
-        self.here: OrderedDict[Segment, _Record] = OrderedDict()
-        """In order, deepest first."""
+        self.here: dict[Segment, _Record] = {}
+        self._order: list[Segment] | None = None
+        """Those that are here by depth, and some that left; None: to be made anew."""
         self.turn = 0
         """Entries of the heap with another one are void."""
+
+    def enter(self, segment: Segment, record: _Record) -> None:
+        """It is here."""
+        self.here[segment] = record
+        self._order = None
+
+    def deepest(self) -> Segment:
+        """Of those that are here; there are some. What lies behind a gap was touched before what fills the gap came, so
+        that the order in which they came says nothing."""
+        if self._order is None:
+            self._order = sorted(self.here, key=_depth, reverse=True)
+            self._order.reverse()
+        while self._order[-1] not in self.here:
+            self._order.pop()
+        return self._order[-1]
 
 
 class _Record:
@@ -138,7 +158,7 @@ class Forecast:
         self._drop_void()
         if not self._heap:
             raise KeyError("no segment")
-        return next(iter(self._heap[0][-1].here))
+        return self._heap[0][-1].deepest()
 
     def worth(self, segment: Segment, now: float) -> float:
         """See `EvictionPolicy`: uses per second."""
@@ -181,7 +201,7 @@ class Forecast:
         while in_sight:
             (*_, turn, run), at = heapq.heappop(in_sight)
             if turn == run.turn:
-                yield from run.here
+                yield from sorted(run.here, key=_depth, reverse=True)
             for child in (2 * at + 1, 2 * at + 2):
                 if child < len(self._heap):
                     heapq.heappush(in_sight, (self._heap[child], child))
@@ -211,10 +231,7 @@ class Forecast:
         if not run.here:
             self._live += 1
             self._push(run)
-        run.here[segment] = record
-        if again:
-            # Those that went away came back in another order.
-            run.here.move_to_end(segment)
+        run.enter(segment, record)
         self._size += 1
 
     def _leave(self, segment: Segment) -> _Record:

@@ -224,7 +224,8 @@ def _step(weights: Vector, sums: Vector, place: NDArray[np.int64], error: Vector
 
 
 def _gittins(hazard: Vector) -> Vector:
-    """As `hazard.worth_table` for one class, which may rise with age."""
+    """By bucket of age of a segment that was not used before it: the greatest rate of uses for the time held, over all
+    times to be held. `hazard`: by bucket, the chance to be used in it; a use is in the middle of its bucket."""
     ends = np.cumprod(1.0 - np.minimum(hazard, 0.999))
     begins = np.append(1.0, ends[:-1])
     held = np.cumsum((begins + ends) / 2 * _WIDTHS)
