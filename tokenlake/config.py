@@ -71,14 +71,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     match_deadline_ms: float = 20.0
     # Ten times a slow round trip under load; the calls in flight wait this long once.
     suspect_ms: float = 250.0
-    # What fetched and already pushed copies may hold, so that they never crowd out home copies.
-    staged_share: float = 0.10
+    # What fetched and already pushed copies may hold, so that they never crowd out home copies: each of them has its
+    # home copy elsewhere, and is one segment less that is found.
+    staged_share: float = 0.03
     # What writes may pile up while the network is slower than the engines; beyond it a store is refused.
     dirty_share: float = 0.10
     # Some tens of segments are hot at a time: of a node's thousands this holds all of them.
     replica_share: float = 0.05
-    # No session may pin more than half: another one can always read something.
-    session_lease_share: float = 0.5
+    # What is left: another session can always read something. Half of it serves fetches.
+    session_lease_share: float = 0.75
     # Reserved slots hold nothing readable yet, hence half of what may be leased.
     session_reserve_share: float = 0.25
     # 8 engines of 8 ranks with room for as many processes that restart; bounds file descriptors and maps.

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tokenlake.config import ServerConfig
 from tokenlake.errors import LayoutRefused
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
@@ -36,7 +37,7 @@ __all__ = ["DemoOptions", "run_demo"]
 CONTROLS = 12
 """Requests that are repeated with flipped bytes."""
 WINDOW = 32
-STAGED_SHARE = 0.10
+STAGED_SHARE = ServerConfig().staged_share
 SENT_BYTES = "tokenlake_sent_bytes_total"
 SHIP_MEMORY = "128MiB"
 """Of each node of the second part: all its documents fit."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tokenlake.config import ServerConfig
 from tokenlake.wire import Code
 from tokenlake_bench import balance
 from tokenlake_bench.baselines import (
@@ -28,7 +29,7 @@ from tokenlake_bench.workload import Workload
 
 __all__ = ["LiveOptions", "LiveRun", "notes", "run_live"]
 
-STAGED_SHARE = 0.10
+STAGED_SHARE = ServerConfig().staged_share
 PATIENT = {"match_deadline_ms": "1000", "suspect_ms": "5000"}
 """Settings of the daemons unless told otherwise: what is found must not depend on how busy this machine is."""
 SENT_BYTES = "tokenlake_sent_bytes_total"

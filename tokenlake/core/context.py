@@ -46,11 +46,11 @@ class CoreConfig(msgspec.Struct, frozen=True):
     region_bytes: int
     run_length: int = 0
     """E; 0 takes the default for the number of nodes."""
-    staged_share: float = 0.10
+    staged_share: float = 0.03
     dirty_share: float = 0.10
     quotas: dict[str, float] = {}
     """Share of the node's memory that a tenant may have; all of it for those that are not named."""
-    session_lease_share: float = 0.5
+    session_lease_share: float = 0.75
     session_reserve_share: float = 0.25
     max_sessions: int = 256
     lease_s: float = 10.0
