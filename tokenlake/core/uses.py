@@ -36,7 +36,11 @@ def use_of(match: MatchUnderWay, hits: int, store: SegmentStore, now: float) -> 
         index -= 1
     deepest = segments[index] if index >= 0 else None
     if deepest is not None:
-        pasts.append((index, deepest.advice.use, min(MAX_SECONDS, max(0.0, now - deepest.touched))))
+        age_s = min(MAX_SECONDS, max(0.0, now - deepest.touched))
+        if index == len(segments) - 1:
+            # Mostly: nobody knows more.
+            return Use.after(deepest.advice.use, age_s, len(segments), hits, len(segments))
+        pasts.append((index, deepest.advice.use, age_s))
     beyond = max((past[0] for past in pasts), default=-1) + 1
     remembered = store.remembers(match.process.session.tenant, match.keys[beyond:], now)
     if remembered is not None:

@@ -295,7 +295,7 @@ class SegmentStore:
         if not keys:
             return None
         # Mostly there is one; and no key has segments of two sizes.
-        policies = [pool.retention for (owner, _), pool in self._pools.items() if owner == tenant]
+        policies = [pool.retention.policy for (owner, _), pool in self._pools.items() if owner == tenant]
         for index in range(len(keys) - 1, -1, -1):
             for policy in policies:
                 remembered = policy.remembers(keys[index], now)
