@@ -26,9 +26,9 @@ __all__ = ["SOCKET_S", "Engine", "Served", "Steps"]
 
 SOCKET_S = 20e-6
 """From an engine to its daemon, and back."""
-RETRY_S = 0.001
+RETRY_S = 0.002
 LONGEST_RETRY_S = 0.05
-"""Between two tries of a store that the write budget refuses, doubled each time up to this."""
+"""Between two tries of a store that the write budget refuses, doubled each time up to this, as the client does."""
 TENANT = "default"
 _Step = engine.EngineRequest | float
 """A request that is answered, or seconds to wait."""

@@ -29,10 +29,10 @@ LEAST_GHOSTS, GHOSTS_EACH = 1 << 14, 4
 """At most so many are remembered, or so many for each segment in order if that is more."""
 LEARN_EVERY = 50
 """Moments at which something was used, from one making of the tables to the next."""
-
-
 MOMENT_S = 0.1
 """What is used within so long is used at one moment: a prompt's segments are, though they arrive one by one."""
+LATE_S = 0.25
+"""So much later than due a batch may come of age: most of the work is to look which do."""
 
 
 class _Batch:
@@ -338,6 +338,7 @@ class LearnedReuse:
                     self._queues[batch.cls].head = None
             if batches:
                 self._ripe = min(self._ripe, batches[0].at + edge)
+        self._ripe = max(self._ripe, now + LATE_S)
 
     def check_integrity(self) -> None:
         """AssertionError when sizes, batches or bounds do not add up."""
