@@ -40,7 +40,7 @@ class Hot:
         self._known = KnownSets()
         self.copies = HotCopies(context, peers, fetches, self._known)
         self.home = HotHome(context, peers, self._known, self.copies)
-        self.turns = Turns(context, peers, self._known)
+        self.turns = Turns(context, peers)
         self._counted: dict[Segment, int] = {}
         """Reads since the last report."""
         self._silent: dict[NodeId, float] = {}

@@ -59,7 +59,8 @@ PENDING = Metric("tokenlake_pending_timeout_tokens_total", "Tokens that somebody
 MATCHES = Metric("tokenlake_match_requests_total", "Match requests")
 
 OWN_SHARE = 0.25
-"""Of a match's deadline: so long the own directory waits for the first answer of another node."""
+"""Of a match's deadline: so long the own directory waits for the first answer of another node, and what was found
+for the answer of whoever is to be asked rather."""
 _HOME_ANSWERS = (Code.PENDING, Code.MISSING, Code.UNKNOWN)
 """What a lookup says of a key that is neither leased nor elsewhere."""
 _NOT_THERE = (Code.PENDING, Code.MISSING, Code.ELSEWHERE)
@@ -223,10 +224,14 @@ class Matches:
         match.waiting += len(wanted)
         for node, indices in wanted.items():
             packed = join_keys([match.keys[index] for index in indices])
+            limit = match.deadline - self._context.now
+            if match.rather and all(match.rather.get(index) == node for index in indices):
+                # All of it is leased elsewhere: it is not worth waiting for.
+                limit = min(limit, OWN_SHARE * self._limit_s(match))
             self._peers.call(
                 node,
                 partial(_lookup, tenant=tenant, keys=packed, request=match.request.request, patient=patient),
-                match.deadline - self._context.now,
+                limit,
                 partial(self._heard, match, node, indices),
             )
         if not wanted and not match.waiting:

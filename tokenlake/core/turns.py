@@ -7,7 +7,7 @@
     once one has it           leased to, and told to ask that one rather, where the same rule holds
 
 So copies spread as a tree, every node of which sends few. Whoever is told of a node that has it no more reads here
-after all, which costs it one question, and takes that node's place. What is hot has copies, and takes no turns.
+after all, which costs it one question, and takes that node's place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from tokenlake.core.context import Context
 from tokenlake.core.fetches import deadline_s
 from tokenlake.core.peers import Peers
-from tokenlake.hot import KnownSets
 from tokenlake.identity import NodeId
 from tokenlake.metrics import Metric
 from tokenlake.store import Segment
@@ -39,7 +38,7 @@ _HAS_IT = float("inf")
 class _Readers:
     """Of one segment, lately."""
 
-    __slots__ = ("last", "sent", "told")
+    __slots__ = ("last", "sent", "told", "waits")
 
     def __init__(self) -> None:
         self.last = 0.0
@@ -48,15 +47,16 @@ class _Readers:
         """Until when it counts as on its way there, or `_HAS_IT`."""
         self.told: dict[NodeId, NodeId] = {}
         """Whom each was told of last, and has not read it here since."""
+        self.waits: dict[NodeId, float] = {}
+        """Until when each is told to wait, and has not read it here since."""
 
 
 class Turns:
     """Of one node."""
 
-    def __init__(self, context: Context, peers: Peers, known: KnownSets) -> None:
+    def __init__(self, context: Context, peers: Peers) -> None:
         self._context = context
         self._peers = peers
-        self._known = known
         self._readers: dict[Segment, _Readers] = {}
         """What was sent longest ago first."""
 
@@ -69,6 +69,7 @@ class Turns:
             readers = self._of(segment)
             # Whom it was told of had it no more.
             readers.sent.pop(readers.told.pop(node, node), None)
+            readers.waits.pop(node, None)
             readers.sent[node] = until
 
     def done(self, node: NodeId, segments: Sequence[Segment]) -> None:
@@ -93,7 +94,9 @@ class Turns:
             readers.told[node] = chosen
             self._context.counters.add(NAMED)
             return chosen
-        if patient:
+        # Nobody waits for longer than those that are sent it now may take.
+        under_way = max(until for until in readers.sent.values() if until < _HAS_IT)
+        if patient and self._context.now < readers.waits.setdefault(node, under_way):
             self._context.counters.add(DELAYED)
             return node
         return None
@@ -103,18 +106,18 @@ class Turns:
         now, lately = self._context.now, self._context.load_now - KEPT_S
         for segment in reversed(segments) if self._readers else ():
             readers = self._readers.get(segment)
-            if readers is None or readers.last < lately or node in readers.sent:
+            if readers is None or readers.last < lately or readers.sent.get(node, 0.0) > now:
                 continue
-            many = sum(until > now for until in readers.sent.values()) >= FEW
-            if many and not self._known.nodes((segment.tenant, segment.key)):
+            many = sum(until > now and self._peers.usable(each) for each, until in readers.sent.items()) >= FEW
+            if many:
                 return readers
         return None
 
     def _expect(self, node: NodeId, segment: Segment) -> None:
         """It will read this at once: of a crowd many ask before the first is sent anything."""
         readers = self._of(segment)
-        if node not in readers.sent:
-            readers.sent[node] = self._context.now + self._context.config.match_deadline_s
+        until = self._context.now + self._context.config.match_deadline_s
+        readers.sent[node] = max(until, readers.sent.get(node, 0.0))
 
     def _of(self, segment: Segment) -> _Readers:
         """Noted as the last that was sent."""
