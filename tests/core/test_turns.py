@@ -234,3 +234,18 @@ def test_its_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.hits == 4
     assert cluster.core(0).census()["segments with readers"] == 2
     cluster.check()
+
+
+def test_nobody_is_told_to_wait_for_longer_than_those_before_it_may_take() -> None:
+    """However many are sent it after those: they got their turns, and others asked later."""
+    cluster, _, key = scene()
+    turns_of_holder, segment = cluster.core(0)._hot.turns, copies(cluster, key)[0]
+    told, began = NodeId("n4"), cluster.clock.now
+    while told == "n4" and cluster.clock.now < began + 1.0:
+        cluster.node(0).deliver(events.Tick())
+        for node in (2, 3):
+            turns_of_holder.begin(NodeId(f"n{node}"), [segment])
+        told = turns_of_holder.look(NodeId("n4"), [segment], patient=True) or NodeId("")
+        cluster.run_for(0.01)
+    assert 0.05 <= cluster.clock.now - began < 0.1
+    assert cluster.core(0).counters[DELAYED] > 3
