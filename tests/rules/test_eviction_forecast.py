@@ -131,6 +131,18 @@ def test_worth_is_the_best_rate_of_uses_for_the_time_held() -> None:
     assert worth[3:].max() < 1e-6
 
 
+def test_more_uses_by_the_same_request_are_worth_no_less() -> None:
+    """So that where a prompt is held by several nodes a parent outlives its child."""
+    memory = Memory(Forecast(), 60)
+    conversations(memory, seed=5)
+    learned = odds.Odds()
+    learned.restore(memory.policy.save())
+    for advice in (SHORT, LONG, NO_ADVICE):
+        worth = np.array([learned.worth(learned.features(uses, advice)) for uses in range(1, 40)])
+        assert (np.diff(worth, axis=0) >= -1e-12).all()
+        assert (np.diff(worth, axis=0) > 1e-6).any()
+
+
 def test_saving_changes_nothing() -> None:
     memories = [Memory(Forecast(), 20), Memory(Forecast(), 20)]
     for second in range(300):

@@ -284,6 +284,10 @@ class ReuseMachine(StoreMachine):
     policy = POLICIES["reuse"]
 
 
+class ForecastMachine(StoreMachine):
+    policy = POLICIES["forecast"]
+
+
 SEARCH = settings(
     derandomize=True,
     database=None,
@@ -296,8 +300,10 @@ TestStore = StoreMachine.TestCase
 TestS3Fifo = S3FifoMachine.TestCase
 TestArc = ArcMachine.TestCase
 TestReuse = ReuseMachine.TestCase
+TestForecast = ForecastMachine.TestCase
 TestStore.settings = SEARCH
-TestS3Fifo.settings = TestArc.settings = TestReuse.settings = settings(SEARCH, max_examples=60)
+TestS3Fifo.settings = TestArc.settings = settings(SEARCH, max_examples=60)
+TestReuse.settings = TestForecast.settings = settings(SEARCH, max_examples=60)
 
 
 def test_the_age_that_is_offered_is_looked_for_among_the_coldest_alone() -> None:
