@@ -47,6 +47,20 @@ def test_as_many_copies_as_its_rate_needs() -> None:
     assert rule.decide(30.0, busy(1.35), at_first) == []
 
 
+def test_there_is_something_to_decide_about_while_something_is_read_enough_or_has_copies() -> None:
+    rule = HotRule()
+    assert not rule.busy(0.0)
+    read(rule, item(1), 1.0, 0.0, 1.0)
+    assert not rule.busy(1.0)
+    read(rule, item(1), 35.0, 1.0, 30.0)
+    assert rule.busy(30.0)
+    assert not rule.busy(10_000.0)
+    read(rule, item(1), 35.0, 10_000.0, 10_030.0)
+    assert rule.busy(10_030.0)
+    rule.decide(10_030.0, busy(1.35), at_first)
+    assert rule.busy(20_000.0)
+
+
 def test_what_is_read_little_gets_none_however_busy_its_node_is() -> None:
     rule = HotRule()
     read(rule, item(1), 8.0, 0.0, 30.0)

@@ -93,6 +93,7 @@ class HotRule:
         self._decides: SpaceSaving[HotItem] = SpaceSaving(COUNTERS, DECIDES_S)
         self._shapes: dict[HotItem, Shape] = {}
         self._hot: dict[HotItem, _Hot] = {}
+        self._may_be_busy = False
 
     def __len__(self) -> int:
         """Segments that have copies."""
@@ -107,6 +108,7 @@ class HotRule:
 
     def read(self, item: HotItem, shape: Shape, times: int, now: float) -> None:
         """Read so often, from wherever a copy elsewhere could have been read as well."""
+        self._may_be_busy = True
         self._reacts.add(item, times * shape.slot_bytes, now)
         self._decides.add(item, times * shape.slot_bytes, now)
         self._shapes[item] = shape
@@ -122,7 +124,9 @@ class HotRule:
 
     def busy(self, now: float) -> bool:
         """Is there anything to decide about?"""
-        return bool(self._hot or self._rates(now))
+        # Once nothing is read often enough, that stays so until something is read.
+        self._may_be_busy = bool(self._hot or (self._may_be_busy and self._rates(now)))
+        return self._may_be_busy
 
     def decide(
         self,
