@@ -205,7 +205,7 @@ class HotRule:
             hot.spare_since = None
         elif hot.spare_since is None:
             hot.spare_since = now
-        elif now >= hot.spare_since + DROP_S:
+        elif now >= hot.spare_since + DECIDES_S:
             hot.copies, hot.spare_since = fit, None
             return Change(item, fit)
         return None
