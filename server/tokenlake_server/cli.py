@@ -40,7 +40,7 @@ _HELP = {
     "staged_share": "Share of the slots in which fetched copies may displace home copies.",
     "dirty_share": "Share of the slots being written or waiting to be pushed.",
     "replica_share": "Share of the slots for extra copies of hot segments.",
-    "session_lease_share": "Share of the slots that one session may have leased.",
+    "session_lease_share": "Share of the slots that a match may lease to one session.",
     "session_reserve_share": "Share of the slots that one session may have reserved.",
     "max_sessions": "Engines connected at a time.",
     "max_frame": "Size of the largest request.",
