@@ -59,6 +59,18 @@ def test_a_prefix_that_came_over_the_network_is_not_computed_again() -> None:
     assert run.simulation.cluster.network.nbytes > 0
 
 
+def test_of_a_prompt_longer_than_a_node_is_found_what_lies_elsewhere_and_three_quarters_of_a_node() -> None:
+    """Half of a node's slots was all that a request could find of it, wherever the rest lay."""
+    chain = tuple(range(60))
+    accesses = Accesses(TOKENS, [Prompt(60 * TOKENS + 10, chain, 60.0 * at, 2) for at in range(8)])
+    first, *others = pooled(accesses, 4, 48).answers
+    assert first.hit_tokens == 0
+    found = [answer.hit_tokens // TOKENS for answer in others]
+    # Where little of it lies here it is found whole; where a node is full of copies of it, there and 12 elsewhere.
+    assert max(found) == 60
+    assert min(found) >= 36 + 12
+
+
 def test_a_pool_that_holds_everything_finds_what_there_is_and_equal_seeds_agree() -> None:
     accesses = with_answers(conversations(120, gap_s=4.0), 20)
     run = pooled(accesses, 4, 2000)
