@@ -120,6 +120,32 @@ def test_what_others_learned_of_labels_without_room_here_is_left_out() -> None:
     assert here.worth(said[0]) == here.worth(said[1])
 
 
+def test_what_few_nodes_saw_is_not_thinned_out_by_those_who_did_not() -> None:
+    learned, others = odds.Odds(), [odds.Odds() for _ in range(3)]
+    features = learned.features(1, SHORT)
+    for _ in range(50):
+        learned.add(features, 5, 1.0, 1.0)
+        learned.learn()
+    for other in others:
+        other.absorb(learned.save())
+        learned.absorb(odds.Odds().save())
+        assert other.worth(features)[5] == pytest.approx(learned.worth(features)[5], rel=0.01)
+    assert others[0].worth(features)[5] > 2 * odds.Odds().worth(features)[5]
+
+
+def test_whoever_lies_about_what_it_saw_does_not_end_the_learning_here() -> None:
+    here, liar = odds.Odds(), odds.Odds()
+    for sums in (liar._age_sum, liar._all_sum, liar._regime_sum):
+        sums[...] = odds.MOST / 2
+    here.absorb(liar.save())
+    features = here.features(1, SHORT)
+    before = here.worth(features)[5]
+    for _ in range(200):
+        here.add(features, 5, 100.0, 100.0)
+        here.learn()
+    assert here.worth(features)[5] > 2 * before
+
+
 def test_worth_is_the_best_rate_of_uses_for_the_time_held() -> None:
     """Nearly all are used in the third bucket, in its middle if evenly spread."""
     hazard = np.full(odds.AGES, 1e-9)

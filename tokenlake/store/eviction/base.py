@@ -62,8 +62,8 @@ class EvictionPolicy(Protocol):
         """What was learned, for `restore` in a later life; of segments nothing. Empty when nothing is learned."""
 
     def absorb(self, learned: bytes) -> None:
-        """What another node's policy of the same name saved just now: from here on what was learned lies in the middle
-        between both. Raises `ValueError` when it cannot be used, and nothing was changed."""
+        """What another node's policy of the same name saved just now: from here on what was learned lies between
+        both. Raises `ValueError` when it cannot be used, and nothing was changed."""
 
     def restore(self, learned: bytes) -> None:
         """Begin with what an earlier life of the same policy saved; before the first `insert`. Nothing is nothing.

@@ -44,6 +44,10 @@ BATCH = 64
 """Learned from at once: of many at once each would push the weights the same way, too far together."""
 SIZE_POWER = 0.4
 """A run weighs as its size to this power: its segments are hardly more than one experience."""
+LEAST_SEEN = 1e-3
+"""Of a weight that nothing was learned for: it counts as little beside one that is."""
+MOST_TOLD = 1e4
+"""No other node's sum counts for more: whoever lies does not end the learning here."""
 FIRST = -3.0
 """Of a bucket's own weight, before anything is learned."""
 
@@ -170,19 +174,31 @@ class Odds:
         self._tables()
 
     def absorb(self, learned: bytes) -> None:
-        """The mean of the weights here and those that `save` gave elsewhere, of labels that both know; else as
-        `restore`. How fast they are learned stays as it is here."""
-        labels, (age, _, all_ages, _, regime, _) = _decoded(learned)
+        """Of each weight, here and as `save` gave it elsewhere, the mean by how much each side saw of it (short prompts
+        are seen by few nodes, and what they learn of them must not be thinned out by the others); of labels that both
+        know. What was seen more of is learned more slowly from here on. Else as `restore`."""
+        labels, (age, age_sum, all_ages, all_sum, regime, regime_sum) = _decoded(learned)
         places, theirs = list(range(_OFFSETS[-2])), list(range(_OFFSETS[-2]))
         for said, number in labels.items():
             self._label(Advice(*said))
             if said in self._labels:
                 places.append(_OFFSETS[-2] + self._labels[said])
                 theirs.append(_OFFSETS[-2] + number)
-        self._age = (self._age + age) / 2
-        self._all[places] = (self._all[places] + all_ages[theirs]) / 2
-        self._regime[places] = (self._regime[places] + regime[theirs]) / 2
+        self._age, self._age_sum = _merged(self._age, self._age_sum, age, age_sum)
+        self._all[places], self._all_sum[places] = _merged(
+            self._all[places], self._all_sum[places], all_ages[theirs], all_sum[theirs]
+        )
+        self._regime[places], self._regime_sum[places] = _merged(
+            self._regime[places], self._regime_sum[places], regime[theirs], regime_sum[theirs]
+        )
         self._tables()
+
+
+def _merged(weights: Vector, sums: Vector, others: Vector, other_sums: Vector) -> tuple[Vector, Vector]:
+    """The mean by what was seen of each, and the larger of both sums, as far as others are listened to."""
+    other_sums = np.minimum(other_sums, MOST_TOLD)
+    seen, other_seen = sums - 1.0 + LEAST_SEEN, other_sums - 1.0 + LEAST_SEEN
+    return (weights * seen + others * other_seen) / (seen + other_seen), np.maximum(sums, other_sums)
 
 
 def _decoded(learned: bytes) -> tuple[dict[tuple[int, str, str], int], list[Vector]]:
