@@ -141,7 +141,7 @@ def test_whoever_lies_about_what_it_saw_does_not_end_the_learning_here() -> None
     features = here.features(1, SHORT)
     before = here.worth(features)[5]
     for _ in range(200):
-        here.add(features, 5, 100.0, 100.0)
+        here.add(features, 5, 1.0, 100.0)
         here.learn()
     assert here.worth(features)[5] > 2 * before
 

@@ -64,7 +64,7 @@ class CoreConfig(msgspec.Struct, frozen=True):
     sync_grace_s: float = 5.0
     """A home that started answers UNKNOWN until every peer advertised, at most this long."""
     directory_limit: int = 1 << 20
-    eviction: str = "forecast"
+    eviction: str = "reuse"
     """Policy of home copies, by its name in `tokenlake.store.eviction`."""
     replica_share: float = 0.05
     hot: str = "on"

@@ -41,7 +41,9 @@ _depth = operator.attrgetter("depth")
 class _Run:
     """Segments of one use of one prompt with equal features."""
 
-    __slots__ = ("_order", "age", "at", "features", "here", "number", "turn", "unused", "used", "worth")
+    __slots__ = (
+        "_order", "age", "at", "features", "here", "joined", "number", "prompt", "turn", "unused", "used", "worth"
+    )  # fmt: skip
 
     def __init__(self, features: Features, worth: list[float], at: float, number: int) -> None:
         self.features = features
@@ -56,11 +58,20 @@ class _Run:
         """Segments not used again yet, here or gone."""
         self.used = 0
         """Of them those used again at this age."""
+        self.joined = 0
+        """Segments that ever were in it."""
+        self.prompt = 0
+        """Segments of the prompt that are as new as these, on all nodes."""
         self.here: dict[Segment, _Record] = {}
         self._order: list[Segment] | None = None
         """Those that are here by depth, and some that left; None: to be made anew."""
         self.turn = 0
         """Entries of the heap with another one are void."""
+
+    def says(self) -> float:
+        """Of how many segments it tells at its age what became of them: those of the prompt that lie elsewhere have the
+        same future, and nodes that see a part each shall learn as fast as one that sees all."""
+        return (self.used + self.unused) * max(1.0, self.prompt / self.joined)
 
     def enter(self, segment: Segment, record: _Record) -> None:
         """It is here."""
@@ -105,7 +116,8 @@ class Forecast:
         """Runs with segments here."""
         self._ages: list[deque[_Run]] = [deque() for _ in range(AGES - 1)]
         self._young: dict[Features, _Run] = {}
-        """Made at this moment."""
+        """Made a moment ago: the segments of one use come one by one."""
+        self._young_since = 0.0
         self._ghosts: OrderedDict[SegmentKey, _Record] = OrderedDict()
         self._size = 0
         self._now = 0.0
@@ -183,7 +195,7 @@ class Forecast:
         if now - record.counted >= SAME_USE_S:
             self._count_use(record, now)
         self._leave_run(record)
-        self._join_run(record, self._odds.features(record.uses, advice))
+        self._join_run(record, advice)
         self._remember(key, record, advice, now)
         return False
 
@@ -227,7 +239,7 @@ class Forecast:
         run = record.run
         if not again or run is None:
             self._leave_run(record)
-            run = self._join_run(record, self._odds.features(record.uses, segment.advice))
+            run = self._join_run(record, segment.advice)
         if not run.here:
             self._live += 1
             self._push(run)
@@ -266,7 +278,7 @@ class Forecast:
             run.used += 1
             self._leave_run(record)
             if not run.unused and run.age < AGES - 1:
-                self._odds.add(run.features, run.age, run.used, run.used)
+                self._odds.add(run.features, run.age, 1.0, run.says())
         record.uses += 1
         record.counted = now
         if now > self._moment:
@@ -280,7 +292,8 @@ class Forecast:
             record.run.unused -= 1
             record.run = None
 
-    def _join_run(self, record: _Record, features: Features) -> _Run:
+    def _join_run(self, record: _Record, advice: Advice) -> _Run:
+        features = self._odds.features(record.uses, advice)
         run = self._young.get(features)
         if run is None:
             self._runs += 1
@@ -288,6 +301,9 @@ class Forecast:
             self._ages[0].append(run)
             self._ripe = min(self._ripe, self._now + EDGES[1])
         run.unused += 1
+        run.joined += 1
+        use = advice.use
+        run.prompt = max(run.prompt, use.segments - use.known if record.uses == 1 else use.known)
         record.run = run
         return run
 
@@ -312,7 +328,9 @@ class Forecast:
         if now <= self._now:
             return self._now
         self._now = now
-        self._young.clear()
+        if now - self._young_since >= SAME_USE_S:
+            self._young.clear()
+            self._young_since = now
         if now >= self._ripe:
             self._age(now)
         return now
@@ -332,7 +350,7 @@ class Forecast:
     def _grow_older(self, run: _Run, age: int) -> None:
         if not run.unused:
             return
-        self._odds.add(run.features, age - 1, run.used, run.used + run.unused)
+        self._odds.add(run.features, age - 1, run.used / (run.used + run.unused), run.says())
         run.age, run.used = age, 0
         if age < AGES - 1:
             self._ages[age].append(run)

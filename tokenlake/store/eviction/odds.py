@@ -123,9 +123,9 @@ class Odds:
             known = self._known[features] = _gittins(1.0 / (1.0 + np.exp(-logits))).tolist()
         return known
 
-    def add(self, features: Features, age: int, used: float, whole: float) -> None:
-        """Of a run of `whole` segments at the beginning of a bucket, `used` were used again within it."""
-        self._rows.append((features, age, used / whole, whole**SIZE_POWER))
+    def add(self, features: Features, age: int, share: float, segments: float) -> None:
+        """Of a run of so many segments at the beginning of a bucket, this share was used again within it."""
+        self._rows.append((features, age, share, segments**SIZE_POWER))
 
     @property
     def waiting(self) -> int:
