@@ -14,7 +14,7 @@ __all__ = ["MatchUnderWay"]
 
 
 class MatchUnderWay:
-    """Changed by `Matches` alone."""
+    """Changed by `Matches` and its `Rounds` alone."""
 
     def __init__(
         self, process: Process, request: wire.Match, keys: list[SegmentKey], segments: list[Segment | None]
@@ -57,8 +57,8 @@ class MatchUnderWay:
         """Per key index, who is asked beside the one that has it, since many read it there."""
         self.waits: Waiting | None = None
         """Where it may wait for a writer."""
-        self.parked = False
-        """It waits for a writer, not for answers."""
+        self.asking = False
+        """Answers of others are listened to: it is neither done nor waiting for a writer."""
         self.given_up: list[list[int]] = []
         """The indices of calls that are not waited for any more."""
 
