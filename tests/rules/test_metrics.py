@@ -29,6 +29,7 @@ UNITS = {
     "sessions",
     "timeouts",
     "tokens",
+    "turns",
     "waits",
 }
 """What is counted. A new unit is a decision: add it here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,9 +15,11 @@ acts = st.one_of(
 )
 
 
-@given(st.lists(acts, max_size=40))
-def test_what_is_due_fires_once_in_order(story: list[tuple[str, int]]) -> None:
-    timers = Timers()
+@pytest.mark.parametrize("kept", [0, 64])
+@given(story=st.lists(acts, max_size=40))
+def test_what_is_due_fires_once_in_order(kept: int, story: list[tuple[str, int]]) -> None:
+    """Cancelled ones are dropped from the heap early, or late."""
+    timers = Timers(least_dropped=kept)
     fired: list[int] = []
     armed: list[Timer] = []
     waiting: dict[int, float] = {}
@@ -35,6 +38,7 @@ def test_what_is_due_fires_once_in_order(story: list[tuple[str, int]]) -> None:
             assert fired == due
             for name in due:
                 del waiting[name]
+        assert len(timers) == len(waiting)
         assert timers.next() == min(waiting.values(), default=None)
 
 
@@ -64,3 +68,12 @@ def test_a_callback_may_cancel_what_is_due_too() -> None:
     assert fired == []
     assert timers.next() is None
     second.cancel()
+
+
+def test_what_is_cancelled_does_not_pile_up() -> None:
+    timers = Timers()
+    kept = [timers.at(1e6 + number, lambda: None) for number in range(10)]
+    for number in range(10_000):
+        timers.at(60.0 + number, lambda: None).cancel()
+    assert len(timers) == len(kept)
+    assert timers.in_heap <= 2 * len(kept) + 200

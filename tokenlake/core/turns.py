@@ -23,8 +23,8 @@ from tokenlake.store import Segment
 
 __all__ = ["DELAYED", "NAMED", "Turns"]
 
-NAMED = Metric("tokenlake_turns_named_total", "Lookups that were told of a node that was just sent what many read here")
-DELAYED = Metric("tokenlake_turns_delayed_total", "Lookups that were told to come again, since others are sent it now")
+NAMED = Metric("tokenlake_named_turns_total", "Lookups that were told of a node that was just sent what many read here")
+DELAYED = Metric("tokenlake_delayed_turns_total", "Lookups that were told to come again, since others are sent it now")
 
 FEW = 2
 """Readers that one copy is sent to."""

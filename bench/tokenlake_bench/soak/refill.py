@@ -27,6 +27,8 @@ SEGMENTS: Final = 2
 here, could hold the places that the first ones need to be fetched into."""
 LIMIT_S: Final = 15.0
 """For one prompt. A write budget that is used up, or a region that changes hands, makes a store wait."""
+DEAD_S: Final = 60.0
+"""For the first daemon to notice that the others are gone."""
 _REFILL: Final = 1
 _DISPLACE: Final = 1_000_000
 """First numbers of fresh prompts."""
@@ -58,6 +60,7 @@ def refill(cluster: Cluster, seed: int) -> Refilled:
 def displace(node: Node, seed: int) -> int:
     """How many of the segments that it had are still there after it took as many others as it has slots. The other
     nodes have ended, so that it keeps all it is given. Raises TokenLakeError when it does not answer."""
+    _await_home_copies(node)
     stayed = 0
     for group in GROUPS:
         with Pool.connect(node.socket, group.layout, group.credential) as pool:
@@ -67,6 +70,21 @@ def displace(node: Node, seed: int) -> int:
             before += [fresh_prompt(seed, _REFILL + number, SEGMENTS) for number in range(slots)]
             stayed += len({key for each in before for key in _found(pool, each)})
     return stayed
+
+
+def _await_home_copies(node: Node) -> None:
+    """Copies of what others hold are no victims of what is stored; they become home copies once the others are taken
+    for dead. What does not become one within the limit stays, and is found."""
+    until = time.monotonic() + DEAD_S
+    while time.monotonic() < until:
+        metrics = node.metrics()
+        if not any(count for name, count in metrics.items() if name.startswith("tokenlake_segments{") and _copy(name)):
+            return
+        time.sleep(0.1)
+
+
+def _copy(name: str) -> bool:
+    return 'kind="staged"' in name or 'kind="replica"' in name
 
 
 def _store_many(pools: Sequence[Pool], seed: int, first: int, segments: int, result: Refilled) -> None:
