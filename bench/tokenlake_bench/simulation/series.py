@@ -70,7 +70,8 @@ def plot_series(results: Sequence[SimulatedResult], over: str, path: Path) -> No
                 for result in ordered
                 if name in result.systems and (value := panel.value(result, name, result.systems[name])) is not None
             ]
-            if points:
+            # One point of several results says nothing about what differs.
+            if len(points) >= min(2, len(ordered)):
                 axes.plot(*zip(*points, strict=True), marker="o", label=name, linewidth=3 if name == POOL else 1)
         if panel.line is not None:
             axes.axhline(panel.line, color="black", linestyle="--", linewidth=1)
