@@ -10,8 +10,9 @@ import pytest
 
 from tests.rules.eviction_scene import Memory, key_of
 from tokenlake.advice import NO_ADVICE, Advice, Outlook, Use
-from tokenlake.store.eviction import forecast, odds
-from tokenlake.store.eviction.forecast import GHOST_S, LEARN_AT, Forecast
+from tokenlake.store.eviction import odds, remembering
+from tokenlake.store.eviction.forecast import LEARN_AT, Forecast
+from tokenlake.store.eviction.remembering import GHOST_S
 
 SHORT = Advice(use=Use(segments=2, hits=1, turn=1, gap_s=30.0, left=0))
 """Of a prompt that appended one segment: it comes again after half a minute."""
@@ -52,7 +53,7 @@ def test_it_evicts_and_refuses_what_does_not_come_again() -> None:
 
 
 def test_the_dead_are_forgotten_after_a_while_and_no_more_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forecast, "LEAST_GHOSTS", 50)
+    monkeypatch.setattr(remembering, "LEAST_GHOSTS", 50)
     policy = Forecast()
     memory = Memory(policy, 10)
     for number in range(300):

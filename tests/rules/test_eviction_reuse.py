@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from tests.rules.eviction_scene import Memory, key_of
 from tokenlake.advice import NO_ADVICE, Advice, Outlook
-from tokenlake.store.eviction import LeastRecentlyUsed, hazard, reuse
+from tokenlake.store.eviction import LeastRecentlyUsed, hazard, remembering
 from tokenlake.store.eviction.hazard import AGES, EDGES, LABELS, USES, Hazards, worth_table
-from tokenlake.store.eviction.reuse import GHOST_S, GHOSTS_EACH, LearnedReuse
+from tokenlake.store.eviction.remembering import GHOST_S, GHOSTS_EACH, Record
+from tokenlake.store.eviction.reuse import LearnedReuse
 
 GOES_ON, OVER = Advice(outlook=Outlook.GOES_ON), Advice(outlook=Outlook.OVER)
 
@@ -85,7 +86,7 @@ def test_what_was_refused_comes_in_when_it_is_wanted_again() -> None:
     conversations(memory, seed=4)
     worth = [policy.worth_of_new(key_of("wanted"), NO_ADVICE, 1500.0)]
     for second in (1500.0, 1530.0, 1560.0):
-        policy._count_use(policy._ghosts.setdefault(key_of("wanted"), reuse._Record(0.0)), second)
+        policy._count_use(policy._ghosts.setdefault(key_of("wanted"), Record(0.0)), second)
         worth.append(policy.worth_of_new(key_of("wanted"), NO_ADVICE, second))
     assert worth == sorted(worth)
     assert worth[-1] > worth[0]
@@ -120,7 +121,7 @@ def test_the_dead_are_forgotten_after_a_while() -> None:
 
 
 def test_the_dead_are_no_more_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reuse, "LEAST_GHOSTS", 50)
+    monkeypatch.setattr(remembering, "LEAST_GHOSTS", 50)
     policy = LearnedReuse()
     memory = Memory(policy, 30)
     for number in range(1000):

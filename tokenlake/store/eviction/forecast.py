@@ -13,21 +13,18 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
 
-from tokenlake.advice import NO_USE, Advice, Use
+from tokenlake.advice import Advice, Use
 from tokenlake.identity import SegmentKey
 from tokenlake.store.eviction.base import SAME_USE_S
 from tokenlake.store.eviction.odds import AGES, EDGES, Features, Odds
+from tokenlake.store.eviction.remembering import Record, Remembering
 from tokenlake.store.segment import Segment
 
 __all__ = ["Forecast"]
 
-GHOST_S = 900.0
-"""How long a segment is remembered after it went."""
-LEAST_GHOSTS, GHOSTS_EACH = 1 << 14, 4
-"""At most so many are remembered, or so many for each segment in order if that is more."""
 LEARN_EVERY = 8
 """Moments at which something was used, from one learning to the next."""
 
@@ -89,27 +86,14 @@ class _Run:
         return self._order[-1]
 
 
-class _Record:
-    """What is known of a segment: in order, set aside, or gone."""
-
-    __slots__ = ("counted", "gone", "run", "use", "uses")
-
-    def __init__(self, now: float) -> None:
-        self.uses = 0
-        self.counted = now - SAME_USE_S
-        """When its last use was."""
-        self.gone = 0.0
-        """When it was evicted or refused."""
-        self.use: Use = NO_USE
-        """Of what is gone: how it was used last."""
-        self.run: _Run | None = None
+_Record = Record[_Run]
 
 
-class Forecast:
-    """Evicts what earns the fewest uses for the time that it will be held; a newcomer that would earn fewer than that
-    stays out."""
+class Forecast(Remembering[_Run]):
+    """Its groups are runs."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._odds = Odds()
         self._heap: list[tuple[float, float, int, int, _Run]] = []
         self._live = 0
@@ -118,49 +102,9 @@ class Forecast:
         self._young: dict[Features, _Run] = {}
         """Made a moment ago: the segments of one use come one by one."""
         self._young_since = 0.0
-        self._ghosts: OrderedDict[SegmentKey, _Record] = OrderedDict()
-        self._size = 0
-        self._now = 0.0
-        self._moment = 0.0
-        """When something was used last."""
-        self._moments = 0
         self._runs = 0
         self._ripe = float("inf")
         """When the next run comes of age."""
-
-    # -- segments
-
-    def insert(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`."""
-        now = self._advance(now)
-        if isinstance(segment.record, _Record):
-            self._enter(segment, segment.record, again=True)
-            return
-        ghost = self._ghosts.pop(segment.key, None)
-        record = segment.record = _Record(now) if ghost is None else ghost
-        self._count_use(record, now)
-        self._enter(segment, record)
-
-    def touch(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`."""
-        now = self._advance(now)
-        record = self._leave(segment)
-        if now - record.counted >= SAME_USE_S:
-            self._count_use(record, now)
-        self._enter(segment, record)
-
-    def advised(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`; whoever speaks of it had it in use until now."""
-        self._advance(now)
-        self._enter(segment, self._leave(segment))
-
-    def remove(self, segment: Segment, now: float, evicted: bool) -> None:
-        """See `EvictionPolicy`."""
-        now = self._advance(now)
-        # It ages on: whether it is used again while it is away, and after how long, is to be learned in any case.
-        record = self._leave(segment)
-        if evicted:
-            self._remember(segment.key, record, segment.advice, now)
 
     # -- what goes
 
@@ -175,37 +119,18 @@ class Forecast:
     def worth(self, segment: Segment, now: float) -> float:
         """See `EvictionPolicy`: uses per second."""
         self._advance(now)
-        run = _record(segment).run
+        run = self._record(segment).group
         assert run is not None
         return run.worth[run.age]
 
     def worth_of_new(self, key: SegmentKey, advice: Advice, now: float) -> float:
         """See `EvictionPolicy`."""
-        ghost = self._ghosts.get(key)
-        uses = ghost.uses + 1 if ghost is not None else 1
-        return self._odds.worth(self._odds.features(uses, advice))[0]
-
-    def admits(self, key: SegmentKey, advice: Advice, now: float) -> bool:
-        """See `EvictionPolicy`."""
-        now = self._advance(now)
-        if not self._size or self.worth_of_new(key, advice, now) >= self.worth(self.coldest(now), now):
-            return True
-        ghost = self._ghosts.pop(key, None)
-        record = _Record(now) if ghost is None else ghost
-        if now - record.counted >= SAME_USE_S:
-            self._count_use(record, now)
-        self._leave_run(record)
-        self._join_run(record, advice)
-        self._remember(key, record, advice, now)
-        return False
+        return self._odds.worth(self._odds.features(self._uses_of_new(key), advice))[0]
 
     def remembers(self, key: SegmentKey, now: float) -> tuple[Use, float] | None:
         """See `EvictionPolicy`."""
         ghost = self._ghosts.get(key)
         return None if ghost is None else (ghost.use, max(0.0, now - ghost.counted))
-
-    def __len__(self) -> int:
-        return self._size
 
     def __iter__(self) -> Iterator[Segment]:
         # From the root of the heap downwards, the least of those in sight first: who looks looks at the first few.
@@ -236,10 +161,10 @@ class Forecast:
     def _enter(self, segment: Segment, record: _Record, again: bool = False) -> None:
         """Into a run of this moment. `again`: into the one that it was in."""
         segment.touched = self._now
-        run = record.run
+        run = record.group
         if not again or run is None:
-            self._leave_run(record)
-            run = self._join_run(record, segment.advice)
+            self._leave_group(record)
+            run = self._join_group(record, segment.advice)
         if not run.here:
             self._live += 1
             self._push(run)
@@ -248,8 +173,8 @@ class Forecast:
 
     def _leave(self, segment: Segment) -> _Record:
         """Out of order; it ages on in its run."""
-        record = _record(segment)
-        run = record.run
+        record = self._record(segment)
+        run = record.group
         assert run is not None
         del run.here[segment]
         if not run.here:
@@ -271,28 +196,24 @@ class Forecast:
             self._heap = [entry for entry in self._heap if entry[3] == entry[4].turn]
             heapq.heapify(self._heap)
 
-    def _count_use(self, record: _Record, now: float) -> None:
-        """A use of it, which is a re-use if it ages in some run; not any more."""
-        run = record.run
-        if run is not None:
-            run.used += 1
-            self._leave_run(record)
-            if not run.unused and run.age < AGES - 1:
-                self._odds.add(run.features, run.age, 1.0, run.says())
-        record.uses += 1
-        record.counted = now
-        if now > self._moment:
-            self._moment = now
-            self._moments += 1
-            if self._moments % LEARN_EVERY == 0:
-                self._odds.learn()
+    def _used_again(self, record: _Record) -> None:
+        run = record.group
+        assert run is not None
+        run.used += 1
+        self._leave_group(record)
+        if not run.unused and run.age < AGES - 1:
+            self._odds.add(run.features, run.age, 1.0, run.says())
 
-    def _leave_run(self, record: _Record) -> None:
-        if record.run is not None:
-            record.run.unused -= 1
-            record.run = None
+    def _used_something(self) -> None:
+        if self._moments % LEARN_EVERY == 0:
+            self._odds.learn()
 
-    def _join_run(self, record: _Record, advice: Advice) -> _Run:
+    def _leave_group(self, record: _Record) -> None:
+        if record.group is not None:
+            record.group.unused -= 1
+            record.group = None
+
+    def _join_group(self, record: _Record, advice: Advice) -> _Run:
         features = self._odds.features(record.uses, advice)
         run = self._young.get(features)
         if run is None:
@@ -304,36 +225,17 @@ class Forecast:
         run.joined += 1
         use = advice.use
         run.prompt = max(run.prompt, use.segments - use.known if record.uses == 1 else use.known)
-        record.run = run
+        record.group = run
         return run
-
-    def _remember(self, key: SegmentKey, record: _Record, advice: Advice, now: float) -> None:
-        record.gone = now
-        record.use = advice.use
-        self._ghosts[key] = record
-        limit = max(LEAST_GHOSTS, GHOSTS_EACH * self._size)
-        forgotten = 0
-        while self._ghosts and (len(self._ghosts) > limit or (forgotten < 4 and self._oldest_gone(now))):
-            _, ghost = self._ghosts.popitem(last=False)
-            self._leave_run(ghost)
-            forgotten += 1
-
-    def _oldest_gone(self, now: float) -> bool:
-        return next(iter(self._ghosts.values())).gone + GHOST_S < now
 
     # -- time
 
-    def _advance(self, now: float) -> float:
-        """Up to `now`, or up to the latest time heard of: what comes back from a pin comes with an earlier one."""
-        if now <= self._now:
-            return self._now
-        self._now = now
+    def _time_passed(self, now: float) -> None:
         if now - self._young_since >= SAME_USE_S:
             self._young.clear()
             self._young_since = now
         if now >= self._ripe:
             self._age(now)
-        return now
 
     def _age(self, now: float) -> None:
         """Runs that are old enough go on to the next age."""
@@ -362,14 +264,7 @@ class Forecast:
         live = [run for *_, turn, run in self._heap if turn == run.turn and run.here]
         assert len(live) == self._live == len({run.number for run in live})
         assert self._size == sum(len(run.here) for run in live)
-        assert len(self._ghosts) <= max(LEAST_GHOSTS, GHOSTS_EACH * self._size)
         for run in live:
             assert len(run.here) <= run.unused
-            assert all(record.run is run for record in run.here.values())
-        assert all(record.run is not None for record in self._ghosts.values())
-
-
-def _record(segment: Segment) -> _Record:
-    record = segment.record
-    assert isinstance(record, _Record)
-    return record
+            assert all(record.group is run for record in run.here.values())
+        assert all(record.group is not None for record in self._ghosts.values())

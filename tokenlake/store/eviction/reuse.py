@@ -1,13 +1,10 @@
 """The learned re-use index: what was used again how soon says what is worth keeping now (`hazard.py`).
 
-What was evicted or refused is remembered for a while, so that the policy learns also from what it did not keep, and
-knows it when it comes again.
-
 ::
 
     queues      one per class, by last use: [oldest ... youngest]; the coldest is the oldest of some class
     batches     what was used at one moment in one class ages together: a queue of batches for each age but the last
-    ghosts      records of segments that are gone, in order of their going
+    ghosts      records of segments that are gone (`remembering.py`)
 """
 
 from __future__ import annotations
@@ -17,16 +14,12 @@ from collections.abc import Iterator
 
 from tokenlake.advice import NO_ADVICE, Advice, Use
 from tokenlake.identity import SegmentKey
-from tokenlake.store.eviction.base import SAME_USE_S
 from tokenlake.store.eviction.hazard import AGES, EDGES, UNLABELLED, USES, Hazards
+from tokenlake.store.eviction.remembering import Record, Remembering
 from tokenlake.store.segment import Segment
 
 __all__ = ["LearnedReuse"]
 
-GHOST_S = 900.0
-"""How long a segment is remembered after it went."""
-LEAST_GHOSTS, GHOSTS_EACH = 1 << 14, 4
-"""At most so many are remembered, or so many for each segment in order if that is more."""
 LEARN_EVERY = 50
 """Moments at which something was used, from one making of the tables to the next."""
 MOMENT_S = 0.1
@@ -56,18 +49,7 @@ class _Batch:
         return float(self.size**-0.5)
 
 
-class _Record:
-    """What is known of a segment: in order, set aside, or gone."""
-
-    __slots__ = ("batch", "counted", "gone", "uses")
-
-    def __init__(self, now: float) -> None:
-        self.uses = 0
-        self.counted = now - SAME_USE_S
-        """When its last use was."""
-        self.gone = 0.0
-        """When it was evicted or refused."""
-        self.batch: _Batch | None = None
+_Record = Record[_Batch]
 
 
 class _Queue:
@@ -84,60 +66,20 @@ class _Queue:
         self.worth = 0.0
 
 
-class LearnedReuse:
-    """Evicts what earns the fewest uses for the time that it will be held; a newcomer that would earn fewer than that
-    stays out."""
+class LearnedReuse(Remembering[_Batch]):
+    """The default."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._hazards = Hazards()
         self._queues: list[_Queue] = []
         self._ages: list[deque[_Batch]] = [deque() for _ in range(AGES - 1)]
         self._young: list[_Batch | None] = []
         """By class the newest batch."""
-        self._ghosts: OrderedDict[SegmentKey, _Record] = OrderedDict()
-        self._size = 0
-        self._now = 0.0
-        self._moment = 0.0
-        """When something was used last."""
-        self._moments = 0
         self._ripe = float("inf")
         """When the next batch comes of age."""
         self._advice, self._label = NO_ADVICE, UNLABELLED
         self._grow()
-
-    # -- segments
-
-    def insert(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`."""
-        now = self._advance(now)
-        if isinstance(segment.record, _Record):
-            self._enter(segment, segment.record, again=True)
-            return
-        ghost = self._ghosts.pop(segment.key, None)
-        record = segment.record = _Record(now) if ghost is None else ghost
-        self._count_use(record, now)
-        self._enter(segment, record)
-
-    def touch(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`."""
-        now = self._advance(now) if now > self._now else self._now
-        record = self._leave(segment)
-        if now - record.counted >= SAME_USE_S:
-            self._count_use(record, now)
-        self._enter(segment, record)
-
-    def advised(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`; whoever speaks of it had it in use until now."""
-        self._advance(now)
-        self._enter(segment, self._leave(segment))
-
-    def remove(self, segment: Segment, now: float, evicted: bool) -> None:
-        """See `EvictionPolicy`."""
-        now = self._advance(now)
-        # It ages on: whether it is used again while it is away, and after how long, is to be learned in any case.
-        record = self._leave(segment)
-        if evicted:
-            self._remember(segment.key, record, now)
 
     # -- what goes
 
@@ -160,34 +102,15 @@ class LearnedReuse:
     def worth(self, segment: Segment, now: float) -> float:
         """See `EvictionPolicy`: uses per second."""
         self._advance(now)
-        return self._worth_of(_record(segment))
+        return self._worth_of(self._record(segment))
 
     def worth_of_new(self, key: SegmentKey, advice: Advice, now: float) -> float:
         """See `EvictionPolicy`."""
-        ghost = self._ghosts.get(key)
-        uses = ghost.uses + 1 if ghost is not None else 1
-        return self._hazards.worth[self._class_of(uses, advice)][0]
-
-    def admits(self, key: SegmentKey, advice: Advice, now: float) -> bool:
-        """See `EvictionPolicy`."""
-        now = self._advance(now)
-        if not self._size or self.worth_of_new(key, advice, now) >= self.worth(self.coldest(now), now):
-            return True
-        ghost = self._ghosts.pop(key, None)
-        record = _Record(now) if ghost is None else ghost
-        if now - record.counted >= SAME_USE_S:
-            self._count_use(record, now)
-        self._leave_batch(record)
-        self._join_batch(record, self._class_of(record.uses, advice))
-        self._remember(key, record, now)
-        return False
+        return self._hazards.worth[self._class_of(self._uses_of_new(key), advice)][0]
 
     def remembers(self, key: SegmentKey, now: float) -> tuple[Use, float] | None:
         """Not how it was used."""
         return None
-
-    def __len__(self) -> int:
-        return self._size
 
     def __iter__(self) -> Iterator[Segment]:
         for queue in sorted((queue for queue in self._queues if queue.order), key=self._first_worth):
@@ -228,9 +151,9 @@ class LearnedReuse:
         """To the young end of its class. `again`: as old as it is, if the class is still the same."""
         segment.touched = self._now
         cls = self._class_of(record.uses, segment.advice)
-        if not again or record.batch is None or record.batch.cls != cls:
-            self._leave_batch(record)
-            self._join_batch(record, cls)
+        if not again or record.group is None or record.group.cls != cls:
+            self._leave_group(record)
+            self._join_group(record, segment.advice)
         queue = self._queues[cls]
         if not queue.order:
             queue.head = None
@@ -239,30 +162,26 @@ class LearnedReuse:
 
     def _leave(self, segment: Segment) -> _Record:
         """Out of its queue; it ages on in its batch."""
-        record = _record(segment)
-        assert record.batch is not None
-        queue = self._queues[record.batch.cls]
+        record = self._record(segment)
+        assert record.group is not None
+        queue = self._queues[record.group.cls]
         del queue.order[segment]
         if queue.head is segment:
             queue.head = None
         self._size -= 1
         return record
 
-    def _count_use(self, record: _Record, now: float) -> None:
-        """A use of it, which is a re-use if it ages in some batch; not any more."""
-        batch = record.batch
-        if batch is not None:
-            weight = batch.weight()
-            self._hazards.used[batch.cls][batch.age] += weight
-            self._hazards.ended[batch.cls][batch.age] += weight
-            self._leave_batch(record)
-        record.uses += 1
-        record.counted = now
-        if now > self._moment:
-            self._moment = now
-            self._moments += 1
-            if self._moments % LEARN_EVERY == 0:
-                self._learn()
+    def _used_again(self, record: _Record) -> None:
+        batch = record.group
+        assert batch is not None
+        weight = batch.weight()
+        self._hazards.used[batch.cls][batch.age] += weight
+        self._hazards.ended[batch.cls][batch.age] += weight
+        self._leave_group(record)
+
+    def _used_something(self) -> None:
+        if self._moments % LEARN_EVERY == 0:
+            self._learn()
 
     def _learn(self) -> None:
         self._hazards.learn()
@@ -273,12 +192,13 @@ class LearnedReuse:
         for queue in self._queues:
             queue.head = None
 
-    def _leave_batch(self, record: _Record) -> None:
-        if record.batch is not None:
-            record.batch.members -= 1
-            record.batch = None
+    def _leave_group(self, record: _Record) -> None:
+        if record.group is not None:
+            record.group.members -= 1
+            record.group = None
 
-    def _join_batch(self, record: _Record, cls: int) -> None:
+    def _join_group(self, record: _Record, advice: Advice) -> _Batch:
+        cls = self._class_of(record.uses, advice)
         batch = self._young[cls]
         if batch is None or self._now >= batch.at + MOMENT_S:
             batch = self._young[cls] = _Batch(cls, self._now)
@@ -286,7 +206,8 @@ class LearnedReuse:
             self._ripe = min(self._ripe, self._now + EDGES[1])
         batch.size += 1
         batch.members += 1
-        record.batch = batch
+        record.group = batch
+        return batch
 
     def _look_at(self, queue: _Queue) -> None:
         queue.head, record = next(iter(queue.order.items()))
@@ -296,32 +217,14 @@ class LearnedReuse:
         return self._worth_of(next(iter(queue.order.values())))
 
     def _worth_of(self, record: _Record) -> float:
-        assert record.batch is not None
-        return self._hazards.worth[record.batch.cls][record.batch.age]
-
-    def _remember(self, key: SegmentKey, record: _Record, now: float) -> None:
-        record.gone = now
-        self._ghosts[key] = record
-        limit = max(LEAST_GHOSTS, GHOSTS_EACH * self._size)
-        forgotten = 0
-        while self._ghosts and (len(self._ghosts) > limit or (forgotten < 4 and self._oldest_gone(now))):
-            _, ghost = self._ghosts.popitem(last=False)
-            self._leave_batch(ghost)
-            forgotten += 1
-
-    def _oldest_gone(self, now: float) -> bool:
-        return next(iter(self._ghosts.values())).gone + GHOST_S < now
+        assert record.group is not None
+        return self._hazards.worth[record.group.cls][record.group.age]
 
     # -- time
 
-    def _advance(self, now: float) -> float:
-        """Up to `now`, or up to the latest time heard of: what comes back from a pin comes with an earlier one."""
-        if now <= self._now:
-            return self._now
-        self._now = now
+    def _time_passed(self, now: float) -> None:
         if now >= self._ripe:
             self._age(now)
-        return now
 
     def _age(self, now: float) -> None:
         """Batches that are old enough go on to the next age."""
@@ -343,21 +246,15 @@ class LearnedReuse:
     def check_integrity(self) -> None:
         """AssertionError when sizes, batches or bounds do not add up."""
         assert self._size == sum(len(queue.order) for queue in self._queues)
-        assert len(self._ghosts) <= max(LEAST_GHOSTS, GHOSTS_EACH * self._size)
+        super().check_integrity()
         records = [record for queue in self._queues for record in queue.order.values()]
         records += self._ghosts.values()
         members: dict[_Batch, int] = {}
         for record in records:
-            assert record.batch is not None
-            members[record.batch] = members.get(record.batch, 0) + 1
+            assert record.group is not None
+            members[record.group] = members.get(record.group, 0) + 1
         batches = [batch for queue in self._ages for batch in queue]
         # Those that are set aside are in a batch too.
         assert all(count <= batch.members for batch, count in members.items())
         assert len(batches) == len(dict.fromkeys(batches))
         assert all(batch.age == AGES - 1 or batch in batches for batch in members)
-
-
-def _record(segment: Segment) -> _Record:
-    record = segment.record
-    assert isinstance(record, _Record)
-    return record
