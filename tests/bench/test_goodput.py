@@ -57,7 +57,9 @@ def test_only_constants_that_matter_are_varied(model: str, gpu: str, expected: S
     assert names[1:] == [f"{name.split()[0]} {sign}30%" for name in names[1::2] for sign in "-+"]
 
 
-@pytest.mark.parametrize(("system", "vary"), [("pool", False), ("cache-aware-real", True)])
+@pytest.mark.parametrize(
+    ("system", "vary"), [pytest.param("pool", False, marks=pytest.mark.slow), ("cache-aware-real", True)]
+)
 def test_the_rate_is_the_last_with_nine_in_ten_in_time(system: str, vary: bool, tmp_path: Path) -> None:
     file = tmp_path / "goodput.json"
     arguments = SimulateArguments(limit=100, nodes=2, model="llama-3-70b", json_file=file)
