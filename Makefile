@@ -14,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 SOURCES := tokenlake server client query bench tests docs/examples
-FAST_TESTS := $(wildcard tests/house tests/rules tests/core tests/sim tests/bench tests/connector)
+FAST_TESTS := $(wildcard tests/house tests/rules tests/core tests/sim tests/connector)
 
 # vLLM pins its torch and much else, so it has an environment of its own.
 VLLM_VENV := .venv-vllm
