@@ -55,3 +55,26 @@ def test_a_frozen_node_costs_one_deadline() -> None:
     began = cluster.clock.now
     match(cluster, reader, keys)
     assert cluster.clock.now - began < deadline_s
+
+
+def test_two_rounds_have_one_deadline() -> None:
+    """One node is silent in the first round, and there is another that only the second would ask."""
+    cluster = calm(MANY_NODES, **SLOTS)
+    candidates = cluster.core(1)._context.ring.candidates
+    for number in range(100):
+        keys = prompt(f"p{number}", LENGTH)
+        asked = [set(pair) for pair in candidates(b"".join(keys))]
+        first, silent = asked[0] | asked[1] | asked[3] | {"n0", "n1"}, asked[7] | asked[2]
+        if not first & silent:
+            break
+    writer, reader = cluster.join(0), cluster.join(1)
+    for start in range(0, LENGTH, 4):
+        store(cluster, writer, keys[start : start + 4])
+    cluster.run_for(1.0)
+    for name in sorted(silent):
+        cluster.node(int(name.removeprefix("n"))).freeze()
+    began = cluster.clock.now
+    found = match(cluster, reader, keys)
+    assert cluster.clock.now - began < 1.25 * cluster.core(1).config.match_deadline_s
+    assert found.hits == 2
+    assert found.codes[2] == Code.UNKNOWN

@@ -66,15 +66,20 @@ class Rounds:
 
     def begin(self, match: MatchUnderWay, indices: list[int]) -> None:
         """Ask about these keys, or first about some of them (`more`)."""
+        match.deadline = self._context.now + self._limit_s(match)
         many = len(self._context.ring.members) >= MANY_NODES
         self._ask_about(match, probes(match, indices) if many else indices)
 
     def more(self, match: MatchUnderWay) -> bool:
-        """Ask about those that were left for later, as far as they matter; False when that is nothing."""
+        """Ask about those that were left for later, as far as they matter; False when that is nothing, or there is no
+        time left: all rounds have one deadline, which is also that of the engine."""
         wanted = behind(match)
-        if wanted:
+        if wanted and self._context.now < match.deadline:
             self._ask_about(match, wanted)
-        return bool(wanted)
+            return True
+        for index in wanted:
+            match.codes[index] = _UNKNOWN
+        return False
 
     def _ask_about(self, match: MatchUnderWay, indices: list[int]) -> None:
         session, planned = match.process.session, match.request.planned
@@ -82,13 +87,11 @@ class Rounds:
         self._round(match, indices)
 
     def _limit_s(self, match: MatchUnderWay) -> float:
-        """How long a round may take."""
+        """How long all rounds may take."""
         limit = self._context.config.match_deadline_s
         return min(limit, match.request.deadline_s) if match.request.deadline_s > 0 else limit
 
     def _round(self, match: MatchUnderWay, indices: list[int]) -> None:
-        limit = self._limit_s(match)
-        match.deadline = self._context.now + limit
         wanted: defaultdict[NodeId, list[int]] = defaultdict(list)
         for index in indices:
             home, other = match.candidates[index]
@@ -103,7 +106,7 @@ class Rounds:
         match.round, match.asking = wanted, True
         if wanted:
             # Mostly those who are asked have everything, and there is nothing left to look up here.
-            self._context.after(limit * OWN_SHARE, lambda: self._ask_own(match, wanted))
+            self._context.after(OWN_SHARE * self._limit_s(match), lambda: self._ask_own(match, wanted))
             self._send(match, wanted)
         else:
             self._ask_own(match, wanted)
