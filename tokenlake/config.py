@@ -106,7 +106,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     record: str = ""
     # A daemon that serves users must not end by itself.
     failpoint: str = ""
-    # In each trace that we tried it keeps at least what the others keep.
+    # On eight nodes it keeps at least what the others keep, in each trace that we tried.
     eviction: str = "reuse"
     # "": nothing outlives the process. What is learned again within minutes is not worth guessing a directory for that
     # is writable, survives a restart and belongs to this node alone.

@@ -202,12 +202,12 @@ def test_it_remembers_how_what_is_gone_was_used_last() -> None:
     memory = Memory(policy, 2)
     for name, use in (("a", Use(1, 0, 1)), ("b", Use(1, 0, 2))):
         memory.store(name, 0, 5.0, Advice(use=use))
-    assert policy.remembers(key_of("a"), 6.0) is None
+    assert policy.remembers([key_of("a")], 6.0) is None
     gone = str(memory.evict(10.0))
-    assert policy.remembers(key_of(gone), 12.0) == (Use(1, 0, {"a": 1, "b": 2}[gone]), 7.0)
+    assert policy.remembers([key_of(gone), key_of("never")], 12.0) == (0, Use(1, 0, {"a": 1, "b": 2}[gone]), 7.0)
     memory.store(gone, 0, 13.0, Advice(use=Use(1, 0, 3)))
-    assert policy.remembers(key_of(gone), 14.0) is None
-    assert policy.remembers(key_of("never"), 14.0) is None
+    assert policy.remembers([key_of(gone)], 14.0) is None
+    assert policy.remembers([key_of("never")], 14.0) is None
 
 
 def test_it_remembers_how_what_it_refused_was_wanted_last() -> None:
@@ -217,10 +217,10 @@ def test_it_remembers_how_what_it_refused_was_wanted_last() -> None:
     for wanted in (1, 2):
         now = 1500.0 + wanted
         assert not policy.admits(unwanted, msgspec.structs.replace(LONG, use=Use(40, wanted, left=5)), now)
-        assert policy.remembers(unwanted, now + 3.0) == (Use(40, wanted, left=5), 3.0)
+        assert policy.remembers([unwanted], now + 3.0) == (0, Use(40, wanted, left=5), 3.0)
     for number in range(400):
         memory.store(f"later {number}", 0, 1600.0 + GHOST_S, LONG)
-    assert policy.remembers(unwanted, 1600.0 + GHOST_S) is None
+    assert policy.remembers([unwanted], 1600.0 + GHOST_S) is None
 
 
 def test_what_is_to_be_learned_does_not_pile_up_in_a_quiet_hour() -> None:

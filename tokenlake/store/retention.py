@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from tokenlake.advice import Advice, Use
 from tokenlake.identity import SegmentKey
@@ -119,9 +119,9 @@ class Retention:
             return True
         return self.policy.admits(key, advice, now)
 
-    def remembers(self, key: SegmentKey, now: float) -> tuple[Use, float] | None:
+    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, Use, float] | None:
         """See `EvictionPolicy`."""
-        return self.policy.remembers(key, now)
+        return self.policy.remembers(keys, now)
 
     def __len__(self) -> int:
         return sum(map(len, self._lanes))

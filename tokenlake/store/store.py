@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
@@ -295,13 +296,9 @@ class SegmentStore:
         if not keys:
             return None
         # Mostly there is one; and no key has segments of two sizes.
-        policies = [pool.retention.policy for (owner, _), pool in self._pools.items() if owner == tenant]
-        for index in range(len(keys) - 1, -1, -1):
-            for policy in policies:
-                remembered = policy.remembers(keys[index], now)
-                if remembered is not None:
-                    return index, *remembered
-        return None
+        pools = (pool for (owner, _), pool in self._pools.items() if owner == tenant)
+        told = [remembered for pool in pools if (remembered := pool.retention.remembers(keys, now)) is not None]
+        return max(told, default=None, key=operator.itemgetter(0))
 
     def learned(self) -> dict[tuple[TenantId, int], bytes]:
         """By tenant and slot size: what the policies learned of their home copies, also of pools that are gone."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from time import perf_counter_ns
 
 from tokenlake.advice import Advice, Use
@@ -73,10 +73,10 @@ class Timed:
         self.taken_ns += perf_counter_ns() - began
         return admitted
 
-    def remembers(self, key: SegmentKey, now: float) -> tuple[Use, float] | None:
+    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, Use, float] | None:
         """See `EvictionPolicy`."""
         began = perf_counter_ns()
-        remembered = self._policy.remembers(key, now)
+        remembered = self._policy.remembers(keys, now)
         self.taken_ns += perf_counter_ns() - began
         return remembered
 

@@ -7,7 +7,7 @@ are in order when one is evicted.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from tokenlake.advice import Advice, Use
@@ -110,7 +110,7 @@ class AdaptiveReplacement:
         """See `EvictionPolicy`."""
         return True
 
-    def remembers(self, key: SegmentKey, now: float) -> tuple[Use, float] | None:
+    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, Use, float] | None:
         """Not how it was used."""
         return None
 

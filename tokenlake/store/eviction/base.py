@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from tokenlake.advice import Advice, Use
@@ -49,9 +49,9 @@ class EvictionPolicy(Protocol):
         """Memory is full and `key` would be stored: is it worth more than what would go? Asked once for each try;
         a refusal is remembered like a use, so that what is wanted again comes in. Always, when the order is empty."""
 
-    def remembers(self, key: SegmentKey, now: float) -> tuple[Use, float] | None:
-        """Of a segment that was evicted or refused: how it was used last, and how long ago. None where it is forgotten,
-        or in order, or nothing is ever remembered."""
+    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, Use, float] | None:
+        """Of the last of these that was evicted or refused and is not forgotten: its index, how it was used last, and
+        how long ago. None where there is none, or nothing is ever remembered."""
 
     def __len__(self) -> int: ...
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import operator
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tokenlake.advice import Advice, Use
 from tokenlake.identity import SegmentKey
@@ -127,10 +127,13 @@ class Forecast(Remembering[_Run]):
         """See `EvictionPolicy`."""
         return self._odds.worth(self._odds.features(self._uses_of_new(key), advice))[0]
 
-    def remembers(self, key: SegmentKey, now: float) -> tuple[Use, float] | None:
+    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, Use, float] | None:
         """See `EvictionPolicy`."""
-        ghost = self._ghosts.get(key)
-        return None if ghost is None else (ghost.use, max(0.0, now - ghost.counted))
+        for index in range(len(keys) - 1, -1, -1):
+            ghost = self._ghosts.get(keys[index])
+            if ghost is not None:
+                return index, ghost.use, max(0.0, now - ghost.counted)
+        return None
 
     def __iter__(self) -> Iterator[Segment]:
         # From the root of the heap downwards, the least of those in sight first: who looks looks at the first few.

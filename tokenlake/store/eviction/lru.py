@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tokenlake.advice import Advice, Use
 from tokenlake.identity import SegmentKey
@@ -54,7 +54,7 @@ class LeastRecentlyUsed:
         """See `EvictionPolicy`."""
         return True
 
-    def remembers(self, key: SegmentKey, now: float) -> tuple[Use, float] | None:
+    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, Use, float] | None:
         """Not how it was used."""
         return None
 

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tokenlake.advice import NO_ADVICE, Advice, Use
 from tokenlake.identity import SegmentKey
@@ -108,7 +108,7 @@ class LearnedReuse(Remembering[_Batch]):
         """See `EvictionPolicy`."""
         return self._hazards.worth[self._class_of(self._uses_of_new(key), advice)][0]
 
-    def remembers(self, key: SegmentKey, now: float) -> tuple[Use, float] | None:
+    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, Use, float] | None:
         """Not how it was used."""
         return None
 

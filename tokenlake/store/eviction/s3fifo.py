@@ -6,7 +6,7 @@ Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from tokenlake.advice import Advice, Use
@@ -103,7 +103,7 @@ class S3Fifo:
         """See `EvictionPolicy`."""
         return True
 
-    def remembers(self, key: SegmentKey, now: float) -> tuple[Use, float] | None:
+    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, Use, float] | None:
         """Not how it was used."""
         return None
 
