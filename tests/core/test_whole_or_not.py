@@ -46,7 +46,7 @@ def busy() -> tuple[Cluster, NodeCore, int]:
 
 
 def refused(core: NodeCore, event: events.Event, now: float) -> None:
-    """It is, and leaves no trace."""
+    """It is, and leaves no trace; `now`: later than what came before, so that times that were set show."""
     before = snapshot(core)
     with pytest.raises(ValueError, match=r"\w"):
         core.handle(event, now)
@@ -72,7 +72,7 @@ def test_a_malformed_event_changes_nothing() -> None:
     events_ = list(malformed(core, connection, "n1"))
     assert len(events_) > 150
     for event in events_:
-        refused(core, event, cluster.clock.now)
+        refused(core, event, cluster.clock.now + 0.001)
     assert core.handle(events.SendDone(4711), cluster.clock.now) == []
 
 
@@ -141,7 +141,7 @@ def broken_fields(kind: type[Any], decoder: msgspec.msgpack.Decoder[Any]) -> lis
 def test_each_field_of_what_a_peer_says_at_its_worst(kind: type[Any]) -> None:
     cluster, core, _ = busy()
     for message in broken_fields(kind, peer.peer_decoder):
-        taken(core, events.PeerSaid("n1", message), cluster.clock.now)
+        taken(core, events.PeerSaid("n1", message), cluster.clock.now + 0.001)
     taken(core, events.Tick(), cluster.clock.now + 10.0)
 
 
@@ -151,8 +151,8 @@ def test_each_field_of_what_a_peer_says_at_its_worst(kind: type[Any]) -> None:
 def test_each_field_of_a_request_at_its_worst(kind: type[Any]) -> None:
     cluster, core, connection = busy()
     for message in broken_fields(kind, engine.request_decoder):
-        taken(core, events.Requested(connection, message), cluster.clock.now)
-        taken(core, events.Requested(1 << 40, message), cluster.clock.now)
+        taken(core, events.Requested(connection, message), cluster.clock.now + 0.001)
+        taken(core, events.Requested(1 << 40, message), cluster.clock.now + 0.001)
     taken(core, events.Tick(), cluster.clock.now + 10.0)
 
 
