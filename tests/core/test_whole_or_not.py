@@ -78,8 +78,8 @@ def test_a_malformed_event_changes_nothing() -> None:
 
 def test_every_type_of_event_and_message_is_malformed_in_some_way_or_never() -> None:
     _, core, connection = busy()
-    kinds = typing.get_args(events.Event)
-    wrong = {type(event) for event in malformed(core, connection, "n1") if type(event) in kinds}
+    kinds: tuple[type[Any], ...] = typing.get_args(events.Event)
+    wrong: set[type[Any]] = {type(event) for event in malformed(core, connection, "n1") if type(event) in kinds}
     wrong |= {
         type(event.message)
         for event in malformed(core, connection, "n1")

@@ -160,17 +160,17 @@ class ClusterMachine(RuleBasedStateMachine):
     def nonsense(self, node: int, sender: int, number: int) -> None:
         """Every kind of malformed event, for what this node has under way now."""
         target = self.cluster.node(node)
-        if target.core is None or target.frozen:
+        if target.core is None or target.frozen or not self.look_inside:
             return
         processes = [connection for session in target.core._sessions for connection in session.processes]
         connection = processes[number % len(processes)] if processes else 1 << 40
-        before = snapshot(target.core) if self.look_inside else []
-        for event in malformed(target.core, connection, self.cluster.node((node + sender) % NODES).name):
+        before = snapshot(target.core)
+        for event in list(malformed(target.core, connection, self.cluster.node((node + sender) % NODES).name)):
             # One that is there already is malformed only where somebody joined.
             if processes or not isinstance(event, events.Joined):
                 self.refused(target.core, event)
-        if self.look_inside:
-            assert not (changed := changes(before, snapshot(target.core))), f"refused events left a trace: {changed}"
+        changed = changes(before, snapshot(target.core))
+        assert not changed, f"refused events left a trace: {changed}"
 
     def refused(self, core: NodeCore, event: events.Event) -> None:
         try:

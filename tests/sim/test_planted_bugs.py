@@ -90,6 +90,7 @@ def late_receiver_ignored(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Fetches, "_abort", abort)
     patch.setattr(Fetches, "done", done)
+    # The receiver returns after its fetch is forgotten.
     patch.setattr(Fetches, "check_done", lambda self, fetch, codes, checksums: None)
 
 
