@@ -162,13 +162,13 @@ class ClusterMachine(RuleBasedStateMachine):
         target = self.cluster.node(node)
         if target.core is None or target.frozen or not self.look_inside:
             return
-        processes = [connection for session in target.core._sessions for connection in session.processes]
-        connection = processes[number % len(processes)] if processes else 1 << 40
+        processes = list(target.core._sessions._processes)
+        if not processes:
+            return
+        connection = processes[number % len(processes)]
         before = snapshot(target.core)
         for event in list(malformed(target.core, connection, self.cluster.node((node + sender) % NODES).name)):
-            # One that is there already is malformed only where somebody joined.
-            if processes or not isinstance(event, events.Joined):
-                self.refused(target.core, event)
+            self.refused(target.core, event)
         changed = changes(before, snapshot(target.core))
         assert not changed, f"refused events left a trace: {changed}"
 
