@@ -14,7 +14,19 @@ from tokenlake.errors import ProtocolRefused, TokenLakeError, Unreachable
 from tokenlake.identity import LeaseId, SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
-from tokenlake.wire.engine import HERE, Advise, Corrupt, Fetch, Fetched, Heartbeat, Match, Matched, Placed, Shipped, Where
+from tokenlake.wire.engine import (
+    HERE,
+    Advise,
+    Corrupt,
+    Fetch,
+    Fetched,
+    Heartbeat,
+    Match,
+    Matched,
+    Placed,
+    Shipped,
+    Where,
+)
 from tokenlake.wire.slots import join_keys, slot_array
 from tokenlake_client.books import Books, Holding
 from tokenlake_client.checksums import CHECKSUM_BYTES, shard_checksums

@@ -26,7 +26,10 @@ class Checker:
         self._arena = arena
         self._driver = driver
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="check")
-        driver.carry_out(CheckSlot, lambda instruction: self._thread.submit(self._run, instruction))
+        driver.carry_out(CheckSlot, self._start)
+
+    def _start(self, instruction: CheckSlot) -> None:
+        self._thread.submit(self._run, instruction)
 
     def _run(self, instruction: CheckSlot) -> None:
         """In the thread. `SlotChecked` follows whatever happens: a copy that cannot be read counts as wrong."""

@@ -129,13 +129,10 @@ class Corruption:
         self._on_drop(segment)
         self._context.store.drop(segment, self._context.load_now)
         self._context.counters.add(CONFIRMED)
-        key, place = segment.key.hex()[:16], segment.place
-        self._context.emit(
-            Note(
-                f"segment {key} of tenant {segment.tenant!r} has wrong bytes in region {place.region}, slot {place.slot}, "
-                f"as {reporter[0]} {reporter[1]!r} reported: its {segment.kind.name} copy is dropped"
-            )
-        )
+        kind, key, place = segment.kind.name, segment.key.hex()[:16], segment.place
+        where = f"{kind} copy of segment {key} of tenant {segment.tenant!r} in region {place.region}, slot {place.slot}"
+        reported = f"{reporter[0]} {reporter[1]!r} reported it"
+        self._context.emit(Note(f"the {where} has wrong bytes and is dropped: {reported}"))
 
     # -- for tests
 

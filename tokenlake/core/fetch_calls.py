@@ -69,7 +69,7 @@ class FetchCall:
     def start(self) -> None:
         """Ask for what is remote; answers at once where nothing is."""
         context = self.parts.context
-        lease, session = self.lease, self.process.session
+        lease = self.lease
         by_node: dict[NodeId, list[int]] = {}
         for index in range(self.request.start, self.request.stop):
             node = lease.remotes[index]

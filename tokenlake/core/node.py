@@ -32,7 +32,7 @@ from tokenlake.core.serving import Serving
 from tokenlake.core.sessions import Process, Session, Sessions
 from tokenlake.core.touches import Touches
 from tokenlake.core.writes import Writes
-from tokenlake.identity import ConnectionId, Incarnation, LeaseId, NodeId, SessionId, TenantId, WriteId
+from tokenlake.identity import ConnectionId, Incarnation, LeaseId, NodeId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.metrics import Counters
 from tokenlake.ring import Ring
 from tokenlake.store import Kind, Segment, SegmentStore, State

@@ -60,8 +60,9 @@ class Reads:
         lease = process.session.leases.get(LeaseId(request.lease))
         nodes: dict[NodeId, int] = {}
         owners = bytearray()
-        for index, remote in enumerate(lease.remotes) if lease is not None else ():
-            if lease.code(index) is Code.LOCAL:
+        readable = lease.readable(0, len(lease.keys)) if lease is not None else []
+        for segment, remote in zip(readable, lease.remotes, strict=True) if lease is not None else ():
+            if segment is not None:
                 owners.append(wire.HERE)
             elif remote is not None and (remote in nodes or len(nodes) < wire.HERE):
                 owners.append(nodes.setdefault(remote, len(nodes)))

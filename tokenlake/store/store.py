@@ -254,8 +254,8 @@ class SegmentStore:
             self._free(segment)
 
     def drop(self, segment: Segment, now: float) -> None:
-        """The bytes of a READY segment are wrong: it leaves the index at once, of whatever kind it is and whoever has it
-        pinned, and its home is told as of an eviction."""
+        """The bytes of a READY segment are wrong: it leaves the index at once, whatever its kind and its pins, and
+        its home is told as of an eviction."""
         self.found_corrupt(segment.tenant, segment.key)
         self._history.add(segment.tenant, segment.key, Gone(now, CORRUPT_RULE))
         self.evicted.append(segment)
