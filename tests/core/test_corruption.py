@@ -12,8 +12,9 @@ from tokenlake.core.fetch_calls import FETCHED, MISSING
 from tokenlake.core.fetches import CORRUPT
 from tokenlake.core.instructions import CheckSlot, StartFetch
 from tokenlake.core.sessions import SKIPPED
-from tokenlake.identity import ConnectionId, LeaseId, SegmentKey
+from tokenlake.identity import ConnectionId, LeaseId, SegmentKey, TenantId
 from tokenlake.store import Kind, State
+from tokenlake.store.history import CORRUPT_RULE
 from tokenlake.store.store import HEALED
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import join_keys
@@ -51,6 +52,11 @@ def test_a_wrong_copy_is_dropped_where_it_lies_and_computed_again() -> None:
     assert cluster.core(3 - source).counters[MISSING] == SEGMENT_TOKENS
     assert cluster.core(source).counters[REPORTED] == cluster.core(source).counters[CONFIRMED] == 1
     assert kinds(cluster, key) == {0: Kind.STAGED}, "copies of other nodes stay"
+    home = cluster.core(1)._context
+    gone = home.history.get(TenantId("red"), key)
+    assert gone is not None
+    assert gone.rule == CORRUPT_RULE, "for those who ask why it was missed"
+    assert home.directory.former(TenantId("red"), key) != f"n{source}", "nothing draws the next copy there"
     for asking in (local, reader):
         assert match(cluster, asking, [key]).codes == bytes([Code.MISSING])
 

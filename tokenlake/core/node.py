@@ -281,7 +281,7 @@ class NodeCore:
 
     def _on_evicted(self, node: NodeId, message: peer.Evicted) -> None:
         keys = split_keys(message.keys)
-        self._home.left(NodeId(message.node), TenantId(message.tenant), keys)
+        self._home.left(NodeId(message.node), TenantId(message.tenant), keys, message.rule)
         self._hot.gone(TenantId(message.tenant), keys, NodeId(message.node))
         self._explain.gone(TenantId(message.tenant), keys, message)
 
@@ -308,7 +308,7 @@ class NodeCore:
         for (tenant, rule), segments in by_rule.items():
             for home, keys in self._context.by_home(segment.key for segment in segments).items():
                 if home == self._context.node:
-                    self._home.left(home, tenant, keys)
+                    self._home.left(home, tenant, keys, rule)
                     if rule == CORRUPT_RULE:
                         self._hot.gone(tenant, keys, home)
                 else:
