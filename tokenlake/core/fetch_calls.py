@@ -182,6 +182,7 @@ class FetchCall:
         """For each item of which wrong bytes came: the next node that may have it, none after the deadline."""
         lease, wrong = self.lease, self.wrong
         self.wrong = []
+        session, peers = self.process.session, self.parts.peers
         left_s = 0.0 if self.answered else self.until - self.parts.context.now
         by_node: dict[NodeId, list[int]] = {}
         for index in wrong:
@@ -190,8 +191,9 @@ class FetchCall:
                 self.codes[index - self.request.start] = lease.code(index)
                 continue
             tried = self.tried[index]
-            others = self.parts.copies_of(self.process.session.tenant, lease.keys[index]) if left_s > 0 else []
-            node = next((node for node in others if node not in tried), None)
+            others = self.parts.copies_of(session.tenant, lease.keys[index]) if left_s > 0 else []
+            in_time = (each for each in others if peers.predict_s(each, session.slot_bytes) < left_s)
+            node = next((each for each in in_time if each not in tried), None)
             if node is None:
                 self._lost(index, tried[0])
             else:
