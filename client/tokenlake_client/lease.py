@@ -14,7 +14,19 @@ from tokenlake.errors import ProtocolRefused, TokenLakeError, Unreachable
 from tokenlake.identity import LeaseId, SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
-from tokenlake.wire.engine import HERE, Advise, Fetch, Fetched, Heartbeat, Match, Matched, Placed, Shipped, Where
+from tokenlake.wire.engine import (
+    HERE,
+    Advise,
+    Corrupt,
+    Fetch,
+    Fetched,
+    Heartbeat,
+    Match,
+    Matched,
+    Placed,
+    Shipped,
+    Where,
+)
 from tokenlake.wire.slots import join_keys, slot_array
 from tokenlake_client.books import Books, Holding
 from tokenlake_client.checksums import CHECKSUM_BYTES, shard_checksums
@@ -226,6 +238,9 @@ class Lease:
         if shard_checksums(segment, shards) == self._checksums[index * size : (index + 1) * size]:
             return True
         self._reading.corrupt += 1
+        # The daemon checks the copy again and drops it: engines that do not verify would go on reading it.
+        with contextlib.suppress(TokenLakeError):
+            self._books.current(self.link).channel.tell(Corrupt(self.id, index))
         return False
 
     def _mappings(self, places: NDArray[np.void]) -> dict[int, Mapping]:

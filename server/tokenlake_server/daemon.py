@@ -24,6 +24,7 @@ from tokenlake.wire.slots import unpack_slots
 from tokenlake_server import failpoints, garbage
 from tokenlake_server.arena import Arena
 from tokenlake_server.bulk import Receivers, Senders
+from tokenlake_server.checking import Checker
 from tokenlake_server.driver import Driver
 from tokenlake_server.engines import EngineListener, EngineSettings
 from tokenlake_server.memory import require_memory
@@ -108,6 +109,7 @@ class Daemon:
         self.receivers = Receivers(identity, addresses, arena, self.driver)
         self.senders = Senders(identity, len(addresses), arena, self.driver)
         adopt: dict[Purpose, Adopt] = {"bulk": self.senders.adopt, "query": self._query_asked}
+        self.checker = Checker(arena, self.driver)
         self.peers = PeerListener(identity, parse_address(config.listen), addresses, self.driver, loop, adopt)
         self.metrics = (
             MetricsServer(parse_address(config.metrics), loop, self.snapshot, config.node) if config.metrics else None
@@ -213,6 +215,7 @@ class Daemon:
             await asyncio.to_thread(self.metrics.close)
         await asyncio.to_thread(self.receivers.close)
         await asyncio.to_thread(self.senders.close)
+        await asyncio.to_thread(self.checker.close)
         await asyncio.gather(*self._replacing)
         if self._saving is not None:
             await self._saving

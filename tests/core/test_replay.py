@@ -18,6 +18,7 @@ from tests.sim.prompts import PROMPTS
 from tokenlake.core import NodeCore, events
 from tokenlake.core.context import CoreConfig
 from tokenlake.core.instructions import Instruction
+from tokenlake.store import State
 from tokenlake.wire.engine import Explain
 
 
@@ -52,12 +53,16 @@ def busy() -> Cluster:
             continue
         engine = random.choice(cluster.alive())
         prompt = random.choice(PROMPTS)
-        engine.read(prompt, Reading(attach=random.random() < 0.3, hold_s=random.choice((0.01, 0.2))))
+        engine.read(prompt, Reading(attach=random.random() < 0.3, hold_s=random.choice((0.01, 0.2)), verify=True))
         ending = random.choice(("commit", "commit", "singly", "abort", "die"))
         engine.store(prompt, 0, Storing(ending, shared=random.random() < 0.3))
         if turn % 20 == 15:
             name = next(iter(cluster.core(0)._explain._trails), ("red", "nobody"))[1]
             engine.processes[0].request(partial(Explain, request=name), engine.answers.append)
+        if turn % 10 == 5:
+            ready = [s for s in engine.node.core.store.segments() if s.state is State.READY] if engine.node.core else []
+            for segment in ready:
+                engine.node.arena.flip(segment.place, 0)
         if turn % 30 == 10:
             random.choice(cluster.links()).cut(0.1)
         if turn % 50 == 20:

@@ -18,7 +18,16 @@ from tests.sim.snapshot import changes, snapshot
 from tokenlake.advice import Use
 from tokenlake.core import NodeCore, advertising, events
 from tokenlake.core.context import CoreConfig
-from tokenlake.core.instructions import Answer, Instruction, ReplaceRegion, Say, SendBulk, StartFetch, Welcomed
+from tokenlake.core.instructions import (
+    Answer,
+    CheckSlot,
+    Instruction,
+    ReplaceRegion,
+    Say,
+    SendBulk,
+    StartFetch,
+    Welcomed,
+)
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code, engine, peer
 
@@ -41,6 +50,7 @@ class Node:
         self.fetches: list[StartFetch] = []
         self.sending: list[int] = []
         self.replacing: list[int] = []
+        self.checks: list[int] = []
         self.up: set[str] = set()
         self.sessions: list[int] = []
         self.joined: set[int] = set()
@@ -63,6 +73,8 @@ class Node:
                     self.fetches.append(instruction)
                 case SendBulk():
                     self.sending.append(instruction.stream)
+                case CheckSlot():
+                    self.checks.append(instruction.check)
                 case ReplaceRegion():
                     self.replacing.append(instruction.fresh)
                 case Welcomed():
@@ -114,6 +126,11 @@ class Node:
             if isinstance(instruction, Answer) and isinstance(instruction.message, engine.Matched):
                 lease = instruction.message.lease
                 self.feed(events.Requested(connection, engine.Fetch(4, lease, 0, fetched, 0.0)))
+
+    def report(self, node: str, keys: bytes, lease: int) -> None:
+        """A peer, and an engine about a lease, say that copies here are wrong."""
+        self.said(node, peer.Corrupt("red", keys))
+        self.request(1, engine.Corrupt((1 << 31) + lease, lease % 3))
 
     def ask(self, connection: int, tenant: str, message: engine.Explain) -> None:
         """Anybody of a tenant asks about a request, joined or not."""
@@ -173,6 +190,11 @@ class Node:
         if self.sending:
             self.feed(events.SendDone(self.sending.pop(0)))
 
+    def checked(self, right: bool) -> None:
+        """The thread that checks a copy returns."""
+        if self.checks:
+            self.feed(events.SlotChecked(self.checks.pop(0), right))
+
     def replaced(self) -> None:
         if self.replacing:
             self.feed(events.RegionReady(self.replacing.pop(0)))
@@ -206,9 +228,10 @@ class Node:
             self.feed(events.PeerDown(node, self.incarnation(node)))
         for _ in range(20):
             self.wait(5.0)
-            while self.fetches or self.sending or self.replacing:
+            while self.fetches or self.sending or self.replacing or self.checks:
                 self.fetched([Code.LOST])
                 self.sent()
+                self.checked(True)
                 self.replaced()
         self.check()
         left = {name: count for name, count in self.core.census().items() if count}
@@ -273,6 +296,8 @@ steps = st.one_of(
     step("pull", st.integers(1, 3), st.sampled_from(TENANTS), plain),
     step("nonsense", connections, st.sampled_from(PEERS)),
     step("sent"),
+    step("report", st.sampled_from(PEERS), plain, st.integers(0, 40)),
+    step("checked", st.booleans()),
     step("replaced"),
     step("wait", st.sampled_from([0.0, 0.001, 0.03, 0.3, 2.0, 12.0, 40.0])),
 )

@@ -230,7 +230,9 @@ def test_flipped_bits_are_a_miss_for_the_reader(cluster: Cluster, pools: list[Po
         assert len(arrays) == intact
         assert prompt.wrong(arrays) == 0
         del arrays
-    assert total(cluster.nodes[2], "tokenlake_corrupt_segments_total") == here.count(False) > 0
+    # Another copy is asked for in the same fetch; where it flipped as well, it is counted too.
+    refused = total(cluster.nodes[2], "tokenlake_corrupt_segments_total")
+    assert 0 < here.count(False) <= refused <= sum(flipped)
     assert all(flipped[index] for index, local in enumerate(here) if not local)
 
 

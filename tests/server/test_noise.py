@@ -107,6 +107,8 @@ def peer_frames() -> tuple[list[bytes], list[bytes]]:
         peer.Offer(5, "default", keys, (0, 1), LAYOUT.segment_bytes, LAYOUT.shards),
         peer.Redundant("default", keys, ("nobody",)),
         peer.Evicted("default", keys[:31], "nobody"),
+        peer.Corrupt("default", keys[:31]),
+        peer.Corrupt("default", keys),
         peer.Touched("nobody", keys),
         peer.Advertised(),
     ]

@@ -32,6 +32,8 @@ class Region:
     def __init__(self) -> None:
         self.shards = [[bytes(8)] * SHARDS for _ in range(SLOTS)]
         self.generations = [0] * SLOTS
+        self.flipped: set[SlotRef] = set()
+        """Slots, of one generation each, in which a bit flipped."""
 
 
 class Arena:
@@ -53,6 +55,16 @@ class Arena:
         """A shard's bytes as they are now."""
         return self.regions[place.region].shards[place.slot][shard]
 
+    def flip(self, place: SlotRef, shard: int) -> None:
+        """A bit flips in memory."""
+        value = self.read(place, shard)
+        self.write(place, shard, bytes([value[0] ^ 1]) + value[1:])
+        self.regions[place.region].flipped.add(place)
+
+    def flipped(self, place: SlotRef) -> bool:
+        """Did a bit flip there since the slot was given to its owner?"""
+        return place in self.regions[place.region].flipped
+
     def write(self, place: SlotRef, shard: int, value: bytes) -> None:
         """Whoever owns the slot by now: a thread that was told a slot writes there."""
         self.regions[place.region].shards[place.slot][shard] = value
@@ -69,6 +81,11 @@ class View(NamedTuple):
     def reissued(self) -> bool:
         """Somebody else owns the slot by now."""
         return self.region.generations[self.place.slot] != self.place.generation
+
+    @property
+    def flipped(self) -> bool:
+        """A bit flipped there: wrong bytes are no fault of the rules."""
+        return self.place in self.region.flipped
 
     @property
     def right(self) -> bool:

@@ -127,12 +127,12 @@ class Cluster:
             for process in engine.processes:
                 for (lease, index), view in process.views.items():
                     where = f"{process.node.name}: lease {lease}, item {index}"
-                    assert view.right, f"wrong bytes under {where}"
+                    assert view.right or view.flipped, f"wrong bytes under {where}"
                     assert not view.reissued, f"reissued under {where}"
                 for (write, index), view in process.fills.items():
                     assert not view.reissued, f"{process.node.name}: slot of write {write}, item {index} was reissued"
         for view in self._copies:
-            assert view.right or view.reissued, "wrong bytes under the generation that was read before"
+            assert view.right or view.reissued or view.flipped, "wrong bytes under the generation that was read before"
         for node in self.nodes.values():
             if node.core is not None and cores:
                 node.core.check_integrity()

@@ -108,6 +108,8 @@ class Reading:
     hold_s: float = 0.01
     split: int = 0
     """The range is fetched and released in two parts, cut here."""
+    verify: bool = False
+    """What it finds wrong it reports, and does not look at."""
     pending_s: float = 0.0
     """It waits so long for whoever computes what it misses."""
 
@@ -182,13 +184,13 @@ class Engine:
             assert all(code in (Code.LOCAL, Code.REMOTE) for code in reply.codes[: reply.hits])
             if not reply.hits:
                 return
-            self._look(first, reply.lease, keys, 0, reply.codes[: reply.hits], reply.slots)
+            self._look(first, reply.lease, keys, 0, reply.codes[: reply.hits], reply.slots, verify=how.verify)
             cut = min(how.split, reply.hits)
             if how.attach and self.second is not first:
                 self._attach(reply.lease, keys, how)
             if how.fetch:
-                self._fetch(first, reply.lease, keys, range(0, cut))
-                self._fetch(first, reply.lease, keys, range(cut, reply.hits))
+                self._fetch(first, reply.lease, keys, range(0, cut), verify=how.verify)
+                self._fetch(first, reply.lease, keys, range(cut, reply.hits), verify=how.verify)
             self.clock.after(how.hold_s / 2, lambda: self._release(first, reply.lease, range(0, cut)))
             self.clock.after(how.hold_s, lambda: self._release(first, reply.lease, range(cut, reply.hits)))
 
@@ -201,28 +203,41 @@ class Engine:
         second = self.second
 
         def attached(reply: engine.Matched) -> None:
-            self._look(second, lease, keys, 0, reply.codes, reply.slots)
+            self._look(second, lease, keys, 0, reply.codes, reply.slots, verify=how.verify)
             self.clock.after(2 * how.hold_s, lambda: self._release(second, lease, range(len(keys))))
 
         second.request(lambda number: engine.Attach(number, lease), attached)
 
-    def _fetch(self, process: SimProcess, lease: int, keys: Sequence[SegmentKey], wanted: range) -> None:
+    def _fetch(
+        self, process: SimProcess, lease: int, keys: Sequence[SegmentKey], wanted: range, *, verify: bool
+    ) -> None:
         def fetched(reply: engine.Fetched) -> None:
             self.answers.append(reply)
             # Released meanwhile: what the daemon says is in the lease is not looked at any more.
             if (lease, wanted.start) not in self._dropped:
-                self._look(process, lease, keys, wanted.start, reply.codes, reply.slots)
+                self._look(process, lease, keys, wanted.start, reply.codes, reply.slots, verify=verify)
 
         if wanted:
             process.request(lambda number: engine.Fetch(number, lease, wanted.start, wanted.stop, 0.0), fetched)
 
     def _look(
-        self, process: SimProcess, lease: int, keys: Sequence[SegmentKey], first: int, codes: bytes, slots: bytes
+        self,
+        process: SimProcess,
+        lease: int,
+        keys: Sequence[SegmentKey],
+        first: int,
+        codes: bytes,
+        slots: bytes,
+        *,
+        verify: bool,
     ) -> None:
         for offset, code in enumerate(codes):
             if code == Code.LOCAL:
                 view = process.view(slots[16 * offset : 16 * offset + 16], keys[first + offset])
-                process.views[lease, first + offset] = view
+                if verify and view.flipped:
+                    process.tell(engine.Corrupt(lease, first + offset))
+                else:
+                    process.views[lease, first + offset] = view
 
     def _release(self, process: SimProcess, lease: int, items: range) -> None:
         if not items:

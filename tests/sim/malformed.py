@@ -27,7 +27,17 @@ NOT_FOR_THE_RULES = (engine.Hello, engine.OpenRegion, engine.OpenQuery, engine.E
 NEVER_MALFORMED = (
     events.ProcessGone,
     events.SendDone,
-    *(engine.Attach, engine.Fetch, engine.Where, engine.Shipped, engine.Abort, engine.Heartbeat, engine.Holds),
+    events.SlotChecked,
+    *(
+        engine.Attach,
+        engine.Fetch,
+        engine.Where,
+        engine.Shipped,
+        engine.Abort,
+        engine.Heartbeat,
+        engine.Holds,
+        engine.Corrupt,
+    ),
     *(peer.ReleaseLease, peer.RenewLease, peer.Learned, peer.Advertised, peer.Ping, peer.HotWanted),
 )
 """Their decoder checks all there is; what they name and is not there is left as it is."""

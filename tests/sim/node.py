@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from tests.sim.arena import Arena
-from tests.sim.transfer import Transfer
+from tests.sim.arena import SHARDS, Arena
+from tests.sim.transfer import FROZEN_POLL_S, Transfer
 from tokenlake.core import NodeCore, events, instructions
 from tokenlake.core.context import CoreConfig
-from tokenlake.wire.slots import unpack_slots
+from tokenlake.wire import Code, engine
+from tokenlake.wire.slots import SlotRef, unpack_slots
 
 if TYPE_CHECKING:
     from tests.sim.cluster import Cluster
@@ -37,6 +38,8 @@ class SimNode:
         self.log: list[tuple[float, events.Event]] = []
         """Every event of this life, when the cluster records."""
         self.emitted: list[list[instructions.Instruction]] = []
+        self.found_wrong: set[SlotRef] = set()
+        """Copies of this life that a check found wrong: nobody may be given one any more."""
         self._backlog: list[events.Event] = []
         self._armed: float | None = None
         self._carry: dict[type, Callable[[Any], None]] = {
@@ -48,6 +51,7 @@ class SimNode:
             instructions.SendBulk: lambda i: self.sends[i.stream].send(i) if i.stream in self.sends else None,
             instructions.Stamp: lambda i: self.arena.stamp(unpack_slots(i.slots)),
             instructions.ReplaceRegion: self._replace,
+            instructions.CheckSlot: self._check_slot,
             instructions.Note: lambda i: None,
         }
 
@@ -59,7 +63,7 @@ class SimNode:
         config = self.config
         self.core = NodeCore(config)
         self.arena = Arena(config.regions)
-        self.log, self.emitted = [], []
+        self.log, self.emitted, self.found_wrong = [], [], set()
         self._armed = None
         self.core.start(self.cluster.clock.now)
         self._arm(self.incarnation)
@@ -112,6 +116,7 @@ class SimNode:
                 self.log.append((self.cluster.clock.now, event))
                 self.emitted.append(out)
             for instruction in out:
+                self._expect_sound(instruction)
                 self._carry[type(instruction)](instruction)
             self._arm(life)
 
@@ -139,6 +144,38 @@ class SimNode:
         process = self.processes.get(connection)
         if process is not None:
             process.down.send(message)
+
+    def _check_slot(self, order: instructions.CheckSlot) -> None:
+        life = self.incarnation
+        (place,) = unpack_slots(order.slot)
+
+        def checked() -> None:
+            if life != self.incarnation or self.core is None:
+                return
+            if self.frozen:
+                self.cluster.clock.after(FROZEN_POLL_S, checked)
+                return
+            found = b"".join(self.arena.read(place, shard) for shard in range(SHARDS))
+            if found != order.checksums:
+                self.found_wrong.add(place)
+            self.deliver(events.SlotChecked(order.check, found == order.checksums))
+
+        self.cluster.clock.after(self.cluster.clock.delay_s(), checked)
+
+    def _expect_sound(self, instruction: instructions.Instruction) -> None:
+        """No answer to an engine, and no transfer, names a copy that a check found wrong."""
+        if isinstance(instruction, instructions.SendBulk):
+            given = unpack_slots(instruction.slots)
+        elif isinstance(instruction, instructions.Answer) and isinstance(
+            instruction.message, engine.Matched | engine.Fetched
+        ):
+            message = instruction.message
+            named = zip(message.codes, unpack_slots(message.slots), strict=False)
+            given = [place for code, place in named if code == Code.LOCAL]
+        else:
+            return
+        wrong = [place for place in given if place in self.found_wrong]
+        self.cluster.expect(not wrong, f"{self.name} gives out wrong bytes after a check found them: {wrong}")
 
     def _start_fetch(self, order: instructions.StartFetch) -> None:
         sender = self.cluster.nodes[order.node]

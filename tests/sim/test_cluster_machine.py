@@ -1,10 +1,11 @@
 """Three NodeCores on a network that delays, drops, doubles and cuts, with crashes, freezes and restarts.
 
 100 examples of 30 steps. A step lets an engine join, read, store, fall silent or die, or lets a node freeze or
-crash, a link break, a frame get lost or arrive twice, or time pass, or sends a node every kind of malformed event,
-each of which it must refuse without a change of its state; reads and writes go on through the steps that
-follow. After each step every view that some process may look at holds the bytes that were written for its tenant
-and key, every slot that some process may write is still its own, and every core is whole: slots and pins are
+crash, a link break, a frame get lost or arrive twice, a bit of a copy flip, or time pass, or sends a node every kind of
+malformed event, each of which it must refuse without a change of its state; reads and writes go on through the steps
+that follow. After each step every view that some process may look at holds the bytes that were written for its tenant
+and key (but for copies in which a bit flipped), every slot that some process may write is still its own, no answer has
+named a copy since a check found it wrong, and every core is whole: slots and pins are
 conserved. At the end all is healed and every engine ends: nothing is pinned, quarantined, waited for or left in
 a map, each token asked for was counted once, and no segment has two home copies.
 """
@@ -15,6 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.sim.arena import SHARDS
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Reading, Storing
 from tests.sim.malformed import malformed
@@ -22,6 +24,8 @@ from tests.sim.prompts import PROMPTS
 from tests.sim.snapshot import changes, snapshot
 from tokenlake.core import NodeCore, events
 from tokenlake.core.failure import HandlerFailed
+from tokenlake.store import State
+from tokenlake.wire import peer
 
 NODES = 3
 MAX_ENGINES = 8
@@ -33,6 +37,7 @@ readings = st.builds(
     fetch=st.integers(0, 3).map(bool),
     hold_s=st.sampled_from((0.005, 0.1, 0.5, 1.5)),
     split=st.integers(0, 3),
+    verify=st.booleans(),
 )
 storings = st.builds(
     Storing,
@@ -180,6 +185,20 @@ class ClusterMachine(RuleBasedStateMachine):
         except HandlerFailed as failure:
             raise AssertionError(f"{name_of(event)} was not refused before a handler failed on it") from failure
         raise AssertionError(f"{name_of(event)} was not refused: {event}")
+
+    @rule(node=nodes, number=which, shard=st.integers(0, SHARDS - 1), lie=st.booleans(), pause=PAUSES)
+    def flip(self, node: int, number: int, shard: int, lie: bool, pause: float) -> None:
+        """A bit flips in one copy. Or another node lies: it reports a copy of which it knows nothing."""
+        target, other = self.cluster.node(node), self.cluster.node((node + 1) % NODES)
+        ready = [s for s in target.core.store.segments() if s.state is State.READY] if target.core is not None else []
+        if ready:
+            segment = ready[number % len(ready)]
+            if lie:
+                message = peer.Corrupt(segment.tenant, segment.key)
+                self.cluster.link(target.name, other.name).say(other.name, message)
+            else:
+                target.arena.flip(segment.place, shard)
+        self.cluster.run_for(pause)
 
     @rule(seconds=st.sampled_from((0.003, 0.03, 0.3, 1.0)))
     def wait(self, seconds: float) -> None:

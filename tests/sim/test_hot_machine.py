@@ -68,5 +68,5 @@ def test_copies_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hot_home, "REFUSED_S", 0.1)
     monkeypatch.setattr(hot, "KEPT_S", 0.5)
     monkeypatch.setattr(turns, "FEW", 1)
-    run_state_machine_as_test(HotMachine, settings=settings(max_examples=25, stateful_step_count=30))
+    run_state_machine_as_test(HotMachine, settings=settings(max_examples=40, stateful_step_count=30))
     assert all(SEEN.values()), {metric.name: count for metric, count in SEEN.items()}

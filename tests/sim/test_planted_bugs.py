@@ -26,7 +26,7 @@ from tokenlake.core.peers import Peers
 from tokenlake.core.serving import Serving
 from tokenlake.core.sessions import Session, Sessions, Write
 from tokenlake.identity import ConnectionId, NodeId
-from tokenlake.store import Kind
+from tokenlake.store import Kind, SegmentStore
 from tokenlake.store.pool import SlotPool
 from tokenlake.wire import Code, peer
 from tokenlake.wire.slots import SlotRef
@@ -222,6 +222,11 @@ def transfer_not_checked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Fetches, "check_done", lambda self, fetch, codes, checksums: None)
 
 
+def wrong_copy_kept(patch: pytest.MonkeyPatch) -> None:
+    """A copy that a check found wrong stays in the index; only its home is told."""
+    patch.setattr(SegmentStore, "drop", lambda self, segment, now: self.evicted.append(segment))
+
+
 SEEN_BY_ENGINES = (
     generation_ignored,
     stamp_forgotten,
@@ -231,6 +236,7 @@ SEEN_BY_ENGINES = (
     write_of_two_held_by_one,
     expired_write_reused,
     send_unpinned,
+    wrong_copy_kept,
 )
 """Wrong bytes, or a slot with two owners."""
 

@@ -19,7 +19,7 @@ from tokenlake.wire.slots import SlotRef, unpack_slots
 if TYPE_CHECKING:
     from tests.sim.node import SimNode
 
-__all__ = ["Transfer"]
+__all__ = ["FROZEN_POLL_S", "Transfer"]
 
 STALL_S = 0.2
 """At most."""
@@ -43,6 +43,8 @@ class Transfer:
         self.codes = bytearray([Code.LOST]) * len(self.targets)
         self.checksums: dict[int, bytes] = {}
         self.landed = [0] * len(self.targets)
+        self._flipped = False
+        """A bit flipped in a slot of the sender."""
         self._pieces: list[tuple[int, int, SlotRef]] = []
         self._stall = self.clock.random.random() < self.clock.stall_share
         self.clock.after(self.clock.delay_s(), self._ask)
@@ -88,6 +90,7 @@ class Transfer:
         else:
             index, shard, place = self._pieces.pop()
             value = self.sender.arena.read(place, shard)
+            self._flipped = self._flipped or self.sender.arena.flipped(place)
             self.clock.after(self.clock.delay_s(), lambda: self._land(index, shard, value))
 
     def _land(self, index: int, shard: int, value: bytes) -> None:
@@ -128,7 +131,8 @@ class Transfer:
             whole = self.landed[index] == SHARDS
             if whole:
                 found = b"".join(self.receiver.arena.read(target, shard) for shard in range(SHARDS))
-                self.receiver.cluster.expect(found == expected, f"{self.receiver.name} received other bytes than sent")
+                whole_or_flipped = found == expected or self._flipped
+                self.receiver.cluster.expect(whole_or_flipped, f"{self.receiver.name} received other bytes than sent")
                 self.codes[index] = Code.LOCAL if found == expected else Code.BAD_CHECKSUM
             checksums += expected if whole else bytes(8 * SHARDS)
         self.receiver.deliver(events.FetchDone(self.order.fetch, bytes(self.codes), checksums))

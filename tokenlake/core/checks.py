@@ -66,6 +66,7 @@ class Checks:
             events.FetchDone: lambda e: self._fetches.check_done(e.fetch, e.codes, e.checksums),
             events.PullAsked: self._pull_asked,
             events.SendDone: _nothing,
+            events.SlotChecked: _nothing,
             events.RegionReady: lambda e: self._regions.check_ready(e.region),
             events.LearnedBefore: lambda e: self._learned.check(e.data),
             events.Asked: self._asked,

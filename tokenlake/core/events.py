@@ -22,6 +22,7 @@ __all__ = [
     "RegionReady",
     "Requested",
     "SendDone",
+    "SlotChecked",
     "Tick",
 ]
 
@@ -128,6 +129,14 @@ class Asked(_Event, frozen=True, tag=13):
     message: engine.Explain
 
 
+class SlotChecked(_Event, frozen=True, tag=14):
+    """The thread of a `CheckSlot` has returned. `right`: the bytes match the checksums; False as well where they could
+    not be read."""
+
+    check: int
+    right: bool
+
+
 class Tick(_Event, frozen=True, tag=11):
     """Time passed; a timer is due."""
 
@@ -142,6 +151,7 @@ Event = (
     | FetchDone
     | PullAsked
     | SendDone
+    | SlotChecked
     | RegionReady
     | LearnedBefore
     | Asked

@@ -100,10 +100,14 @@ class Trail:
             elif node is not None:
                 self.skipped += 1
 
-    def did_not_come(self, node: NodeId, *, late: bool) -> None:
-        """A hit at `node` was to be fetched, and was not."""
-        why = Why.TOO_SLOW if late else Why.LOST
-        self._lose(why, f"{node} did not send it in time" if late else f"{node} did not have it any more")
+    def did_not_come(self, node: NodeId, *, late: bool, wrong: bool = False) -> None:
+        """A hit at `node` was to be fetched, and was not. `wrong`: its bytes were wrong on arrival."""
+        if wrong:
+            self._lose(Why.LOST, f"{node} sent wrong bytes")
+        elif late:
+            self._lose(Why.TOO_SLOW, f"{node} did not send it in time")
+        else:
+            self._lose(Why.LOST, f"{node} did not have it any more")
 
     def _lose(self, why: Why, detail: str) -> None:
         self.lost[why, detail] = self.lost.get((why, detail), 0) + 1

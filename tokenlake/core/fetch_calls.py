@@ -1,4 +1,9 @@
-"""One Fetch of an engine: it waits for the remote items of a range of its lease."""
+"""One Fetch of an engine: it waits for the remote items of a range of its lease.
+
+What arrives with a wrong checksum is asked of other nodes that may have a copy, one after the other, when the rest has
+arrived and as long as the same deadline allows. Such a node is asked without a lease: it sends the segment if it is
+there.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +19,23 @@ from tokenlake.core.packing import pack
 from tokenlake.core.peers import Peers
 from tokenlake.core.sessions import Lease, Process, Sessions
 from tokenlake.core.timers import Timer
-from tokenlake.identity import NodeId, SegmentKey
+from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind, Segment
 from tokenlake.wire import Code
 from tokenlake.wire import engine as wire
 
-__all__ = ["MISSING", "FetchCall", "FetchParts"]
+__all__ = ["MISSING", "CopiesOf", "FetchCall", "FetchParts"]
 
 FETCHED = Metric("tokenlake_fetched_tokens_total", "Tokens fetched from other nodes")
 MISSING = Metric("tokenlake_missing_tokens_total", "Tokens found nowhere, or lost on the way")
 
 MAX_DEADLINE_S = 60.0
 """Bound on what a client may ask a fetch to wait."""
+
+
+CopiesOf = Callable[[TenantId, SegmentKey], list[NodeId]]
+"""Other nodes, worth asking now, that may have a copy, the likeliest first."""
 
 
 class FetchParts(NamedTuple):
@@ -36,6 +45,7 @@ class FetchParts(NamedTuple):
     sessions: Sessions
     peers: Peers
     fetches: Fetches
+    copies_of: CopiesOf
 
 
 class FetchCall:
@@ -50,11 +60,16 @@ class FetchCall:
         self.waiting = 0
         self.timer: Timer | None = None
         self.answered = False
+        self.until = 0.0
+        self.tried: dict[int, list[NodeId]] = {}
+        """Who was asked for each item of which wrong bytes came."""
+        self.wrong: list[int] = []
+        """Those of them that are to be asked of another node."""
 
     def start(self) -> None:
         """Ask for what is remote; answers at once where nothing is."""
         context = self.parts.context
-        lease, session = self.lease, self.process.session
+        lease = self.lease
         by_node: dict[NodeId, list[int]] = {}
         for index in range(self.request.start, self.request.stop):
             node = lease.remotes[index]
@@ -70,13 +85,21 @@ class FetchCall:
         limit_s = self._limit_s(by_node)
         self.waiting = sum(map(len, by_node.values()))
         if self.waiting:
+            self.until = context.now + limit_s
             self.timer = context.after(limit_s, self._answer)
+        self._bring(by_node, limit_s)
+        if not self.waiting:
+            self._answer()
+
+    def _bring(self, by_node: dict[NodeId, list[int]], limit_s: float) -> None:
+        """These items are counted as waited for by the caller."""
+        lease, session = self.lease, self.process.session
         for index in itertools.chain.from_iterable(by_node.values()):
             session.coming += index not in lease.coming
             lease.coming[index] = lease.coming.get(index, 0) + 1
         for node, indices in by_node.items():
             wanted: list[tuple[SegmentKey, int, Callable[[Segment | None, Code], None]]] = [
-                (lease.keys[index], index, partial(self._arrived, index)) for index in indices
+                (lease.keys[index], index, partial(self._arrived, node, index)) for index in indices
             ]
             self.parts.fetches.bring(
                 node,
@@ -89,8 +112,6 @@ class FetchCall:
                 request=self.request.request,
                 advice=lease.advice,
             )
-        if not self.waiting:
-            self._answer()
 
     def _bound(self, by_node: dict[NodeId, list[int]]) -> None:
         """What is beyond the slots that the session may still hold stays where it is: a later fetch may find some."""
@@ -117,9 +138,8 @@ class FetchCall:
         predicted = [self.parts.peers.predict_s(node, size * len(at)) for node, at in by_node.items()]
         return min(deadline_s(sum(predicted)), MAX_DEADLINE_S)
 
-    def _arrived(self, index: int, segment: Segment | None, code: Code) -> None:
-        lease, node = self.lease, self.lease.remotes[index]
-        session = self.process.session
+    def _arrived(self, node: NodeId, index: int, segment: Segment | None, code: Code) -> None:
+        lease, session = self.lease, self.process.session
         self.waiting -= 1
         lease.coming[index] -= 1
         if not lease.coming[index]:
@@ -130,24 +150,56 @@ class FetchCall:
             lease.segments[index] = segment
             lease.remotes[index] = None
             session.pinned += 1
+            self.parts.context.counters.add(FETCHED, session.segment_tokens)
+            if lease.trail is not None:
+                lease.trail.fetched += 1
         elif segment is not None:
             self.parts.context.store.unpin(segment)
-        elif wanted and not code.refused:
-            # Where there was no slot for it, it is still leased there: a later fetch may find one.
-            lease.remotes[index] = None
-        if wanted and not code.refused:
-            tokens = session.segment_tokens
-            self.parts.context.counters.add(MISSING if segment is None else FETCHED, tokens)
-        if wanted and lease.trail is not None and node is not None:
-            if segment is not None:
-                lease.trail.fetched += 1
-            elif code.refused:
+        elif wanted and (code is Code.BAD_CHECKSUM or (index in self.tried and not code.refused)):
+            self.tried.setdefault(index, []).append(node)
+            self.wrong.append(index)
+        elif wanted and code.refused:
+            # There was no slot for it, it is still leased there: a later fetch may find one.
+            if lease.trail is not None:
                 lease.trail.refused = code
-            else:
-                lease.trail.did_not_come(node, late=self.answered)
+        elif wanted:
+            self._lost(index, node)
         self.codes[index - self.request.start] = code if lease.segments[index] is None else Code.LOCAL
+        if not self.waiting and self.wrong:
+            self._ask_others()
         if not self.waiting:
             self._answer()
+
+    def _lost(self, index: int, node: NodeId) -> None:
+        """It was leased at `node`, and comes from nowhere."""
+        lease = self.lease
+        lease.remotes[index] = None
+        self.parts.context.counters.add(MISSING, self.process.session.segment_tokens)
+        if lease.trail is not None:
+            lease.trail.did_not_come(node, late=self.answered, wrong=index in self.tried)
+
+    def _ask_others(self) -> None:
+        """For each item of which wrong bytes came: the next node that may have it, none after the deadline."""
+        lease, wrong = self.lease, self.wrong
+        self.wrong = []
+        session, peers = self.process.session, self.parts.peers
+        left_s = 0.0 if self.answered else self.until - self.parts.context.now
+        by_node: dict[NodeId, list[int]] = {}
+        for index in wrong:
+            if lease.remotes[index] is None or not lease.holders(index):
+                # Another fetch of the lease has settled it, or it was given back meanwhile.
+                self.codes[index - self.request.start] = lease.code(index)
+                continue
+            tried = self.tried[index]
+            others = self.parts.copies_of(session.tenant, lease.keys[index]) if left_s > 0 else []
+            in_time = (each for each in others if peers.predict_s(each, session.slot_bytes) < left_s)
+            node = next((each for each in in_time if each not in tried), None)
+            if node is None:
+                self._lost(index, tried[0])
+            else:
+                by_node.setdefault(node, []).append(index)
+        self.waiting += sum(map(len, by_node.values()))
+        self._bring(by_node, left_s)
 
     def _answer(self) -> None:
         if self.answered:
@@ -156,7 +208,7 @@ class FetchCall:
         if self.timer is not None:
             self.timer.cancel()
         lease, request = self.lease, self.request
-        segments = lease.segments[request.start : request.stop]
+        segments = lease.readable(request.start, request.stop)
         for offset, segment in enumerate(segments):
             if segment is None and self.codes[offset] in (Code.LOCAL, Code.REMOTE):
                 self.codes[offset] = Code.LOST

@@ -21,6 +21,7 @@ from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind, Segment, State
 from tokenlake.wire import Code
+from tokenlake.wire import peer as wire
 from tokenlake.wire.checks import KNOWN_CODES
 from tokenlake.wire.slots import join_keys
 
@@ -234,11 +235,10 @@ class Fetches:
             if codes[index] == Code.LOCAL:
                 store.publish(segment, checksums[index * size : (index + 1) * size], self._context.load_now)
             else:
-                self._context.counters.add(CORRUPT, codes[index] == Code.BAD_CHECKSUM)
                 store.unpin(segment)
                 store.discard(segment, self._context.load_now)
         if Code.BAD_CHECKSUM in codes:
-            self._note(flight, f"{codes.count(Code.BAD_CHECKSUM)} arrived with a wrong checksum")
+            self._report(flight, [s.key for s, c in zip(flight.segments, codes, strict=True) if c == Code.BAD_CHECKSUM])
         store.touch([s for s in arrived if s.kind is not Kind.DIRTY], self._context.load_now)
         nbytes = sum(segment.slot_bytes for segment in arrived)
         self._context.counters.add(ARRIVED, len(arrived))
@@ -256,6 +256,14 @@ class Fetches:
             if code is Code.LOCAL:
                 store.unpin(segment)
         self._depart_more()
+
+    def _report(self, flight: _Flight, wrong: list[SegmentKey]) -> None:
+        """The node that sent these checks its copies; what is wrong there, and not on the way, it drops."""
+        self._context.counters.add(CORRUPT, len(wrong))
+        self._note(flight, f"{len(wrong)} arrived with a wrong checksum")
+        for key in wrong:
+            self._context.store.found_corrupt(flight.tenant, key)
+        self._peers.tell(flight.node, wire.Corrupt(flight.tenant, join_keys(wrong)))
 
     def pinned(self) -> Iterator[Segment]:
         """A segment per pin held here; for integrity checks."""

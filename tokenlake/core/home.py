@@ -8,6 +8,7 @@ from tokenlake.core.context import Context
 from tokenlake.core.peers import Peers
 from tokenlake.directory import Entry, Standing
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
+from tokenlake.store.history import CORRUPT_RULE
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
 from tokenlake.wire.slots import join_keys
@@ -84,12 +85,13 @@ class Home:
         deadline = self._context.now + min(self._context.config.reservation_s, claim_s)
         self._context.directory.pending(tenant, key, node, self._life(node), deadline, self._context.now)
 
-    def left(self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey]) -> None:
-        """`node` does not have these any more, or did not take them. If it is a candidate of them it remembers them."""
+    def left(self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey], rule: str = "") -> None:
+        """`node` does not have these any more, or did not take them. If it is a candidate of them it remembers them,
+        unless they left by the rule for wrong bytes."""
         directory = self._context.directory
         for key, pair in zip(keys, self._context.ring.candidates(join_keys(keys)), strict=True):
             directory.gone(tenant, key, node)
-            if node in pair:
+            if node in pair and rule != CORRUPT_RULE:
                 directory.remember(tenant, key, node)
 
     def ready(

@@ -146,6 +146,10 @@ class Hot:
         for key in keys:
             self.home.gone(tenant, key, node)
 
+    def copies_of(self, tenant: TenantId, key: SegmentKey) -> Sequence[NodeId]:
+        """Nodes that have a copy as some home's hot set says, the holder first; none where it is not hot."""
+        return self._known.nodes((tenant, key))
+
     # -- choosing
 
     def choose(

@@ -9,6 +9,7 @@ from tokenlake.wire import engine, peer
 __all__ = [
     "AbortFetch",
     "Answer",
+    "CheckSlot",
     "Instruction",
     "Note",
     "ReplaceRegion",
@@ -98,4 +99,14 @@ class Note(_Instruction, frozen=True, tag=9):
     text: str
 
 
-Instruction = Welcomed | Answer | Say | StartFetch | AbortFetch | SendBulk | Stamp | ReplaceRegion | Note
+class CheckSlot(_Instruction, frozen=True, tag=10):
+    """Compare the bytes in a slot with `checksums`, 8 bytes per shard, in a thread; then `SlotChecked`, always, exactly
+    once. The slot is pinned until then."""
+
+    check: int
+    slot: bytes
+    slot_bytes: int
+    checksums: bytes
+
+
+Instruction = Welcomed | Answer | Say | StartFetch | AbortFetch | SendBulk | Stamp | ReplaceRegion | Note | CheckSlot

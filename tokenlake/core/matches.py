@@ -35,7 +35,7 @@ from tokenlake.core.sessions import Lease, Process, Sessions
 from tokenlake.core.uses import use_of, with_use
 from tokenlake.identity import LeaseId, NodeId, SegmentKey
 from tokenlake.metrics import Metric
-from tokenlake.store import Segment
+from tokenlake.store import Segment, State
 from tokenlake.wire import Code
 from tokenlake.wire import engine as wire
 from tokenlake.wire import peer as peer_wire
@@ -50,6 +50,7 @@ MATCHES = Metric("tokenlake_match_requests_total", "Match requests")
 
 # Looked up once: each access to a member of an enum costs Python 3.11 some 100 ns, and there is one per key.
 _LOCAL, _REMOTE, _MISSING = Code.LOCAL, Code.REMOTE, Code.MISSING
+_GONE = State.GONE
 
 
 class Matches:
@@ -173,6 +174,7 @@ class Matches:
         here = self._sessions.process(process.connection) is process
         if match.candidates:
             self._recheck(match)
+            self._leave_out_dropped(match)
             self._report_stale(match)
         limit = self._sessions.may_lease(session, match.segments) if here else 0
         hits = match.found(limit) if match.candidates else limit
@@ -221,6 +223,14 @@ class Matches:
                 self._context.store.pin(segment)
                 match.segments[index] = segment
                 match.codes[index] = _LOCAL
+
+    def _leave_out_dropped(self, match: MatchUnderWay) -> None:
+        """Copies that were found to be wrong while others were asked are here no more."""
+        for index, segment in enumerate(match.segments):
+            if segment is not None and segment.state is _GONE:
+                match.segments[index] = None
+                match.codes[index] = _MISSING
+                self._context.store.unpin(segment)
 
     def _make_lease(self, match: MatchUnderWay, hits: int, use: Use) -> Lease | None:
         lease: Lease | None = None

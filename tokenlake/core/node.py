@@ -17,6 +17,7 @@ from tokenlake.core.advertising import Advertising
 from tokenlake.core.checks import Checks
 from tokenlake.core.claims import Claims
 from tokenlake.core.context import Context, CoreConfig
+from tokenlake.core.corruption import Corruption
 from tokenlake.core.explain import Explain
 from tokenlake.core.failure import HandlerFailed
 from tokenlake.core.fetches import Fetches
@@ -33,10 +34,11 @@ from tokenlake.core.serving import Serving
 from tokenlake.core.sessions import Process, Session, Sessions
 from tokenlake.core.touches import Touches
 from tokenlake.core.writes import Writes
-from tokenlake.identity import ConnectionId, Incarnation, LeaseId, NodeId, SessionId, TenantId, WriteId
+from tokenlake.identity import ConnectionId, Incarnation, LeaseId, NodeId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.metrics import Counters
 from tokenlake.ring import Ring
 from tokenlake.store import Kind, Segment, SegmentStore, State
+from tokenlake.store.history import CORRUPT_RULE
 from tokenlake.wire import engine, peer
 from tokenlake.wire.slots import join_keys, split_keys
 
@@ -59,7 +61,8 @@ class NodeCore:
         self._pushes = Pushes(context, self._peers, self._home, self._fetches)
         self._explain = Explain(context, self._peers)
         self._matches = Matches(context, self._sessions, self._peers, self._home, self._hot, self._explain)
-        self._reads = Reads(context, self._sessions, self._peers, self._fetches, self._touches)
+        self._corruption = Corruption(context, self._pushes.dropped)
+        self._reads = Reads(context, self._sessions, self._peers, self._fetches, self._touches, self._copies_of)
         self._claims = Claims(context, self._peers, self._home)
         self._writes = Writes(context, self._sessions, self._claims, self._pushes, self._touches)
         self._advertising = Advertising(context, self._peers)
@@ -77,6 +80,7 @@ class NodeCore:
             events.FetchDone: lambda e: self._fetches.done(e.fetch, e.codes, e.checksums),
             events.PullAsked: self._on_pull_asked,
             events.SendDone: lambda e: self._serving.sent(e.stream),
+            events.SlotChecked: lambda e: self._corruption.checked(e.check, right=e.right),
             events.RegionReady: lambda e: self._regions.ready(e.region),
             events.LearnedBefore: lambda e: self._learned.restore(e.data),
             events.Asked: lambda e: self._explain.asked(e.connection, TenantId(e.tenant), e.message),
@@ -98,6 +102,7 @@ class NodeCore:
             peer.Held: self._on_held,
             peer.Redundant: lambda node, m: self._pushes.redundant(m),
             peer.Evicted: self._on_evicted,
+            peer.Corrupt: self._corruption.node_reports,
             peer.Touched: self._on_touched,
             peer.Advertised: lambda node, m: self._home.advertised(node),
             peer.Ping: self._on_ping,
@@ -117,6 +122,7 @@ class NodeCore:
             engine.Where: self._reads.where,
             engine.Shipped: self._reads.shipped,
             engine.Advise: self._reads.advise,
+            engine.Corrupt: self._corruption.engine_reports,
             engine.Prepare: self._writes.prepare,
             engine.Commit: self._writes.commit,
             engine.Abort: self._writes.abort,
@@ -298,7 +304,7 @@ class NodeCore:
 
     def _on_evicted(self, node: NodeId, message: peer.Evicted) -> None:
         keys = split_keys(message.keys)
-        self._home.left(NodeId(message.node), TenantId(message.tenant), keys)
+        self._home.left(NodeId(message.node), TenantId(message.tenant), keys, message.rule)
         self._hot.gone(TenantId(message.tenant), keys, NodeId(message.node))
         self._explain.gone(TenantId(message.tenant), keys, message)
 
@@ -325,9 +331,19 @@ class NodeCore:
         for (tenant, rule), segments in by_rule.items():
             for home, keys in self._context.by_home(segment.key for segment in segments).items():
                 if home == self._context.node:
-                    self._home.left(home, tenant, keys)
+                    self._home.left(home, tenant, keys, rule)
+                    if rule == CORRUPT_RULE:
+                        self._hot.gone(tenant, keys, home)
                 else:
                     self._peers.tell(home, peer.Evicted(tenant, join_keys(keys), self._context.node, rule))
+
+    def _copies_of(self, tenant: TenantId, key: SegmentKey) -> list[NodeId]:
+        """Other nodes that may have a copy, the likeliest first: what its hot set or this node's directory says, then
+        its candidates."""
+        named = self._home.ask(tenant, [key])[0][1]
+        pair = self._context.ring.candidates(key)[0]
+        nodes = [*self._hot.copies_of(tenant, key), *([named] if named is not None else []), *pair]
+        return [node for node in dict.fromkeys(nodes) if self._peers.usable(node)]
 
     def _renew(self) -> None:
         """What engines leased at other nodes lives as long as their sessions do here."""
@@ -357,6 +373,7 @@ class NodeCore:
             self._explain,
             self._hot,
             self._claims,
+            self._corruption,
         )
         counted = {name: count for part in parts for name, count in part.census().items()}
         return {**counted, "directory": len(self._context.directory), "timers": len(self._context.timers)}
@@ -385,6 +402,7 @@ class NodeCore:
         self._peers.check_integrity()
         self._hot.check_integrity()
         self._explain.check_integrity()
+        self._corruption.check_integrity()
         self._context.directory.check_integrity()
         pins = Counter(self._pinned())
         for segment in self.store.segments():
@@ -396,5 +414,5 @@ class NodeCore:
         assert gone == sum(pool.quarantined for pool in self.store.pools()), "somebody left the quarantine pinned"
 
     def _pinned(self) -> Iterator[Segment]:
-        for part in (self._sessions, self._matches, self._fetches, self._serving):
+        for part in (self._sessions, self._matches, self._fetches, self._serving, self._corruption):
             yield from part.pinned()

@@ -294,6 +294,10 @@ class Pushes:
                 segment.source = NodeId(holder)
                 self._context.store.become(segment, Kind.STAGED, self._context.load_now)
 
+    def dropped(self, segment: Segment) -> None:
+        """It leaves the index, perhaps before it was placed."""
+        self._asking.pop(segment, None)
+
     # -- offers taken
 
     def offered(self, node: NodeId, message: wire.Offer) -> None:

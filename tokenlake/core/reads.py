@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenlake.advice import NO_USE
 from tokenlake.core.context import Context
-from tokenlake.core.fetch_calls import FetchCall, FetchParts
+from tokenlake.core.fetch_calls import CopiesOf, FetchCall, FetchParts
 from tokenlake.core.fetches import Fetches
 from tokenlake.core.instructions import Answer
 from tokenlake.core.packing import pack
@@ -27,11 +27,19 @@ MAX_RANGE = 1 << 16
 class Reads:
     """Attach, Where, Release, Advise and Fetch of the local engines."""
 
-    def __init__(self, context: Context, sessions: Sessions, peers: Peers, fetches: Fetches, touches: Touches) -> None:
+    def __init__(
+        self,
+        context: Context,
+        sessions: Sessions,
+        peers: Peers,
+        fetches: Fetches,
+        touches: Touches,
+        copies_of: CopiesOf,
+    ) -> None:
         self._context = context
         self._touches = touches
         self._sessions = sessions
-        self._parts = FetchParts(context, sessions, peers, fetches)
+        self._parts = FetchParts(context, sessions, peers, fetches, copies_of)
 
     def attach(self, process: Process, request: wire.Attach) -> None:
         """Another process of the session holds the lease as well."""
@@ -43,7 +51,7 @@ class Reads:
             held = bytes(lease.holders(index) > 0 for index in range(len(lease.keys)))
             lease.held[process.connection] = bytearray(held)
             codes = bytes(lease.code(index) for index in range(len(lease.keys)))
-            packed = pack(lease.segments, session.shards, checksums=request.checksums)
+            packed = pack(lease.readable(0, len(codes)), session.shards, checksums=request.checksums)
             reply = wire.Matched(request.id, lease.id, len(codes), codes, *packed)
         self._context.emit(Answer(process.connection, reply))
 
@@ -52,7 +60,8 @@ class Reads:
         lease = process.session.leases.get(LeaseId(request.lease))
         nodes: dict[NodeId, int] = {}
         owners = bytearray()
-        for segment, remote in zip(lease.segments, lease.remotes, strict=True) if lease is not None else ():
+        readable = lease.readable(0, len(lease.keys)) if lease is not None else []
+        for segment, remote in zip(readable, lease.remotes, strict=True) if lease is not None else ():
             if segment is not None:
                 owners.append(wire.HERE)
             elif remote is not None and (remote in nodes or len(nodes) < wire.HERE):

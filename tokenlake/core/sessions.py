@@ -63,9 +63,16 @@ class Lease:
 
     def code(self, index: int) -> Code:
         """Where an item is now."""
-        if self.segments[index] is not None:
-            return Code.LOCAL
+        segment = self.segments[index]
+        if segment is not None:
+            return Code.LOCAL if segment.state is State.READY else Code.LOST
         return Code.REMOTE if self.remotes[index] is not None else Code.LOST
+
+    def readable(self, start: int, stop: int) -> list[Segment | None]:
+        """Items of a range that lie here; None for those that do not, and for those whose copy was dropped because its
+        bytes were wrong: these stay pinned until they are given back."""
+        ready = State.READY
+        return [s if s is not None and s.state is ready else None for s in self.segments[start:stop]]
 
     def holders(self, index: int) -> int:
         """How many processes hold an item."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
@@ -12,7 +13,7 @@ from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters, Metric
 from tokenlake.placement import MOST_WORTH, Vacancy
 from tokenlake.store.eviction import POLICIES, EvictionPolicy, LeastRecentlyUsed
-from tokenlake.store.history import RECLAIMED_RULE, STAGED_RULE, UNWORTHY_RULE, Gone, History
+from tokenlake.store.history import CORRUPT_RULE, RECLAIMED_RULE, STAGED_RULE, UNWORTHY_RULE, Gone, History
 from tokenlake.store.places import Cursor, Places
 from tokenlake.store.pool import Budgets, SlotPool
 from tokenlake.store.quota import Quotas
@@ -32,6 +33,10 @@ QUARANTINED = Metric(
     "tokenlake_quarantined_segments_total",
     "Segments that left the index while somebody could still touch the slot",
 )
+HEALED = Metric(
+    "tokenlake_healed_segments_total",
+    "Segments of which a copy with wrong bytes was found here, and a sound copy is here since",
+)
 
 LOOKED_AT = 64
 """Segments in search of the next victim's age."""
@@ -39,6 +44,8 @@ MAX_UNSERVED = 64
 """Pools without memory that are remembered."""
 REMEMBERED = 64
 """Pools that are gone, whose statistics are kept."""
+MAX_CORRUPT = 1 << 12
+"""Segments whose sound copies are waited for, to be counted."""
 RECLAIM_SLOTS = 1024
 """Segments that one call of `reclaim` looks at, or one region's if that is more."""
 RECLAIM_EVICTIONS = 128
@@ -53,8 +60,8 @@ class SegmentStore:
     """All changes are synchronous: a reservation takes a slot, evicting if it must, or is refused at once.
 
     `reissued` and `evicted` collect what the caller has to make known (generations of slots that changed
-    hands, copies that left and that a home may think are here: home copies, and staged ones of which no holder is
-    known); the caller empties them.
+    hands, copies that left and that a home may think are here: home copies, staged ones of which no holder is
+    known, and whatever had wrong bytes); the caller empties them.
     """
 
     def __init__(
@@ -89,6 +96,8 @@ class SegmentStore:
         self._pools: dict[tuple[TenantId, int], SlotPool] = {}
         self._quarantine: dict[SlotRef, Segment] = {}
         self._places = Places()
+        self._corrupt: OrderedDict[tuple[TenantId, SegmentKey], None] = OrderedDict()
+        """Found with wrong bytes here, and no sound copy came since. The oldest is forgotten first."""
         self._learned: dict[tuple[TenantId, int], bytes] = {}
         """Of pools that are gone, those that went last at the end."""
 
@@ -225,6 +234,9 @@ class SegmentStore:
         self.arrivals += 1
         segment.checksums = checksums
         segment.pool.enter(segment, now)
+        if self._corrupt and (segment.tenant, segment.key) in self._corrupt:
+            del self._corrupt[segment.tenant, segment.key]
+            self._counters.add(HEALED)
 
     def discard(self, segment: Segment, now: float, evicted: bool = False) -> None:
         """Out of the index. The slot is free at once without pins, else quarantined until the last one goes.
@@ -241,6 +253,20 @@ class SegmentStore:
             self._counters.add(QUARANTINED)
         else:
             self._free(segment)
+
+    def drop(self, segment: Segment, now: float) -> None:
+        """The bytes of a READY segment are wrong: it leaves the index at once, whatever its kind and its pins, and
+        its home is told as of an eviction."""
+        self.found_corrupt(segment.tenant, segment.key)
+        self._history.add(segment.tenant, segment.key, Gone(now, CORRUPT_RULE))
+        self.evicted.append(segment)
+        self.discard(segment, now)
+
+    def found_corrupt(self, tenant: TenantId, key: SegmentKey) -> None:
+        """A copy with wrong bytes was here, or came here: the next sound one is counted."""
+        self._corrupt[tenant, key] = None
+        if len(self._corrupt) > MAX_CORRUPT:
+            self._corrupt.popitem(last=False)
 
     def become(self, segment: Segment, kind: Kind, now: float) -> None:
         """Change the kind of an indexed segment."""

@@ -22,6 +22,7 @@ __all__ = [
     "Claim",
     "Commit",
     "Committed",
+    "Corrupt",
     "EngineReply",
     "EngineRequest",
     "Explain",
@@ -334,6 +335,14 @@ class Claim(_Message, frozen=True, tag=29):
     seconds: Seconds
 
 
+class Corrupt(_Message, frozen=True, tag=30):
+    """This process read a segment of a lease in this node's arena, and its checksum was wrong: the daemon checks the
+    copy again and drops it if it is wrong. Not answered."""
+
+    lease: int
+    index: Index
+
+
 EngineRequest = (
     Hello
     | Match
@@ -351,6 +360,7 @@ EngineRequest = (
     | Holds
     | Advise
     | Claim
+    | Corrupt
     | Explain
     | Bye
 )

@@ -34,6 +34,7 @@ __all__ = [
     "Advertised",
     "Announce",
     "AskWhy",
+    "Corrupt",
     "Evicted",
     "Handshake",
     "Held",
@@ -257,6 +258,14 @@ class Evicted(_Message, frozen=True, tag=15):
     """By which they went there, in words; empty: not known."""
 
 
+class Corrupt(_Message, frozen=True, tag=48):
+    """To the sender of a transfer: these arrived with wrong checksums. The receiver of this message checks its copies
+    again and drops those that are wrong."""
+
+    tenant: str
+    keys: bytes
+
+
 class AskWhy(_Message, frozen=True, tag=45):
     """To the home: somebody missed these. What became of them?"""
 
@@ -402,6 +411,7 @@ PeerMessage = (
     | Held
     | Redundant
     | Evicted
+    | Corrupt
     | AskWhy
     | Learned
     | ToldWhy

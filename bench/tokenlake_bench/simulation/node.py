@@ -62,6 +62,7 @@ class SimNode:
             instructions.StartFetch: self._start_fetch,
             instructions.AbortFetch: self._abort_fetch,
             instructions.SendBulk: self._send_bulk,
+            instructions.CheckSlot: self._check_slot,
             # There is no memory to stamp, and nobody reads the log.
             instructions.Stamp: lambda i: None,
             instructions.Note: lambda i: None,
@@ -163,6 +164,10 @@ class SimNode:
     def _aborted(self, pull: _Pull) -> None:
         if pull.order is not None:
             self._return(pull, bytes([Code.LOST]) * (len(pull.order.keys) // KEY_BYTES))
+
+    def _check_slot(self, order: instructions.CheckSlot) -> None:
+        """There are no bytes to be wrong."""
+        self._clock.after(0.0, self.deliver, events.SlotChecked(order.check, True))
 
     def _return(self, pull: _Pull, codes: bytes) -> None:
         """The receiver returns: nothing lands any more."""

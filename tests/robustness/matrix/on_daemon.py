@@ -138,7 +138,7 @@ def full(seed: int) -> Outcome:
 
 
 def flipped_in_arena(seed: int) -> Outcome:
-    """A bit of every second prompt's first segment flips; the reader checks what it reads."""
+    """A bit of every second prompt's first segment flips; one reader checks what it reads, the other does not."""
     with world(seed, 1) as at:
         at.fill()
         before = at.found()
@@ -150,6 +150,12 @@ def flipped_in_arena(seed: int) -> Outcome:
         counts = [reader.read(prompt) for prompt in at.prompts]
         assert counts == [0 if prompt in hit else prompt.segments for prompt in at.prompts]
         assert reader.pool.corrupt == len(hit)
+        wait_until(lambda: at.metric(0, "tokenlake_confirmed_segments_total") == len(hit), "all were checked")
+        assert [at.engines[0].read(prompt) for prompt in hit] == [0] * len(hit), "who does not verify misses"
         at.find_again(before, reader, may_lose=len(hit))
+        for prompt in hit:
+            at.engines[0].store(prompt)
+        assert reader.whole(at.prompts), "recomputed"
+        assert at.engines[0].whole(at.prompts), "recomputed"
         at.serves()
     return at.outcome

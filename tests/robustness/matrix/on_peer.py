@@ -132,7 +132,7 @@ def full(seed: int) -> Outcome:
 
 
 def flipped_in_arena(seed: int) -> Outcome:
-    """A bit flips in every segment that the node holds; what is recomputed is served again."""
+    """A bit flips in every segment that the node holds; what is recomputed is served again, there too."""
     with world(seed) as at:
         at.fill_partly_at(1)
         before, only_there = at.listed(), at.only_at(1)
@@ -142,11 +142,16 @@ def flipped_in_arena(seed: int) -> Outcome:
         at.begin()
         for prompt in at.prompts:
             mine.read(prompt)
-        assert at.metric(0, "tokenlake_corrupt_segments_total") > 0
+        corrupt = at.metric(0, "tokenlake_corrupt_segments_total")
+        assert corrupt >= only_there
+        wait_until(lambda: at.metric(1, "tokenlake_confirmed_segments_total") == corrupt, "all were checked")
+        alone = at.prompts[: len(at.prompts) // 2]
+        assert [other.read(prompt) for prompt in alone] == [0] * len(alone), "its own engine misses as well"
         at.find_again(before, mine, may_lose=only_there)
         for prompt in at.prompts:
             mine.store(prompt)
         assert mine.whole(at.prompts), "recomputed"
+        assert other.whole(alone), "read there as well"
         at.serves()
     return at.outcome
 

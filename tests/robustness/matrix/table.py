@@ -81,7 +81,8 @@ CELLS = (
     Cell(
         "daemon",
         "flip-arena",
-        "an engine that verifies reads none of it; lost are the segments hit",
+        "an engine that verifies reads none of it, and its report rids the others of it; lost are the segments hit, "
+        "until recomputed",
         on_daemon.flipped_in_arena,
     ),
     Cell(
@@ -103,7 +104,8 @@ CELLS = (
     Cell(
         "peer",
         "flip-arena",
-        "bytes with a wrong checksum are a miss; lost are the segments that only it held, until recomputed",
+        "bytes with a wrong checksum are a miss, for its own engines as well once they were reported; lost are the "
+        "segments that only it held, until recomputed",
         on_peer.flipped_in_arena,
     ),
     Cell(

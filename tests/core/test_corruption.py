@@ -1,0 +1,223 @@
+"""A copy with wrong bytes: reported by its reader, checked again where it lies, dropped, and computed again."""
+
+from __future__ import annotations
+
+from tests.core.scenes import answer, ask, calm, copies, fetch, kinds, match, placed, said, store, tell
+from tests.sim.cluster import Cluster
+from tests.sim.engine import SEGMENT_TOKENS, Engine, Storing
+from tests.sim.prompts import prompt
+from tokenlake.core import events
+from tokenlake.core.corruption import CHECKING_SHARE, CONFIRMED, MAX_QUEUED, REPORTED
+from tokenlake.core.fetch_calls import FETCHED, MISSING
+from tokenlake.core.fetches import CORRUPT
+from tokenlake.core.instructions import CheckSlot, StartFetch
+from tokenlake.core.sessions import SKIPPED
+from tokenlake.identity import ConnectionId, LeaseId, SegmentKey, TenantId
+from tokenlake.store import Kind, State
+from tokenlake.store.history import CORRUPT_RULE
+from tokenlake.store.store import HEALED
+from tokenlake.wire import Code, engine, peer
+from tokenlake.wire.slots import join_keys
+
+SHORTEST_S = 0.0001
+"""A check in the simulated cluster takes no less."""
+
+
+def flip(cluster: Cluster, node: int, key: SegmentKey) -> None:
+    """A bit flips in the copy of one node."""
+    cluster.node(node).arena.flip(copies(cluster, key)[node].place, 0)
+
+
+def fetched(cluster: Cluster, reader: Engine, keys: list[SegmentKey]) -> list[Code]:
+    """A reader matches all of these, fetches them, and gives them back: what it got."""
+    lease = match(cluster, reader, keys)
+    assert lease.hits == len(keys)
+    codes = fetch(cluster, reader, lease.lease, lease.hits).codes
+    tell(cluster, reader.processes[0], engine.Release(((lease.lease, 0, lease.hits),)))
+    return [Code(code) for code in codes]
+
+
+def test_a_wrong_copy_is_dropped_where_it_lies_and_computed_again() -> None:
+    cluster = calm(3)
+    writer = cluster.join(0)
+    (key,) = placed(cluster, 1, 2)
+    store(cluster, writer, [key])
+    (source,) = (node for node, kind in kinds(cluster, key).items() if kind is Kind.HOME)
+    local, reader = cluster.join(source), cluster.join(3 - source)
+    flip(cluster, source, key)
+
+    assert fetched(cluster, reader, [key]) == [Code.BAD_CHECKSUM]
+    cluster.run_for(0.1)
+    assert cluster.core(3 - source).counters[CORRUPT] == 1
+    assert cluster.core(3 - source).counters[MISSING] == SEGMENT_TOKENS
+    assert cluster.core(source).counters[REPORTED] == cluster.core(source).counters[CONFIRMED] == 1
+    assert kinds(cluster, key) == {0: Kind.STAGED}, "copies of other nodes stay"
+    home = cluster.core(1)._context
+    gone = home.history.get(TenantId("red"), key)
+    assert gone is not None
+    assert gone.rule == CORRUPT_RULE, "for those who ask why it was missed"
+    assert home.directory.former(TenantId("red"), key) != f"n{source}", "nothing draws the next copy there"
+    for asking in (local, reader):
+        assert match(cluster, asking, [key]).codes == bytes([Code.MISSING])
+
+    store(cluster, reader, [key])
+    assert cluster.core(3 - source).counters[HEALED] == 1
+    assert fetched(cluster, local, [key]) == fetched(cluster, reader, [key]) == [Code.LOCAL]
+    cluster.check()
+    cluster.settle()
+    cluster.check_settled()
+
+
+def test_a_sound_copy_elsewhere_is_used_by_the_same_fetch() -> None:
+    cluster = calm(3)
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 1, 0)
+    store(cluster, writer, keys)
+    (key,) = keys
+    assert sorted(copies(cluster, key)) in ([0], [0, 1])
+    if 1 not in copies(cluster, key):
+        fetched(cluster, cluster.join(1), [key])
+    lease = match(cluster, reader, [key])
+    session = cluster.core(2)._sessions.process(ConnectionId(reader.processes[0].connection))
+    assert session is not None
+    (remote,) = session.session.leases[LeaseId(lease.lease)].remotes
+    source = {"n0": 0, "n1": 1}[str(remote)]
+    flip(cluster, source, key)
+    got = fetch(cluster, reader, lease.lease, 1)
+    assert list(got.codes) == [Code.LOCAL]
+    reader._look(reader.processes[0], lease.lease, [key], 0, got.codes, got.slots, verify=False)
+    cluster.check()
+    assert [order.node for order in said(cluster, 2, StartFetch)] == [f"n{source}", f"n{1 - source}"]
+    cluster.run_for(0.1)
+    assert set(copies(cluster, key)) == {1 - source, 2}
+    counters = cluster.core(2).counters
+    assert counters[HEALED] == 1
+    assert (counters[FETCHED], counters[MISSING], counters[SKIPPED]) == (SEGMENT_TOKENS, 0, 0)
+
+
+def test_an_engine_that_verifies_rids_the_others_of_a_wrong_copy() -> None:
+    cluster = calm(1)
+    careful, other = cluster.join(0, processes=2), cluster.join(0)
+    keys = prompt("p", 3)
+    store(cluster, careful, keys)
+    flip(cluster, 0, keys[1])
+    wrong = copies(cluster, keys[1])[0]
+    held = match(cluster, careful, keys)
+    tell(cluster, careful.processes[0], engine.Corrupt(held.lease, 1))
+    cluster.run_for(0.1)
+    core = cluster.core(0)
+    assert core.counters[CONFIRMED] == 1
+    assert match(cluster, other, keys).hits == 1
+    # Whoever had it leased may still look: the slot has no new owner.
+    assert wrong.pins == 1
+    assert wrong.pool.quarantined == 1
+    second = careful.processes[1]
+    attached = answer(cluster, second, engine.Attach, held.lease)
+    assert list(attached.codes) == [Code.LOCAL, Code.LOST, Code.LOCAL]
+    assert fetch(cluster, careful, held.lease, 3).codes == attached.codes
+    assert len(answer(cluster, second, engine.Where, held.lease).owners) == 1
+    for process in careful.processes:
+        tell(cluster, process, engine.Release(((held.lease, 0, 3),)))
+    assert wrong.pins == wrong.pool.quarantined == 0
+    store(cluster, other, keys[1:2], 1)
+    assert match(cluster, careful, keys).hits == 3
+    assert core.counters[HEALED] == 1
+    cluster.check()
+
+
+def test_a_reader_that_lies_evicts_nothing_and_costs_a_share_of_a_thread() -> None:
+    cluster = calm(2)
+    writer = cluster.join(0)
+    keys = prompt("p", 4)
+    store(cluster, writer, keys)
+    node = cluster.node(0)
+    here = [key for key in keys if 0 in copies(cluster, key)]
+    lie = events.PeerSaid("n1", peer.Corrupt("red", join_keys(here * MAX_QUEUED)))
+    began = cluster.clock.now
+    before = kinds(cluster, here[0])
+    for _ in range(400):
+        node.deliver(lie)
+        cluster.check()
+        cluster.run_for(0.0005)
+    assert kinds(cluster, here[0]) == before
+    checks = said(cluster, 0, CheckSlot)
+    assert cluster.core(0).counters[CONFIRMED] == 0
+    busy_s = len(checks) * SHORTEST_S
+    assert len(checks) > 2
+    assert busy_s <= CHECKING_SHARE * (cluster.clock.now - began)
+    assert cluster.core(0).census()["copies to check"] <= len(here) + 1
+    cluster.run_for(0.5)
+    assert cluster.core(0).census()["copies to check"] == 0
+
+
+def test_reporters_take_turns_and_their_queues_have_a_bound() -> None:
+    cluster = calm(3, regions=120)
+    writer = cluster.join(0)
+    keys = [SegmentKey(key) for number in range(60) for key in prompt(f"p{number}", 6)]
+    for start in range(0, len(keys), 30):
+        store(cluster, writer, keys[start : start + 30])
+    here = [key for key in keys if 0 in copies(cluster, key)]
+    assert len(here) > MAX_QUEUED
+    node = cluster.node(0)
+    node.deliver(events.PeerSaid("n1", peer.Corrupt("red", join_keys(here))))
+    assert cluster.core(0).census()["copies to check"] == MAX_QUEUED
+    flip(cluster, 0, here[-1])
+    node.deliver(events.PeerSaid("n2", peer.Corrupt("red", here[-1])))
+    assert cluster.core(0).census()["copies to check"] == MAX_QUEUED + 1
+    cluster.run_for(0.05)
+    assert cluster.core(0).counters[CONFIRMED] == 1, "an honest reader does not wait behind a liar's queue"
+    cluster.check()
+
+
+def test_a_dirty_copy_is_dropped_as_well() -> None:
+    cluster = calm(2)
+    writer = cluster.join(0)
+    (key,) = placed(cluster, 1, 0)
+    cluster.run_for(0.01)
+    cluster.node(1).freeze()
+    writer.store([key], 0, Storing())
+    cluster.run_for(0.02)
+    assert kinds(cluster, key) == {0: Kind.DIRTY}
+    flip(cluster, 0, key)
+    lease = match(cluster, writer, [key])
+    tell(cluster, writer.processes[0], engine.Corrupt(lease.lease, 0))
+    cluster.run_for(0.02)
+    assert kinds(cluster, key) == {}
+    cluster.check()
+    cluster.node(1).thaw()
+    cluster.settle()
+    cluster.check_settled()
+
+
+def test_a_push_that_arrives_wrong_drops_the_copy_of_its_writer() -> None:
+    cluster = calm(3)
+    writer = cluster.join(0)
+    (key,) = placed(cluster, 1, 2)
+    writer.store([key], 0, Storing())
+    while key not in [segment.key for segment in cluster.core(0).store.segments() if segment.state is State.READY]:
+        cluster.run_for(0.0001)
+    flip(cluster, 0, key)
+    cluster.run_for(3.0)
+    assert sum(cluster.core(node).counters[CORRUPT] for node in (1, 2)) == 1
+    assert cluster.core(0).counters[CONFIRMED] == 1
+    assert kinds(cluster, key) == {}
+    assert match(cluster, cluster.join(0), [key]).codes == bytes([Code.MISSING])
+    cluster.check()
+
+
+def test_a_match_under_way_leases_nothing_that_a_check_finds_wrong() -> None:
+    cluster = calm(3)
+    writer, reader = cluster.join(0), cluster.join(0)
+    (key,) = placed(cluster, 0, 1)
+    store(cluster, writer, [key])
+    flip(cluster, 0, key)
+    for node in (1, 2):
+        cluster.node(node).freeze()
+    replies = ask(reader.processes[0], engine.Match, join_keys([key, *placed(cluster, 1, 2)]), 0.0)
+    cluster.run_for(0.003)
+    assert copies(cluster, key)[0].pins == 1
+    cluster.node(0).deliver(events.PeerSaid("n1", peer.Corrupt("red", key)))
+    cluster.run_for(0.1)
+    assert cluster.core(0).counters[CONFIRMED] == 1
+    assert [reply.hits for reply in replies] == [0]
+    cluster.check()

@@ -1,0 +1,129 @@
+"""Copies with wrong bytes in real daemons: no reader gets them for long, and a sound copy takes their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.robustness.live import (
+    LAYOUT,
+    LIMIT_S,
+    Prompt,
+    accounted,
+    daemons,
+    flip,
+    local_keys,
+    match,
+    read,
+    store,
+    total,
+    wait_pushed,
+    wait_until,
+)
+from tokenlake_bench.cluster import Cluster
+from tokenlake_client import Pool
+
+pytestmark = pytest.mark.live
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with daemons(3, "24MiB", "4MiB", hot="off") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def pools(cluster: Cluster) -> Iterator[list[Pool]]:
+    """One at each node; none verifies."""
+    pools = [cluster.connect(number, LAYOUT) for number in range(3)]
+    yield pools
+    for pool in pools:
+        pool.close()
+
+
+def holds(pool: Pool, prompt: Prompt) -> bool:
+    """Is the prompt's one segment in the arena of the pool's node?"""
+    return bool(local_keys(pool, [prompt]))
+
+
+def held_by(pools: list[Pool], prompt: Prompt) -> list[int]:
+    """The nodes with a copy of the prompt's one segment."""
+    return [number for number, pool in enumerate(pools) if holds(pool, prompt)]
+
+
+def kept_apart(cluster: Cluster, pools: list[Pool], copies: int) -> list[Prompt]:
+    """Prompts of one segment each, stored by the engine of node 0, of which so many nodes have a copy."""
+    prompts = [Prompt(9100 + seed, 1) for seed in range(40)]
+    for prompt in prompts:
+        store(pools[0], prompt)
+    wait_pushed(cluster)
+    found = [prompt for prompt in prompts if len(held_by(pools, prompt)) == copies]
+    assert found
+    return found
+
+
+def confirmed(cluster: Cluster) -> float:
+    """Copies that were dropped, at all nodes."""
+    return sum(total(node, "tokenlake_confirmed_segments_total") for node in cluster.nodes)
+
+
+def test_a_copy_found_wrong_over_tcp_is_read_nowhere_and_computed_again(cluster: Cluster, pools: list[Pool]) -> None:
+    """Of each prompt the only copy, at node 0, is wrong. Engines there do not verify."""
+    prompts = kept_apart(cluster, pools, 1)
+    assert all(held_by(pools, prompt) == [0] for prompt in prompts)
+    for prompt in prompts:
+        assert flip(pools[0], pools[0].prefix(prompt.tokens).keys[0])
+        assert read(pools[1], prompt) == 0, "a miss"
+    wait_until(lambda: confirmed(cluster) == len(prompts), "each copy was checked and dropped")
+    for prompt in prompts:
+        assert read(pools[0], prompt) == 0, "the engine at the source misses as well"
+        store(pools[1], prompt)
+    wait_pushed(cluster)
+    for prompt in prompts:
+        for pool in pools:
+            assert read(pool, prompt) == 1
+    assert total(cluster.nodes[0], "tokenlake_reported_segments_total") == len(prompts)
+    assert total(cluster.nodes[1], "tokenlake_healed_segments_total") == len(prompts)
+    for node in cluster.nodes:
+        wait_until(lambda node=node: accounted(node), f"the slots of {node.name} add up", 2 * LIMIT_S)  # type: ignore[misc]
+
+
+def test_a_sound_copy_elsewhere_is_used_by_the_same_fetch(cluster: Cluster, pools: list[Pool]) -> None:
+    """Of some prompts both candidates, nodes 0 and 1, have a copy; the one that is sent first is wrong."""
+    prompts = [prompt for prompt in kept_apart(cluster, pools, 2) if not holds(pools[2], prompt)]
+    healed = 0
+    for prompt in prompts:
+        key = pools[2].prefix(prompt.tokens).keys[0]
+        with match(pools[2], prompt) as lease:
+            (source,) = lease.nodes()
+            assert flip(pools[[node.name for node in cluster.nodes].index(source)], key)
+            arrays = lease.fetch(deadline_s=LIMIT_S)
+            assert prompt.wrong(arrays) == 0
+            healed += len(arrays)
+            del arrays
+    assert healed > 0
+    assert total(cluster.nodes[2], "tokenlake_corrupt_segments_total") == len(prompts)
+    assert total(cluster.nodes[2], "tokenlake_healed_segments_total") == healed
+    wait_until(lambda: confirmed(cluster) == len(prompts), "each wrong copy was checked and dropped")
+    for prompt in prompts:
+        for pool in pools:
+            assert read(pool, prompt) <= 1
+
+
+def test_an_engine_that_verifies_rids_the_others_of_a_wrong_copy(cluster: Cluster, pools: list[Pool]) -> None:
+    prompts = kept_apart(cluster, pools, 1)
+    with Pool.connect(cluster.nodes[0].socket, LAYOUT, verify=True) as careful:
+        for prompt in prompts:
+            assert flip(pools[0], pools[0].prefix(prompt.tokens).keys[0])
+            assert read(careful, prompt) == 0
+        wait_until(lambda: confirmed(cluster) == len(prompts), "each copy was checked and dropped")
+        assert careful.corrupt == len(prompts)
+        for prompt in prompts:
+            assert read(pools[0], prompt) == 0, "the engine that does not verify misses"
+            store(careful, prompt)
+        wait_pushed(cluster)
+        for prompt in prompts:
+            for pool in (*pools, careful):
+                assert read(pool, prompt) == 1
+    assert total(cluster.nodes[0], "tokenlake_healed_segments_total") == len(prompts)
