@@ -348,6 +348,7 @@ def test_each_request_at_its_bounds(kind: type[msgspec.Struct], data: st.DataObj
     for message in data.draw(st.lists(st.one_of(sane, hostile(kind)), min_size=1, max_size=8)):
         node.request(1, message)
         node.check()
+    node.watched = False
     node.settle()
 
 
@@ -362,4 +363,5 @@ def test_each_telling_at_its_bounds(kind: type[msgspec.Struct], data: st.DataObj
         node.check()
         node.request(1, data.draw(sane))
         node.check()
+    node.watched = False
     node.settle()
