@@ -131,6 +131,8 @@ def first_reachable(paths: Iterable[str], attempt: Callable[[str], T]) -> T:
         try:
             return attempt(path)
         except Unreachable as error:
+            if len(tried) == 1:
+                raise
             failures.append(error)
     for failure in failures:
         if isinstance(failure, ListenerUntrusted):

@@ -121,8 +121,8 @@ def open_link(
 ) -> Link:
     """Connect and say hello. `socket`, `daemon_uid`: as of `Pool.connect`.
 
-    `session` 0 opens a new one; `resume`: `Link.connection` of the former, or 0; `incarnation`: of the daemon that named
-    these two, 0 when it is not known; `on_end` is called when the connection breaks.
+    `session` 0 opens a new one; `resume`: `Link.connection` of the former, or 0; `incarnation`: of the daemon that
+    named these two, 0 when it is not known; `on_end` is called when the connection breaks.
 
     Raises `Unreachable`, `ListenerUntrusted`, `LayoutRefused`, `CredentialRefused`, `ProtocolRefused`, `LimitReached`.
     """

@@ -185,5 +185,7 @@ def test_the_first_that_answers_is_taken_and_the_failure_that_says_most_is_told(
         first_reachable(["gone", "silent", "forged"], attempt)
     with pytest.raises(Unreachable, match="silent"):
         first_reachable(["gone", "silent"], attempt)
+    with pytest.raises(Unreachable, match="^gone$"):
+        first_reachable(["gone"], attempt)
     with pytest.raises(Unreachable, match="at gone or gone; start one"):
         first_reachable(["gone", "gone"], attempt)
