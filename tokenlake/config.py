@@ -18,9 +18,11 @@ import msgspec
 from tokenlake import config_values as kinds
 from tokenlake.config_values import Address, Kind, Peer, Secret, Tenant, format_size, parse_address, parse_size
 from tokenlake.errors import ConfigurationError
+from tokenlake.local_socket import DEFAULT_NODE, SYSTEM_DIRECTORY, default_socket
 from tokenlake.store.eviction import POLICIES
 
 __all__ = [
+    "DEFAULT",
     "ENGINE_PREFIX",
     "Address",
     "Peer",
@@ -38,6 +40,7 @@ PREFIX = "TOKENLAKE_"
 ENGINE_PREFIX = "TOKENLAKE_ENGINE_"
 """Settings of the engines of this node, which may be started from the same shell."""
 DEFAULT = "default"
+"""`Settings.origin` of a value that no source gave."""
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,12 +50,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     # A single node needs no name of its own; a second one on the same ring is refused until it has one.
-    node: str = "local"
+    node: str = DEFAULT_NODE
     # Enough for a few thousand tokens of an 8B model; pre-touched in about two seconds.
     memory: int = 1 << 30
-    # By `load_config`: {XDG_RUNTIME_DIR or /tmp}/tokenlake-{node}.sock. The user's own directory where there
-    # is one, and a name that two nodes do not share.
-    socket: str = "/tmp/tokenlake-local.sock"
+    # Of root; of others by `load_config` (`tokenlake.local_socket`). The runtime directory of the system or of the
+    # user, where no other user can put a socket, and a name that two nodes do not share.
+    socket: str = f"{SYSTEM_DIRECTORY}/tokenlake-{DEFAULT_NODE}.sock"
     # Peers' connections are authenticated but not encrypted yet, hence loopback; port 0 takes a free one.
     listen: str = "127.0.0.1:7440"
     # Nobody else: a pool of one node. Never holds this node itself, whose weight is `memory` where the peers
@@ -177,11 +180,13 @@ class Settings(msgspec.Struct, frozen=True):
             yield field, kind.show(getattr(self.config, field)), self.origin[field]
 
 
-def load_config(*, toml_text: str | None, environ: Mapping[str, str], flags: Mapping[str, object]) -> Settings:
+def load_config(
+    *, toml_text: str | None, environ: Mapping[str, str], flags: Mapping[str, object], uid: int
+) -> Settings:
     """Merge and check the sources.
 
     `toml_text` None: no file. `flags` has the names of the fields; one that is None was not given. `environ`
-    may hold variables of others.
+    may hold variables of others. `uid`: the user that the daemon runs as.
 
     Raises ConfigurationError for the first setting that is unknown or invalid.
     """
@@ -195,7 +200,7 @@ def load_config(*, toml_text: str | None, environ: Mapping[str, str], flags: Map
         except ValueError as error:
             raise _error(field, raw, str(error), source) from None
         origin[field] = source
-    _fill_computed_defaults(values, environ)
+    _fill_computed_defaults(values, environ, uid)
     config = ServerConfig(**values)
     _check_together(config, origin)
     config = _without_self(config, origin)
@@ -230,11 +235,10 @@ def _table(toml_text: str | None) -> dict[str, object]:
         raise ConfigurationError("configuration file", str(error), "valid TOML") from None
 
 
-def _fill_computed_defaults(values: dict[str, Any], environ: Mapping[str, str]) -> None:
+def _fill_computed_defaults(values: dict[str, Any], environ: Mapping[str, str], uid: int) -> None:
     plain = ServerConfig()
     if "socket" not in values:
-        directory = environ.get("XDG_RUNTIME_DIR") or "/tmp"
-        socket = f"{directory}/tokenlake-{values.get('node', plain.node)}.sock"
+        socket = default_socket(environ, values.get("node", plain.node), uid)
         try:
             values["socket"] = _SOCKET.parse(socket)
         except ValueError as error:

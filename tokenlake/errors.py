@@ -5,6 +5,7 @@
     TokenLakeError
     +-- Unreachable             the daemon or the peer does not answer, or the connection broke
     |   +-- DeadlinePassed      it is there, but did not answer in time
+    |   +-- ListenerUntrusted   another user listens at the daemon's socket, or could
     +-- Refused                 the other side answered no
     |   +-- LayoutRefused       the layout is unknown, unsupported or another one
     |   +-- CredentialRefused   no tenant has this uid or token, or a peer knows another secret
@@ -24,6 +25,7 @@ __all__ = [
     "DeadlinePassed",
     "LayoutRefused",
     "LimitReached",
+    "ListenerUntrusted",
     "ProtocolRefused",
     "Refused",
     "RingRefused",
@@ -42,6 +44,11 @@ class Unreachable(TokenLakeError):
 
 class DeadlinePassed(Unreachable):
     """No answer within the deadline; the message names the call and the deadline."""
+
+
+class ListenerUntrusted(Unreachable):
+    """Another user listens at the path of the daemon's socket, or could; nothing was sent. The message names the user
+    and the file."""
 
 
 class Refused(TokenLakeError):

@@ -120,7 +120,10 @@ class Books:
             with contextlib.suppress(TokenLakeError):
                 # Before anything else: what it was granted in an answer that was cut off would stay granted.
                 link.channel.tell(engine.Holds(tuple(self._leases), tuple(self._writes)))
-            self.link = link
+            former, self.link = self.link, link
+            # Regions and their link refer to each other: without this, memory of a dead daemon stays until the garbage
+            # collector comes by, and locked for a GPU where it was.
+            former.forget()
             # What was given back over the former connection may not have arrived.
             self._leaving.intersection_update(self._writes)
             for lease in self._leases:
@@ -163,7 +166,7 @@ class Books:
                 link.channel.tell(engine.Bye())
             except TokenLakeError as error:
                 log.debug("no farewell: %s", error)
-            link.forget()
+        link.forget()
         link.channel.close()
 
     def _alive(self, link: Link) -> bool:

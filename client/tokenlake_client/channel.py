@@ -28,6 +28,7 @@ from tokenlake.errors import DeadlinePassed, LimitReached, ProtocolRefused, Refu
 from tokenlake.wire import HEADER_BYTES, FrameDecoder, pack_frame
 from tokenlake.wire.engine import EngineReply, EngineRequest, Failed, QueryOpened, Region, reply_decoder
 from tokenlake.wire.frames import decode
+from tokenlake_client.door import dial
 
 __all__ = ["Channel", "Pending"]
 
@@ -62,9 +63,10 @@ class Pending:
 class Channel:
     """Raises `Unreachable` from everything once the connection broke."""
 
-    def __init__(self, path: Path, on_end: Callable[[], None]) -> None:
-        """`on_end` is called once the connection broke, from whatever thread found out."""
-        self.path = path
+    def __init__(self, path: Path | None, on_end: Callable[[], None], daemon_uid: int | None = None) -> None:
+        """`path`, `daemon_uid` and errors: as of `dial`. `on_end` is called once the connection broke, from whatever
+        thread found out."""
+        self._sock, self.path = dial(path, daemon_uid, SEND_S)
         self._on_end = on_end
         self._ids = itertools.count(1)
         self._decoder = FrameDecoder(MAX_FRAME)
@@ -82,13 +84,6 @@ class Channel:
         self.overdue = False
         self.timeouts = 0
         """Calls that waited for their whole deadline in vain."""
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._sock.settimeout(SEND_S)
-            self._sock.connect(str(path))
-        except OSError as error:
-            self._sock.close()
-            raise Unreachable(f"no daemon listens at {path} ({error}); start one with `tokenlake serve`") from error
 
     @property
     def broken(self) -> bool:

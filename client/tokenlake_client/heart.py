@@ -14,7 +14,7 @@ import time
 import weakref
 from typing import Protocol
 
-from tokenlake.errors import DeadlinePassed, Refused, TokenLakeError
+from tokenlake.errors import DeadlinePassed, ListenerUntrusted, Refused, TokenLakeError
 from tokenlake.identity import SessionId
 from tokenlake.wire import engine
 from tokenlake_client.books import Books
@@ -67,6 +67,8 @@ class Heart(threading.Thread):
         self._books = books
         self._connect = connect
         self._wake = wake
+        self._untrusted = ""
+        """What was said of a listener that is not trusted."""
         self._keeper = weakref.ref(keeper, lambda _: wake())
 
     def run(self) -> None:
@@ -79,7 +81,10 @@ class Heart(threading.Thread):
             except DeadlinePassed as error:
                 log.debug("heartbeat: %s", error)
             except TokenLakeError as error:
-                log.debug("no connection: %s", error)
+                # Everything else is over when the daemon is back; this may have to be mended.
+                first = isinstance(error, ListenerUntrusted) and str(error) != self._untrusted
+                self._untrusted = str(error) if first else self._untrusted
+                log.log(logging.WARNING if first else logging.DEBUG, "no connection: %s", error)
             link = self._books.link
             if link.channel.broken and not self._books.closed:
                 time.sleep(RECONNECT_S)

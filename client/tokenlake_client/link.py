@@ -110,7 +110,8 @@ def _adds_up(reply: engine.EngineReply) -> bool:
 
 
 def open_link(
-    socket: Path,
+    socket: Path | None,
+    daemon_uid: int | None,
     layout: Layout,
     credential: str | None,
     on_end: Callable[[], None],
@@ -118,13 +119,14 @@ def open_link(
     resume: int = 0,
     incarnation: int = 0,
 ) -> Link:
-    """Connect and say hello. `session` 0 opens a new one; `resume`: `Link.connection` of the former, or 0;
-    `incarnation`: of the daemon that named these two, 0 when it is not known; `on_end` is called when the connection
-    breaks.
+    """Connect and say hello. `socket`, `daemon_uid`: as of `Pool.connect`.
 
-    Raises `Unreachable`, `LayoutRefused`, `CredentialRefused`, `ProtocolRefused`, `LimitReached`.
+    `session` 0 opens a new one; `resume`: `Link.connection` of the former, or 0; `incarnation`: of the daemon that
+    named these two, 0 when it is not known; `on_end` is called when the connection breaks.
+
+    Raises `Unreachable`, `ListenerUntrusted`, `LayoutRefused`, `CredentialRefused`, `ProtocolRefused`, `LimitReached`.
     """
-    channel = Channel(socket, on_end)
+    channel = Channel(socket, on_end, daemon_uid)
     try:
         welcome = channel.call(
             lambda number: engine.Hello(

@@ -49,14 +49,21 @@ class Pool:
     deadline; further calls raise `DeadlinePassed` at once until it answers.
     """
 
-    def __init__(self, socket: Path, layout: Layout, credential: str | None, session: SessionId, verify: bool) -> None:
+    def __init__(
+        self,
+        socket: Path | None,
+        layout: Layout,
+        credential: str | None,
+        session: SessionId,
+        verify: bool,
+        daemon_uid: int | None,
+    ) -> None:
         """Use `connect`."""
         layout.check()
-        self.socket = socket
         self.layout = layout
         self._process = os.getpid()
         wake = Wake()
-        connect = partial(open_link, socket, layout, credential, wake)
+        connect = partial(open_link, socket, daemon_uid, layout, credential, wake)
         self._books = Books(connect(session))
         # Leases and writes refer to it, and nothing that it refers to refers to them.
         self._reading = Reading(self._books, layout, verify)
@@ -70,21 +77,26 @@ class Pool:
     @classmethod
     def connect(
         cls,
-        socket: str | Path,
+        socket: str | Path | None,
         layout: Layout,
         credential: str | None = None,
         *,
         session: SessionId | None = None,
         verify: bool = False,
+        daemon_uid: int | None = None,
     ) -> Pool:
-        """Join the daemon at `socket`.
+        """Join the daemon at `socket`; None: where a daemon of this user, or of the system, listens by default.
 
         `credential`: a token of the tenant; without one the daemon goes by uid. `session`: join an engine's
         session that another process opened. `verify`: check every segment's checksum when it is read here.
+        `daemon_uid`: the user that the daemon runs as, where that is neither root nor this process's: nothing is sent
+        to a process of any other (`tokenlake.local_socket`).
 
-        Raises `Unreachable`, `LayoutRefused`, `CredentialRefused`, `ProtocolRefused`, `LimitReached`.
+        Raises `Unreachable`, `ListenerUntrusted`, `LayoutRefused`, `CredentialRefused`, `ProtocolRefused`,
+        `LimitReached`.
         """
-        return cls(Path(socket), layout, credential, session or SessionId(0), verify)
+        path = None if socket is None else Path(socket)
+        return cls(path, layout, credential, session or SessionId(0), verify, daemon_uid)
 
     def __enter__(self) -> Pool:
         return self
@@ -327,6 +339,11 @@ class Pool:
 
     def _named(self, request: str | None) -> str:
         return f"{self._name}-{next(self._requests)}" if request is None else request[:MAX_REQUEST_NAME]
+
+    @property
+    def socket(self) -> Path:
+        """Of the daemon."""
+        return self._link.channel.path
 
     @property
     def verify(self) -> bool:

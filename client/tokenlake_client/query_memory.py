@@ -9,6 +9,8 @@ import os
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenlake_client.pages import Pages
+
 __all__ = ["QueryMemory"]
 
 
@@ -23,13 +25,12 @@ class QueryMemory:
             os.ftruncate(self.descriptor, nbytes)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
-            mapped = mmap.mmap(self.descriptor, nbytes, mmap.MAP_SHARED)
+            # A forked child, which does not have them, sees and writes none of its parent's queries.
+            pages = Pages(mmap.mmap(self.descriptor, nbytes, mmap.MAP_SHARED), write=True)
         except BaseException:
             os.close(self.descriptor)
             raise
-        # A forked child would see, and write, its parent's queries.
-        mapped.madvise(mmap.MADV_DONTFORK)
-        self._bytes: NDArray[np.uint8] = np.frombuffer(mapped, dtype=np.uint8)
+        self._bytes: NDArray[np.uint8] = np.asarray(pages)
 
     def close_descriptor(self) -> None:
         """The other side has it."""

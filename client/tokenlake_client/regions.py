@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import time
@@ -12,15 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenlake.store.region import GENERATION_BYTES, RegionShape
+from tokenlake_client.pages import Pages
 
 __all__ = ["Mapping", "Regions", "Window"]
-
-MADV_POPULATE_READ = 22
-MADV_POPULATE_WRITE = 23
-"""Not named by Python 3.11."""
-
-_libc = ctypes.CDLL(None)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 IDLE_S = 60.0
 """A mapping that was not used for so long goes when another is made; made again, 64 MiB take some milliseconds."""
@@ -34,15 +27,11 @@ class Mapping:
         self.shape = RegionShape(region_bytes, slot_bytes)
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
         try:
-            self._map = mmap.mmap(descriptor, region_bytes, mmap.MAP_SHARED, protection)
+            self.pages = Pages(mmap.mmap(descriptor, region_bytes, mmap.MAP_SHARED, protection), write=write)
         finally:
             os.close(descriptor)
-        # A forked child would keep the memory after its parent, which the daemon watches, is dead.
-        self._map.madvise(mmap.MADV_DONTFORK)
-        whole: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
-        # Page tables now, not at the first read of each page; kernels before 5.14 do not know it. Through ctypes, which
-        # releases the GIL: an engine's other threads do not wait.
-        _libc.madvise(whole.ctypes.data, region_bytes, MADV_POPULATE_WRITE if write else MADV_POPULATE_READ)
+        self.pages.populate()
+        whole: NDArray[np.uint8] = np.asarray(self.pages)
         shape = self.shape
         rows = whole[shape.header_bytes : shape.header_bytes + shape.slots * shape.stride]
         self.slots = rows.reshape(shape.slots, shape.stride)[:, :slot_bytes]
@@ -59,11 +48,11 @@ class Window:
     Keeps `owner` and the mapping for as long as any of them lives; a finaliser on the array itself would fire while
     views of it live."""
 
-    __slots__ = ("__array_interface__", "_mapping", "_owner")
+    __slots__ = ("__array_interface__", "_owner", "pages")
 
     def __init__(self, mapping: Mapping, owner: object) -> None:
         self.__array_interface__ = mapping.read_only
-        self._mapping = mapping
+        self.pages = mapping.pages
         self._owner = owner
 
 

@@ -73,7 +73,7 @@ def _load(file: Path | None, flags: dict[str, object]) -> Settings:
         text = file.read_text() if file is not None else None
     except OSError as error:
         raise click.ClickException(f"configuration file {file} cannot be read: {error.strerror}") from error
-    return load_config(toml_text=text, environ=os.environ, flags=flags)
+    return load_config(toml_text=text, environ=os.environ, flags=flags, uid=os.geteuid())
 
 
 @click.command()

@@ -14,7 +14,7 @@ import msgspec
 from tokenlake.config import format_size
 from tokenlake.core import events
 from tokenlake.core.instructions import Answer, Welcomed
-from tokenlake.errors import ConfigurationError, LayoutRefused, LimitReached, ProtocolRefused, TokenLakeError
+from tokenlake.errors import LayoutRefused, LimitReached, ProtocolRefused, TokenLakeError
 from tokenlake.identity import Incarnation, NodeId
 from tokenlake.keys import KEY_BYTES, probe
 from tokenlake.layout import Layout
@@ -24,6 +24,7 @@ from tokenlake.wire.frames import decode
 from tokenlake_server.arena import Arena
 from tokenlake_server.driver import Driver
 from tokenlake_server.frames import FrameConnection
+from tokenlake_server.local_socket import listen
 from tokenlake_server.processes import PeerProcess
 from tokenlake_server.tenants import Tenants
 
@@ -111,7 +112,7 @@ class EngineListener:
             engine.Explain: self._explain,
             engine.Bye: self._bye,
         }
-        self._sock = _listen(settings.path)
+        self._sock = listen(settings.path)
         loop.add_reader(self._sock, self._accept)
         driver.carry_out(Answer, self._answer)
         driver.carry_out(Welcomed, self._welcomed)
@@ -424,35 +425,3 @@ def _too_many_keys(message: engine.EngineRequest) -> str:
     if keys > MAX_KEYS:
         return f"{keys} segments in one request; limit 'max_keys' is {MAX_KEYS}"
     return ""
-
-
-def _listen(path: Path) -> socket.socket:
-    """A listening socket at `path`, mode 0660. Raises `ConfigurationError` when a daemon listens there."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if path.is_socket():
-            _remove_stale(path)
-        previous = os.umask(0o117)
-        try:
-            sock.bind(str(path))
-        finally:
-            os.umask(previous)
-    except OSError as error:
-        sock.close()
-        raise ConfigurationError("socket", str(path), f"a path that can be created ({error.strerror})") from error
-    except ConfigurationError:
-        sock.close()
-        raise
-    sock.listen(128)
-    sock.setblocking(False)
-    return sock
-
-
-def _remove_stale(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
-        try:
-            other.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()
-            return
-    raise ConfigurationError("socket", str(path), "a path where no other daemon listens")

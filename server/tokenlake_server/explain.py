@@ -16,12 +16,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from tokenlake import errors
-from tokenlake.config import ENGINE_PREFIX, load_config
+from tokenlake.config import DEFAULT, ENGINE_PREFIX, load_config
 from tokenlake.errors import DeadlinePassed, ProtocolRefused, TokenLakeError, Unreachable
+from tokenlake.local_socket import first_reachable, sockets_to_try
 from tokenlake.wire import FrameDecoder, engine, pack_frame
 from tokenlake.wire.fields import MAX_REQUEST_NAME
 from tokenlake.wire.frames import decode
 from tokenlake.wire.funnel import Funnel
+from tokenlake_server.local_socket import dial
 
 __all__ = ["ask", "explain", "rows"]
 
@@ -30,21 +32,18 @@ ANSWER_S = 2.0
 MAX_ANSWER = 1 << 20
 
 
-def ask(path: Path, request: str, token: str | None = None) -> Funnel | None:
+def ask(path: Path, request: str, token: str | None = None, daemon_uid: int | None = None) -> Funnel | None:
     """What the daemon at `path` knows of a request of this user's, or `token`'s, tenant; None where it knows none of
-    that name. Raises `Unreachable`, `DeadlinePassed`, and what the daemon refuses with."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(ANSWER_S)
-        try:
-            sock.connect(str(path))
+    that name. `daemon_uid`: the user that it runs as, where that is neither root nor this process's. Raises
+    `Unreachable`, `DeadlinePassed`, `ListenerUntrusted`, and what the daemon refuses with."""
+    try:
+        with dial(str(path), daemon_uid, ANSWER_S) as sock:
             sock.sendall(pack_frame(engine.Explain(1, request[:MAX_REQUEST_NAME], token)))
             body = _receive(sock)
-        except TimeoutError:
-            raise DeadlinePassed(f"the daemon at {path} did not answer within {ANSWER_S:.0f} s") from None
-        except OSError as error:
-            raise Unreachable(
-                f"no daemon at {path}: {error.strerror}; is it running, and is this its socket?"
-            ) from error
+    except TimeoutError:
+        raise DeadlinePassed(f"the daemon at {path} did not answer within {ANSWER_S:.0f} s") from None
+    except OSError as error:
+        raise Unreachable(f"no daemon at {path}: {error.strerror}; is it running, and is this its socket?") from error
     reply = decode(engine.reply_decoder, body)
     if isinstance(reply, engine.Failed):
         kind = getattr(errors, reply.kind, ProtocolRefused)
@@ -83,8 +82,17 @@ def rows(funnel: Funnel) -> Iterator[tuple[str, int, str]]:
 @click.option("--config", "file", type=click.Path(dir_okay=False, path_type=Path), help="The daemon's TOML file.")
 @click.option("--node", default=None, help="The daemon's node, where its socket is at the default place.")
 @click.option("--socket", "path", default=None, help="The daemon's socket.")
+@click.option(
+    "--daemon-uid",
+    type=int,
+    default=None,
+    envvar=f"{ENGINE_PREFIX}DAEMON_UID",
+    help="The user that the daemon runs as, where that is neither root nor you.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
-def explain(request_id: str, file: Path | None, node: str | None, path: str | None, as_json: bool) -> None:
+def explain(
+    request_id: str, file: Path | None, node: str | None, path: str | None, daemon_uid: int | None, as_json: bool
+) -> None:
     """What became of one request, in tokens, and why the rest was missed.
 
     Ask on the node whose daemon the engine used. REQUEST_ID is the engine's name of it, as in the logs. Only requests
@@ -92,16 +100,20 @@ def explain(request_id: str, file: Path | None, node: str | None, path: str | No
     """
     try:
         text = file.read_text() if file is not None else None
-        settings = load_config(toml_text=text, environ=os.environ, flags={"node": node, "socket": path})
+        user = os.geteuid()
+        settings = load_config(toml_text=text, environ=os.environ, flags={"node": node, "socket": path}, uid=user)
         token = os.environ.get(f"{ENGINE_PREFIX}CREDENTIAL") or None
-        funnel = ask(Path(settings.config.socket), request_id, token)
+        places: tuple[str, ...] = (settings.config.socket,)
+        if settings.origin["socket"] == DEFAULT:
+            places = sockets_to_try(os.environ, settings.config.node, user)
+        place, funnel = first_reachable(places, lambda each: (each, ask(Path(each), request_id, token, daemon_uid)))
     except OSError as error:
         raise click.ClickException(f"configuration file {file} cannot be read: {error.strerror}") from error
     except TokenLakeError as error:
         raise click.ClickException(str(error)) from error
     if funnel is None:
         raise click.ClickException(
-            f"the daemon at {settings.config.socket} remembers no request {request_id!r} of this tenant: it has "
+            f"the daemon at {place} remembers no request {request_id!r} of this tenant: it has "
             "another name, another node was asked, it was too long ago, or it had no full segment"
         )
     if as_json:

@@ -10,20 +10,34 @@ import os
 import select
 import socket
 import struct
+from typing import NamedTuple
 
-__all__ = ["PeerProcess"]
+__all__ = ["Credentials", "PeerProcess", "credentials"]
 
 SO_PEERPIDFD = 77
 """Linux 6.5; not named by Python 3.11. Unlike the pid of SO_PEERCRED it works across PID namespaces."""
 _CREDENTIALS = struct.Struct("3i")
 
 
+class Credentials(NamedTuple):
+    """Of a process: the one that connected, or that called listen on the socket that was connected to."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+def credentials(sock: socket.socket) -> Credentials:
+    """Of the process at the other end of a connected Unix socket."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return Credentials(*_CREDENTIALS.unpack(raw))
+
+
 class PeerProcess:
     """The process that opened a connection. Owns a pidfd until `close`."""
 
     def __init__(self, sock: socket.socket) -> None:
-        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        self.pid, self.uid, self.gid = _CREDENTIALS.unpack(raw)
+        self.pid, self.uid, self.gid = credentials(sock)
         self.pidfd = _pidfd(sock, self.pid)
 
     @property

@@ -13,8 +13,14 @@ def test_the_connectors_own_configuration_wins_over_the_environment() -> None:
 
 
 def test_without_settings_it_asks_where_a_daemon_listens_by_default() -> None:
-    assert read_settings({}, {}) == EngineSettings(socket="/tmp/tokenlake-local.sock")
-    assert read_settings({}, {"XDG_RUNTIME_DIR": "/run/user/1"}).socket == "/run/user/1/tokenlake-local.sock"
+    """Where that is depends on the daemon that runs: it is found with each connection."""
+    assert read_settings({}, {}) == EngineSettings(socket="")
+    assert read_settings({}, {"XDG_RUNTIME_DIR": "/run/user/1"}).socket == ""
+
+
+def test_the_daemons_user_is_a_uid() -> None:
+    assert read_settings({}, {"TOKENLAKE_ENGINE_DAEMON_UID": "997"}).daemon_uid == 997
+    assert read_settings({"daemon_uid": None}, {}).daemon_uid is None
 
 
 @pytest.mark.parametrize(
@@ -25,6 +31,8 @@ def test_without_settings_it_asks_where_a_daemon_listens_by_default() -> None:
         ("segment_tokens", 0),
         ("segment_tokens", "many"),
         ("match_ms", -1),
+        ("daemon_uid", -1),
+        ("daemon_uid", "root"),
         ("verify", "perhaps"),
         ("write_patience_s", -0.5),
     ],

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz.hostile import BOUNDS, damaged
 from tests.rules.settings import FIELDS, load, tenant
-from tokenlake.config import ServerConfig
+from tokenlake.config import ServerConfig, load_config
 from tokenlake.core import CoreConfig, events
 from tokenlake.errors import ConfigurationError, LayoutRefused, ProtocolRefused
 from tokenlake.layout import Layout
@@ -86,7 +86,7 @@ def test_any_environment_is_taken_or_refused_by_name(
 ) -> None:
     given_ = environ | ({} if runtime is None else {"XDG_RUNTIME_DIR": runtime})
     try:
-        load(file, given_)
+        load_config(toml_text=file, environ=given_, flags={}, uid=1000)
     except ConfigurationError as error:
         named = error.field.upper()
         assert f"TOKENLAKE_{named}" in environ or named in ("SOCKET", "REGION_SIZE", "STAGED_SHARE", "METRICS", "PEERS")

@@ -13,7 +13,7 @@ from tokenlake.metrics import Metric
 from tokenlake.wire import Code
 
 REFERENCE = (Path(__file__).parents[2] / "docs" / "reference.md").read_text()
-SETTINGS = [field for field, _, _ in load_config(toml_text=None, environ={}, flags={}).describe()]
+SETTINGS = [field for field, _, _ in load_config(toml_text=None, environ={}, flags={}, uid=1000).describe()]
 SECRETS = ("tenants", "cluster_secret")
 
 

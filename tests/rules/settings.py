@@ -12,7 +12,7 @@ SECRET = "00112233445566778899aabbccddeeff"
 
 
 def load(toml: str | None = None, environ: Mapping[str, str] | None = None, /, **flags: Any) -> Settings:
-    return load_config(toml_text=toml, environ=environ or {}, flags=flags)
+    return load_config(toml_text=toml, environ=environ or {}, flags=flags, uid=0)
 
 
 def tenant(name: str = "a", **fields: object) -> str:

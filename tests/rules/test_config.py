@@ -9,8 +9,10 @@ import pytest
 
 from tests.rules.settings import FIELDS, load
 from tokenlake import config as config_module
-from tokenlake.config import Peer, ServerConfig
+from tokenlake.config import Peer, ServerConfig, load_config
 from tokenlake.errors import ConfigurationError
+
+UID = 1000
 
 
 def test_defaults_are_those_of_the_struct() -> None:
@@ -105,8 +107,9 @@ def test_a_file_that_is_not_toml_is_refused() -> None:
 @pytest.mark.parametrize(
     ("environ", "flags", "socket"),
     [
-        ({}, {}, "/tmp/tokenlake-local.sock"),
-        ({"XDG_RUNTIME_DIR": ""}, {"node": "a"}, "/tmp/tokenlake-a.sock"),
+        ({}, {}, f"/tmp/tokenlake-{UID}/tokenlake-local.sock"),
+        ({"XDG_RUNTIME_DIR": ""}, {"node": "a"}, f"/tmp/tokenlake-{UID}/tokenlake-a.sock"),
+        ({"RUNTIME_DIRECTORY": "/run/tokenlake"}, {"node": "a"}, "/run/tokenlake/tokenlake-a.sock"),
         ({"XDG_RUNTIME_DIR": "/run/user/7"}, {"node": "a"}, "/run/user/7/tokenlake-a.sock"),
         ({"XDG_RUNTIME_DIR": "/run/user/7"}, {"socket": "/x.sock"}, "/x.sock"),
     ],
@@ -114,12 +117,12 @@ def test_a_file_that_is_not_toml_is_refused() -> None:
 def test_the_default_socket_follows_user_and_node(
     environ: dict[str, str], flags: dict[str, object], socket: str
 ) -> None:
-    assert load(None, environ, **flags).config.socket == socket
+    assert load_config(toml_text=None, environ=environ, flags=flags, uid=UID).config.socket == socket
 
 
 def test_a_default_socket_that_is_too_long_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="socket.*set by default"):
-        load(None, {"XDG_RUNTIME_DIR": "/run/" + "a" * 100})
+        load_config(toml_text=None, environ={"XDG_RUNTIME_DIR": "/run/" + "a" * 100}, flags={}, uid=UID)
 
 
 def test_a_small_memory_has_a_region_of_its_size() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import struct
@@ -114,7 +115,7 @@ def identity_of(node: Node) -> PeerIdentity:
     flags = {name.replace("-", "_"): value for name, value in node._settings.items()}
     file = flags.pop("config", None)
     text = Path(file).read_text() if file else None
-    config = load_config(toml_text=text, environ={}, flags=flags).config
+    config = load_config(toml_text=text, environ={}, flags=flags, uid=os.geteuid()).config
     rules = core_config(config, incarnation)
     ring = NodeCore(rules).ring
     return PeerIdentity(

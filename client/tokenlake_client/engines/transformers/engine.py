@@ -269,7 +269,7 @@ class TokenLakeEngine:
         from tokenlake_client.pool import Pool
 
         assert self.layout is not None
-        pool: CachePool = Pool.connect(socket, self.layout, self.options.credential)
+        pool: CachePool = Pool.connect(socket, self.layout, self.options.credential, daemon_uid=self.options.daemon_uid)
         return pool
 
     def _usable_pool(self) -> CachePool | None:

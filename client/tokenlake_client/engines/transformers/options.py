@@ -17,6 +17,8 @@ class EngineOptions:
     """How an engine uses the pool. Raises `ConfigurationError` for an unknown mode."""
 
     credential: str | None = None
+    daemon_uid: int | None = None
+    """The user that the daemon runs as, where that is neither root nor this process's."""
     adapter: str | None = None
     """Id of the LoRA adapters that are active; part of every key."""
     salt: str | None = None

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -253,13 +253,16 @@ class TokenLakeConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def _open_scheduler(self, layout: Layout) -> None:
         connection = self._connection = Connection(
-            lambda: Pool.connect(self.settings.socket, layout, self.settings.credential),
+            lambda: Pool.connect(
+                self.settings.socket or None, layout, self.settings.credential, daemon_uid=self.settings.daemon_uid
+            ),
             self._trouble.report,
             wait_s=0.0,
         )
         pool = connection.get()
         if pool is not None:
-            logger.info("connected to the pool at %s; layout %s", self.settings.socket, layout.fingerprint().hex()[:12])
+            place = cast(Pool, pool).socket
+            logger.info("connected to the pool at %s; layout %s", place, layout.fingerprint().hex()[:12])
         usable: Callable[[], Any] = connection.get
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
         self._scheduler = SchedulerSide(
@@ -283,11 +286,12 @@ class TokenLakeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         copy = _copier(kv_caches[names[0]].device.type)(layout, shards, stacks)
         members = Membership(
             lambda session: Pool.connect(
-                self.settings.socket,
+                self.settings.socket or None,
                 layout,
                 self.settings.credential,
                 session=SessionId(session),
                 verify=self.settings.verify,
+                daemon_uid=self.settings.daemon_uid,
             ),
             self._trouble.report,
         )

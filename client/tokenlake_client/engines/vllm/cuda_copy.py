@@ -2,7 +2,8 @@
 
 A segment is gathered into one buffer on the GPU in the slot's order, by one kernel per block and side, and crosses the
 bus in one copy per shard; loading is the reverse. All of it runs on a stream of its own. The arena is page-locked where
-this process maps it, so that copies need no staging and no CPU.
+this process maps it, so that copies need no staging and no CPU; each lock belongs to one mapping and ends before it
+(`tokenlake_client.pages`).
 
 ::
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from tokenlake.layout import Layout
 from tokenlake_client.engines.slots import TORCH_DTYPES, slot_flat
 from tokenlake_client.engines.vllm.paged import PagedLayers
 from tokenlake_client.engines.vllm.ranks import RankShards
+from tokenlake_client.pages import pages_of
 
 __all__ = ["CudaCopy"]
 
@@ -41,13 +44,12 @@ class CudaCopy:
         self._stacks = stacks
         self._device = stacks[0].tensor.device
         self._local = threading.local()
-        self._locked: set[int] = set()
-        self._lock = threading.Lock()
 
     def to_slot(self, slot: NDArray[np.uint8], blocks: Sequence[int]) -> None:
         """Fill this rank's shards of `slot` with one segment, which lies in `blocks`; it is there on return."""
-        self._lock_pages(slot)
+        # First: it makes this rank's device the one of this thread.
         stream, buffer = self._mine()
+        self._lock_pages(slot)
         with torch.cuda.stream(stream):
             for mine, theirs in self._pairs(buffer, blocks, 0):
                 mine.copy_(theirs)
@@ -57,8 +59,9 @@ class CudaCopy:
     def from_slot(self, slot: NDArray[np.uint8], blocks: Sequence[int], skip: int) -> None:
         """Fill `blocks` with the segment's tokens from token `skip` on; they are there after `finish`, and for the
         stream that computes."""
-        self._lock_pages(slot)
+        # First: it makes this rank's device the one of this thread.
         stream, buffer = self._mine()
+        self._lock_pages(slot)
         with torch.cuda.stream(stream):
             buffer.copy_(self._host(slot), non_blocking=True)
             for mine, theirs in self._pairs(buffer, blocks, skip):
@@ -117,23 +120,20 @@ class CudaCopy:
     def _lock_pages(self, slot: NDArray[np.uint8]) -> None:
         """Page-lock the mapping that `slot` lies in, once. What cannot be locked is copied through the driver's own
         staging memory, right but slower."""
-        start, size = _mapping_of(slot)
-        with self._lock:
-            if start in self._locked:
-                return
-            self._locked.add(start)
-            runtime = torch.cuda.cudart()
-            for flags in (PORTABLE, PORTABLE | READ_ONLY):
-                if int(runtime.cudaHostRegister(start, size, flags)) == 0:
-                    return
+        pages = pages_of(slot)
+        if pages is not None:
+            pages.register("cuda", partial(_lock, self._device))
 
 
-def _mapping_of(slot: NDArray[np.uint8]) -> tuple[int, int]:
-    """(address, bytes) of the arena's mapping around a slot, from the kernel's list of this process's mappings."""
-    address = slot.ctypes.data
-    with open("/proc/self/maps", encoding="ascii") as maps:
-        for line in maps:
-            first, _, last = line.split(" ", 1)[0].partition("-")
-            if int(first, 16) <= address < int(last, 16):
-                return int(first, 16), int(last, 16) - int(first, 16)
-    raise ValueError("the slot lies in no mapping of this process")
+def _lock(device: Any, address: int, nbytes: int) -> Callable[[], None] | None:
+    runtime = torch.cuda.cudart()
+    for flags in (PORTABLE, PORTABLE | READ_ONLY):
+        if int(runtime.cudaHostRegister(address, nbytes, flags)) == 0:
+            return partial(_unlock, runtime, device, address)
+    return None
+
+
+def _unlock(runtime: Any, device: Any, address: int) -> None:
+    # In whatever thread the mapping ends: without its device the call would set up another GPU.
+    with torch.cuda.device(device):
+        runtime.cudaHostUnregister(address)

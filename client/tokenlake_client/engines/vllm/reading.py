@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,6 +84,11 @@ def load_blocks(pool: LoadPool, plan: LoadPlan, copy: Scatter, segment: int, blo
                 came += len(arrays)
                 if len(arrays) < stop - start:
                     break
+    except BaseException:
+        # Copies that were begun still read slots, and write blocks, that others get now.
+        with contextlib.suppress(Exception):
+            copy.finish()
+        raise
     finally:
         lease.release()
     rest = time.perf_counter() - began - fetch_s

@@ -21,7 +21,9 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Each field is a key of `kv_connector_extra_config`; in capitals behind `PREFIX`, a variable."""
 
     socket: str = ""
-    """Of this node's daemon; empty: where `tokenlake serve` listens by default."""
+    """Of this node's daemon; empty: where `tokenlake serve` listens by default, as this user or as a service."""
+    daemon_uid: int | None = None
+    """The user that the daemon runs as, where that is neither root nor this process's."""
     credential: str | None = None
     """A token of the tenant; without one the daemon goes by uid."""
     segment_tokens: int = 256
@@ -49,6 +51,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _TYPES: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(EngineSettings)}
 
 _RANGES = {
+    "daemon_uid": (0, (1 << 32) - 2),
     "segment_tokens": (1, 1 << 20),
     "match_ms": (0.001, 60_000),
     "write_queue": (1, 65536),
@@ -63,8 +66,6 @@ def read_settings(extra: Mapping[str, object], environ: Mapping[str, str]) -> En
     }
     values |= extra
     checked = {name: _checked(name, value, isinstance(value, str)) for name, value in sorted(values.items())}
-    if not checked.get("socket"):
-        checked["socket"] = f"{environ.get('XDG_RUNTIME_DIR') or '/tmp'}/tokenlake-local.sock"
     return EngineSettings(**checked)
 
 
@@ -83,6 +84,6 @@ def _checked(name: str, value: object, text: bool) -> Any:
     except msgspec.ValidationError as error:
         raise ConfigurationError(name, shown, str(error)) from None
     least, most = _RANGES.get(name, (None, None))
-    if least is not None and not least <= checked <= most:
+    if least is not None and checked is not None and not least <= checked <= most:
         raise ConfigurationError(name, value, f"a number from {least:g} to {most:g}")
     return checked

@@ -1,0 +1,95 @@
+"""The daemon's local socket: made where no other user can replace it, and checked before anything is sent to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from pathlib import Path
+
+from tokenlake.errors import ConfigurationError, ListenerUntrusted, Unreachable
+from tokenlake.local_socket import check_listener, check_place, directory_mode, trusted_users
+from tokenlake_server.processes import credentials
+
+__all__ = ["dial", "listen"]
+
+
+def listen(path: Path) -> socket.socket:
+    """A listening socket at `path`, mode 0660, in a directory that is made where it is a default one. The socket of a
+    daemon of this user that died is replaced.
+
+    Raises `ConfigurationError` when a daemon listens there, another user's file is there, or other users could put
+    their own socket there.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _prepare(Path(os.path.abspath(path)), path)
+        previous = os.umask(0o117)
+        try:
+            sock.bind(str(path))
+        finally:
+            os.umask(previous)
+    except OSError as error:
+        sock.close()
+        raise ConfigurationError("socket", str(path), f"a path that can be created ({error.strerror})") from error
+    except ConfigurationError:
+        sock.close()
+        raise
+    # Who calls this is whom clients see (SO_PEERCRED).
+    sock.listen(128)
+    sock.setblocking(False)
+    return sock
+
+
+def dial(path: str, daemon_uid: int | None, timeout_s: float) -> socket.socket:
+    """A connection to a daemon that may have this process's credential. `daemon_uid`: the user that it runs as, where
+    that is neither root nor this process's. Raises `ListenerUntrusted`, `OSError`."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        absolute = os.path.abspath(path)
+        trusted = trusted_users(absolute, os.geteuid(), daemon_uid, os.lstat)
+        check_place(absolute, trusted, os.lstat, os.readlink)
+        sock.settimeout(timeout_s)
+        sock.connect(path)
+        check_listener(absolute, credentials(sock).uid, trusted)
+    except (OSError, Unreachable):
+        sock.close()
+        raise
+    return sock
+
+
+def _prepare(absolute: Path, path: Path) -> None:
+    """Make a default directory, look at the way to it, remove what a daemon of this user left behind."""
+    directory, user = absolute.parent, os.geteuid()
+    mode = directory_mode(str(directory), user)
+    if mode is not None:
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(0o700)
+            # Whatever the umask: engines of other users connect there, as far as the socket's group lets them.
+            directory.chmod(mode)
+    try:
+        check_place(str(directory), frozenset({0, user}), os.lstat, os.readlink)
+    except ListenerUntrusted as error:
+        raise ConfigurationError("socket", str(path), f"a path that no other user can change: {error}") from error
+    try:
+        found = absolute.lstat()
+    except FileNotFoundError:
+        return
+    if stat.S_ISLNK(found.st_mode):
+        raise ConfigurationError("socket", str(path), "a path that is no symbolic link; remove it, or name its target")
+    if stat.S_ISSOCK(found.st_mode):
+        if found.st_uid != user:
+            expected = f"a path without a socket of another user, uid {found.st_uid}; remove it, or choose another path"
+            raise ConfigurationError("socket", str(path), expected)
+        _remove_stale(path)
+
+
+def _remove_stale(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        try:
+            other.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise ConfigurationError("socket", str(path), "a path where no other daemon listens")

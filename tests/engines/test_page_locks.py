@@ -1,0 +1,218 @@
+"""Page-locking of the arena, with the calls of CUDA faked: a registration belongs to one mapping and ends before it."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tests.engines.fake_cuda import FakeCuda, fake_cuda, mapped_at
+from tests.robustness.live import LAYOUT, LIMIT_S, Prompt, daemons, match, outcomes, wait_until
+from tokenlake.store.region import RegionShape
+from tokenlake.wire import Code
+from tokenlake_client import Pool
+from tokenlake_client.engines.vllm.cuda_copy import CudaCopy
+from tokenlake_client.engines.vllm.paged import block_views, stack_layers
+from tokenlake_client.engines.vllm.ranks import rank_shards
+from tokenlake_client.regions import Mapping, Window
+
+REGION_BYTES = 1 << 20
+SHAPE = RegionShape(REGION_BYTES, LAYOUT.segment_bytes)
+BLOCKS = 4
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    with fake_cuda(monkeypatch) as cuda:
+        yield cuda
+        gc.collect()
+        assert not cuda.late, "a registration outlived its memory"
+
+
+def stacks(value: float = 0.0) -> Any:
+    """A cache of four blocks, one segment each, filled with `value`."""
+    shape = (BLOCKS, LAYOUT.kv_heads, LAYOUT.segment_tokens, 2 * LAYOUT.key_dim)
+    tensors = [torch.full(shape, value) for _ in range(LAYOUT.layers)]
+    return stack_layers(tensors, BLOCKS, block_views("FLASH_ATTN"))
+
+
+def copier(value: float = 0.0) -> CudaCopy:
+    return CudaCopy(LAYOUT, rank_shards(LAYOUT, 0, 1), stacks(value))
+
+
+def region() -> int:
+    """A descriptor of new memory."""
+    memory = os.memfd_create("region")
+    os.ftruncate(memory, REGION_BYTES)
+    return memory
+
+
+def mapping(memory: int, *, write: bool = True) -> Mapping:
+    return Mapping(os.dup(memory), REGION_BYTES, LAYOUT.segment_bytes, write=write)
+
+
+def stored(memory: int, slot: int) -> NDArray[np.float32]:
+    """The bytes of one slot, as the daemon sees them."""
+    start = SHAPE.header_bytes + slot * SHAPE.stride
+    return np.frombuffer(os.pread(memory, LAYOUT.segment_bytes, start), dtype=np.float32)
+
+
+def test_a_new_mapping_at_an_old_address_is_registered_anew(cuda: FakeCuda) -> None:
+    """After a restart of the daemon copies went to the memory of the one that had died."""
+    old, new = region(), region()
+    copy = copier(1.0)
+    here = mapping(old)
+    address = here.slots.ctypes.data
+    copy.to_slot(here.slots[1], [0])
+    assert (stored(old, 1) == 1.0).all()
+    del here
+    here = mapping(new)
+    assert here.slots.ctypes.data == address, "the kernel gives the address again"
+    copy.to_slot(here.slots[1], [0])
+    assert (here.slots[1].view(np.float32) == 1.0).all()
+    assert (stored(new, 1) == 1.0).all()
+    assert not cuda.late
+    os.close(old)
+    os.close(new)
+
+
+def test_a_registration_ends_with_the_last_view_and_before_the_memory(cuda: FakeCuda) -> None:
+    memory = region()
+    here = mapping(memory, write=False)
+    address = mapped_at(here.slots.ctypes.data)
+    window = np.asarray(Window(here, object()))
+    copier().from_slot(window[2], [0], 0)
+    view = window[2][100:200].reshape(10, 10)
+    del window, here
+    assert len(cuda.pinned) == 1, "a view of it lives"
+    assert mapped_at(view.ctypes.data) == address
+    del view
+    assert not cuda.pinned
+    assert not cuda.late
+    assert address is not None
+    assert mapped_at(address.first) != address
+    os.close(memory)
+
+
+def test_two_copiers_share_a_registration_and_leave_it_to_the_mapping(cuda: FakeCuda) -> None:
+    memory = region()
+    here = mapping(memory)
+    one, two = copier(1.0), copier(2.0)
+    one.to_slot(here.slots[0], [0])
+    two.to_slot(here.slots[3], [0])
+    assert len(cuda.pinned) == 1
+    del one, two
+    gc.collect()
+    assert len(cuda.pinned) == 1
+    del here
+    assert not cuda.pinned
+    os.close(memory)
+
+
+def test_memory_that_is_no_mapping_of_the_pool_is_not_registered(cuda: FakeCuda) -> None:
+    slot = np.zeros(LAYOUT.segment_bytes, np.uint8)
+    copier(1.0).to_slot(slot, [0])
+    assert (slot.view(np.float32) == 1.0).all()
+    assert not cuda.pinned
+
+
+def test_a_forked_child_ends_no_registration_and_unmaps_nothing(cuda: FakeCuda) -> None:
+    """The arena is not in a child: other memory of the child may lie at its address."""
+    memory = region()
+    here = mapping(memory)
+    copier().to_slot(here.slots[0], [0])
+    span = mapped_at(here.slots.ctypes.data)
+    assert span is not None
+    child = os.fork()
+    if not child:
+        failed = 1
+        try:
+            libc = ctypes.CDLL(None)
+            libc.mmap.restype = ctypes.c_void_p
+            libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+            # MAP_PRIVATE | MAP_FIXED_NOREPLACE | MAP_ANONYMOUS
+            own = libc.mmap(span.first, span.last - span.first, 3, 0x100022, -1, 0)
+            del here
+            gc.collect()
+            failed = 2 * (mapped_at(span.first) is None) + 4 * (not cuda.pinned) + 8 * (own != span.first)
+        finally:
+            os._exit(failed)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.close(memory)
+
+
+LEFT_BEHIND = """
+import pytest
+from tests.engines.fake_cuda import fake_cuda
+from tests.engines.test_page_locks import copier, mapping, region
+patch = pytest.MonkeyPatch()
+entered = fake_cuda(patch)
+cuda = entered.__enter__()
+memory = region()
+here = mapping(memory)
+copier(1.0).to_slot(here.slots[0], [0])
+cycle = [here]
+cycle.append(cycle)
+assert len(cuda.pinned) == 1
+"""
+
+
+def test_a_process_that_ends_says_nothing_of_what_is_registered() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", LEFT_BEHIND],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def another_life(pool: Pool, before: int) -> bool:
+    return pool.connected and pool.incarnation != before
+
+
+@pytest.mark.live
+def test_what_is_stored_after_a_restart_of_the_daemon_is_what_was_computed(cuda: FakeCuda) -> None:
+    prompts = [Prompt(seed, 3) for seed in range(3)]
+    copy = copier(7.0)
+
+    def fill(index: int, slot: NDArray[np.uint8]) -> None:
+        copy.to_slot(slot, [index])
+
+    with daemons() as cluster, cluster.connect(0, LAYOUT) as pool:
+        held: list[Sequence[NDArray[np.uint8]]] = []
+        for life, prompt in enumerate(prompts):
+            if life:
+                before = pool.incarnation
+                cluster.nodes[0].kill()
+                cluster.nodes[0].start()
+                cluster.wait_ready()
+                wait_until(partial(another_life, pool, before), "connected again")
+                # What is left of the former life goes, and its addresses are given again.
+                gc.collect()
+            assert outcomes(pool.store_all(pool.prefix(prompt.tokens).keys, fill, patience=LIMIT_S)) == {Code.COMMITTED}
+            with match(pool, prompt) as lease:
+                arrays = lease.fetch(deadline_s=LIMIT_S)
+            assert len(arrays) == 3
+            assert all((array.view(np.float32) == 7.0).all() for array in arrays), f"life {life} of the daemon"
+            copy.from_slot(arrays[0], [0], 0)
+            # In one life arrays outlive their daemon.
+            held = [arrays] if life == 1 else []
+            del arrays
+        del held
+    del pool
+    gc.collect()
+    assert not cuda.pinned

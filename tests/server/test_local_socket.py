@@ -1,0 +1,85 @@
+"""The daemon's end: what it makes, replaces and refuses on the way to its socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from tokenlake import local_socket as rules
+from tokenlake.errors import ConfigurationError
+from tokenlake_server.local_socket import dial, listen
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to another user")
+
+
+def left_behind(path: Path, uid: int = -1) -> None:
+    """The socket of a process that is gone."""
+    with socket.socket(socket.AF_UNIX) as gone:
+        gone.bind(str(path))
+    os.chown(path, uid, -1)
+
+
+def refused(path: Path) -> str:
+    before = path.lstat() if path.is_symlink() or path.exists() else None
+    with pytest.raises(ConfigurationError) as caught:
+        listen(path)
+    assert caught.value.field == "socket"
+    assert (path.lstat() if before else None) == before, "it was touched"
+    return str(caught.value)
+
+
+def test_the_socket_is_for_its_user_and_group(tmp_path: Path) -> None:
+    with listen(tmp_path / "s"):
+        assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o660
+
+
+def test_the_socket_of_a_daemon_that_died_is_replaced_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
+    left_behind(tmp_path / "s")
+    with listen(tmp_path / "s"):
+        assert "no other daemon listens" in refused(tmp_path / "s")
+
+
+@as_root
+def test_the_socket_of_another_user_is_left_alone(tmp_path: Path) -> None:
+    left_behind(tmp_path / "s", NOBODY)
+    assert f"another user, uid {NOBODY}" in refused(tmp_path / "s")
+
+
+def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
+    """A link to the socket of a daemon that had died was replaced; where it led is another's business."""
+    left_behind(tmp_path / "elsewhere")
+    (tmp_path / "s").symlink_to(tmp_path / "elsewhere")
+    assert "symbolic link" in refused(tmp_path / "s")
+    assert (tmp_path / "elsewhere").is_socket()
+
+
+@as_root
+def test_a_directory_on_the_way_that_another_user_can_change_is_refused(tmp_path: Path) -> None:
+    foreign, open_to_all = tmp_path / "foreign", tmp_path / "open"
+    for directory in (foreign, open_to_all):
+        (directory / "in").mkdir(parents=True)
+    os.chown(foreign, NOBODY, -1)
+    open_to_all.chmod(0o777)
+    assert f"{foreign} belongs to uid {NOBODY}" in refused(foreign / "in" / "s")
+    assert f"chmod go-w {open_to_all}" in refused(open_to_all / "in" / "s")
+    link = tmp_path / "link"
+    link.symlink_to(foreign)
+    assert f"{foreign} belongs" in refused(link / "in" / "s")
+
+
+def test_a_default_directory_is_made_whatever_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "SYSTEM_DIRECTORY", str(tmp_path / "run"))
+    before = os.umask(0o077)
+    try:
+        with listen(tmp_path / "run" / "s"):
+            assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o755
+            with dial(str(tmp_path / "run" / "s"), None, 1.0) as sock:
+                assert sock.getpeername() == str(tmp_path / "run" / "s")
+    finally:
+        os.umask(before)
+    assert "can be created" in refused(tmp_path / "other" / "s"), "no other directory is made"
