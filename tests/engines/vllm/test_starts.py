@@ -68,6 +68,15 @@ LATENT = {
 }
 GUESSING = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
+FAMILIES: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any], str]] = {
+    "hybrid": ("Qwen3Next", HYBRID, {"dtype": "bfloat16"}, "groups of layers with FullAttentionSpec, MambaSpec"),
+    "mixed": ("Gemma3", MIXED, {}, "groups of layers with FullAttentionSpec, SlidingWindowSpec"),
+    "latent": ("DeepseekV2", LATENT, {}, "latent attention"),
+    "quantised cache": ("Llama", None, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, "'kv_cache_dtype' is 'fp8'"),
+    "speculative": ("Llama", None, {"speculative_config": GUESSING}, "'speculative_config' is set"),
+}
+"""transformers' family, its settings (None: the model of the other tests), vLLM's, and the reason that is named."""
+
 
 def save(directory: Path, family: str, settings: dict[str, Any]) -> Path:
     """A model of a family of transformers, with seeded weights large enough that tokens depend on the context."""
@@ -86,24 +95,11 @@ def save(directory: Path, family: str, settings: dict[str, Any]) -> Path:
     return directory
 
 
-# fmt: off
-@pytest.mark.parametrize(("family", "settings", "arguments", "reason"), [
-    ("Qwen3Next", HYBRID, {"dtype": "bfloat16"}, "groups of layers with FullAttentionSpec, MambaSpec"),
-    ("Gemma3", MIXED, {}, "groups of layers with FullAttentionSpec, SlidingWindowSpec"),
-    ("DeepseekV2", LATENT, {}, "latent attention"),
-    ("Llama", None, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, "'kv_cache_dtype' is 'fp8'"),
-    ("Llama", None, {"speculative_config": GUESSING}, "'speculative_config' is set"),
-], ids=["hybrid", "mixed", "latent", "quantised cache", "speculative"])
-# fmt: on
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_that_is_not_served_runs_as_without_the_connector(
-    family: str,
-    settings: dict[str, Any] | None,
-    arguments: dict[str, Any],
-    reason: str,
-    model: Path,
-    cluster: Cluster,
-    tmp_path: Path,
+    name: str, model: Path, cluster: Cluster, tmp_path: Path
 ) -> None:
+    family, settings, arguments, reason = FAMILIES[name]
     directory = save(tmp_path / "model", family, settings) if settings is not None else model
     transfer = transfer_of({"socket": str(cluster.nodes[0].socket), **PATIENT})
     without = Forked(directory, tmp_path / "without.log", PROMPTS, None, **arguments)
@@ -116,9 +112,9 @@ def test_a_model_that_is_not_served_runs_as_without_the_connector(
     assert without.refusals() == []
 
 
-def within(cluster: Cluster, **more: Any) -> dict[str, Any]:
+def within(cluster: Cluster) -> dict[str, Any]:
     """Our connector alone in a `MultiConnector`, verifying what it reads."""
-    return transfer_of([{"socket": str(cluster.nodes[0].socket), "verify": True, **PATIENT}]) | more
+    return transfer_of([{"socket": str(cluster.nodes[0].socket), "verify": True, **PATIENT}])
 
 
 def test_a_wrapper_without_the_recompute_policy_is_refused_with_the_line_to_add(
@@ -138,7 +134,7 @@ def test_a_wrapper_without_the_recompute_policy_is_refused_with_the_line_to_add(
 def test_a_wrapper_around_a_model_that_is_not_served_needs_no_policy(
     model: Path, cluster: Cluster, tmp_path: Path
 ) -> None:
-    fp8 = {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
-    engine = Forked(model, tmp_path / "log", PROMPTS, within(cluster), **fp8)
+    transfer = within(cluster)
+    engine = Forked(model, tmp_path / "log", PROMPTS, transfer, dtype="bfloat16", kv_cache_dtype="fp8")
     assert len(engine.tokens()) == 2
     assert len(engine.refusals()) == 1
