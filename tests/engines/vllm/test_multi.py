@@ -123,3 +123,18 @@ def test_segments_that_die_with_their_owner_are_recomputed(
     assert answers == [expected]
     assert multi.call("counts")["loads_failed"] > before
     assert "Traceback" not in multi.log.read_text().replace("render_messages", "")
+
+
+def test_the_ranks_reports_are_merged_connector_by_connector() -> None:
+    """As vLLM does it with several ranks: of each connector the slowest rank counts."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
+
+    from tokenlake_client.engines.vllm.connector import StepOutcome
+    from tokenlake_client.engines.vllm.plan import StepReport
+
+    ranks = [
+        MultiKVConnectorWorkerMetadata((StepOutcome(StepReport(5, first)), None, StepOutcome(StepReport(5, second))))
+        for first, second in ((3, 7), (4, 6))
+    ]
+    first, between, second = ranks[0].aggregate(ranks[1]).metadata
+    assert (first.report.done, between, second.report.done) == (3, None, 6)
