@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["Engine", "Timed"]
+__all__ = ["Engine", "Timed", "transfer_of"]
 
 MARK = "answer: "
 STOP_S = 20.0
@@ -46,18 +46,26 @@ class Engine:
         self,
         model: Path,
         log: Path,
-        pool: dict[str, Any] | None = None,
+        pool: dict[str, Any] | list[dict[str, Any]] | None = None,
         *,
         kind: str = "vllm",
         python: str = sys.executable,
         nice: int = 0,
         environment: dict[str, str] | None = None,
+        transfer: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
-        """`pool`: the connector's settings; None runs without it. `python`: an interpreter that has the engine.
-        `nice`: how much it stands back for others. `arguments`: of `vllm.LLM`."""
+        """`pool`: the connector's settings; None runs without it, and several within vLLM's `MultiConnector`. `python`:
+        an interpreter that has the engine. `nice`: how much it stands back for others. `transfer`: more of vLLM's
+        `KVTransferConfig`. `arguments`: of `vllm.LLM`."""
         self.log = log
-        config = {"kind": kind, "model": str(model), "pool": pool, "arguments": arguments}
+        config = {
+            "kind": kind,
+            "model": str(model),
+            "pool": pool,
+            "transfer": transfer or {},
+            "arguments": arguments,
+        }
         command = ["nice", "-n", str(nice), python, "-m", "tokenlake_bench.engine_lines", json.dumps(config)]
         with log.open("ab") as errors:
             self.process = subprocess.Popen(
@@ -126,7 +134,13 @@ class _Loaded(Protocol):
 
 
 class _Vllm:
-    def __init__(self, model: str, pool: dict[str, Any] | None, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model: str,
+        pool: dict[str, Any] | list[dict[str, Any]] | None,
+        transfer: dict[str, Any],
+        arguments: dict[str, Any],
+    ) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
@@ -141,12 +155,7 @@ class _Vllm:
             **arguments,
         }
         if pool is not None:
-            settings["kv_transfer_config"] = KVTransferConfig(
-                kv_connector="TokenLakeConnector",
-                kv_connector_module_path="tokenlake_client.engines.vllm",
-                kv_role="kv_both",
-                kv_connector_extra_config=pool,
-            )
+            settings["kv_transfer_config"] = KVTransferConfig(**transfer_of(pool), **transfer)
         self._pool = pool
         self._clocks: dict[str, list[float]] = {}
         self._llm = LLM(model=model, **settings)
@@ -164,18 +173,18 @@ class _Vllm:
         return bool(self._llm.reset_prefix_cache())
 
     def flush(self) -> bool:
-        return self._pool is None or bool(self._rank().flush(20))
+        return self._pool is None or all(rank.flush(20) for rank in _ours(self._rank()))
 
     def counts(self) -> dict[str, float]:
         """Sums over the scheduler's side and the rank in this process."""
         total: dict[str, float] = {}
-        for side in (self._side(), self._rank()) if self._pool is not None else ():
+        for side in (*_ours(self._side()), *_ours(self._rank())) if self._pool is not None else ():
             for name, value in asdict(side.counts).items():
                 total[name] = total.get(name, 0) + value
         return total
 
     def layout(self) -> str:
-        return str(self._side().layout.encode().hex())
+        return str(_ours(self._side())[0].layout.encode().hex())
 
     def clocks(self) -> dict[str, list[float]]:
         """Seconds of each step that computed tokens, and of each call of the rank's hooks of saving, since the last
@@ -199,7 +208,10 @@ class _Vllm:
 
     def slow_loads(self, seconds: float) -> None:
         """From now on every segment takes so much longer to load."""
-        copy = self._rank()._worker._copy
+        for rank in _ours(self._rank()):
+            self._slow_loads(rank._worker._copy, seconds)
+
+    def _slow_loads(self, copy: Any, seconds: float) -> None:
         load = type(copy).from_slot
 
         def slow(*args: Any) -> None:
@@ -261,6 +273,24 @@ class _Vllm:
         return get_kv_transfer_group()
 
 
+def transfer_of(pool: dict[str, Any] | list[dict[str, Any]]) -> dict[str, Any]:
+    """What a user writes into `--kv-transfer-config` for these settings of our connector, or of several."""
+    if isinstance(pool, list):
+        connectors = {"connectors": [transfer_of(settings) for settings in pool]}
+        return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": connectors}
+    return {
+        "kv_connector": "TokenLakeConnector",
+        "kv_connector_module_path": "tokenlake_client.engines.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": pool,
+    }
+
+
+def _ours(connector: Any) -> list[Any]:
+    """Our connector, or those within a `MultiConnector`."""
+    return list(getattr(connector, "sub_connectors", [connector]))
+
+
 class _Transformers:
     def __init__(self, model: str, pool: dict[str, Any] | None) -> None:
         import torch
@@ -320,7 +350,7 @@ def main() -> None:
     config = json.loads(sys.argv[1])
     loaded: _Loaded
     if config["kind"] == "vllm":
-        loaded = _Vllm(config["model"], config["pool"], config["arguments"])
+        loaded = _Vllm(config["model"], config["pool"], config["transfer"], config["arguments"])
     else:
         loaded = _Transformers(config["model"], config["pool"])
     for line in sys.stdin:

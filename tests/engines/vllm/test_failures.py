@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from tests.engines.vllm.conftest import PATIENT, prompt
-from tokenlake.layout import Layout
+from tests.engines.vllm.spoiling import spoil
 from tokenlake_bench.cluster import Cluster
 from tokenlake_bench.engine_lines import Engine
-from tokenlake_client import Pool
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
@@ -59,19 +58,6 @@ def until_hit(engine: Engine, tokens: Sequence[int]) -> list[int]:
         engine.call("forget")
     assert len(answers) == 1
     return list(answers.pop())
-
-
-def spoil(cluster: Cluster, engine: Engine, tokens: Sequence[int]) -> int:
-    """Overwrite the segments of a prompt in the memory of the engine's node; how many."""
-    layout = Layout.decode(bytes.fromhex(engine.call("layout")))
-    with (
-        Pool.connect(cluster.nodes[0].socket, layout) as pool,
-        pool.match(pool.prefix(tokens).keys, deadline_s=5.0) as lease,
-    ):
-        count = len(lease.fetch())
-        for region, slot, _ in lease._places[:count].tolist():
-            pool._link.regions.get(region, write=True).slots[slot] = 0
-        return count
 
 
 def test_no_daemon_at_the_start_is_said_once_and_it_is_used_when_it_appears(behind: Engine, plain: Engine) -> None:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
 from tokenlake.advice import Advice
-from tokenlake.errors import LayoutRefused, Refused
+from tokenlake.errors import ConfigurationError, LayoutRefused, Refused
 from tokenlake.identity import SessionId
 from tokenlake.layout import Layout
 from tokenlake_client.engines.connection import Connection
@@ -62,14 +65,17 @@ class StepOutcome(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return StepOutcome(self.report.merged(other.report))
 
 
-class TokenLakeConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """vLLM makes one for its scheduler and one for each rank. No hook raises or waits longer than its deadline.
 
-    With a model or a setting that the pool cannot serve it says so once and does nothing.
+    With a model or a setting that the pool cannot serve it says so once and does nothing. `SupportsHMA` is declared for
+    such models: without it vLLM starts no hybrid model with a connector, and turns its memory manager for sliding
+    windows off. A model that the pool serves has one group of layers, whose block ids are the same either way.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Raises `ConfigurationError` for an unknown or invalid setting, and nothing else."""
+        """Raises `ConfigurationError` for an unknown or invalid setting, or where a lost segment would end its request,
+        and nothing else."""
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self.settings = read_settings(transfer.kv_connector_extra_config, os.environ)
@@ -84,6 +90,7 @@ class TokenLakeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._connection: Connection | None = None
         self.layout = self._find_layout(vllm_config, kv_cache_config)
         if self.layout is not None:
+            _check_policy_arrived()
             self._block = block_tokens_of(kv_cache_config)
             self._blocks = kv_cache_config.num_blocks
             if role == KVConnectorRole.SCHEDULER:
@@ -168,6 +175,13 @@ class TokenLakeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         keep = self._scheduler.finished(request, block_ids, complete=complete, stop_reason=reason, output_tokens=output)
         return keep, None
 
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same, with the blocks of each group of layers; vLLM calls this one."""
+        # The pool serves models with one group; of any other there is no scheduler's side.
+        return self.request_finished(request, block_ids[0]) if self._scheduler is not None else (False, None)
+
     def _advice(self, request: Any) -> Advice | None:
         try:
             return advice_of(request.kv_transfer_params)
@@ -249,7 +263,7 @@ class TokenLakeConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def _refused(self, error: LayoutRefused) -> None:
         self.layout = None
-        self._trouble.say(f"served without the pool: {error}")
+        _say_refusal(str(error))
 
     def _open_scheduler(self, layout: Layout) -> None:
         connection = self._connection = Connection(
@@ -313,6 +327,31 @@ def _copier(device: str) -> Any:
 
         return CudaCopy
     raise LayoutRefused(f"the cache is on a device of kind {device!r}; supported: cpu, cuda")
+
+
+@functools.cache
+def _say_refusal(reason: str) -> None:
+    """Once in a process: where the scheduler's side and a rank share one, both find the same reason."""
+    logger.warning("served without the pool: %s", reason)
+
+
+def _check_policy_arrived() -> None:
+    """Raise `ConfigurationError` where vLLM's scheduler would end a request whose segment is lost.
+
+    A connector within another one, such as `MultiConnector`, is given a configuration of its own, and the scheduler
+    reads the outer one. That one is current while the ranks make their connectors; the scheduler's side does not see
+    it, and a rank may be another process than the scheduler, so it can check the policy and not set it.
+    """
+    outer = get_current_vllm_config_or_none()
+    transfer = outer.kv_transfer_config if outer is not None else None
+    if transfer is not None and transfer.kv_load_failure_policy != "recompute":
+        raise ConfigurationError(
+            "kv_load_failure_policy",
+            transfer.kv_load_failure_policy,
+            "'recompute': a lost segment would end its request with an error. Add "
+            f'"kv_load_failure_policy": "recompute" to --kv-transfer-config, beside "kv_connector": '
+            f'"{transfer.kv_connector}" (vLLM does not read it within "connectors")',
+        )
 
 
 _STOP_REASONS = {

@@ -69,7 +69,8 @@ def _spec_of(kv_cache_config: Any) -> Any:
     kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
     if len(groups) != 1 or kinds != ["FullAttentionSpec"]:
         raise LayoutRefused(
-            f"vLLM keeps {len(groups)} groups of layers with {', '.join(kinds)}; supported: one of FullAttentionSpec"
+            f"vLLM keeps {len(groups)} groups of layers with {', '.join(kinds) or 'no cache'}; "
+            "supported: one of FullAttentionSpec"
         )
     spec = groups[0].kv_cache_spec
     for name in ("sliding_window", "attention_chunk_size"):

@@ -1,0 +1,28 @@
+"""Damage to what the pool holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenlake.layout import Layout
+from tokenlake_bench.cluster import Cluster
+from tokenlake_bench.engine_lines import Engine
+from tokenlake_client import Pool
+
+__all__ = ["spoil"]
+
+
+def spoil(
+    cluster: Cluster, engine: Engine, tokens: Sequence[int], salt: str | None = None, segments: int | None = None
+) -> int:
+    """Overwrite the segments of a prompt in the memory of the engine's node, the last `segments` or all; how many."""
+    layout = Layout.decode(bytes.fromhex(engine.call("layout")))
+    with (
+        Pool.connect(cluster.nodes[0].socket, layout) as pool,
+        pool.match(pool.prefix(tokens, salt=salt).keys, deadline_s=5.0) as lease,
+    ):
+        count = len(lease.fetch())
+        first = 0 if segments is None else count - segments
+        for region, slot, _ in lease._places[first:count].tolist():
+            pool._link.regions.get(region, write=True).slots[slot] = 0
+        return count - first

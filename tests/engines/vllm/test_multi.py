@@ -1,0 +1,140 @@
+"""Within vLLM's `MultiConnector`: the same tokens, and a corrupt or lost segment costs a recompute there too."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.engines.vllm.conftest import PATIENT, prompt
+from tests.engines.vllm.spoiling import spoil
+from tokenlake_bench.cluster import Cluster
+from tokenlake_bench.engine_lines import Engine
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+
+TIMEOUT_S = 60.0
+RECOMPUTE = {"kv_load_failure_policy": "recompute"}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(2, "128MiB", "16MiB") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def engines(start: Callable[..., Engine], plain: Engine, cluster: Cluster) -> tuple[Engine, Engine]:
+    """One with two connectors, whose salts make two pools of one daemon; one with the second of these connectors alone,
+    on the other node. They start at once."""
+    here, there = (str(node.socket) for node in cluster.nodes)
+    common = {"verify": True, **PATIENT}
+    wrapped = [{"socket": here, "salt": salt, **common} for salt in "ab"]
+    return start(wrapped, transfer=RECOMPUTE), start({"socket": there, "salt": "b", **common})
+
+
+@pytest.fixture(scope="module")
+def multi(engines: tuple[Engine, Engine]) -> Engine:
+    return engines[0]
+
+
+@pytest.fixture(scope="module")
+def alone(engines: tuple[Engine, Engine]) -> Engine:
+    return engines[1]
+
+
+def hits(engine: Engine, tokens: list[int], expected: list[int]) -> float:
+    """Tokens that an engine with an empty cache of its own takes from its pools for a prompt."""
+    assert engine.call("flush")
+    assert engine.call("forget")
+    before = engine.call("counts")["tokens_hit"]
+    assert engine.generate([tokens])[0] == expected
+    return float(engine.call("counts")["tokens_hit"] - before)
+
+
+def test_the_first_connector_that_has_a_prompt_loads_it_and_all_store_it(
+    multi: Engine, alone: Engine, plain: Engine
+) -> None:
+    tokens = prompt(1000, 1)
+    expected = plain.generate([tokens])[0]
+    assert alone.generate([tokens])[0] == expected
+    assert alone.call("flush")
+    # The second connector loads, since the first finds nothing; the first stores; then it loads.
+    assert [hits(multi, tokens, expected) for _ in range(2)] == [768, 768]
+    longer = tokens + prompt(500, 2)
+    assert multi.generate([longer]) == plain.generate([longer])
+    assert hits(alone, longer, plain.generate([longer])[0]) == 1280, "the second connector stored nothing"
+    counts = multi.call("counts")
+    assert (counts["failures"], counts["loads_failed"]) == (0, 0)
+
+
+def test_many_at_once(multi: Engine, plain: Engine) -> None:
+    many = [prompt(600 + 37 * seed, 10 + seed) for seed in range(6)]
+    expected = [plain.generate([tokens], 20)[0] for tokens in many]
+    assert multi.generate(many, 20) == expected
+    assert multi.call("flush")
+    assert multi.call("forget")
+    before = multi.call("counts")["tokens_hit"]
+    assert multi.generate(many, 20) == expected
+    assert multi.call("counts")["tokens_hit"] - before == sum(len(tokens) // 256 * 256 for tokens in many)
+
+
+def test_a_corrupt_segment_is_recomputed(multi: Engine, plain: Engine, cluster: Cluster) -> None:
+    tokens = prompt(1000, 3)
+    expected = plain.generate([tokens])[0]
+    assert multi.generate([tokens])[0] == expected
+    assert hits(multi, tokens, expected) == 768
+    assert multi.call("forget")
+    # The control is above: nothing fails while the segments are whole.
+    assert multi.call("counts")["loads_failed"] == 0
+    # One pool loses its last segment, which costs its recompute; then the other one loses all that it has.
+    assert spoil(cluster, multi, tokens, salt="a", segments=1) == 1
+    assert multi.generate([tokens])[0] == expected
+    failed = multi.call("counts")["loads_failed"]
+    assert failed > 0
+    assert multi.call("forget")
+    assert spoil(cluster, multi, tokens, salt="a") == 3
+    assert spoil(cluster, multi, tokens, salt="b") == 3
+    assert multi.generate([tokens])[0] == expected
+    assert multi.call("counts")["loads_failed"] > failed
+
+
+def test_segments_that_die_with_their_owner_are_recomputed(
+    multi: Engine, alone: Engine, plain: Engine, cluster: Cluster
+) -> None:
+    many = [prompt(900 + seed, 40 + seed) for seed in range(6)]
+    expected = [plain.generate([tokens])[0] for tokens in many]
+    assert alone.generate(many) == expected
+    assert alone.call("flush")
+    multi.call("slow loads", seconds=0.05)
+    before = multi.call("counts")["loads_failed"]
+    fetched = cluster.totals()["tokenlake_fetched_tokens_total"]
+    answers: list[list[list[int]]] = []
+    thread = threading.Thread(target=lambda: answers.append(multi.generate(many)))
+    thread.start()
+    # The requests are loaded one after the other, three segments each.
+    until = time.monotonic() + TIMEOUT_S
+    while cluster.totals()["tokenlake_fetched_tokens_total"] == fetched:
+        assert time.monotonic() < until, multi.log.read_text()[-2000:]
+    cluster.nodes[1].kill()
+    thread.join(TIMEOUT_S)
+    assert answers == [expected]
+    assert multi.call("counts")["loads_failed"] > before
+    assert "Traceback" not in multi.log.read_text().replace("render_messages", "")
+
+
+def test_the_ranks_reports_are_merged_connector_by_connector() -> None:
+    """As vLLM does it with several ranks: of each connector the slowest rank counts."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
+
+    from tokenlake_client.engines.vllm.connector import StepOutcome
+    from tokenlake_client.engines.vllm.plan import StepReport
+
+    ranks = [
+        MultiKVConnectorWorkerMetadata((StepOutcome(StepReport(5, first)), None, StepOutcome(StepReport(5, second))))
+        for first, second in ((3, 7), (4, 6))
+    ]
+    first, between, second = ranks[0].aggregate(ranks[1]).metadata
+    assert (first.report.done, between, second.report.done) == (3, None, 6)
