@@ -176,7 +176,7 @@ def report() -> None:
         print(f"circle: {', '.join(group)}")
     print(f"a read: {crossed(a_read)}")
     print(f"a write: {crossed(a_write)}")
-    settings = len(list(load_config(toml_text=None, environ={}, flags={}).describe()))
+    settings = len(list(load_config(toml_text=None, environ={}, flags={}, uid=0).describe()))
     tags = [len(re.findall(r"tag=\d", Path(str(module.__file__)).read_text())) for module in (engine, peer, query)]
     print(f"settings {settings}, metrics {len(list(Metric.all()))}, message types {tags} (engine, peer, query)")
 
