@@ -108,6 +108,10 @@ class _Loaded(Protocol):
 
     def forget(self) -> bool: ...
 
+    def reset(self, how: str) -> bool: ...
+
+    def reload(self, directory: str, version: str | None) -> None: ...
+
     def flush(self) -> bool: ...
 
     def counts(self) -> dict[str, float]: ...
@@ -162,6 +166,20 @@ class _Vllm:
 
     def forget(self) -> bool:
         return bool(self._llm.reset_prefix_cache())
+
+    def reset(self, how: str) -> bool:
+        """Reset vLLM's cache and the connector's: by themselves, or by sleeping."""
+        if how == "sleep":
+            self._llm.sleep(level=1)
+            self._llm.wake_up()
+            return True
+        return bool(self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
+
+    def reload(self, directory: str, version: str | None) -> None:
+        """Change the weights in place to those in `directory`, and give them that version."""
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": directory})
+        if version is not None:
+            self._llm.llm_engine.set_weight_version(version)
 
     def flush(self) -> bool:
         return self._pool is None or bool(self._rank().flush(20))
@@ -285,6 +303,12 @@ class _Transformers:
     def forget(self) -> bool:
         return True
 
+    def reset(self, how: str) -> bool:
+        raise NotImplementedError
+
+    def reload(self, directory: str, version: str | None) -> None:
+        raise NotImplementedError
+
     def flush(self) -> bool:
         return self._engine is None or self._engine.flush(20)
 
@@ -336,6 +360,10 @@ def _answer(engine: _Loaded, request: dict[str, Any]) -> Any:
             return {"tokens": tokens, "seconds": time.perf_counter() - started}
         case "forget":
             return engine.forget()
+        case "reset":
+            return engine.reset(request["how"])
+        case "reload":
+            return engine.reload(request["directory"], request["version"])
         case "flush":
             return engine.flush()
         case "counts":
