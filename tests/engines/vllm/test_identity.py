@@ -117,7 +117,7 @@ def test_weights_that_cannot_be_named_are_refused_by_name(model: Path, load_form
 
 def test_a_registered_loader_is_refused_by_name(model: Path) -> None:
     @register_model_loader("test_loader")
-    class Scaling(DefaultModelLoader):
+    class Scaling(DefaultModelLoader):  # type: ignore[misc]
         """Reads the files and does something else with them."""
 
     with pytest.raises(LayoutRefused, match="load_format.*test_loader"):

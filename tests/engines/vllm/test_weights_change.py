@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fresh(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def fresh(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """vLLM alone, started with the new weights: what is right after the change."""
     engine = Engine(trained, tmp_path_factory.mktemp("fresh") / "log", None, nice=10)
     yield engine
