@@ -112,6 +112,8 @@ class _Loaded(Protocol):
 
     def reload(self, directory: str, version: str | None) -> None: ...
 
+    def interrupted(self, prompt: list[int], tokens: int, directory: str, preempt: bool) -> dict[str, Any]: ...
+
     def flush(self) -> bool: ...
 
     def counts(self) -> dict[str, float]: ...
@@ -180,6 +182,24 @@ class _Vllm:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": directory})
         if version is not None:
             self._llm.llm_engine.set_weight_version(version)
+
+    def interrupted(self, prompt: list[int], tokens: int, directory: str, preempt: bool) -> dict[str, Any]:
+        """Greedy tokens of a request in the middle of which the caches are reset and the weights change to those in
+        `directory`; and the answer to the reset. `preempt`: the reset takes the request's blocks."""
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        engine.add_request("interrupted", {"prompt_token_ids": prompt}, greedy)
+        reset: bool | None = None
+        answer: list[int] = []
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                answer = list(output.outputs[0].token_ids)
+            if reset is None and len(answer) >= tokens // 2:
+                reset = bool(engine.reset_prefix_cache(reset_running_requests=preempt, reset_connector=True))
+                self.reload(directory, None)
+        return {"tokens": answer, "reset": reset}
 
     def flush(self) -> bool:
         return self._pool is None or bool(self._rank().flush(20))
@@ -309,6 +329,9 @@ class _Transformers:
     def reload(self, directory: str, version: str | None) -> None:
         raise NotImplementedError
 
+    def interrupted(self, prompt: list[int], tokens: int, directory: str, preempt: bool) -> dict[str, Any]:
+        raise NotImplementedError
+
     def flush(self) -> bool:
         return self._engine is None or self._engine.flush(20)
 
@@ -364,6 +387,8 @@ def _answer(engine: _Loaded, request: dict[str, Any]) -> Any:
             return engine.reset(request["how"])
         case "reload":
             return engine.reload(request["directory"], request["version"])
+        case "interrupted":
+            return engine.interrupted(request["prompt"], request["tokens"], request["directory"], request["preempt"])
         case "flush":
             return engine.flush()
         case "counts":

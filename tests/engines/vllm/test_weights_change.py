@@ -117,3 +117,33 @@ def test_a_version_without_a_reset_is_not_shared(trained: Path, changing: Engine
         assert hits(engine) == before
         assert engine.call("flush")
     assert "step 200" in steady.log.read_text()
+
+
+@pytest.mark.parametrize("preempt", [True, False])
+def test_a_request_that_runs_while_the_weights_change_stores_nothing_wrong(
+    model: Path, trained: Path, changing: Engine, fresh: Engine, preempt: bool
+) -> None:
+    assert changing.call("reset", how="reset")
+    changing.call("reload", directory=str(model), version=None)
+    question = prompt(500, 70 + preempt)
+    answer = changing.call("interrupted", prompt=question, tokens=300, directory=str(trained), preempt=preempt)
+    assert len(answer["tokens"]) == 300
+    assert answer["reset"] is preempt, "vLLM keeps its own cache while a request has blocks"
+    assert changing.call("flush")
+    # Of the last token there is no cache: what is stored of the others is loaded.
+    longer = question + answer["tokens"] + prompt(20, 72)
+    assert changing.call("forget")
+    before = hits(changing)
+    assert changing.generate([longer])[0] == fresh.generate([longer])[0]
+    assert hits(changing) - before == (HIT if preempt else 0)
+
+
+def test_nothing_is_stored_of_a_request_that_keeps_its_blocks(model: Path, trained: Path, changing: Engine) -> None:
+    assert changing.call("reset", how="reset")
+    changing.call("reload", directory=str(model), version=None)
+    assert changing.call("flush")
+    before = changing.call("counts")["tokens_stored"]
+    changing.call("interrupted", prompt=prompt(300, 80), tokens=600, directory=str(trained), preempt=False)
+    assert changing.call("flush")
+    # 300 tokens and 300 of the answer were computed before the change: two segments.
+    assert changing.call("counts")["tokens_stored"] - before == 512
