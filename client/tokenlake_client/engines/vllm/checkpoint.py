@@ -4,16 +4,14 @@ Plainly started it is the digest of the model's directory, which the transformer
 that differs from the directory's (overrides, another configuration's path, a window that is switched off) changes it,
 and so does the load format where the directory has weights of several kinds. A loader that does not read the
 directory's files as they are has no digest: it is refused by name.
+
+vLLM is imported where it is used: another version of it, without one of these names, is served without the pool.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-
-from vllm import envs
-from vllm.model_executor.model_loader import DefaultModelLoader, get_model_loader
-from vllm.transformers_utils.config import get_config
 
 from tokenlake.errors import LayoutRefused
 from tokenlake_client.weights import digest_of_changes, digest_of_directory, weight_files
@@ -46,6 +44,8 @@ def digest_of_checkpoint(vllm_config: Any) -> str:
 
 
 def _check_loader(load: Any) -> None:
+    from vllm.model_executor.model_loader import DefaultModelLoader, get_model_loader
+
     # A plug-in may have put a loader of its own in the place of vLLM's.
     if load.load_format not in FORMATS or type(get_model_loader(load)) is not DefaultModelLoader:
         raise _refused("load_format", load.load_format, f"supported: {', '.join(FORMATS)}, with vLLM's own loader")
@@ -55,6 +55,8 @@ def _directory_of(model: Any, load: Any) -> Path:
     directory = Path(model.model)
     if directory.is_dir():
         return directory
+    from vllm import envs
+
     if envs.VLLM_USE_MODELSCOPE:
         raise _refused("model", model.model, "where ModelScope keeps it is not known; name a directory")
     # vLLM has downloaded the weights before it caches anything.
@@ -71,6 +73,8 @@ def _directory_of(model: Any, load: Any) -> Path:
 
 def _changed_settings(model: Any, directory: Path) -> dict[str, object]:
     """Settings of the effective configuration that are not as in the directory's `config.json`; None: removed."""
+    from vllm.transformers_utils.config import get_config
+
     try:
         # Read as vLLM reads it, so that only what was asked for differs, and not what vLLM adds to every configuration.
         stated = _settings(get_config(directory, model.trust_remote_code, config_format="hf"))

@@ -1,4 +1,5 @@
-"""vLLM's side of the house: the only module that imports vLLM. It translates hooks; what to do is decided elsewhere."""
+"""vLLM's hooks, translated; what to do is decided elsewhere. Beside this module only `checkpoint` and `versions` import
+vLLM."""
 
 from __future__ import annotations
 

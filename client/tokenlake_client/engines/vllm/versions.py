@@ -19,8 +19,10 @@ _HEARD = "_tokenlake_hears_versions"
 def hear_versions(tell: Callable[[Any, str], None]) -> None:
     """From now on `tell(connector, version)` is called for each connector of an engine whose version is set. Called
     again, it does nothing."""
-    from vllm.v1.engine.core import EngineCore
-
+    try:
+        from vllm.v1.engine.core import EngineCore
+    except ImportError:
+        return
     original = getattr(EngineCore, "set_weight_version", None)
     if original is None or getattr(original, _HEARD, False):
         return
