@@ -200,7 +200,7 @@ class TokenLakeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         digest = self._epoch.named(version)
         if digest is None:
             self._trouble.say(
-                f"the weights' version {version!r} is not shared under: it was set without a reset of the caches "
+                f"nothing is shared under the weights' version {version!r}: it was set without a reset of the caches "
                 "(pause with clear_cache, or reset_prefix_cache with reset_connector) right before"
             )
             digest = self._epoch.reset(empty=False)
