@@ -116,6 +116,12 @@ class _Loaded(Protocol):
 
     def forget(self) -> bool: ...
 
+    def reset(self, how: str) -> bool: ...
+
+    def reload(self, directory: str, version: str | None) -> None: ...
+
+    def interrupted(self, prompt: list[int], tokens: int, directory: str, preempt: bool) -> dict[str, Any]: ...
+
     def flush(self) -> bool: ...
 
     def counts(self) -> dict[str, float]: ...
@@ -171,6 +177,38 @@ class _Vllm:
 
     def forget(self) -> bool:
         return bool(self._llm.reset_prefix_cache())
+
+    def reset(self, how: str) -> bool:
+        """Reset vLLM's cache and the connector's: by themselves, or by sleeping."""
+        if how == "sleep":
+            self._llm.sleep(level=1)
+            self._llm.wake_up()
+            return True
+        return bool(self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
+
+    def reload(self, directory: str, version: str | None) -> None:
+        """Change the weights in place to those in `directory`, and give them that version."""
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": directory})
+        if version is not None:
+            self._llm.llm_engine.set_weight_version(version)
+
+    def interrupted(self, prompt: list[int], tokens: int, directory: str, preempt: bool) -> dict[str, Any]:
+        """Greedy tokens of a request in the middle of which the caches are reset and the weights change to those in
+        `directory`; and the answer to the reset. `preempt`: the reset takes the request's blocks."""
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        engine.add_request("interrupted", {"prompt_token_ids": prompt}, greedy)
+        reset: bool | None = None
+        answer: list[int] = []
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                answer = list(output.outputs[0].token_ids)
+            if reset is None and len(answer) >= tokens // 2:
+                reset = bool(engine.reset_prefix_cache(reset_running_requests=preempt, reset_connector=True))
+                self.reload(directory, None)
+        return {"tokens": answer, "reset": reset}
 
     def flush(self) -> bool:
         return self._pool is None or all(rank.flush(20) for rank in _ours(self._rank()))
@@ -315,6 +353,15 @@ class _Transformers:
     def forget(self) -> bool:
         return True
 
+    def reset(self, how: str) -> bool:
+        raise NotImplementedError
+
+    def reload(self, directory: str, version: str | None) -> None:
+        raise NotImplementedError
+
+    def interrupted(self, prompt: list[int], tokens: int, directory: str, preempt: bool) -> dict[str, Any]:
+        raise NotImplementedError
+
     def flush(self) -> bool:
         return self._engine is None or self._engine.flush(20)
 
@@ -366,6 +413,12 @@ def _answer(engine: _Loaded, request: dict[str, Any]) -> Any:
             return {"tokens": tokens, "seconds": time.perf_counter() - started}
         case "forget":
             return engine.forget()
+        case "reset":
+            return engine.reset(request["how"])
+        case "reload":
+            return engine.reload(request["directory"], request["version"])
+        case "interrupted":
+            return engine.interrupted(request["prompt"], request["tokens"], request["directory"], request["preempt"])
         case "flush":
             return engine.flush()
         case "counts":

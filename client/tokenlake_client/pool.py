@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from tokenlake.advice import Advice
 from tokenlake.errors import TokenLakeError
 from tokenlake.identity import LeaseId, SegmentKey, SessionId, TenantId, WriteId
@@ -113,12 +115,15 @@ class Pool:
         adapter: str | None = None,
         salt: str | None = None,
         extras: Mapping[int, Sequence[bytes]] | None = None,
+        weights_digest: str | None = None,
     ) -> Prefix:
         """The key chain of a prompt: hash it once, `extend` it later. `adapter`, `salt` and `extras` (digests
-        of what the tokens do not say, by segment) change all keys from there on."""
-        chain = Prefix(
-            root_key(self._link.secret, self.layout.fingerprint(), adapter, salt), self.layout.segment_tokens, extras
-        )
+        of what the tokens do not say, by segment) change all keys from there on. `weights_digest`: of weights
+        that were changed in place; None: the layout's. The keys are those of a pool whose layout has this digest."""
+        layout = self.layout
+        if weights_digest is not None:
+            layout = msgspec.structs.replace(layout, weights_digest=weights_digest)
+        chain = Prefix(root_key(self._link.secret, layout.fingerprint(), adapter, salt), layout.segment_tokens, extras)
         chain.extend(tokens)
         return chain
 

@@ -1,9 +1,9 @@
 """The weights digest: which weights, under which configuration, a segment was computed with.
 
-Of a model directory it is a blake2b-256 over the configuration and, for each file that holds weights or
-model code, its name relative to the directory, its size and the blake2b-256 of its content (a weight
-file's header is part of its content). So equal files in another directory have the same digest, and every
-engine that loads one directory computes the same one.
+Of a model directory it is a blake2b-256 over the configuration and, for each file that holds weights, model
+code or an index of the weights, its name relative to the directory, its size and the blake2b-256 of its content
+(a weight file's header is part of its content). So equal files in another directory have the same digest, and
+every engine that loads one directory computes the same one.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from pathlib import Path
 
 from tokenlake.errors import LayoutRefused
 
-__all__ = ["digest_of_directory", "digest_of_tensors", "digest_of_version", "weight_files"]
+__all__ = ["digest_of_changes", "digest_of_directory", "digest_of_tensors", "digest_of_version", "weight_files"]
 
 SCHEMA_VERSION = 1
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 CODE_SUFFIX = ".py"
 """Model code shipped with the weights changes what they compute."""
+INDEX_SUFFIX = ".index.json"
+"""Says which of the weight files are read."""
 CONFIGURATION_FILES = ("config.json", "adapter_config.json")
 IGNORED_SETTINGS = ("_name_or_path", "transformers_version")
 """Settings that say where a model came from, not what it computes."""
@@ -43,7 +45,7 @@ def digest_of_directory(directory: str | Path, cache: Path | None = None) -> str
     files = weight_files(root)
     if not configurations or not files:
         raise LayoutRefused(f"layout field 'weights_digest': no configuration or no weight file in {root}")
-    files += sorted(path for path in root.iterdir() if path.suffix == CODE_SUFFIX)
+    files += sorted(path for path in root.iterdir() if path.suffix == CODE_SUFFIX or path.name.endswith(INDEX_SUFFIX))
     store = _cache_directory() if cache is None else cache
     with ThreadPoolExecutor(max_workers=THREADS) as threads:
         digests = list(threads.map(lambda path: _content_digest(path, store), files))
@@ -67,6 +69,12 @@ def digest_of_tensors(
 def digest_of_version(digest: str, version: str) -> str:
     """Hex digest of weights that started as `digest` and were changed in place to `version`."""
     return _digest_of_json([SCHEMA_VERSION, "version", digest, version])
+
+
+def digest_of_changes(digest: str, changes: Mapping[str, object]) -> str:
+    """Hex digest of the weights `digest`, used otherwise than their directory says; `digest` without `changes`.
+    `changes`: JSON values, by a name for what was changed."""
+    return _digest_of_json([SCHEMA_VERSION, "changes", digest, changes]) if changes else digest
 
 
 def weight_files(directory: Path) -> list[Path]:

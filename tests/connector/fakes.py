@@ -133,9 +133,10 @@ class FakePool:
     segment_tokens: int = 8
     hashed: int = 0
 
-    def prefix(self, tokens: TokenIds = (), *, salt: str | None = None) -> Prefix:
+    def prefix(self, tokens: TokenIds = (), *, salt: str | None = None, weights_digest: str | None = None) -> Prefix:
         self.hashed += 1
-        chain = Prefix(SegmentKey((salt or "").encode().ljust(32, b"\0")), self.segment_tokens)
+        root = f"{salt or ''}{weights_digest or ''}".encode()
+        chain = Prefix(SegmentKey(root.ljust(32, b"\0")), self.segment_tokens)
         chain.extend(tokens)
         return chain
 

@@ -12,7 +12,7 @@ import pytest
 
 from tokenlake.errors import LayoutRefused
 from tokenlake_client import weights
-from tokenlake_client.weights import digest_of_directory, digest_of_tensors, digest_of_version
+from tokenlake_client.weights import digest_of_changes, digest_of_directory, digest_of_tensors, digest_of_version
 
 
 def make(directory: Path, *, content: bytes = b"weights", **config: object) -> Path:
@@ -42,7 +42,10 @@ def test_each_part_changes_the_digest(tmp_path: Path) -> None:
     (coded / "modeling.py").write_text("x = 1")
     adapted = make(tmp_path / "adapted")
     (adapted / "adapter_config.json").write_text("{}")
+    indexed = make(tmp_path / "indexed")
+    (indexed / "model.safetensors.index.json").write_text('{"weight_map": {}}')
     directories = [
+        indexed,
         make(tmp_path / "plain"),
         make(tmp_path / "content", content=b"Weights"),
         make(tmp_path / "setting", hidden_size=9),
@@ -51,6 +54,14 @@ def test_each_part_changes_the_digest(tmp_path: Path) -> None:
         adapted,
     ]
     assert len({digest_of_directory(directory, cache) for directory in directories}) == len(directories)
+
+
+def test_changes_to_what_a_directory_says_change_the_digest(tmp_path: Path) -> None:
+    digest = digest_of_directory(make(tmp_path / "plain"), tmp_path / "cache")
+    assert digest_of_changes(digest, {}) == digest
+    one, two = ({"configuration": {"rms_norm_eps": value}} for value in (0.25, 0.5))
+    other = {"configuration": {"rope_theta": 0.25}}
+    assert len({digest, *(digest_of_changes(digest, changes) for changes in (one, two, other))}) == 4
 
 
 def test_a_second_call_reads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""vLLM's side of the house: the only module that imports vLLM. It translates hooks; what to do is decided elsewhere."""
+"""vLLM's hooks, translated; what to do is decided elsewhere. Beside this module only `checkpoint` and `versions` import
+vLLM."""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ from tokenlake_client.engines.connection import Connection
 from tokenlake_client.engines.slots import TORCH_DTYPES
 from tokenlake_client.engines.vllm.counters import Counters, Counts
 from tokenlake_client.engines.vllm.entry import Scheduled
+from tokenlake_client.engines.vllm.epoch import WeightsEpoch
 from tokenlake_client.engines.vllm.hints import advice_of
 from tokenlake_client.engines.vllm.host_copy import HostCopy
 from tokenlake_client.engines.vllm.identity import block_tokens_of, layout_of
@@ -38,6 +40,7 @@ from tokenlake_client.engines.vllm.ranks import rank_shards
 from tokenlake_client.engines.vllm.scheduler import SchedulerSide
 from tokenlake_client.engines.vllm.settings import read_settings
 from tokenlake_client.engines.vllm.trouble import Trouble, guarded
+from tokenlake_client.engines.vllm.versions import hear_versions
 from tokenlake_client.engines.vllm.worker import AbsentWorker, WorkerSide
 from tokenlake_client.pool import Pool
 
@@ -88,6 +91,8 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # A rank that cannot serve must say so: the scheduler's side may have promised what is never loaded.
         self._worker: WorkerSide | AbsentWorker | None = AbsentWorker() if role == KVConnectorRole.WORKER else None
         self._connection: Connection | None = None
+        self._epoch: WeightsEpoch | None = None
+        self._gpu_blocks: Any = None
         self.layout = self._find_layout(vllm_config, kv_cache_config)
         if self.layout is not None:
             _check_policy_arrived()
@@ -146,6 +151,8 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """What the ranks do in this step."""
         if self._scheduler is None:
             return StepMetadata(StepPlan(0))
+        if self._epoch is not None and scheduler_output.total_num_scheduled_tokens:
+            self._epoch.computes()
         tables = scheduler_output.kv_connector_block_state
         return StepMetadata(
             self._scheduler.step(_scheduled(scheduler_output), lambda name: tables.get_block_ids(name)[0])
@@ -181,6 +188,37 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The same, with the blocks of each group of layers; vLLM calls this one."""
         # The pool serves models with one group; of any other there is no scheduler's side.
         return self.request_finished(request, block_ids[0]) if self._scheduler is not None else (False, None)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """vLLM's own cache."""
+        self._gpu_blocks = gpu_block_pool
+
+    @guarded(lambda: False)
+    def reset_cache(self) -> bool:
+        """The weights may be others from now on: nothing that was stored before is loaded after. False where requests
+        still have blocks, whose cache vLLM goes on using; then nothing is shared with other engines."""
+        if self._scheduler is None or self._epoch is None:
+            return True
+        blocks = self._gpu_blocks
+        # vLLM calls this after it has tried to empty its own cache, which it can do when no block but one is in use.
+        empty = blocks is not None and blocks.num_gpu_blocks - blocks.get_num_free_blocks() == 1
+        self._scheduler.new_weights(self._epoch.reset(empty=empty))
+        return empty
+
+    @guarded(lambda: None)
+    def new_weights(self, version: str) -> None:
+        """The weights were changed in place to the trainer's `version`: share with engines that started from the same
+        weights and say the same version. On the scheduler's side, after a reset and before anything is computed."""
+        if self._scheduler is None or self._epoch is None:
+            return
+        digest = self._epoch.named(version)
+        if digest is None:
+            self._trouble.say(
+                f"nothing is shared under the weights' version {version!r}: it was set without a reset of the caches "
+                "(pause with clear_cache, or reset_prefix_cache with reset_connector) right before"
+            )
+            digest = self._epoch.reset(empty=False)
+        self._scheduler.new_weights(digest)
 
     def _advice(self, request: Any) -> Advice | None:
         try:
@@ -277,6 +315,8 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if pool is not None:
             place = cast(Pool, pool).socket
             logger.info("connected to the pool at %s; layout %s", place, layout.fingerprint().hex()[:12])
+        self._epoch = WeightsEpoch(layout.weights_digest)
+        hear_versions(_tell_version)
         usable: Callable[[], Any] = connection.get
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
         self._scheduler = SchedulerSide(
@@ -317,6 +357,11 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # A pool that says no is there, and says so at once; any other failure may have cost a deadline.
         if self._connection is not None and not isinstance(error, Refused):
             self._connection.failed()
+
+
+def _tell_version(connector: Any, version: str) -> None:
+    if isinstance(connector, TokenLakeConnector):
+        connector.new_weights(version)
 
 
 def _copier(device: str) -> Any:

@@ -54,12 +54,16 @@ class Entry:
     progress: Progress
     advice: Advice | None = None
     """What it said of itself."""
+    weights: str | None = None
+    """Digest of weights that were changed in place, as part of its keys; None: the layout's."""
     prefix: Prefix | None = None
     incarnation: int = 0
     """Of the daemon whose secret `prefix` was hashed with."""
     lookup: Lookup | None = None
     placed: bool = False
     """It has blocks; a later question begins anew, because it lost them."""
+    may_store: bool = True
+    """False: the weights changed after it got its blocks, so they may hold the cache of two versions."""
     may_load: bool = True
     local: int = 0
     """Tokens that vLLM itself had when it last asked."""
@@ -74,7 +78,7 @@ class Entry:
         """Of all full segments of the known tokens: what is new is hashed. Another daemon may have another secret.
         `salt`: the engine's."""
         if self.prefix is None or self.incarnation != pool.incarnation:
-            self.prefix = pool.prefix(salt=_joined(salt, self.request.cache_salt))
+            self.prefix = pool.prefix(salt=_joined(salt, self.request.cache_salt), weights_digest=self.weights)
             self.incarnation = pool.incarnation
         known = self.prefix.tokens
         if known < self.request.num_tokens:

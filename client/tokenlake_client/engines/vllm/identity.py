@@ -1,18 +1,17 @@
 """The layout of what vLLM caches, from its configuration. Everything the pool cannot serve is refused by name.
 
-For one model directory it equals the layout of the transformers integration, so both share segments.
+For one model directory, started plainly, it equals the layout of the transformers integration, so both share segments.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from tokenlake.errors import LayoutRefused
 from tokenlake.layout import Layout
 from tokenlake_client.engines.model_config import check_config, position_of
+from tokenlake_client.engines.vllm.checkpoint import digest_of_checkpoint
 from tokenlake_client.engines.vllm.settings import EngineSettings
-from tokenlake_client.weights import digest_of_directory
 
 __all__ = ["block_tokens_of", "layout_of"]
 
@@ -44,7 +43,7 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, settings: EngineSettings) 
     architectures = model.hf_config.architectures or [type(model.hf_config).__name__]
     layout = Layout(
         model_id=architectures[0],
-        weights_digest=settings.weights_digest or _digest_of(model),
+        weights_digest=settings.weights_digest or digest_of_checkpoint(vllm_config),
         dtype=_name(model.dtype),
         layers=sum(len(group.layer_names) for group in kv_cache_config.kv_cache_groups),
         kv_heads=model.get_total_num_kv_heads(),
@@ -79,23 +78,6 @@ def _spec_of(kv_cache_config: Any) -> Any:
                 f"the cache's '{name}' is {getattr(spec, name)}: a layer does not keep the whole prefix"
             )
     return spec
-
-
-def _digest_of(model: Any) -> str:
-    path = Path(model.model)
-    if not path.is_dir():
-        path = _downloaded(model.model, model.revision)
-    return digest_of_directory(path)
-
-
-def _downloaded(name: str, revision: str | None) -> Path:
-    """Where the weights lie that vLLM has downloaded before it caches anything."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except Exception as error:
-        raise LayoutRefused(f"the weights of {name!r} are not in the local cache: {error}") from error
 
 
 def _name(dtype: Any) -> str:

@@ -110,8 +110,8 @@ class LookupPool(Protocol):
         """As far as anybody noticed."""
         ...
 
-    def prefix(self, tokens: TokenIds = (), *, salt: str | None = None) -> Prefix:
-        """The key chain of a prompt."""
+    def prefix(self, tokens: TokenIds = (), *, salt: str | None = None, weights_digest: str | None = None) -> Prefix:
+        """The key chain of a prompt. `weights_digest`: of weights that were changed in place."""
         ...
 
     def begin_match(

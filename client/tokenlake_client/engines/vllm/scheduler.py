@@ -75,6 +75,8 @@ class SchedulerSide:
         self._tails: list[SavePlan] = []
         self._held: list[tuple[str, int]] = []
         self._step = 0
+        self._weights: str | None = None
+        """Digest of weights that were changed in place, for the keys; None: the layout's."""
         self._stopped = False
         """A rank cannot serve the pool."""
 
@@ -87,7 +89,7 @@ class SchedulerSide:
 
     def new_request(self, request: EngineRequest, advice: Advice | None = None) -> None:
         """A request that can be served with the pool has arrived. `advice`: what it says of itself."""
-        entry = self._entries[request.request_id] = Entry(request, Progress(self._segment), advice)
+        entry = self._entries[request.request_id] = Entry(request, Progress(self._segment), advice, self._weights)
         waiting = sum(other.lookup is not None and not other.placed for other in self._entries.values())
         if waiting < EARLY_LOOKUPS:
             self._ask(entry)
@@ -275,6 +277,23 @@ class SchedulerSide:
         self._held += [(request.request_id, save.job) for save in saves]
         return bool(saves)
 
+    # -- weights
+
+    def new_weights(self, digest: str) -> None:
+        """The weights may be others from now on: keys are hashed with this digest of theirs. What was handed out to be
+        stored was computed before, and is stored under the keys of before. A request that has blocks stores nothing
+        more until it loses them; one that waits asks anew."""
+        self._weights = digest
+        for name, entry in self._entries.items():
+            if entry.lookup is not None:
+                entry.lookup.drop()
+            self._claim(entry, 0.0)
+            self._patience.ended(name)
+            entry.progress.void()
+            entry.progress.restart()
+            entry.weights, entry.prefix, entry.lookup, entry.gap, entry.claim_s = digest, None, None, None, 0.0
+            entry.may_store = not entry.placed
+
     def close(self) -> None:
         """Give back all leases."""
         for entry in self._entries.values():
@@ -327,10 +346,13 @@ class SchedulerSide:
 
     def _begin_again(self, entry: Entry) -> None:
         entry.placed = False
+        entry.may_store = True
         entry.progress.restart()
 
     def _saves(self, entry: Entry, known: int, table: Callable[[str], Sequence[int]], *, sure: bool) -> list[SavePlan]:
         """Never raises: a step goes on without what cannot be stored."""
+        if not entry.may_store:
+            return []
         segments = entry.progress.take(known, sure=sure)
         if not segments or not self._settings.save or self._stopped:
             return []

@@ -1,0 +1,146 @@
+"""Engines whose weights or effective configuration differ share no segments: real vLLM configurations."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import MixtralConfig, MixtralForCausalLM
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from tests.engines.vllm.conftest import TINY
+from tokenlake.errors import LayoutRefused
+from tokenlake.layout import Layout
+from tokenlake_client.engines.vllm.identity import layout_of
+from tokenlake_client.engines.vllm.settings import read_settings
+from tokenlake_client.weights import digest_of_directory
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def configured(model: Path, **arguments: Any) -> VllmConfig:
+    settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 2048, "enforce_eager": True, **arguments}
+    return EngineArgs(model=str(model), skip_tokenizer_init=True, **settings).create_engine_config()
+
+
+def layout(model: Path, weights_digest: str | None = None, **arguments: Any) -> Layout:
+    """The layout that the connector of an engine with these arguments finds."""
+    config = configured(model, **arguments)
+    spec = FullAttentionSpec(block_size=128, num_kv_heads=TINY.kv_heads, head_size=32, dtype=torch.float32)
+    groups = [KVCacheGroupSpec([f"layer.{number}" for number in range(TINY.layers)], spec)]
+    cached = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
+    extra = {} if weights_digest is None else {"weights_digest": weights_digest}
+    return layout_of(config, cached, read_settings(extra, {}))
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with a mixture of experts."""
+    directory = tmp_path_factory.mktemp("experts")
+    config = MixtralConfig(
+        vocab_size=TINY.vocabulary,
+        hidden_size=TINY.hidden,
+        intermediate_size=64,
+        num_hidden_layers=TINY.layers,
+        num_attention_heads=TINY.heads,
+        num_key_value_heads=TINY.kv_heads,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=2048,
+        sliding_window=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        MixtralForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def test_a_plain_start_has_the_directorys_digest(model: Path, experts: Path) -> None:
+    for directory in (model, experts):
+        assert layout(directory).weights_digest == digest_of_directory(directory)
+
+
+@pytest.mark.parametrize("load_format", ["hf", "safetensors", "fastsafetensors"])
+def test_formats_that_read_the_same_files_share(model: Path, load_format: str) -> None:
+    assert layout(model, load_format=load_format) == layout(model)
+
+
+def test_settings_that_do_not_change_the_cache_share(model: Path) -> None:
+    assert layout(model, hf_overrides={"initializer_range": TINY.seed + 0.02}) == layout(model)
+    assert layout(model, max_model_len=1024, seed=3) == layout(model)
+
+
+def test_an_override_of_the_configuration_changes_the_fingerprint(model: Path) -> None:
+    def other_function(config: Any) -> Any:
+        config.rms_norm_eps = 0.5
+        return config
+
+    rope = {"rope_type": "default", "rope_theta": 77.0}
+    overrides: list[Any] = [{"rms_norm_eps": 0.25}, {"rms_norm_eps": 0.5}, {"rope_parameters": rope}]
+    layouts = [layout(model), *(layout(model, hf_overrides=override) for override in overrides)]
+    assert len({one.fingerprint() for one in layouts}) == len(layouts)
+    assert layout(model, hf_overrides=other_function) == layouts[2], "the effective configuration counts"
+
+
+def test_another_number_of_experts_per_token_changes_the_fingerprint(experts: Path) -> None:
+    numbers = [layout(experts, hf_overrides={"num_experts_per_tok": number}).fingerprint() for number in (1, 2, 3)]
+    assert len(set(numbers)) == 3
+    assert numbers[1] == layout(experts).fingerprint(), "what is in the file already is no override"
+
+
+def test_a_configuration_from_another_directory_changes_the_fingerprint(model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "configuration"
+    shutil.copytree(model, other)
+    assert layout(model, hf_config_path=str(other)) == layout(model)
+    text = (other / "config.json").read_text()
+    (other / "config.json").write_text(text.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.125'))
+    assert layout(model, hf_config_path=str(other)).fingerprint() != layout(model).fingerprint()
+
+
+@pytest.mark.parametrize(
+    "load_format",
+    ["dummy", "npcache", "runai_streamer", "sharded_state", "runai_streamer_sharded", "tensorizer", "modelexpress"],
+)
+def test_weights_that_cannot_be_named_are_refused_by_name(model: Path, load_format: str) -> None:
+    with pytest.raises(LayoutRefused, match=f"load_format.*{load_format}"):
+        layout(model, load_format=load_format)
+    named = layout(model, weights_digest="named by its user", load_format=load_format)
+    assert named.weights_digest == "named by its user"
+
+
+def test_a_registered_loader_is_refused_by_name(model: Path) -> None:
+    @register_model_loader("test_loader")
+    class Scaling(DefaultModelLoader):  # type: ignore[misc]
+        """Reads the files and does something else with them."""
+
+    with pytest.raises(LayoutRefused, match="load_format.*test_loader"):
+        layout(model, load_format="test_loader")
+
+
+def test_a_directory_with_two_kinds_of_weights_is_another_for_each_format(model: Path, tmp_path: Path) -> None:
+    both = tmp_path / "both"
+    shutil.copytree(model, both)
+    torch.save({"other": torch.zeros(1)}, both / "model.pt")
+    consolidated = tmp_path / "consolidated"
+    shutil.copytree(model, consolidated)
+    assert load_file(consolidated / "model.safetensors")
+    (consolidated / "model.safetensors").rename(consolidated / "consolidated.safetensors")
+    shutil.copy(model / "model.safetensors", consolidated)
+    for directory, formats in ((both, ("auto", "pt")), (consolidated, ("auto", "safetensors"))):
+        assert len({layout(directory, load_format=name).fingerprint() for name in formats}) == 2
+
+
+def test_weights_from_object_storage_are_refused_by_name(model: Path) -> None:
+    config = configured(model)
+    config.model_config.model_weights = "s3://bucket/model"
+    spec = FullAttentionSpec(block_size=128, num_kv_heads=TINY.kv_heads, head_size=32, dtype=torch.float32)
+    cached = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    with pytest.raises(LayoutRefused, match="model_weights"):
+        layout_of(config, cached, read_settings({}, {}))

@@ -1,0 +1,149 @@
+"""Weights changed in place: nothing that was stored before is loaded after, and other engines keep what is theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.engines.vllm.conftest import PATIENT, TINY, prompt
+from tokenlake_bench.cluster import Cluster
+from tokenlake_bench.engine_lines import Engine
+from tokenlake_bench.tiny_model import save_tiny_model
+from tokenlake_client.engines.transformers import TokenLakeEngine
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+
+HIT = 768
+"""Tokens of a stored prompt of 800 that can be loaded."""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model after some training."""
+    return save_tiny_model(tmp_path_factory.mktemp("trained"), replace(TINY, seed=1))
+
+
+@pytest.fixture(scope="module")
+def fresh(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """vLLM alone, started with the new weights: what is right after the change."""
+    engine = Engine(trained, tmp_path_factory.mktemp("fresh") / "log", None, nice=10)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def changing(start: Callable[..., Engine], cluster: Cluster) -> Engine:
+    return start({"socket": str(cluster.nodes[0].socket), **PATIENT})
+
+
+@pytest.fixture(scope="module")
+def steady(start: Callable[..., Engine], cluster: Cluster) -> Engine:
+    """Keeps the weights that all started with."""
+    return start({"socket": str(cluster.nodes[0].socket), **PATIENT})
+
+
+def hits(engine: Engine) -> float:
+    return float(engine.call("counts")["tokens_hit"])
+
+
+@pytest.mark.parametrize("how", ["reset", "sleep"])
+def test_after_a_change_in_place_the_tokens_are_those_of_the_new_weights(
+    model: Path, trained: Path, changing: Engine, steady: Engine, fresh: Engine, how: str
+) -> None:
+    changing.call("reset", how="reset")
+    changing.call("reload", directory=str(model), version=None)
+    tokens = prompt(800, 10 + len(how))
+    old = changing.generate([tokens])[0]
+    steady.generate([tokens])
+    for engine in (changing, steady):
+        assert engine.call("flush")
+        assert engine.call("forget")
+    new = fresh.generate([tokens])[0]
+    assert new != old
+    before = hits(changing), hits(steady)
+    assert changing.call("reset", how=how)
+    changing.call("reload", directory=str(trained), version=None)
+    assert changing.generate([tokens])[0] == new
+    assert hits(changing) == before[0], "what the old weights computed was loaded"
+    assert changing.call("flush")
+    assert changing.call("forget")
+    assert changing.generate([tokens])[0] == new
+    assert hits(changing) - before[0] == HIT
+    assert steady.generate([tokens])[0] == old
+    assert hits(steady) - before[1] == HIT, "other engines keep what the old weights computed"
+    assert changing.call("counts")["failures"] == 0
+
+
+def test_engines_that_are_told_the_same_version_share(
+    model: Path, trained: Path, changing: Engine, steady: Engine, fresh: Engine, cluster: Cluster
+) -> None:
+    tokens = prompt(800, 50)
+    expected = fresh.generate([tokens])[0]
+    before = hits(steady)
+    for engine in (changing, steady):
+        assert engine.call("reset", how="reset")
+        engine.call("reload", directory=str(trained), version="step 100")
+        assert engine.generate([tokens])[0] == expected
+        assert engine.call("flush")
+    assert hits(steady) - before == HIT
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with TokenLakeEngine(loaded, cluster.nodes[0].socket) as other:
+        weights = transformers.AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32).state_dict()
+        loaded.load_state_dict(weights)
+        other.new_weights("step 100")
+        ids = torch.tensor([tokens])
+        assert other.generate(ids, max_new_tokens=8, do_sample=False)[0, 800:].tolist() == expected
+        assert other.counts.tokens_hit == HIT
+    assert changing.call("reset", how="reset")
+    before = hits(changing)
+    assert changing.generate([tokens])[0] == expected
+    assert hits(changing) == before, "a version holds until the next reset"
+
+
+def test_a_version_without_a_reset_is_not_shared(trained: Path, changing: Engine, steady: Engine) -> None:
+    tokens = prompt(800, 60)
+    for engine in (changing, steady):
+        assert engine.call("reset", how="reset")
+        engine.generate([prompt(300, 61)])
+        # vLLM's own cache may hold what other weights computed.
+        engine.call("reload", directory=str(trained), version="step 200")
+        before = hits(engine)
+        engine.generate([tokens])
+        assert hits(engine) == before
+        assert engine.call("flush")
+    assert "step 200" in steady.log.read_text()
+
+
+@pytest.mark.parametrize("preempt", [True, False])
+def test_a_request_that_runs_while_the_weights_change_stores_nothing_wrong(
+    model: Path, trained: Path, changing: Engine, fresh: Engine, preempt: bool
+) -> None:
+    assert changing.call("reset", how="reset")
+    changing.call("reload", directory=str(model), version=None)
+    question = prompt(500, 70 + preempt)
+    answer = changing.call("interrupted", prompt=question, tokens=300, directory=str(trained), preempt=preempt)
+    assert len(answer["tokens"]) == 300
+    assert answer["reset"] is preempt, "vLLM keeps its own cache while a request has blocks"
+    assert changing.call("flush")
+    # Of the last token there is no cache: what is stored of the others is loaded.
+    longer = question + answer["tokens"] + prompt(20, 72)
+    assert changing.call("forget")
+    before = hits(changing)
+    assert changing.generate([longer])[0] == fresh.generate([longer])[0]
+    assert hits(changing) - before == (HIT if preempt else 0)
+
+
+def test_nothing_is_stored_of_a_request_that_keeps_its_blocks(model: Path, trained: Path, changing: Engine) -> None:
+    assert changing.call("reset", how="reset")
+    changing.call("reload", directory=str(model), version=None)
+    assert changing.call("flush")
+    before = changing.call("counts")["tokens_stored"]
+    changing.call("interrupted", prompt=prompt(300, 80), tokens=600, directory=str(trained), preempt=False)
+    assert changing.call("flush")
+    # 300 tokens and 300 of the answer were computed before the change: two segments.
+    assert changing.call("counts")["tokens_stored"] - before == 512
