@@ -22,6 +22,7 @@ from tokenlake.wire import FrameDecoder, engine, pack_frame
 from tokenlake.wire.fields import MAX_REQUEST_NAME
 from tokenlake.wire.frames import decode
 from tokenlake.wire.funnel import Funnel
+from tokenlake_server.config_file import read_foreign_file
 
 __all__ = ["ask", "explain", "rows"]
 
@@ -91,12 +92,10 @@ def explain(request_id: str, file: Path | None, node: str | None, path: str | No
     of your own tenant are told: by your uid, or by the token in TOKENLAKE_ENGINE_CREDENTIAL.
     """
     try:
-        text = file.read_text() if file is not None else None
-        settings = load_config(toml_text=text, environ=os.environ, flags={"node": node, "socket": path})
+        text = read_foreign_file(file) if file is not None else None
+        settings = load_config(toml_text=text, environ=os.environ, flags={"node": node, "socket": path}, file=str(file))
         token = os.environ.get(f"{ENGINE_PREFIX}CREDENTIAL") or None
         funnel = ask(Path(settings.config.socket), request_id, token)
-    except OSError as error:
-        raise click.ClickException(f"configuration file {file} cannot be read: {error.strerror}") from error
     except TokenLakeError as error:
         raise click.ClickException(str(error)) from error
     if funnel is None:

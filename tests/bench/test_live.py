@@ -125,6 +125,7 @@ def without_secret(pool: Pool, text: NDArray[np.uint32]) -> list[SegmentKey]:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     config = tmp_path_factory.mktemp("config") / "tenants.toml"
     config.write_text(TENANTS)
+    config.chmod(0o600)
     patient = {"match_deadline_ms": "2000", "suspect_ms": "10000"}
     with Cluster(2, "8MiB", "1MiB", config=str(config), **patient) as running:
         yield running

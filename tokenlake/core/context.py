@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
+from tokenlake.config import RuleSettings, ServerConfig
 from tokenlake.core.instructions import Instruction
 from tokenlake.core.timers import Timer, Timers
 from tokenlake.directory import Directory
@@ -35,8 +36,9 @@ PAUSE_S = 0.005
 """Between two slices of long work: ten times what a slice takes."""
 
 
-class CoreConfig(msgspec.Struct, frozen=True):
-    """What a node's rules must know; first line of an event log. Times in seconds."""
+class CoreConfig(RuleSettings, frozen=True):
+    """What a node's rules must know: the settings that they share with the daemon's configuration, and these. First
+    line of an event log. Times in seconds."""
 
     node: str
     incarnation: int
@@ -44,19 +46,10 @@ class CoreConfig(msgspec.Struct, frozen=True):
     """Every node of the cluster, itself included, and its memory in bytes."""
     regions: int
     region_bytes: int
-    run_length: int = 0
-    """E; 0 takes the default for the number of nodes."""
-    staged_share: float = 0.03
-    dirty_share: float = 0.10
-    quotas: dict[str, float] = {}
+    quotas: dict[str, float] = msgspec.field(default_factory=dict)
     """Share of the node's memory that a tenant may have; all of it for those that are not named."""
-    session_lease_share: float = 0.75
-    session_reserve_share: float = 0.25
-    max_sessions: int = 256
-    lease_s: float = 10.0
-    reservation_s: float = 30.0
-    match_deadline_s: float = 0.020
-    suspect_s: float = 0.250
+    match_deadline_s: float = ServerConfig().match_deadline_ms / 1e3
+    suspect_s: float = ServerConfig().suspect_ms / 1e3
     gossip_s: float = 0.250
     """Between two reports to other nodes, and two turns of pinging some of them."""
     peer_lease_s: float = 30.0
@@ -64,13 +57,6 @@ class CoreConfig(msgspec.Struct, frozen=True):
     sync_grace_s: float = 5.0
     """A home that started answers UNKNOWN until every peer advertised, at most this long."""
     directory_limit: int = 1 << 20
-    eviction: str = "reuse"
-    """Policy of home copies, by its name in `tokenlake.store.eviction`."""
-    replica_share: float = 0.05
-    hot: str = "on"
-    """`on`: hot segments are copied; `observe`: counts what that would take; `off`."""
-    background_share: float = 0.5
-    """Of what comes in from other nodes while engines here read, what pushes and copies may be at most."""
     time_scale: float = 1.0
     """Seconds of the workload in each second of the clock; a replay faster than real time says by how much. What
     learns from the workload (loads, hot segments, ages) then does so in the workload's time; deadlines stay."""
