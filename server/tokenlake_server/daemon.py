@@ -41,12 +41,17 @@ log = logging.getLogger(__name__)
 
 SAVE_S = 60.0
 """From one saving of what was learned to the next."""
+GOSSIP_S = 0.250
+"""Between two reports to other nodes, by the rules' clock."""
+LEAST_REPORT_S = 0.02
+"""The same, by the real clock."""
 REPLACE_S = 0.5
 """Between two attempts to get memory for a region that changes its tenant."""
 
 
-def core_config(config: ServerConfig, incarnation: int) -> CoreConfig:
-    """What the rules take from the settings. Without sizes in 'peers' all nodes weigh the same."""
+def core_config(config: ServerConfig, incarnation: int, speed: float = 1.0) -> CoreConfig:
+    """What the rules take from the settings. Without sizes in 'peers' all nodes weigh the same. `speed`: of the rules'
+    clock; however fast it is, a report takes the processor's time and comes no more often than `LEAST_REPORT_S`."""
     sized = any(peer.memory for peer in config.peers)
     members = {config.node: config.memory if sized else 1}
     members |= {peer.name: peer.memory or 1 for peer in config.peers}
@@ -59,6 +64,7 @@ def core_config(config: ServerConfig, incarnation: int) -> CoreConfig:
         quotas={tenant.name: tenant.quota for tenant in config.tenants},
         match_deadline_s=config.match_deadline_ms / 1e3,
         suspect_s=config.suspect_ms / 1e3,
+        gossip_s=max(GOSSIP_S, LEAST_REPORT_S * speed),
         **{name: getattr(config, name) for name in RuleSettings.__struct_fields__},
     )
 
@@ -70,7 +76,7 @@ class Daemon:
         """`speed`: of the rules' clock, see `Driver`."""
         loop = asyncio.get_running_loop()
         incarnation = time.time_ns()
-        rules = core_config(config, incarnation)
+        rules = core_config(config, incarnation, speed)
         core = NodeCore(rules)
         self._loop = loop
         self._arena = arena
