@@ -17,9 +17,7 @@ MAX_SPEED = 1000.0
 
 @click.command()
 @with_settings
-@click.option(
-    "--speed", type=click.FloatRange(0.001, MAX_SPEED), required=True, help="Seconds of the rules in each second."
-)
+@click.option("--speed", type=click.FloatRange(0.001, MAX_SPEED), required=True)
 def main(file: Path | None, speed: float, **flags: object) -> None:
     """Run a daemon whose rules have a faster clock."""
     run_daemon(file, flags, speed=speed)
