@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tokenlake.config import Address, RuleSettings, ServerConfig, parse_address
 from tokenlake.core import CoreConfig, NodeCore, events
+from tokenlake.core.context import GOSSIP_S
 from tokenlake.core.events import Event
 from tokenlake.core.instructions import ReplaceRegion, Stamp
 from tokenlake.errors import ConfigurationError, ProtocolRefused, Unreachable
@@ -41,10 +42,8 @@ log = logging.getLogger(__name__)
 
 SAVE_S = 60.0
 """From one saving of what was learned to the next."""
-GOSSIP_S = 0.250
-"""Between two reports to other nodes, by the rules' clock."""
 LEAST_REPORT_S = 0.02
-"""The same, by the real clock."""
+"""Between two reports to other nodes, by the real clock."""
 REPLACE_S = 0.5
 """Between two attempts to get memory for a region that changes its tenant."""
 
