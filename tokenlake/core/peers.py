@@ -50,7 +50,7 @@ MOST_SLOWER = 4
 SWEPT = 1024
 """Entries of the directory looked at at a time when a peer came back as another."""
 LOAD_HOLDS_S = 1.0
-"""What a peer said of its load counts in full for so long of the workload's time, or until it must have said it again;
+"""What a peer said of its load counts in full for so long, or until it must have said it again;
 then it fades."""
 RATE_WEIGHT = 0.2
 """Of the newest fetch in the running mean."""

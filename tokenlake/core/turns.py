@@ -29,7 +29,7 @@ DELAYED = Metric("tokenlake_delayed_turns_total", "Lookups that were told to com
 FEW = 2
 """Readers that one copy is sent to."""
 KEPT_S = 2.0
-"""Of the workload's time: so long after it was sent last it is known to whom. Staged copies do not stay for long."""
+"""So long after it was sent last it is known to whom. Staged copies do not stay for long."""
 MAX_KEPT = 4096
 """Segments."""
 _HAS_IT = float("inf")
@@ -42,7 +42,7 @@ class _Readers:
 
     def __init__(self) -> None:
         self.last = 0.0
-        """When somebody was to be sent it last, in the workload's time."""
+        """When somebody was to be sent it last."""
         self.sent: dict[NodeId, float] = {}
         """Until when it counts as on its way there, or `_HAS_IT`."""
         self.told: dict[NodeId, NodeId] = {}
