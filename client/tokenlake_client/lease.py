@@ -210,6 +210,8 @@ class Lease:
     def _note(self, start: int, stop: int, codes: bytes, slots: bytes, checksums: bytes) -> None:
         if len(codes) > stop - start:
             raise ProtocolRefused("the daemon answered for more segments than were asked for")
+        if self._reading.verify and len(checksums) != CHECKSUM_BYTES * self._reading.layout.shards * len(codes):
+            raise ProtocolRefused(f"the daemon sent {len(checksums)} bytes of checksums for {len(codes)} segments")
         # A lease that ended at the daemon is answered with fewer codes: the rest is lost as well.
         end = min(stop, start + len(codes))
         size = CHECKSUM_BYTES * self._reading.layout.shards

@@ -263,6 +263,13 @@ class Senders:
     def _grant(self, instruction: SendBulk) -> None:
         self._streams[instruction.stream][1].put(instruction)
 
+    def refuse(self, stream: int) -> None:
+        """The rules did not take what was asked on this connection: it ends, since its thread waits for a grant that
+        does not come."""
+        served = self._streams.get(stream)
+        if served is not None:
+            served[1].put(None)
+
     def _serve(self, stream: int, sock: socket.socket, node: str, grants: queue.SimpleQueue[SendBulk | None]) -> None:
         """In a thread, until the connection ends. A stream is forgotten only after its last `SendDone`."""
         try:

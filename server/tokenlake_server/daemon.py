@@ -158,10 +158,12 @@ class Daemon:
         else:
             log.error("the rules failed on %s", type(event).__name__, exc_info=error)
             error = ProtocolRefused("the daemon failed on this request; its log says why")
-        if isinstance(event, events.Requested):
+        if isinstance(event, events.Requested | events.Joined | events.Asked):
             self.engines.refuse(event.connection, error)
         elif isinstance(event, events.PeerSaid):
             self.peers.refuse(event.node, error)
+        elif isinstance(event, events.PullAsked):
+            self.senders.refuse(event.stream)
 
     def _replace(self, instruction: ReplaceRegion) -> None:
         task = self._loop.create_task(self._replace_at_last(instruction))

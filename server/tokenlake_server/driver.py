@@ -11,6 +11,7 @@ from typing import Any
 
 from tokenlake.core import NodeCore
 from tokenlake.core.events import Event, Tick
+from tokenlake.core.failure import HandlerFailed
 from tokenlake.core.instructions import Instruction
 from tokenlake_server.recording import Recorder
 
@@ -32,8 +33,9 @@ class Driver:
         on_failure: Callable[[Event, Exception], None],
         speed: float = 1.0,
     ) -> None:
-        """`on_failure`: the rules refused an event (ValueError: its sender broke the protocol) or failed. `speed`:
-        seconds of the rules' clock in each second of the loop's."""
+        """`on_failure`: the rules refused an event (ValueError: its sender broke the protocol; nothing was changed) or
+        failed (HandlerFailed). Called after what came of it was carried out.
+        `speed`: seconds of the rules' clock in each second of the loop's."""
         self.core = core
         self._on_failure = on_failure
         self._speed = speed
@@ -95,12 +97,16 @@ class Driver:
 
     def _step(self, event: Event) -> None:
         now = self.now
+        failure: Exception | None = None
+        instructions: list[Instruction] = []
         try:
             instructions = self._handle(event, now)
+        except HandlerFailed as error:
+            # What goes with the changes that the rules made before they failed: a Stamp above all.
+            instructions, failure = error.instructions, error
         except Exception as error:
             # One sender's broken message, or one of our mistakes, ends nobody else's work.
-            instructions = []
-            self._on_failure(event, error)
+            failure = error
         if self._recorder is not None:
             try:
                 self._recorder.add(now, event, instructions)
@@ -111,6 +117,8 @@ class Driver:
                 self._sinks[type(instruction)](instruction)
             except Exception:
                 log.exception("%s could not be carried out", type(instruction).__name__)
+        if failure is not None:
+            self._on_failure(event, failure)
 
     def _end_record(self, error: OSError | None) -> None:
         recorder, self._recorder = self._recorder, None

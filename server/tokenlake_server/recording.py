@@ -18,6 +18,7 @@ import msgspec
 
 from tokenlake.core import CoreConfig, NodeCore
 from tokenlake.core.events import Event
+from tokenlake.core.failure import HandlerFailed
 from tokenlake.core.instructions import Instruction
 from tokenlake.errors import ProtocolRefused
 from tokenlake.wire.frames import HEADER_BYTES
@@ -98,6 +99,8 @@ def replay(path: Path) -> Replayed:
             return Replayed(events, total, f"event {events}: it cannot be read: {error}")
         try:
             instructions = core.handle(record.event, record.at)
+        except HandlerFailed as failure:
+            instructions = failure.instructions
         except Exception:
             # The live daemon refused it as well, and recorded that nothing came of it.
             instructions = []

@@ -266,8 +266,8 @@ def test_a_lease_outlives_its_deadline_while_the_process_lives() -> None:
 
 def test_too_many_sessions_and_wrong_ones_are_refused_by_name() -> None:
     cluster = calm(max_sessions=1)
-    for session in (0, 0, 4711):
-        cluster.node(0).deliver(events.Joined(session + 1, 1, "red", 64, 2, 16, session, 0))
+    for connection, session in enumerate((0, 0, 4711), 1):
+        cluster.node(0).deliver(events.Joined(connection, 1, "red", 64, 2, 16, session, 0))
     refused = [i.message.reason for i in said(cluster, 0, instructions.Answer) if isinstance(i.message, engine.Failed)]
     assert "max_sessions" in refused[0]
     assert "session 4711 does not exist" in refused[1]

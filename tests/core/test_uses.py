@@ -118,14 +118,14 @@ def test_of_two_who_remember_the_same_segment_the_later_word_counts() -> None:
     assert use_after([], 6, 4) == Use(6, 4)
 
 
-def test_a_node_that_knows_of_more_keys_than_it_was_asked_for_is_not_believed() -> None:
+def test_a_node_that_knows_of_more_keys_than_it_was_asked_for_is_refused() -> None:
     cluster = calm(2, regions=16)
     reader = cluster.join(0)
     cluster.core(1)._serving.lookup = lambda node, message, keys: peer.LookupReply(  # type: ignore[method-assign]
         message.call, 0, bytes([Code.MISSING]) * len(keys), (), (0.0, 0.0, 0.0), 0.0, len(keys) + 1, Use(9, 9), 1.0
     )
-    assert turn(cluster, reader, KEYS[:4]) == 0
-    assert last_use(cluster, KEYS[0]) == Use(4, 0)
+    with pytest.raises(ValueError, match="knows of key 5 of 4"):
+        match(cluster, reader, KEYS[:4])
 
 
 def test_what_is_stored_without_a_match_says_what_it_shows() -> None:

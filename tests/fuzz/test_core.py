@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.hostile import KEYS, NODES, TENANTS, hostile
+from tests.sim.malformed import malformed
+from tests.sim.snapshot import changes, snapshot
 from tokenlake.advice import Use
 from tokenlake.core import NodeCore, advertising, events
 from tokenlake.core.context import CoreConfig
@@ -44,13 +46,17 @@ class Node:
         self.joined: set[int] = set()
         self.calls: list[tuple[str, Any]] = []
         """(peer, what it was asked) that was not answered."""
+        self.watched = False
+        """Is the state compared before and after each event that is refused?"""
 
     def feed(self, event: events.Event) -> list[Instruction]:
-        """One event; ValueError is the documented refusal, after which the core is as whole as before."""
+        """One event; ValueError is the documented refusal, after which the core is as before."""
+        before = snapshot(self.core) if self.watched else []
         try:
             out = self.core.handle(event, self.now)
         except ValueError:
             out = []
+            assert not self.watched or not changes(before, snapshot(self.core)), event
         for instruction in out:
             match instruction:
                 case StartFetch():
@@ -95,9 +101,9 @@ class Node:
         for instruction in self.feed(events.Requested(connection, engine.Prepare(1, keys, 0))):
             if isinstance(instruction, Answer) and isinstance(instruction.message, engine.Prepared):
                 written = tuple(i for i, code in enumerate(instruction.message.codes) if code == Code.RESERVED)
-                commit = engine.Commit(
-                    2, instruction.message.write, written[:committed], shards, bytes(8 * shards.bit_count() * committed)
-                )
+                filled = written[:committed]
+                checksums = bytes(8 * shards.bit_count() * len(filled))
+                commit = engine.Commit(2, instruction.message.write, filled, shards, checksums)
                 self.feed(events.Requested(connection, commit))
 
     def read(self, connection: int, keys: bytes, fetched: int) -> None:
@@ -119,16 +125,25 @@ class Node:
             return
         node, asked = self.calls.pop(0)
         count = len(asked.keys) // KEY_BYTES
-        known = bytes(codes[at % len(codes)] for at in range(count))
+        allowed = [code for code in codes if code in ANSWERS.get(type(asked), codes)] or [ANSWERS[type(asked)][-1]]
+        known = bytes(allowed[at % len(allowed)] for at in range(count))
+
+        def named(code: Code) -> tuple[str, ...]:
+            # One for each, of members mostly.
+            return tuple((nodes or ("n1",))[at % len(nodes or ("n1",))] for at in range(known.count(code)))
+
         match asked:
             case peer.Lookup():
                 # Sometimes beyond what was asked.
                 deepest = lease % (count + 2)
                 past = Use(lease % 7, lease % 3, gap_s=1.0, left=lease % 2, remembered=lease % 5)
                 vacancy = (0.5, 1.0, 0.5)
-                self.said(node, peer.LookupReply(asked.call, lease, known, nodes, vacancy, 1e6, deepest, past, 2.0))
+                self.said(
+                    node,
+                    peer.LookupReply(asked.call, lease, known, named(Code.ELSEWHERE), vacancy, 1e6, deepest, past, 2.0),
+                )
             case peer.Ready():
-                self.said(node, peer.ReadyReply(asked.call, known, nodes))
+                self.said(node, peer.ReadyReply(asked.call, known, named(Code.EXISTS)))
             case peer.AskWhy():
                 self.said(node, peer.ToldWhy(asked.call, ("reuse",) * count, ("n2",) * count, (1.0,) * count))
             case peer.Offer():
@@ -147,7 +162,7 @@ class Node:
             fetch = self.fetches.pop(0)
             count = len(fetch.keys) // KEY_BYTES
             known = bytes(codes[at % len(codes)] for at in range(count))
-            self.feed(events.FetchDone(fetch.fetch, known, bytes(8 * SHARDS * count)))
+            self.feed(events.FetchDone(fetch.fetch, known, bytes(8 * fetch.shards * count)))
 
     def pull(self, stream: int, tenant: str, keys: bytes) -> None:
         """`bulk.py` checks that keys add up; a stream asks again when it was served."""
@@ -161,6 +176,16 @@ class Node:
     def replaced(self) -> None:
         if self.replacing:
             self.feed(events.RegionReady(self.replacing.pop(0)))
+
+    def nonsense(self, connection: int, node: str) -> None:
+        """Every kind of malformed event: each is refused, and all together leave no trace."""
+        if connection not in self.joined:
+            return
+        before = snapshot(self.core)
+        for event in malformed(self.core, connection, node):
+            with pytest.raises(ValueError, match=r"\w"):
+                self.core.handle(event, self.now)
+        assert not changes(before, snapshot(self.core))
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
@@ -197,6 +222,11 @@ class Node:
         return known.incarnation
 
 
+ANSWERS: dict[type, tuple[Code, ...]] = {
+    peer.Lookup: (Code.LOCAL, Code.ELSEWHERE, Code.PENDING, Code.MISSING, Code.UNKNOWN),
+    peer.Ready: (Code.COMMITTED, Code.EXISTS),
+}
+"""Codes that have a meaning in what answers these."""
 Step = Callable[[Node], None]
 
 
@@ -241,6 +271,7 @@ steps = st.one_of(
     step("disconnect", st.sampled_from(PEERS), st.integers(1, 3)),
     step("fetched", st.lists(st.sampled_from([Code.LOCAL, Code.LOST, Code.BAD_CHECKSUM]), min_size=1, max_size=3)),
     step("pull", st.integers(1, 3), st.sampled_from(TENANTS), plain),
+    step("nonsense", connections, st.sampled_from(PEERS)),
     step("sent"),
     step("replaced"),
     step("wait", st.sampled_from([0.0, 0.001, 0.03, 0.3, 2.0, 12.0, 40.0])),
@@ -288,6 +319,7 @@ def test_a_peer_that_is_lost_while_it_is_told_leaves_nothing() -> None:
 @settings(max_examples=30, deadline=None)
 def test_each_request_at_its_bounds(kind: type[msgspec.Struct], data: st.DataObject) -> None:
     node = begun()
+    node.watched = True
     for message in data.draw(st.lists(st.one_of(sane, hostile(kind)), min_size=1, max_size=8)):
         node.request(1, message)
         node.check()
@@ -299,6 +331,7 @@ def test_each_request_at_its_bounds(kind: type[msgspec.Struct], data: st.DataObj
 @settings(max_examples=30, deadline=None)
 def test_each_telling_at_its_bounds(kind: type[msgspec.Struct], data: st.DataObject) -> None:
     node = begun()
+    node.watched = True
     for message in data.draw(st.lists(hostile(kind), min_size=1, max_size=8)):
         node.said("n1", message)
         node.check()

@@ -1,15 +1,20 @@
-"""The driver's alarm: one Tick per deadline, whatever is read between the alarm and its Tick."""
+"""The driver: one Tick per deadline, whatever is read between the alarm and its Tick; events that the rules fail on."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+
+import pytest
 
 from tests.robustness.live import LAYOUT
 from tokenlake.core import CoreConfig, NodeCore, events
 from tokenlake.core.events import Event
+from tokenlake.core.failure import HandlerFailed
 from tokenlake.core.instructions import Answer, Instruction, Say, Stamp, Welcomed
 from tokenlake.wire import Code, engine, peer
 from tokenlake_server.driver import Driver, Handle
+from tokenlake_server.recording import Recorder, replay
 
 
 class SteppedLoop(asyncio.SelectorEventLoop):
@@ -121,3 +126,39 @@ def test_a_faster_clock_is_the_only_clock_of_the_rules() -> None:
         loop.run_until_complete(scene())
     finally:
         loop.close()
+
+
+def test_what_the_rules_changed_before_they_failed_is_carried_out_and_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else memory that has a new owner would bear the generation of the former."""
+    loop = SteppedLoop()
+    config = CoreConfig("a", 1, {"a": 1}, regions=1, region_bytes=1 << 20)
+    core = NodeCore(config)
+    core.start(0.0)
+    failures: list[tuple[type[Event], type[Exception]]] = []
+    carried: list[type[Instruction]] = []
+    driver = Driver(core, loop, lambda event, error: failures.append((type(event), type(error))))
+    for kind in (Answer, Welcomed, Stamp):
+        driver.carry_out(kind, lambda each: carried.append(type(each)))
+    path = tmp_path / "events"
+    driver.start(Recorder(path, config, 0.0))
+
+    def fail(*of: object) -> None:
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(type(core._claims), "announce", fail)
+    try:
+        driver.handle(events.Joined(1, 1, "t", LAYOUT.segment_bytes, LAYOUT.shards, LAYOUT.segment_tokens, 0, 0))
+        carried.clear()
+        driver.handle(events.Requested(1, engine.Prepare(2, bytes(31), 0)))
+        assert (carried, failures) == ([], [(events.Requested, ValueError)])
+        driver.handle(events.Requested(1, engine.Prepare(3, bytes(32), 0)))
+        assert (carried, failures[1:]) == ([Stamp], [(events.Requested, HandlerFailed)])
+        driver.handle(events.Requested(1, engine.Heartbeat(4)))
+        assert carried == [Stamp, Answer]
+        driver.stop()
+    finally:
+        loop.close()
+    replayed = replay(path)
+    assert (replayed.events, replayed.difference) == (4, "")

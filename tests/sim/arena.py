@@ -45,8 +45,8 @@ class Arena:
         for place in places:
             self.regions[place.region].generations[place.slot] = place.generation
 
-    def replace(self, region: int) -> None:
-        """Fresh memory; who maps the former keeps it."""
+    def add(self, region: int) -> None:
+        """Fresh memory in place of another region; who maps the former keeps it."""
         self.regions[region] = Region()
 
     def read(self, place: SlotRef, shard: int) -> bytes:

@@ -149,7 +149,7 @@ class SimNode:
 
         def ready() -> None:
             if life == self.incarnation and self.core is not None:
-                self.arena.replace(order.region)
-                self.deliver(events.RegionReady(order.region))
+                self.arena.add(order.fresh)
+                self.deliver(events.RegionReady(order.fresh))
 
         self.cluster.clock.after(0.01, ready)

@@ -1,7 +1,8 @@
 """Three NodeCores on a network that delays, drops, doubles and cuts, with crashes, freezes and restarts.
 
 100 examples of 30 steps. A step lets an engine join, read, store, fall silent or die, or lets a node freeze or
-crash, a link break, a frame get lost or arrive twice, or time pass; reads and writes go on through the steps that
+crash, a link break, a frame get lost or arrive twice, or time pass, or sends a node every kind of malformed event,
+each of which it must refuse without a change of its state; reads and writes go on through the steps that
 follow. After each step every view that some process may look at holds the bytes that were written for its tenant
 and key, every slot that some process may write is still its own, and every core is whole: slots and pins are
 conserved. At the end all is healed and every engine ends: nothing is pinned, quarantined, waited for or left in
@@ -16,7 +17,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Reading, Storing
+from tests.sim.malformed import malformed
 from tests.sim.prompts import PROMPTS
+from tests.sim.snapshot import changes, snapshot
+from tokenlake.core import NodeCore, events
+from tokenlake.core.failure import HandlerFailed
 
 NODES = 3
 MAX_ENGINES = 8
@@ -151,6 +156,31 @@ class ClusterMachine(RuleBasedStateMachine):
         else:
             target.double = frames
 
+    @rule(node=nodes, sender=st.integers(1, NODES - 1), number=which)
+    def nonsense(self, node: int, sender: int, number: int) -> None:
+        """Every kind of malformed event, for what this node has under way now."""
+        target = self.cluster.node(node)
+        if target.core is None or target.frozen or not self.look_inside:
+            return
+        processes = list(target.core._sessions._processes)
+        if not processes:
+            return
+        connection = processes[number % len(processes)]
+        before = snapshot(target.core)
+        for event in list(malformed(target.core, connection, self.cluster.node((node + sender) % NODES).name)):
+            self.refused(target.core, event)
+        changed = changes(before, snapshot(target.core))
+        assert not changed, f"refused events left a trace: {changed}"
+
+    def refused(self, core: NodeCore, event: events.Event) -> None:
+        try:
+            core.handle(event, self.cluster.clock.now)
+        except ValueError:
+            return
+        except HandlerFailed as failure:
+            raise AssertionError(f"{name_of(event)} was not refused before a handler failed on it") from failure
+        raise AssertionError(f"{name_of(event)} was not refused: {event}")
+
     @rule(seconds=st.sampled_from((0.003, 0.03, 0.3, 1.0)))
     def wait(self, seconds: float) -> None:
         self.cluster.run_for(seconds)
@@ -165,6 +195,12 @@ class ClusterMachine(RuleBasedStateMachine):
         self.cluster.settle()
         if self.look_inside:
             self.cluster.check_settled()
+
+
+def name_of(event: events.Event) -> str:
+    """What it is, for people."""
+    message = getattr(event, "message", None)
+    return type(event).__name__ + ("" if message is None else f" with a {type(message).__name__}")
 
 
 TestClusterMachine = ClusterMachine.TestCase

@@ -15,13 +15,17 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.sim.test_cluster_machine import ClusterMachine
 from tokenlake.core.advertising import Advertising
+from tokenlake.core.checks import Checks
+from tokenlake.core.events import PeerSaid, Requested
+from tokenlake.core.failure import HandlerFailed
 from tokenlake.core.fetches import Fetches
 from tokenlake.core.home import Home
 from tokenlake.core.instructions import AbortFetch
 from tokenlake.core.node import NodeCore
+from tokenlake.core.peers import Peers
 from tokenlake.core.serving import Serving
 from tokenlake.core.sessions import Session, Sessions, Write
-from tokenlake.identity import NodeId
+from tokenlake.identity import ConnectionId, NodeId
 from tokenlake.store import Kind
 from tokenlake.store.pool import SlotPool
 from tokenlake.wire import Code, peer
@@ -86,6 +90,8 @@ def late_receiver_ignored(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Fetches, "_abort", abort)
     patch.setattr(Fetches, "done", done)
+    # The receiver returns after its fetch is forgotten.
+    patch.setattr(Fetches, "check_done", lambda self, fetch, codes, checksums: None)
 
 
 def aborted_fetch_trusted(patch: pytest.MonkeyPatch) -> None:
@@ -173,6 +179,49 @@ def peer_lease_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Serving, "release", release)
 
 
+def heard_before_it_is_checked(patch: pytest.MonkeyPatch) -> None:
+    """A malformed message ends the suspicion of its sender, as a sign of life."""
+    original = Checks.check
+
+    def check(self: Checks, event: Any, now: float) -> None:
+        if isinstance(event, PeerSaid) and self._peers.get(NodeId(event.node)) is not None:
+            self._peers.heard(NodeId(event.node))
+        original(self, event, now)
+
+    patch.setattr(Checks, "check", check)
+
+
+def renewed_before_it_is_checked(patch: pytest.MonkeyPatch) -> None:
+    """A malformed request keeps a session alive."""
+    original = Checks.check
+
+    def check(self: Checks, event: Any, now: float) -> None:
+        if isinstance(event, Requested) and (process := self._sessions.process(ConnectionId(event.connection))):
+            self._sessions.renew(process.session)
+        original(self, event, now)
+
+    patch.setattr(Checks, "check", check)
+
+
+def call_ended_by_a_wrong_reply(patch: pytest.MonkeyPatch) -> None:
+    """A reply for other keys than were asked about is refused, and its call is gone."""
+    original = Peers.check_reply
+
+    def check_reply(self: Peers, node: NodeId, message: Any, count: int) -> None:
+        try:
+            original(self, node, message, count)
+        except ValueError:
+            del self._peers[node].calls[message.call]
+            raise
+
+    patch.setattr(Peers, "check_reply", check_reply)
+
+
+def transfer_not_checked(patch: pytest.MonkeyPatch) -> None:
+    """What a receiver reports is taken as it comes."""
+    patch.setattr(Fetches, "check_done", lambda self, fetch, codes, checksums: None)
+
+
 SEEN_BY_ENGINES = (
     generation_ignored,
     stamp_forgotten,
@@ -191,8 +240,12 @@ SEEN_INSIDE = (
     home_restarted_empty,
     second_home_copy_kept,
     peer_lease_kept,
+    heard_before_it_is_checked,
+    renewed_before_it_is_checked,
+    call_ended_by_a_wrong_reply,
+    transfer_not_checked,
 )
-"""Slots lost, segments that nobody finds, copies too many."""
+"""Slots lost, segments that nobody finds, copies too many, events that are refused and leave a trace."""
 
 
 class SeenByEngines(ClusterMachine):
@@ -217,5 +270,5 @@ def test_wrong_bytes_are_seen(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> 
 def test_broken_rules_are_seen(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     # Once it was seen the machine winds up on what is broken, and may stumble over it.
-    with pytest.raises((AssertionError, KeyError)):
+    with pytest.raises((AssertionError, KeyError, HandlerFailed)):
         _run(ClusterMachine)

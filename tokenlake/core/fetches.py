@@ -14,12 +14,14 @@ from tokenlake.advice import NO_ADVICE, Advice
 from tokenlake.core.background import Background
 from tokenlake.core.context import Context
 from tokenlake.core.instructions import AbortFetch, Note, StartFetch
+from tokenlake.core.packing import CHECKSUM_BYTES
 from tokenlake.core.peers import Peers
 from tokenlake.core.timers import Timer
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind, Segment, State
 from tokenlake.wire import Code
+from tokenlake.wire.checks import KNOWN_CODES
 from tokenlake.wire.slots import join_keys
 
 __all__ = ["Fetches", "OnArrival", "deadline_s"]
@@ -204,6 +206,20 @@ class Fetches:
     def _note(self, flight: _Flight, what: str) -> None:
         named = f" for request {flight.request!r}" if flight.request else ""
         self._context.emit(Note(f"a fetch of {len(flight.segments)} segments from {flight.node}{named}: {what}"))
+
+    def check_done(self, fetch: int, codes: bytes, checksums: bytes) -> None:
+        """Raises `ValueError` when no such fetch is under way, or this cannot have become of it. Changes nothing."""
+        flight = self._flights.get(fetch)
+        if flight is None:
+            raise ValueError(f"fetch {fetch} is not under way")
+        count = len(flight.segments)
+        if len(codes) != count or codes.translate(None, KNOWN_CODES):
+            raise ValueError(f"fetch {fetch} of {count} segments ended with the codes {codes.hex()}")
+        if len(checksums) != CHECKSUM_BYTES * flight.shards * count:
+            raise ValueError(
+                f"fetch {fetch} of {count} segments of {flight.shards} shards ended with {len(checksums)} bytes of "
+                "checksums"
+            )
 
     def done(self, fetch: int, codes: bytes, checksums: bytes) -> None:
         """The receiver returned: publish what arrived, give back the rest, tell the waiters."""

@@ -21,7 +21,7 @@ from tokenlake.core.hot_copies import GRACE_S, HotCopies
 from tokenlake.core.instructions import Note
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.directory import Standing
-from tokenlake.hot import COUNTERS, Change, HotItem, HotRule, KnownSets, Shape, by_a_further_hash
+from tokenlake.hot import Change, HotItem, HotRule, KnownSets, Shape, by_a_further_hash
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.wire import Code
@@ -82,10 +82,6 @@ class HotHome:
     def reads(self, message: wire.Reads) -> None:
         """Somebody read these, here or elsewhere."""
         keys = split_keys(message.keys)
-        if not len(keys) == len(message.depths) == len(message.times):
-            raise ValueError(f"reads of {len(keys)} segments with {len(message.times)} counts")
-        if len(keys) > COUNTERS:
-            raise ValueError(f"reads of {len(keys)} segments; at most {COUNTERS}")
         if self._context.config.hot == "off":
             return
         tenant, here = TenantId(message.tenant), self._context.node

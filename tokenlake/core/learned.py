@@ -78,18 +78,24 @@ class Learned:
         pools = tuple((tenant, size, data) for (tenant, size), data in self._context.store.learned().items())
         return msgspec.msgpack.encode(_Saved(self._context.config.eviction, pools))
 
-    def restore(self, data: bytes) -> None:
-        """Begin with what an earlier life saved; before there are segments. Raises `ValueError` that says why it is not
-        usable; nothing is changed then."""
-        try:
-            if len(data) > MAX_LEARNED_BYTES:
-                raise ValueError(f"{len(data)} bytes; at most {MAX_LEARNED_BYTES}")
-            saved = _decoder.decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
-            raise ValueError(f"no statistics of eviction: {error}") from error
+    def check(self, data: bytes) -> None:
+        """Raises `ValueError` that says why `restore` cannot use it. Changes nothing."""
+        saved = self._decoded(data)
         here = self._context.config.eviction
         if saved.policy != here:
             raise ValueError(f"statistics of the policy {saved.policy!r}; this node runs {here!r}")
         for _, _, learned in saved.pools:
             policy_named(here)().restore(learned)
+
+    def restore(self, data: bytes) -> None:
+        """Begin with what an earlier life saved, which passed `check`; before there are segments."""
+        saved = self._decoded(data)
         self._context.store.remember({(TenantId(name), size): learned for name, size, learned in saved.pools})
+
+    def _decoded(self, data: bytes) -> _Saved:
+        try:
+            if len(data) > MAX_LEARNED_BYTES:
+                raise ValueError(f"{len(data)} bytes; at most {MAX_LEARNED_BYTES}")
+            return _decoder.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
+            raise ValueError(f"no statistics of eviction: {error}") from error

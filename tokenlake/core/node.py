@@ -14,9 +14,11 @@ from typing import Any
 
 from tokenlake.core import events
 from tokenlake.core.advertising import Advertising
+from tokenlake.core.checks import Checks
 from tokenlake.core.claims import Claims
 from tokenlake.core.context import Context, CoreConfig
 from tokenlake.core.explain import Explain
+from tokenlake.core.failure import HandlerFailed
 from tokenlake.core.fetches import Fetches
 from tokenlake.core.home import Home
 from tokenlake.core.hot import Hot
@@ -62,6 +64,9 @@ class NodeCore:
         self._writes = Writes(context, self._sessions, self._claims, self._pushes, self._touches)
         self._advertising = Advertising(context, self._peers)
         self._learned = Learned(context, self._peers)
+        self._checks = Checks(
+            context, self._sessions, self._peers, self._fetches, self._serving, self._regions, self._learned
+        )
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.Joined: self._on_joined,
             events.Requested: self._on_requested,
@@ -160,14 +165,24 @@ class NodeCore:
         return self._context.timers.next()
 
     def handle(self, event: events.Event, now: float) -> list[Instruction]:
-        """Take one event; what to do about it, in order. `now` (seconds) never decreases.
+        """Take one event, whole or not at all; what to do about it, in order. `now` (seconds) never decreases.
 
-        Raises `ValueError` for a message whose packed fields do not add up: the sender broke the protocol, and
-        nothing was changed.
+        Raises `ValueError` for an event that its sender, or the driver, should not have made: its fields do not add up,
+        or name what is not there. Nothing was changed then, the time included, and no instruction is left behind.
+        Raises `HandlerFailed` for a mistake of the rules: it carries the instructions that go with what was changed
+        until then, and none of them comes with a later event.
         """
+        self._checks.check(event, now)
+        self._context.now = now
+        try:
+            self._handlers[type(event)](event)
+            return self._instructions()
+        except Exception as error:
+            raise HandlerFailed(type(event).__name__, self._instructions_after_failure()) from error
+
+    def _instructions(self) -> list[Instruction]:
+        """What the event led to, taken out."""
         context = self._context
-        context.now = now
-        self._handlers[type(event)](event)
         if context.store.evicted:
             self._tell_evicted()
         if self._sessions.given_up:
@@ -180,6 +195,17 @@ class NodeCore:
             out.insert(0, Stamp(b"".join(place.pack() for place in context.store.reissued)))
             context.store.reissued.clear()
         return out
+
+    def _instructions_after_failure(self) -> list[Instruction]:
+        """What the event led to before its handler failed. Where other nodes cannot be told what follows from it, they
+        find out by themselves: leases and claims end with their deadlines, hints are corrected by who follows them."""
+        try:
+            return self._instructions()
+        except Exception:
+            self._context.store.evicted = []
+            self._sessions.take_given_up()
+            self._sessions.take_peer_releases()
+            return self._instructions()
 
     # -- engines
 
@@ -209,10 +235,7 @@ class NodeCore:
         if isinstance(message, engine.Heartbeat):
             self._context.emit(Answer(event.connection, engine.HeartbeatReply(message.id, alive)))
             return
-        handler = self._requests.get(type(message))
-        if handler is None:
-            raise ValueError(f"{type(message).__name__} is not a request of a joined process")
-        handler(process, message)
+        self._requests[type(message)](process, message)
 
     def _attach(self, process: Process, request: engine.Attach) -> None:
         if WriteId(request.lease) in process.session.writes:

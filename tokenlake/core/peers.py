@@ -26,9 +26,11 @@ from tokenlake.core.instructions import Note, Say
 from tokenlake.core.timers import Timer
 from tokenlake.hot import Rate
 from tokenlake.identity import Incarnation, NodeId
+from tokenlake.keys import KEY_BYTES
 from tokenlake.metrics import Metric
 from tokenlake.placement import UNKNOWN_VACANCY, Vacancy
 from tokenlake.wire import peer as wire
+from tokenlake.wire.checks import REPLY_TO
 
 __all__ = ["OnReply", "Peer", "Peers"]
 
@@ -79,7 +81,8 @@ class Peer:
         """Bytes that this node is about to read there, or did."""
         self.rate = DEFAULT_RATE
         """Bytes per second of fetches from there, running mean."""
-        self.calls: dict[int, tuple[OnReply, Timer]] = {}
+        self.calls: dict[int, tuple[OnReply, Timer, wire.PeerMessage]] = {}
+        """With what it was asked."""
 
     @property
     def reachable(self) -> bool:
@@ -162,7 +165,7 @@ class Peers:
         peer.up = False
         calls, peer.calls = peer.calls, {}
         self._context.emit(Note(f"peer {node} is down"))
-        for on_reply, timer in calls.values():
+        for on_reply, timer, _ in calls.values():
             timer.cancel()
             on_reply(None)
         self._on_lost(peer)
@@ -226,9 +229,22 @@ class Peers:
             on_reply(None)
 
         message = make(call)
-        peer.calls[call] = (on_reply, self._context.after(deadline_s, expire))
+        peer.calls[call] = (on_reply, self._context.after(deadline_s, expire), message)
         self._context.counters.add(CALLS)
         self._context.emit(Say(peer.node, message))
+
+    def check_reply(self, node: NodeId, message: Reply, count: int) -> None:
+        """Raises `ValueError` where a call waits for this reply, and asked something else, or of other than `count`
+        keys. Changes nothing."""
+        waiting = self._peers[node].calls.get(message.call)
+        if waiting is None:
+            return
+        asked = waiting[2]
+        if REPLY_TO[type(asked)] is not type(message):
+            raise ValueError(f"a {type(message).__name__} answers a {type(asked).__name__}")
+        keys = getattr(asked, "keys", b"")
+        if count * KEY_BYTES != len(keys):
+            raise ValueError(f"a {type(message).__name__} of {count} keys answers for {len(keys) // KEY_BYTES}")
 
     def replied(self, node: NodeId, message: Reply) -> None:
         """Hand a reply to its caller. A late `LookupReply` leased what nobody waits for: give it back."""
@@ -237,7 +253,7 @@ class Peers:
             self._told(peer, message)
         waiting = peer.calls.pop(message.call, None)
         if waiting is not None:
-            on_reply, timer = waiting
+            on_reply, timer, _ = waiting
             timer.cancel()
             on_reply(message)
         elif isinstance(message, wire.LookupReply) and message.lease:

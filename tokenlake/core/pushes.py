@@ -300,8 +300,6 @@ class Pushes:
         """Another node chose this one as the holder: pull, keep, tell the homes, answer."""
         tenant = TenantId(message.tenant)
         keys = split_keys(message.keys)
-        if not keys or len(message.depths) != len(keys):
-            raise ValueError(f"an offer of {len(keys)} segments with {len(message.depths)} depths")
         codes = bytearray(len(keys))
         waiting = len(keys)
 

@@ -35,13 +35,14 @@ class Regions:
         """For whom a region is replaced."""
         self._giving: tuple[SlotPool, Claim, float] | None = None
         """Whose region is emptied bit by bit, for whom, since when."""
-        self._replacing = False
+        self._replacing: ReplaceRegion | None = None
+        """What was asked for and is not there."""
         self._replaced = 0
 
     def look(self) -> None:
         """Does somebody want memory, and can somebody give some? Asked when an engine joins, and from time to time:
         what is to be given may be in use for now."""
-        if self._replacing:
+        if self._replacing is not None:
             return
         if self._giving is not None:
             self._drain(*self._giving)
@@ -78,7 +79,7 @@ class Regions:
                 continue
             free = len(pool.free)
             self._replace(store.reclaim(pool, self._context.now), claim)
-            if self._replacing or len(pool.free) > free:
+            if self._replacing is not None or len(pool.free) > free:
                 # It gave a region, or a part of one for now: no other pool has to lose anything.
                 return True
         return False
@@ -91,13 +92,19 @@ class Regions:
     def _replace(self, region: int | None, claim: Claim) -> None:
         if region is None:
             return
-        self._claim, self._replacing = claim, True
         fresh = self._context.config.regions + self._replaced
+        self._claim, self._replacing = claim, ReplaceRegion(region, fresh)
         self._replaced += 1
-        self._context.emit(ReplaceRegion(region, fresh))
+        self._context.emit(self._replacing)
+
+    def check_ready(self, region: int) -> None:
+        """Raises `ValueError` when this region was not asked for. Changes nothing."""
+        wanted = self._replacing
+        if wanted is None or region != wanted.fresh:
+            raise ValueError(f"region {region} is there, which was not asked for")
 
     def ready(self, region: int) -> None:
         """The fresh memory is there."""
-        claim, self._claim, self._replacing = self._claim, None, False
+        claim, self._claim, self._replacing = self._claim, None, None
         self._context.store.add_spare(region, claim)
         self.look()

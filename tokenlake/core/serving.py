@@ -191,6 +191,11 @@ class Serving:
 
     # -- sends
 
+    def check_pull(self, stream: int) -> None:
+        """Raises `ValueError` while an earlier send on the stream is not done. Changes nothing."""
+        if stream in self._sends:
+            raise ValueError(f"bulk connection {stream} asks again before it was served")
+
     def pull(
         self, stream: int, node: NodeId, tenant: TenantId, keys: list[SegmentKey], *, background: bool = False
     ) -> None:

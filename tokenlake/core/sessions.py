@@ -192,7 +192,8 @@ class Sessions:
         return session
 
     def _take_over(self, session: Session, old: ConnectionId, new: ConnectionId) -> None:
-        if session.processes.pop(old, None) is None:
+        # One that is gone may still be among the session's, until all that it held is given back.
+        if old not in self._processes or session.processes.pop(old, None) is None:
             return
         del self._processes[old]
         for lease in session.leases.values():
@@ -306,7 +307,8 @@ class Sessions:
         flags = lease.held.get(connection)
         if flags is None:
             return
-        start, stop = max(0, start), max(0, min(stop, len(flags)))
+        stop = min(stop, len(flags))
+        start = min(start, stop)
         given = flags[start:stop]
         flags[start:stop] = bytes(stop - start)
         if len(lease.held) == 1:

@@ -25,6 +25,7 @@ __all__ = [
     "Share",
     "SlotBytes",
     "Statistics",
+    "Version",
     "Worth",
 ]
 
@@ -63,6 +64,9 @@ Shards = Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
 
 Statistics = Annotated[bytes, Meta(max_length=1 << 18)]
 """What a policy of eviction saves of one pool."""
+
+Version = Annotated[int, Meta(ge=0)]
+"""Of what a node tells everybody; 0: nothing yet."""
 
 Worth = Annotated[float, Meta(ge=0, le=1e9)]
 """What keeping a segment is worth to the policy of eviction."""

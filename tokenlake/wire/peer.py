@@ -26,6 +26,7 @@ from tokenlake.wire.fields import (
     Share,
     SlotBytes,
     Statistics,
+    Version,
     Worth,
 )
 
@@ -341,7 +342,7 @@ class HotEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class HotSet(_Message, frozen=True, tag=43):
     """From a home: all its hot segments. A greater version of the same incarnation replaces an earlier one."""
 
-    version: int
+    version: Version
     entries: tuple[HotEntry, ...]
 
 
@@ -355,7 +356,7 @@ class Ping(_Message, frozen=True, tag=18):
     call: int
     vacancy: tuple[Share, Seconds, Worth]
     load: Amount
-    hot_version: int
+    hot_version: Version
     """Of the sender's `HotSet`; 0: it has none."""
 
 
@@ -365,7 +366,7 @@ class Pong(_Message, frozen=True, tag=19):
     call: int
     vacancy: tuple[Share, Seconds, Worth]
     load: Amount
-    hot_version: int
+    hot_version: Version
 
 
 class Pull(_Message, frozen=True, tag=20):

@@ -1,0 +1,185 @@
+"""The size of the code, and how much of it one request crosses: `python -m tests.house.structure` prints a report.
+
+The crossings count calls of Python functions defined in the rules (`tokenlake/`), on all nodes of a simulated cluster,
+from the engine's request to the last event that it causes: comprehensions and lambdas are not counted as functions.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import tokenlake_server.watchdog  # noqa: F401  declares a metric
+from tests.core.scenes import answer, calm, match, placed, store, tell
+from tests.sim.cluster import Cluster
+from tests.sim.engine import Storing
+from tokenlake.config import load_config
+from tokenlake.metrics import Metric
+from tokenlake.wire import engine, peer, query
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {
+    "tokenlake": "tokenlake",
+    "tokenlake/core": "tokenlake/core",
+    "server": "server/tokenlake_server",
+    "client": "client/tokenlake_client",
+    "query": "query/tokenlake_query",
+    "bench": "bench/tokenlake_bench",
+    "tests": "tests",
+}
+KEYS = 2
+
+
+def python_files(folder: Path) -> list[Path]:
+    """Every module below `folder`."""
+    return sorted(folder.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    """Dotted name of a module of the checkout."""
+    relative = path.relative_to(ROOT).with_suffix("")
+    parts = relative.parts if relative.parts[0] in ("tokenlake", "tests") else relative.parts[1:]
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def imports(path: Path, known: set[str]) -> set[str]:
+    """Modules of `known` that a module imports, also inside functions and for type checkers alone."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return (found & known) - {module_name(path)}
+
+
+def graph(folders: list[Path]) -> dict[str, set[str]]:
+    """Import arrows between the modules below `folders`. A package's face, `__init__`, stands for what it gathers, and
+    is left out where the importing module is one of those."""
+    files = {module_name(path): path for folder in folders for path in python_files(folder)}
+    arrows = {name: imports(path, set(files)) for name, path in files.items()}
+    return {name: {to for to in found if not name.startswith(f"{to}.")} for name, found in arrows.items()}
+
+
+def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other (strongly connected components of more than one; Tarjan 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for to in sorted(arrows[name]):
+            if to not in index:
+                visit(to)
+                low[name] = min(low[name], low[to])
+            elif to in stack:
+                low[name] = min(low[name], index[to])
+        if low[name] == index[name]:
+            at = stack.index(name)
+            group, stack[at:] = sorted(stack[at:]), []
+            if len(group) > 1:
+                found.append(group)
+
+    for name in sorted(arrows):
+        if name not in index:
+            visit(name)
+    return found
+
+
+class Crossings:
+    """Counts calls of functions below `tokenlake/` while it is entered."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[tuple[str, str]] = Counter()
+
+    def __enter__(self) -> Crossings:
+        sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.setprofile(None)
+
+    def _profile(self, frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if (
+            event == "call"
+            and code.co_filename.startswith(str(ROOT / "tokenlake"))
+            and not code.co_name.startswith("<")
+        ):
+            self.calls[code.co_filename, code.co_qualname] += 1
+
+    def __str__(self) -> str:
+        modules = {name for name, _ in self.calls}
+        return f"{sum(self.calls.values())} calls, {len(self.calls)} functions, {len(modules)} modules"
+
+
+def crossed(scene: Callable[[Cluster], Callable[[], None]]) -> Crossings:
+    """Functions that the action prepared by `scene` crosses in a quiet cluster of three nodes."""
+    cluster = calm(3)
+    act = scene(cluster)
+    with Crossings() as crossings:
+        act()
+    return crossings
+
+
+def a_read(cluster: Cluster) -> Callable[[], None]:
+    """Match, fetch and release of segments that lie at another node."""
+    keys = placed(cluster, 1, 2, KEYS)
+    store(cluster, cluster.join(1), keys)
+    reader = cluster.join(0)
+    cluster.run_for(0.1)
+
+    def act() -> None:
+        matched = match(cluster, reader, keys)
+        assert matched.hits == KEYS
+        fetched = answer(cluster, reader.processes[0], engine.Fetch, matched.lease, 0, KEYS, 0.0)
+        assert len(fetched.codes) == KEYS
+        tell(cluster, reader.processes[0], engine.Release(((matched.lease, 0, KEYS),)))
+
+    return act
+
+
+def a_write(cluster: Cluster) -> Callable[[], None]:
+    """Prepare and commit of segments, until another node has pulled them and the writer may evict its copy."""
+    keys = placed(cluster, 1, 2, KEYS)
+    writer = cluster.join(0)
+    cluster.run_for(0.1)
+
+    def act() -> None:
+        writer.store(keys, 0, Storing())
+        cluster.run_for(0.1)
+
+    return act
+
+
+def report() -> None:
+    """Print everything."""
+    for name, folder in PACKAGES.items():
+        files = python_files(ROOT / folder)
+        lines = {path: path.read_text().count("\n") for path in files}
+        largest = max(files, key=lambda path: lines[path])
+        print(f"{name}: {len(files)} files, {sum(lines.values())} lines; largest {largest.name} {lines[largest]}")
+    product = [ROOT / PACKAGES[name] for name in ("tokenlake", "server", "client", "query")]
+    arrows = graph(product)
+    core = {name: found for name, found in arrows.items() if name.startswith("tokenlake.core.")}
+    inside = sum(len({to for to in found if to in core}) for found in core.values())
+    print(f"import arrows: {sum(map(len, arrows.values()))} in the product, {inside} inside tokenlake/core")
+    for group in circles(arrows):
+        print(f"circle: {', '.join(group)}")
+    print(f"a read: {crossed(a_read)}")
+    print(f"a write: {crossed(a_write)}")
+    settings = len(list(load_config(toml_text=None, environ={}, flags={}).describe()))
+    tags = [len(re.findall(r"tag=\d", Path(str(module.__file__)).read_text())) for module in (engine, peer, query)]
+    print(f"settings {settings}, metrics {len(list(Metric.all()))}, message types {tags} (engine, peer, query)")
+
+
+if __name__ == "__main__":
+    report()

@@ -1,0 +1,214 @@
+"""Events that no driver and no sender of this protocol makes, of every kind, for a core as it stands.
+
+Message types come from the unions of `tokenlake.wire`, so that a new one is sent too; each field that can be wrong is
+wrong in one of the events, and the rest of it is right.
+"""
+
+from __future__ import annotations
+
+import functools
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import msgspec.inspect as types
+
+from tokenlake.core import NodeCore, events
+from tokenlake.keys import KEY_BYTES
+from tokenlake.wire import Code, engine, peer
+
+__all__ = ["NEVER_MALFORMED", "PEER_MESSAGES", "REQUESTS", "legal", "malformed"]
+
+PEER_MESSAGES: tuple[type[Any], ...] = typing.get_args(peer.PeerMessage)
+REQUESTS: tuple[type[Any], ...] = typing.get_args(engine.EngineRequest)
+NOT_FOR_THE_RULES = (engine.Hello, engine.OpenRegion, engine.OpenQuery, engine.Explain, engine.Bye)
+"""Requests that the daemon answers itself, or that are an event of their own."""
+NEVER_MALFORMED = (
+    events.ProcessGone,
+    events.SendDone,
+    *(engine.Attach, engine.Fetch, engine.Where, engine.Shipped, engine.Abort, engine.Heartbeat, engine.Holds),
+    *(peer.ReleaseLease, peer.RenewLease, peer.Learned, peer.Advertised, peer.Ping, peer.HotWanted),
+)
+"""Their decoder checks all there is; what they name and is not there is left as it is."""
+
+KEY = b"\1" * KEY_BYTES
+STRANGER = "nobody"
+_MORE = ("depths", "times", "nodes", "firsts", "formers", "rules", "ago_s")
+"""Fields with an entry for each key, or each that has a certain code."""
+_NAMES = ("node", "source", "holder", "rather")
+_RIGHT: dict[type, dict[str, Any]] = {
+    peer.LookupReply: {"codes": bytes([Code.MISSING])},
+    peer.ReadyReply: {"codes": bytes([Code.COMMITTED]), "formers": ("",)},
+    peer.OfferReply: {"codes": bytes([Code.COMMITTED])},
+    peer.Replicated: {"codes": bytes([Code.COMMITTED])},
+    peer.Redundant: {"nodes": ("n0",)},
+    peer.Reads: {"times": (1,)},
+}
+
+
+def legal(kind: type[Any], **fields: Any) -> Any:
+    """A message about one segment, which means little but breaks no rule."""
+    described = types.type_info(kind)
+    assert isinstance(described, types.StructType)
+    right = _RIGHT.get(kind, {})
+    for field in described.fields:
+        if field.name not in fields:
+            fields[field.name] = right.get(field.name, _value(field))
+    return kind(**fields)
+
+
+def _value(field: types.Field) -> Any:
+    match field.name:
+        case "keys":
+            return KEY
+        case "node" | "source" | "holder":
+            return "n0"
+        case "rather":
+            return ""
+        case "depths":
+            return (0,)
+    return _plain(field.type)
+
+
+def _plain(of: types.Type) -> Any:
+    match of:
+        case types.BoolType():
+            return False
+        case types.IntType(ge=least):
+            return least or 0
+        case types.FloatType(ge=least):
+            return float(least or 0.0)
+        case types.StrType():
+            return ""
+        case types.BytesType(min_length=shortest):
+            return bytes(shortest or 0)
+        case types.TupleType(item_types=items):
+            return tuple(map(_plain, items))
+        case types.VarTupleType():
+            return ()
+        case types.UnionType(types=some) if any(isinstance(each, types.NoneType) for each in some):
+            return None
+        case types.StructType(cls=cls):
+            return legal(cls)
+    raise NotImplementedError(f"a message holds {of}; teach this module to make one")
+
+
+def _broken(kind: type[Any], right: Any) -> Iterator[Any]:
+    """`right` with each of its fields wrong in turn, where a decoder does not see that."""
+    for name in right.__struct_fields__:
+        value = getattr(right, name)
+        wrong: list[Any] = []
+        if name == "keys":
+            wrong = [KEY[:-1], KEY + b"x"]
+            if kind in (peer.Offer, peer.Replicate):
+                wrong += [b""]
+        elif name == "codes":
+            wrong = [b"\xff", b"\0"]
+        elif name in _MORE:
+            more = 0 if name in ("depths", "times") else 1.0 if name == "ago_s" else "n0"
+            wrong = [(*value, more)]
+            if "nodes" in name and kind is peer.Redundant:
+                wrong += [(STRANGER,)]
+        elif name in _NAMES:
+            wrong = [STRANGER]
+        elif name == "known":
+            wrong = [2]
+        elif name == "entries":
+            wrong = [(peer.HotEntry("red", KEY, (0, 1 << 20)),), (peer.HotEntry("red", KEY, (0,) * 1000),)]
+        for each in wrong:
+            yield msgspec.structs.replace(right, **{name: each})
+
+
+@functools.cache
+def _wrong_requests() -> tuple[Any, ...]:
+    """Those that no engine sends, and those that are none."""
+    return (
+        *(broken for kind in REQUESTS for broken in _broken(kind, legal(kind))),
+        *map(legal, (*NOT_FOR_THE_RULES, *PEER_MESSAGES, *typing.get_args(engine.EngineReply))),
+        engine.Release(((1, 0, 1), (1, 5, 2))),
+        engine.Prepare(1, KEY + KEY[::-1], (1 << 32) - 1),
+        engine.Commit(1, 1, (0, 1), 3, bytes(31)),
+        engine.Commit(1, 1, (0,), 1 << 31, bytes(8)),
+    )
+
+
+@functools.cache
+def _wrong_sayings() -> tuple[Any, ...]:
+    """Those that no peer sends, and those that are none."""
+    return (
+        *(broken for kind in PEER_MESSAGES for broken in _broken(kind, legal(kind))),
+        *map(legal, REQUESTS),
+        peer.Reads("red", KEY * 5000, (0,) * 5000, (1,) * 5000, 512, 2),
+        peer.HotSet(1, (peer.HotEntry("red", KEY, (0,)),) * 5000),
+    )
+
+
+@functools.cache
+def _right_sayings() -> tuple[Any, ...]:
+    return tuple(map(legal, PEER_MESSAGES))
+
+
+def malformed(core: NodeCore, connection: int, node: str) -> Iterator[events.Event]:
+    """`connection` has joined, `node` is another member."""
+    yield from (events.Requested(connection, request) for request in _wrong_requests())
+    yield from (events.PeerSaid(node, saying) for saying in _wrong_sayings())
+    for saying in _right_sayings():
+        yield events.PeerSaid(STRANGER, saying)
+        yield events.PeerSaid(core.config.node, saying)
+    yield from _wrong_replies(core)
+    yield from _wrong_events(core, connection, node)
+
+
+def _wrong_replies(core: NodeCore) -> Iterator[events.Event]:
+    """To what this node really asked: of another type, and for another number of keys."""
+    for asked in core._peers:
+        for call, waiting in asked.calls.items():
+            message = waiting[-1]
+            for kind in (peer.LookupReply, peer.ReadyReply, peer.OfferReply, peer.Replicated):
+                count = len(getattr(message, "keys", b"")) // KEY_BYTES + 1
+                codes = bytes([Code.MISSING if kind is peer.LookupReply else Code.COMMITTED]) * count
+                fields = {"formers": ()} if kind is peer.ReadyReply else {}
+                yield events.PeerSaid(asked.node, legal(kind, call=call, codes=codes, **fields))
+            yield events.PeerSaid(
+                asked.node, legal(peer.ToldWhy, call=call, rules=("",) * 99, nodes=("",) * 99, ago_s=(0.0,) * 99)
+            )
+            if not isinstance(message, peer.Ping):
+                yield events.PeerSaid(asked.node, legal(peer.Pong, call=call))
+
+
+def _wrong_events(core: NodeCore, connection: int, node: str) -> Iterator[events.Event]:
+    for other in (STRANGER, core.config.node, ""):
+        yield events.PeerUp(other, 1)
+        yield events.PeerDown(other, 1)
+        yield events.PullAsked(1, other, "red", KEY)
+    yield events.PullAsked(1, node, "red", KEY[:-1])
+    for stream in core._serving._sends:
+        yield events.PullAsked(stream, node, "red", KEY)
+    yield events.Joined(connection, 1, "red", 512, 2, 16, 0, 0)
+    for slot_bytes, shards, tokens in (
+        (0, 2, 16),
+        (-1, 2, 16),
+        (1 << 60, 2, 16),
+        (512, 0, 16),
+        (512, -1, 16),
+        (512, 1 << 20, 16),
+        (512, 2, -1),
+    ):
+        yield events.Joined(1 << 40, 1, "red", slot_bytes, shards, tokens, 0, 0)
+    yield events.FetchDone(1, bytes([Code.LOCAL]), bytes(16))
+    for fetch, flight in core._fetches._flights.items():
+        count = len(flight.segments)
+        codes, checksums = bytes([Code.LOCAL]) * count, bytes(8 * flight.shards * count)
+        yield events.FetchDone(fetch, codes[1:], checksums)
+        yield events.FetchDone(fetch, codes + codes[:1], checksums)
+        yield events.FetchDone(fetch, codes[1:] + b"\xff", checksums)
+        yield events.FetchDone(fetch, codes, checksums[1:])
+        yield events.FetchDone(fetch, codes, b"")
+    yield events.RegionReady(-1)
+    yield events.RegionReady(0)
+    yield events.LearnedBefore(b"")
+    yield events.LearnedBefore(b"junk")
+    for request in (engine.Match(1, KEY, 0.0), peer.HotWanted()):
+        yield events.Asked(connection, "red", request)  # type: ignore[arg-type]
+    yield legal(peer.Ping)

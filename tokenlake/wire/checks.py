@@ -1,0 +1,192 @@
+"""Do the packed fields of a message add up? A decoder checks each field by itself; these check a message as a whole.
+
+`check_request` takes the messages of a joined process that reach the rules, `check_said` those of a peer. A message of
+another type is refused. Both change nothing, so whoever calls them first can refuse a message before it acts on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tokenlake.keys import KEY_BYTES
+from tokenlake.wire import engine, peer
+from tokenlake.wire.codes import Code
+
+__all__ = ["KNOWN_CODES", "REPLY_TO", "check_request", "check_said"]
+
+CHECKSUM_BYTES = 8
+MOST_DEPTH = 1 << 32
+"""Depths travel as `fields.Index`: a peer refuses a greater one."""
+KNOWN_CODES = bytes(Code)
+_LOOKUP_CODES = bytes([Code.LOCAL, Code.ELSEWHERE, Code.PENDING, Code.MISSING, Code.UNKNOWN])
+_READY_CODES = bytes([Code.COMMITTED, Code.EXISTS])
+_ELSEWHERE, _EXISTS = bytes([Code.ELSEWHERE]), bytes([Code.EXISTS])
+
+REPLY_TO: dict[type, type] = {
+    peer.Ping: peer.Pong,
+    peer.Lookup: peer.LookupReply,
+    peer.Ready: peer.ReadyReply,
+    peer.Offer: peer.OfferReply,
+    peer.Replicate: peer.Replicated,
+    peer.AskWhy: peer.ToldWhy,
+}
+"""Which message answers which."""
+
+
+def check_request(message: Any) -> None:
+    """Raises `ValueError` with the reason for a message that no client of this protocol sends."""
+    check = _REQUESTS.get(type(message))
+    if check is None:
+        raise ValueError(f"{type(message).__name__} is not a request of a joined process")
+    check(message)
+
+
+def check_said(message: Any) -> None:
+    """Raises `ValueError` with the reason for a message that no peer of this protocol sends."""
+    check = _SAID.get(type(message))
+    if check is None:
+        raise ValueError(f"{type(message).__name__} is not a message of a control connection between daemons")
+    check(message)
+
+
+def _nothing(message: Any) -> None:
+    """Its decoder checks all there is."""
+
+
+def _keys(message: Any) -> None:
+    if len(message.keys) % KEY_BYTES:
+        raise ValueError(
+            f"keys of a {type(message).__name__} take {len(message.keys)} bytes, which is no multiple of {KEY_BYTES}"
+        )
+
+
+def _count(message: Any) -> int:
+    _keys(message)
+    return len(message.keys) // KEY_BYTES
+
+
+def _codes(message: Any, known: bytes) -> None:
+    if unknown := message.codes.translate(None, known):
+        raise ValueError(f"code {unknown[0]} has no meaning in a {type(message).__name__}")
+
+
+def _agree(message: Any, count: int, what: str, field: str) -> None:
+    if len(getattr(message, field)) != count:
+        raise ValueError(
+            f"field {field!r} of a {type(message).__name__} has {len(getattr(message, field))} entries for "
+            f"{count} {what}"
+        )
+
+
+# -- engines
+
+
+def _prepare(message: engine.Prepare) -> None:
+    if message.first + _count(message) > MOST_DEPTH:
+        raise ValueError(f"a Prepare of segments from index {message.first} on ends beyond index {MOST_DEPTH - 1}")
+
+
+def _commit(message: engine.Commit) -> None:
+    expected = CHECKSUM_BYTES * len(message.indices) * message.shards.bit_count()
+    if len(message.checksums) != expected:
+        raise ValueError(
+            f"checksums of a Commit take {len(message.checksums)} bytes, not {expected} for {len(message.indices)} "
+            f"segments and {message.shards.bit_count()} shards each"
+        )
+
+
+def _release(message: engine.Release) -> None:
+    for lease, start, stop in message.ranges:
+        if start > stop:
+            raise ValueError(f"a Release of lease {lease} begins at {start} and ends at {stop}")
+
+
+_REQUESTS: dict[type, Callable[[Any], None]] = {
+    engine.Match: _keys,
+    engine.Attach: _nothing,
+    engine.Fetch: _nothing,
+    engine.Release: _release,
+    engine.Where: _nothing,
+    engine.Shipped: _nothing,
+    engine.Advise: _keys,
+    engine.Prepare: _prepare,
+    engine.Commit: _commit,
+    engine.Abort: _nothing,
+    engine.Claim: _keys,
+    engine.Holds: _nothing,
+    engine.Heartbeat: _nothing,
+}
+
+
+# -- peers
+
+
+def _lookup_reply(message: peer.LookupReply) -> None:
+    _codes(message, _LOOKUP_CODES)
+    _agree(message, message.codes.count(_ELSEWHERE), "keys that are elsewhere", "nodes")
+    if message.known > len(message.codes):
+        raise ValueError(f"a LookupReply knows of key {message.known} of {len(message.codes)}")
+
+
+def _ready_reply(message: peer.ReadyReply) -> None:
+    _codes(message, _READY_CODES)
+    exist = message.codes.count(_EXISTS)
+    _agree(message, exist, "segments that exist", "firsts")
+    if message.formers:
+        _agree(message, len(message.codes) - exist, "segments that were committed", "formers")
+
+
+def _known_codes(message: peer.OfferReply | peer.Replicated) -> None:
+    _codes(message, KNOWN_CODES)
+
+
+def _wish(message: peer.Offer | peer.Replicate) -> None:
+    count = _count(message)
+    if not count:
+        raise ValueError(f"a {type(message).__name__} of no segments")
+    _agree(message, count, "segments", "depths")
+
+
+def _redundant(message: peer.Redundant) -> None:
+    _agree(message, _count(message), "segments", "nodes")
+
+
+def _told_why(message: peer.ToldWhy) -> None:
+    _agree(message, len(message.rules), "rules", "nodes")
+    _agree(message, len(message.rules), "rules", "ago_s")
+
+
+def _reads(message: peer.Reads) -> None:
+    count = _count(message)
+    _agree(message, count, "segments", "depths")
+    _agree(message, count, "segments", "times")
+
+
+_SAID: dict[type, Callable[[Any], None]] = {
+    peer.Lookup: _keys,
+    peer.LookupReply: _lookup_reply,
+    peer.ReleaseLease: _nothing,
+    peer.RenewLease: _nothing,
+    peer.Announce: _keys,
+    peer.Withdraw: _keys,
+    peer.Ready: _keys,
+    peer.ReadyReply: _ready_reply,
+    peer.Offer: _wish,
+    peer.OfferReply: _known_codes,
+    peer.Held: _keys,
+    peer.Redundant: _redundant,
+    peer.Evicted: _keys,
+    peer.AskWhy: _keys,
+    peer.Learned: _nothing,
+    peer.ToldWhy: _told_why,
+    peer.Touched: _keys,
+    peer.Advertised: _nothing,
+    peer.Ping: _nothing,
+    peer.Pong: _nothing,
+    peer.Reads: _reads,
+    peer.Replicate: _wish,
+    peer.Replicated: _known_codes,
+    peer.HotSet: _nothing,
+    peer.HotWanted: _nothing,
+}
