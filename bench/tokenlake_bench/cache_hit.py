@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tokenlake.errors import ConfigurationError
+from tokenlake_bench.fast_daemon import MAX_SPEED
 from tokenlake_bench.flash import FlashCrowd
 from tokenlake_bench.live import LiveOptions, notes, run_live
 from tokenlake_bench.plot import plot_cache_hit
@@ -59,8 +59,8 @@ class CacheHitArguments:
         for name in ("baselines", "model", "gpu", "rate", "copies"):
             if getattr(self, name) is not None:
                 raise ConfigurationError(name, getattr(self, name), "none, or '--mode simulate'")
-        if not 0 <= self.speed < math.inf:
-            raise ConfigurationError("speed", self.speed, "a finite number, at least 0")
+        if not 0 <= self.speed <= MAX_SPEED:
+            raise ConfigurationError("speed", self.speed, f"a number from 0 to {MAX_SPEED:g}")
         if self.route is not None and self.route not in ROUTES:
             raise ConfigurationError("route", self.route, " or ".join(ROUTES))
         if self.limit is not None and self.limit < 1:

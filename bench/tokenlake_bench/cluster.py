@@ -18,8 +18,9 @@ from tokenlake.errors import TokenLakeError, Unreachable
 from tokenlake.layout import Layout
 from tokenlake_client import Pool
 
-__all__ = ["Cluster", "Node", "free_port", "parse_metrics"]
+__all__ = ["SERVER", "Cluster", "Node", "free_port", "parse_metrics"]
 
+SERVER = "tokenlake_server"
 START_S = 60.0
 """Generous: on a loaded machine an interpreter takes seconds to start."""
 STOP_S = 15.0
@@ -28,8 +29,10 @@ STOP_S = 15.0
 class Node:
     """One daemon. Survives `kill` and `start` again under the same name and addresses."""
 
-    def __init__(self, name: str, directory: Path, settings: Mapping[str, str]) -> None:
+    def __init__(self, name: str, directory: Path, settings: Mapping[str, str], module: str = SERVER) -> None:
+        """`module`: what Python runs as the daemon."""
         self.name = name
+        self._module = module
         self.socket = directory / f"{name}.sock"
         self.log = directory / f"{name}.log"
         self.metrics_port = free_port()
@@ -41,13 +44,13 @@ class Node:
         }
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self, **settings: str) -> None:
-        """Start the process; `Cluster.wait_ready` tells when it serves. `settings`: flags of this life only."""
+    def start(self, module: str | None = None, /, **settings: str) -> None:
+        """Start the process; `Cluster.wait_ready` tells when it serves. `module`, `settings`: of this life only."""
         flags = [word for name, value in {**self._settings, **settings}.items() for word in (f"--{name}", value)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TOKENLAKE_")}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tokenlake_server", *flags],
+                [sys.executable, "-m", module or self._module, *flags],
                 stdout=log,
                 stderr=log,
                 env=environment,
@@ -108,10 +111,12 @@ class Cluster:
         memory: str,
         region_size: str,
         via: Mapping[tuple[str, str], int] | None = None,
+        module: str = SERVER,
         /,
         **settings: str,
     ) -> None:
         """`via`: the ports at which nodes reach others, by (node, other); without one a node's own, see `ports`.
+        `module`: see `Node`.
         `settings`: further flags of every daemon, with underscores."""
         self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-")
         self.directory = Path(self._directory.name)
@@ -132,7 +137,8 @@ class Cluster:
                 else {other: port if other == node else via[node, other] for other, port in self.ports.items()}
             )
             peers = ",".join(f"{other}=127.0.0.1:{port}" for other, port in reached.items())
-            self.nodes.append(Node(node, self.directory, {"peers": peers, **common, "listen": f"127.0.0.1:{own}"}))
+            settings_of_node = {"peers": peers, **common, "listen": f"127.0.0.1:{own}"}
+            self.nodes.append(Node(node, self.directory, settings_of_node, module))
 
     def __enter__(self) -> Cluster:
         try:

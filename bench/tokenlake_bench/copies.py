@@ -16,17 +16,18 @@ BATCH = 1024
 """Keys per match."""
 
 
-def copies_per_segment(pools: Sequence[Pool], keys: Iterable[SegmentKey]) -> float:
+def copies_per_segment(pools: Sequence[Pool], keys: Iterable[SegmentKey], haste: float = 1.0) -> float:
     """Mean over those of `keys` (distinct, in any order) that some node holds; 0 when none does.
 
     `pools`: one per node, when nothing is on its way between nodes. Touches what it finds.
+    `haste`: seconds of the nodes' clocks in each second.
     """
     wanted = list(keys)
     copies: Counter[SegmentKey] = Counter()
     for pool in pools:
         for start in range(0, len(wanted), BATCH):
             batch = wanted[start : start + BATCH]
-            with pool.match(batch, deadline_s=MATCH_S) as lease:
+            with pool.match(batch, deadline_s=MATCH_S * haste) as lease:
                 found = [key for key, code in zip(batch, lease.codes, strict=True) if code == Code.LOCAL]
             copies.update(found)
     return copies.total() / len(copies) if copies else 0.0

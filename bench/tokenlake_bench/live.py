@@ -17,7 +17,7 @@ from tokenlake_bench.baselines import (
     baselines,
     intern_segments,
 )
-from tokenlake_bench.cluster import Cluster
+from tokenlake_bench.cluster import SERVER, Cluster
 from tokenlake_bench.copies import copies_per_segment
 from tokenlake_bench.live_client import WINDOW, LiveClient
 from tokenlake_bench.load_meter import LoadMeter, settle
@@ -29,9 +29,12 @@ from tokenlake_bench.workload import Workload
 
 __all__ = ["LiveOptions", "LiveRun", "notes", "run_live"]
 
+FAST_DAEMON = "tokenlake_bench.fast_daemon"
 STAGED_SHARE = ServerConfig().staged_share
 PATIENT = {"match_deadline_ms": "1000", "suspect_ms": "5000"}
 """Settings of the daemons unless told otherwise: what is found must not depend on how busy this machine is."""
+DEADLINES = {"match_deadline_ms": 600_000, "suspect_ms": 600_000, "lease_s": 3600, "reservation_s": 3600}
+"""Settings that are times, and the most that each may be."""
 SENT_BYTES = "tokenlake_sent_bytes_total"
 EVICTED = "tokenlake_evicted_segments_total"
 HOT_COPIES = 'tokenlake_hot_segments{of="copies"}'
@@ -41,9 +44,10 @@ FLASH_WINDOWS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class LiveOptions:
-    """`capacity_tokens` is that of the whole pool; `speed` 0 replays as fast as it goes. `shipped_deadlines`: the
-    daemons wait for each other as long as they do by default. `hot` and `eviction` (None: the default) are settings of
-    the daemons. `flash_at`: when a flash crowd comes that is in the workload."""
+    """`capacity_tokens` is that of the whole pool; `speed` 0 replays as fast as it goes, any other scales the clocks of
+    the daemons too. `shipped_deadlines`: the daemons wait for each other as long as they do by default. `hot` and
+    `eviction` (None: the default) are settings of the daemons. `flash_at`: when a flash crowd comes that is in the
+    workload."""
 
     nodes: int = 3
     capacity_tokens: int
@@ -57,14 +61,24 @@ class LiveOptions:
     shipped_deadlines: bool = False
 
     def settings(self) -> dict[str, str]:
-        """Of the daemons, beside sizes and addresses."""
+        """Of the daemons, beside sizes and addresses. Deadlines are as many real seconds at each speed: the disks and
+        sockets of this machine are no faster in a replay."""
         settings = {} if self.shipped_deadlines else dict(PATIENT)
         settings["hot"] = self.hot
         if self.eviction is not None:
             settings["eviction"] = self.eviction
         if self.speed > 0:
-            settings["time_scale"] = str(self.speed)
+            settings["speed"] = str(self.speed)
+            plain = ServerConfig()
+            for name, longest in DEADLINES.items():
+                lasts = float(settings.get(name, getattr(plain, name))) * self.haste
+                settings[name] = str(min(lasts, longest))
         return settings
+
+    @property
+    def haste(self) -> float:
+        """Seconds of the daemons' clocks in which as much can be done as in one second of a daemon at rest."""
+        return max(1.0, self.speed)
 
 
 @dataclass(frozen=True)
@@ -84,12 +98,14 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
     accesses = intern_segments(workload, options.segment_tokens)
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
-        cluster = stack.enter_context(Cluster(options.nodes, str(size.memory), str(size.memory), **options.settings()))
+        module = FAST_DAEMON if options.speed > 0 else SERVER
+        memory = str(size.memory)
+        cluster = stack.enter_context(Cluster(options.nodes, memory, memory, None, module, **options.settings()))
         # What is fetched has to fit among the staged copies.
         window = max(1, min(WINDOW, int(STAGED_SHARE * size.node_segments)))
         clients = [
-            LiveClient(stack.enter_context(cluster.connect(node, size.layout)), options.seed, window=window)
-            for node in range(options.nodes)
+            LiveClient(pool, options.seed, window=window, haste=options.haste)
+            for pool in (stack.enter_context(cluster.connect(node, size.layout)) for node in range(options.nodes))
         ]
         meter = LoadMeter(cluster, size.layout.segment_bytes)
         route = ROUTES[options.route](options.nodes, options.seed)
@@ -99,7 +115,7 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
         totals = cluster.totals()
         # Not those of the clients: an interruption may have come in the middle of a call.
         pools = [stack.enter_context(cluster.connect(node, size.layout)) for node in range(options.nodes)]
-        duplication = copies_per_segment(pools, log.keys.values())
+        duplication = copies_per_segment(pools, log.keys.values(), options.haste)
         node_bytes = dict(zip([node.name for node in cluster.nodes], balance.load_of_nodes(meter.served), strict=True))
     done = Accesses(accesses.segment_tokens, accesses.prompts[: log.requests])
     compared = baselines(done, nodes=options.nodes, capacity_tokens=size.capacity_tokens, seed=options.seed)

@@ -26,6 +26,10 @@ SEALS = 0x1 | 0x2 | 0x4
 F_ADD_SEALS = 1033
 _GENERATION = struct.Struct("<Q")
 MFD_HUGETLB = 0x4
+_HUGE_CURE = (
+    "; set aside as many huge pages of 2 MiB as 'memory' takes, with `sysctl vm.nr_hugepages=N` as root "
+    "(HugePages_Free in /proc/meminfo says how many are left), or set 'huge_pages' to false"
+)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -46,7 +50,8 @@ class Region:
                 raise
         except OSError as error:
             where = f"'arena_directory' {directory}" if directory else "'huge_pages'" if huge_pages else "memfd"
-            raise LimitReached(f"no {nbytes >> 20} MiB for the arena from {where}: {error.strerror}") from error
+            cure = _HUGE_CURE if huge_pages and not directory else ""
+            raise LimitReached(f"no {nbytes >> 20} MiB for the arena from {where}: {error.strerror}{cure}") from error
         self.view = memoryview(self.map)
 
     def populate(self, report: Callable[[int], None]) -> None:

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tokenlake.config import Address, ServerConfig, parse_address
+from tokenlake.config import Address, RuleSettings, ServerConfig, parse_address
 from tokenlake.core import CoreConfig, NodeCore, events
+from tokenlake.core.context import GOSSIP_S
 from tokenlake.core.events import Event
 from tokenlake.core.instructions import ReplaceRegion, Stamp
 from tokenlake.errors import ConfigurationError, ProtocolRefused, Unreachable
@@ -21,7 +22,7 @@ from tokenlake.identity import Incarnation, NodeId
 from tokenlake.wire import supervision
 from tokenlake.wire.peer import PeerHello, Purpose
 from tokenlake.wire.slots import unpack_slots
-from tokenlake_server import failpoints, garbage
+from tokenlake_server import garbage
 from tokenlake_server.arena import Arena
 from tokenlake_server.bulk import Receivers, Senders
 from tokenlake_server.checking import Checker
@@ -32,7 +33,7 @@ from tokenlake_server.metrics import MetricsServer, Snapshot
 from tokenlake_server.peers import Adopt, PeerIdentity, PeerListener, ring_members
 from tokenlake_server.query_engine import QueryEngine
 from tokenlake_server.recording import Recorder
-from tokenlake_server.state import StateFile
+from tokenlake_server.state import StateFile, require_directory
 from tokenlake_server.tenants import Tenants
 from tokenlake_server.watchdog import Watchdog
 
@@ -42,12 +43,15 @@ log = logging.getLogger(__name__)
 
 SAVE_S = 60.0
 """From one saving of what was learned to the next."""
+LEAST_REPORT_S = 0.02
+"""Between two reports to other nodes, by the real clock."""
 REPLACE_S = 0.5
 """Between two attempts to get memory for a region that changes its tenant."""
 
 
-def core_config(config: ServerConfig, incarnation: int) -> CoreConfig:
-    """What the rules take from the settings. Without sizes in 'peers' all nodes weigh the same."""
+def core_config(config: ServerConfig, incarnation: int, speed: float = 1.0) -> CoreConfig:
+    """What the rules take from the settings. Without sizes in 'peers' all nodes weigh the same. `speed`: of the rules'
+    clock; however fast it is, a report takes the processor's time and comes no more often than `LEAST_REPORT_S`."""
     sized = any(peer.memory for peer in config.peers)
     members = {config.node: config.memory if sized else 1}
     members |= {peer.name: peer.memory or 1 for peer in config.peers}
@@ -57,40 +61,30 @@ def core_config(config: ServerConfig, incarnation: int) -> CoreConfig:
         members=members,
         regions=config.memory // config.region_size,
         region_bytes=config.region_size,
-        run_length=config.run_length,
-        staged_share=config.staged_share,
-        dirty_share=config.dirty_share,
-        replica_share=config.replica_share,
         quotas={tenant.name: tenant.quota for tenant in config.tenants},
-        eviction=config.eviction,
-        background_share=config.background_share,
-        hot=config.hot,
-        time_scale=config.time_scale,
-        session_lease_share=config.session_lease_share,
-        session_reserve_share=config.session_reserve_share,
-        max_sessions=config.max_sessions,
-        lease_s=config.lease_s,
-        reservation_s=config.reservation_s,
         match_deadline_s=config.match_deadline_ms / 1e3,
         suspect_s=config.suspect_ms / 1e3,
+        gossip_s=max(GOSSIP_S, LEAST_REPORT_S * speed),
+        **{name: getattr(config, name) for name in RuleSettings.__struct_fields__},
     )
 
 
 class Daemon:
     """Made on a running loop, after `Arena.populate`; `close` gives everything back."""
 
-    def __init__(self, config: ServerConfig, arena: Arena) -> None:
+    def __init__(self, config: ServerConfig, arena: Arena, speed: float = 1.0) -> None:
+        """`speed`: of the rules' clock, see `Driver`."""
         loop = asyncio.get_running_loop()
         incarnation = time.time_ns()
-        rules = core_config(config, incarnation)
+        rules = core_config(config, incarnation, speed)
         core = NodeCore(rules)
-        started = loop.time()
-        core.start(started)
         self._loop = loop
         self._arena = arena
         self._closing = asyncio.Event()
         self._replacing: set[asyncio.Task[None]] = set()
-        self.driver = Driver(core, loop, self._failed)
+        self.driver = Driver(core, loop, self._failed, speed)
+        started = self.driver.now
+        core.start(started)
         self.watchdog: Watchdog = getattr(loop, "watchdog", None) or Watchdog()
         self.watchdog.use(core.counters)
         self.driver.wrap(self.watchdog.noting, lambda sink: sink)
@@ -127,7 +121,7 @@ class Daemon:
                 config.max_frame,
                 config.max_sessions,
                 config.region_size,
-                config.lease_s,
+                config.lease_s / speed,  # engines send their heartbeats by the real clock
             ),
             tenants,
             arena,
@@ -235,13 +229,21 @@ def _raise_descriptor_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def run(config: ServerConfig, report: Callable[[int, int], None], ready: Callable[[Daemon], None]) -> None:
+async def run(
+    config: ServerConfig,
+    report: Callable[[int, int], None],
+    ready: Callable[[Daemon], None],
+    *,
+    speed: float = 1.0,
+) -> None:
     """A daemon from start to SIGTERM or SIGINT.
 
     `report(bytes touched, bytes in all)` while memory is made ready, from a thread; `ready(daemon)` when it
-    serves. Raises `ConfigurationError` or `LimitReached` when it cannot start.
+    serves, before its first event. `speed`: of the rules' clock, see `Driver`. Raises `ConfigurationError` or
+    `LimitReached` when it cannot start.
     """
-    failpoint = failpoints.parse(config.failpoint)
+    if config.state_directory:
+        require_directory("state_directory", config.state_directory)
     require_memory(config.memory)
     _raise_descriptor_limit()
     loop = asyncio.get_running_loop()
@@ -259,10 +261,8 @@ async def run(config: ServerConfig, report: Callable[[int, int], None], ready: C
         loop.add_signal_handler(number, stop.set)
     try:
         await asyncio.to_thread(arena.populate, progress)
-        daemon = Daemon(config, arena)
+        daemon = Daemon(config, arena, speed)
         garbage.set_up(daemon.watchdog.collected)
-        if failpoint is not None:
-            failpoints.arm(daemon.driver, failpoint)
         ready(daemon)
         await stop.wait()
         log.info("stopping")

@@ -27,12 +27,18 @@ class Driver:
     """Lives on the control loop. Other threads come in through `post`."""
 
     def __init__(
-        self, core: NodeCore, loop: asyncio.AbstractEventLoop, on_failure: Callable[[Event, Exception], None]
+        self,
+        core: NodeCore,
+        loop: asyncio.AbstractEventLoop,
+        on_failure: Callable[[Event, Exception], None],
+        speed: float = 1.0,
     ) -> None:
         """`on_failure`: the rules refused an event (ValueError: its sender broke the protocol; nothing was changed) or
-        failed (HandlerFailed). Called after what came of it was carried out."""
+        failed (HandlerFailed). Called after what came of it was carried out.
+        `speed`: seconds of the rules' clock in each second of the loop's."""
         self.core = core
         self._on_failure = on_failure
+        self._speed = speed
         self._loop = loop
         self._handle: Handle = core.handle
         self._sinks: dict[type[Instruction], Sink] = {}
@@ -44,12 +50,17 @@ class Driver:
         """A Tick comes within two turns of the loop."""
         self._recorder: Recorder | None = None
 
+    @property
+    def now(self) -> float:
+        """The time of the rules."""
+        return self._loop.time() * self._speed
+
     def carry_out(self, kind: type[Instruction], sink: Sink) -> None:
         """`sink` is called with each instruction of `kind`; it must not block."""
         self._sinks[kind] = sink
 
     def wrap(self, rules: Callable[[Handle], Handle], sink: Callable[[Sink], Sink]) -> None:
-        """Put something around the rules and around every sink there is, before the first event: for failpoints."""
+        """Put something around the rules and around every sink there is, before the first event."""
         self._handle = rules(self._handle)
         self._sinks = {kind: sink(inner) for kind, inner in self._sinks.items()}
 
@@ -85,7 +96,7 @@ class Driver:
         self._rearm()
 
     def _step(self, event: Event) -> None:
-        now = self._loop.time()
+        now = self.now
         failure: Exception | None = None
         instructions: list[Instruction] = []
         try:
@@ -125,12 +136,12 @@ class Driver:
         if wake is None or wake == self._alarm_at or self._rang:
             return
         # An alarm that comes too early only costs a Tick; re-arming for every later deadline would cost more.
-        if self._alarm is not None and self._alarm_at < wake and self._alarm_at > self._loop.time():
+        if self._alarm is not None and self._alarm_at < wake and self._alarm_at > self.now:
             return
         if self._alarm is not None:
             self._alarm.cancel()
         self._alarm_at = wake
-        self._alarm = self._loop.call_at(wake, self._ring)
+        self._alarm = self._loop.call_at(wake / self._speed, self._ring)
 
     def _ring(self) -> None:
         # A loop that stood still looks at its timers before all that came meanwhile is read. After two turns it is.

@@ -23,6 +23,7 @@ from tokenlake.wire import FrameDecoder, engine, pack_frame
 from tokenlake.wire.fields import MAX_REQUEST_NAME
 from tokenlake.wire.frames import decode
 from tokenlake.wire.funnel import Funnel
+from tokenlake_server.config_file import read_foreign_file
 from tokenlake_server.local_socket import dial
 
 __all__ = ["ask", "explain", "rows"]
@@ -99,16 +100,14 @@ def explain(
     of your own tenant are told: by your uid, or by the token in TOKENLAKE_ENGINE_CREDENTIAL.
     """
     try:
-        text = file.read_text() if file is not None else None
-        user = os.geteuid()
-        settings = load_config(toml_text=text, environ=os.environ, flags={"node": node, "socket": path}, uid=user)
+        text = read_foreign_file(file) if file is not None else None
+        user, flags = os.geteuid(), {"node": node, "socket": path}
+        settings = load_config(toml_text=text, environ=os.environ, flags=flags, uid=user, file=str(file))
         token = os.environ.get(f"{ENGINE_PREFIX}CREDENTIAL") or None
         places: tuple[str, ...] = (settings.config.socket,)
         if settings.origin["socket"] == DEFAULT:
             places = sockets_to_try(os.environ, settings.config.node, user)
         place, funnel = first_reachable(places, lambda each: (each, ask(Path(each), request_id, token, daemon_uid)))
-    except OSError as error:
-        raise click.ClickException(f"configuration file {file} cannot be read: {error.strerror}") from error
     except TokenLakeError as error:
         raise click.ClickException(str(error)) from error
     if funnel is None:

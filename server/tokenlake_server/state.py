@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from pathlib import Path
 
 from tokenlake.core.learned import MAX_LEARNED_BYTES
+from tokenlake.errors import ConfigurationError
 
-__all__ = ["StateFile"]
+__all__ = ["StateFile", "require_directory"]
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +67,14 @@ class StateFile:
             self._complained = True
             return
         self._written, self._complained = learned, False
+
+
+def require_directory(setting: str, path: str) -> None:
+    """Raise `ConfigurationError` unless `path` is a directory in which this process may make files."""
+    if not os.path.isdir(path):
+        raise ConfigurationError(setting, path, "a directory that exists; create it, or leave the setting out")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigurationError(setting, path, f"a directory that uid {os.getuid()} may write to")
 
 
 def _digest(learned: bytes) -> bytes:

@@ -8,6 +8,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix, root_key
 from tokenlake_bench.cli import bench
 from tokenlake_bench.cluster import Cluster
+from tokenlake_bench.live import FAST_DAEMON
 from tokenlake_bench.live_client import LiveClient, Served, chain_of
 from tokenlake_bench.sizing import bench_layout
 from tokenlake_client import Pool
@@ -125,6 +127,7 @@ def without_secret(pool: Pool, text: NDArray[np.uint32]) -> list[SegmentKey]:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     config = tmp_path_factory.mktemp("config") / "tenants.toml"
     config.write_text(TENANTS)
+    config.chmod(0o600)
     patient = {"match_deadline_ms": "2000", "suspect_ms": "10000"}
     with Cluster(2, "8MiB", "1MiB", config=str(config), **patient) as running:
         yield running
@@ -171,3 +174,22 @@ def test_the_secret_alone_keeps_tenants_apart_where_the_index_would_not(connect:
     pools = [connect(0, f"token of {tenant}") for tenant in "ab"]
     keys = [chain_of(pool, prompts()[0]) for pool in pools]
     assert not set(keys[0]) & set(keys[1])
+
+
+def test_an_engine_keeps_its_session_at_a_daemon_whose_clock_is_fast() -> None:
+    """Its heartbeats go by the real clock, the lease by the daemon's."""
+    speed, lease_s = 20.0, 60.0
+    layout = bench_layout(16)
+    fast = {"speed": str(speed), "lease_s": str(lease_s), "match_deadline_ms": "40000"}
+    with Cluster(1, "8MiB", "1MiB", None, FAST_DAEMON, **fast) as running, running.connect(0, layout) as pool:
+        assert pool._link.heartbeat_s == pytest.approx(lease_s / 3 / speed)
+        session = pool.session
+        began = running.nodes[0].metrics()
+        client = LiveClient(pool, seed=1, haste=speed)
+        tokens = np.arange(160, dtype=np.uint32)
+        until = time.monotonic() + 1.5 * lease_s / speed
+        while time.monotonic() < until:
+            served = client.serve(tokens)
+        assert (served.hits, served.wrong_segments, served.failures) == (10, 0, 0)
+        assert (pool.session, pool.expired) == (session, 0)
+        assert began.keys() <= running.nodes[0].metrics().keys()

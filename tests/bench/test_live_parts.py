@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from tokenlake.config import load_config
 from tokenlake.errors import ConfigurationError
 from tokenlake.store.region import RegionShape
 from tokenlake_bench.cli import bench
+from tokenlake_bench.live import DEADLINES, LiveOptions
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.routes import ROUTES
 from tokenlake_bench.sizing import bench_layout, pool_size
@@ -71,6 +73,7 @@ def test_without_a_terminal_progress_is_a_line_per_tenth() -> None:
     [
         (["--route", "nearest"], "setting 'route' is 'nearest'; expected round-robin or random or conversation"),
         (["--speed", "-1"], "setting 'speed' is -1.0"),
+        (["--speed", "1001"], "setting 'speed' is 1001.0"),
         (["--limit", "0"], "setting 'limit' is 0"),
         (["--nodes", "0"], "setting 'nodes' is 0"),
         (["--segment-tokens", "0"], "setting 'segment_tokens' is 0"),
@@ -85,3 +88,22 @@ def test_a_wrong_argument_is_one_line_that_names_it(arguments: list[str], messag
     last = outcome.output.splitlines()[-1]
     assert last.startswith("Error: ")
     assert message in last
+
+
+@pytest.mark.parametrize("shipped", [False, True])
+def test_deadlines_of_a_fast_replay_are_as_long_in_real_time(shipped: bool) -> None:
+    def settings(speed: float) -> dict[str, str]:
+        options = LiveOptions(capacity_tokens=1, segment_tokens=1, speed=speed, shipped_deadlines=shipped)
+        return options.settings()
+
+    def loaded(given: dict[str, str]) -> dict[str, float]:
+        flags = {name: value for name, value in given.items() if name != "speed"}
+        config = load_config(toml_text=None, environ={}, flags=flags, uid=0).config
+        return {name: getattr(config, name) for name in DEADLINES}
+
+    real = loaded(settings(0.0))
+    assert "speed" not in settings(0.0)
+    assert settings(12.0)["speed"] == "12.0"
+    assert loaded(settings(12.0)) == {name: 12 * seconds for name, seconds in real.items()}
+    assert loaded(settings(0.5)) == real
+    loaded(settings(1000.0))  # within the bounds of each setting

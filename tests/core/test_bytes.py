@@ -52,14 +52,14 @@ def test_each_byte_is_counted_once_where_it_lay() -> None:
     assert set(read) == set(written) == {"red", "blue"}
 
 
-def test_what_a_node_says_can_be_heard_however_much_is_read_and_however_fast_time_passes() -> None:
+def test_what_a_node_says_can_be_heard_however_much_is_read_and_however_long_ago() -> None:
     """Else its peers would take it for one that breaks the protocol."""
-    cluster = calm(3, time_scale=1e6)
+    cluster = calm(3)
     (key,) = prompt("old", 1)
     store(cluster, cluster.join(0), [key])
     keeper = next(iter(copies(cluster, key)))
     core = cluster.core(keeper)
-    later = cluster.clock.now + 2000.0
+    later = cluster.clock.now + 2e9
     asker = f"n{(keeper + 1) % 3}"
     asked = core.handle(events.PeerSaid(asker, peer.Lookup(1, "red", join_keys([key]))), later)
     core._context.served(copies(cluster, key)[keeper].tenant, 1 << 120)

@@ -1,25 +1,26 @@
 """The reference names everything that a user can set, call, count or catch."""
 
-from pathlib import Path
-
 import pytest
 
 import tokenlake.core  # noqa: F401  declares metrics
 import tokenlake_server.watchdog  # noqa: F401  declares one more
+from tests.house.pages import PARTS, ROOT, Part, renewed
 from tokenlake import errors
 from tokenlake.command import SUMMARIES
-from tokenlake.config import load_config
+from tokenlake.config import ServerConfig
+from tokenlake.config.setting import settings_of
 from tokenlake.metrics import Metric
 from tokenlake.wire import Code
 
-REFERENCE = (Path(__file__).parents[2] / "docs" / "reference.md").read_text()
-SETTINGS = [field for field, _, _ in load_config(toml_text=None, environ={}, flags={}, uid=1000).describe()]
-SECRETS = ("tenants", "cluster_secret")
+REFERENCE = (ROOT / "docs" / "reference.md").read_text()
+FLAGS = [name for name, setting in settings_of(ServerConfig).items() if not setting.secret]
 
 
-@pytest.mark.parametrize("field", SETTINGS)
-def test_every_setting(field: str) -> None:
-    assert f"\n| `{field}` |" in REFERENCE
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_what_is_made_from_the_code_is_as_the_code_says(part: Part) -> None:
+    """Else run `python -m tests.house.pages`."""
+    page = (ROOT / part.page).read_text()
+    assert renewed(part, page) == page
 
 
 @pytest.mark.parametrize("code", [code.name for code in Code])
@@ -44,12 +45,8 @@ def test_every_metric_with_its_meaning() -> None:
 
 def test_every_setting_but_the_secrets_has_a_flag() -> None:
     serve = pytest.importorskip("tokenlake_server.cli").serve
+    assert set(ServerConfig.__struct_fields__) - set(FLAGS) == {"tenants", "cluster_secret"}
     given = {parameter.name: parameter for parameter in serve.params}
-    assert list(given) == ["file", *(field for field in SETTINGS if field not in SECRETS)]
+    assert list(given) == ["file", *FLAGS]
     assert all(parameter.help for parameter in given.values())
     assert all(f"--{field.replace('_', '-')}" in given[field].opts for field in given if field != "file")
-
-
-def test_every_failpoint_with_its_meaning() -> None:
-    edges = pytest.importorskip("tokenlake_server.failpoints").EDGES
-    assert [edge.name for edge in edges if f"\n| `{edge.name}` | {edge.meaning} |" not in REFERENCE] == []

@@ -191,6 +191,7 @@ def test_segments_of_another_layout_are_not_attended_to(cluster: Cluster) -> Non
 def test_another_tenants_segments_cannot_be_named(tmp_path: Path) -> None:
     file = tmp_path / "tokenlake.toml"
     file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32))
+    file.chmod(0o600)
     text = Text(42, 4)
     with serving(1, credential="red-token-0123456789", config=str(file)) as cluster:
         path = cluster.nodes[0].socket

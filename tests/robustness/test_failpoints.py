@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.robustness.failpoints import EDGES, Edge
 from tests.robustness.live import (
     LAYOUT,
     LIMIT_S,
@@ -30,10 +31,10 @@ from tokenlake.errors import Unreachable
 from tokenlake.wire import Code
 from tokenlake_bench.cluster import Cluster, Node
 from tokenlake_client import Pool
-from tokenlake_server.failpoints import EDGES, Edge
 
 pytestmark = pytest.mark.live
 
+FAILPOINT_DAEMON = "tests.robustness.failpoint_daemon"
 SEGMENTS = 4
 MEMORY = "1MiB"
 """63 slots per node: a few dozen prompts, and something must go."""
@@ -107,7 +108,7 @@ def test_a_daemon_ends_at_an_edge(cluster: Cluster, edge: Edge) -> None:
         session = steady.session
         ending.kill()
         # Once, twice or three times: a first crossing finds the daemon almost empty.
-        ending.start(failpoint=f"{edge.name}:{1 + EDGES.index(edge) % 3}")
+        ending.start(FAILPOINT_DAEMON, failpoint=f"{edge.name}:{1 + EDGES.index(edge) % 3}")
         process, lives = ending.process, {attached.incarnation}
         assert process is not None
         wait_until(lambda: not ending.running or is_back(attached, lives), "it serves, or ended at its start")
@@ -147,7 +148,7 @@ def is_back(pool: Pool, lives: set[int]) -> bool:
 
 def test_an_unknown_edge_is_refused_with_those_there_are() -> None:
     refused = subprocess.run(
-        [sys.executable, "-m", "tokenlake_server", "--failpoint", "commit.decidde"],
+        [sys.executable, "-m", FAILPOINT_DAEMON, "--failpoint", "commit.decidde"],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenlake.config import ServerConfig, Settings, load_config
+from tokenlake.config.setting import settings_of
 
-FIELDS = ServerConfig.__struct_fields__
+FIELDS = tuple(settings_of(ServerConfig))
 SECRET = "00112233445566778899aabbccddeeff"
 
 

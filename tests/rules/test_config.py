@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import pytest
 
-from tests.rules.settings import FIELDS, load
-from tokenlake import config as config_module
-from tokenlake.config import Peer, ServerConfig, load_config
+from tests.rules.settings import FIELDS, SECRET, load
+from tokenlake.config import Peer, ServerConfig, kinds, load_config
+from tokenlake.config.setting import Setting, describe, read, settings_of, table_of
 from tokenlake.errors import ConfigurationError
 
 UID = 1000
@@ -29,17 +29,46 @@ def test_every_field_has_a_default_that_its_own_check_accepts() -> None:
             assert load(None, {f"TOKENLAKE_{field.upper()}": value}).config == ServerConfig()
 
 
-def test_every_default_has_its_reason_beside_it() -> None:
-    source = Path(config_module.__file__).read_text()
-    for field in FIELDS:
-        assert re.search(rf"    # [^\n]+\n    {field}: ", source), field
+def test_every_setting_has_its_meaning_and_the_reason_of_its_default() -> None:
+    assert set(FIELDS) == set(ServerConfig.__struct_fields__)
+    for name, setting in settings_of(ServerConfig).items():
+        for text in (setting.meaning, setting.why, setting.kind.expected):
+            assert len(text) > 5, name
+            assert not text.endswith("."), name
+            assert "|" not in text, name
+
+
+def test_a_field_without_declaration_or_default_is_refused() -> None:
+    class Undeclared(msgspec.Struct):
+        size: int = 1
+
+    class Required(msgspec.Struct):
+        size: Annotated[int, Setting(kinds.whole(1, 2), "size", why="small")]
+
+    for table in (Undeclared, Required):
+        with pytest.raises(TypeError, match="size needs a default and one Setting"):
+            settings_of(table)
+
+
+def test_another_table_of_settings_is_read_and_shown_in_the_same_way() -> None:
+    class Table(msgspec.Struct, frozen=True):
+        size: Annotated[int, Setting(kinds.whole(1, 9), "number of things", why="small")] = 3
+        pass_word: Annotated[str, Setting(kinds.secret(), "a secret", why="none", default="none", secret=True)] = ""
+
+    given = [("size", "4", "file"), ("size", 5, "flag --size"), ("pass_word", SECRET, "file")]
+    values, origin = read(Table, given)
+    assert list(describe(Table(**values), origin)) == [("size", "5", "flag --size"), ("pass_word", "***", "file")]
+    assert "| `size` | `3` | a whole number from 1 to 9 | number of things | small |\n" in table_of(Table)
+    with pytest.raises(ConfigurationError, match=r"'pass_word' is '\*\*\*'") as caught:
+        read(Table, [("pass_word", "hush", "file")])
+    assert "hush" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("toml", "environ", "flag", "memory", "origin"),
     [
         (None, {}, None, 1 << 30, "default"),
-        ("memory = '2MiB'", {}, None, 2 << 20, "file"),
+        ("memory = '2MiB'", {}, None, 2 << 20, "file, line 1"),
         ("memory = '2MiB'", {"TOKENLAKE_MEMORY": "3MiB"}, None, 3 << 20, "environment TOKENLAKE_MEMORY"),
         ("memory = '2MiB'", {"TOKENLAKE_MEMORY": "3MiB"}, "4MiB", 4 << 20, "flag --memory"),
         ("memory = '2MiB'", {}, "4MiB", 4 << 20, "flag --memory"),
@@ -60,10 +89,10 @@ def test_variables_of_others_are_not_settings() -> None:
 @pytest.mark.parametrize(
     ("toml", "environ", "flags", "source"),
     [
-        ("lease_s = 0", {}, {}, "file"),
+        ("node = 'a'\nlease_s = 0", {}, {}, "file, line 2"),
         (None, {"TOKENLAKE_LEASE_S": "soon"}, {}, "environment TOKENLAKE_LEASE_S"),
         (None, {}, {"lease_s": -1.0}, "flag --lease-s"),
-        ("lease_s = 0", {"TOKENLAKE_LEASE_S": "5"}, {"lease_s": 6.0}, "file"),
+        ("lease_s = 0", {"TOKENLAKE_LEASE_S": "5"}, {"lease_s": 6.0}, "file, line 1"),
     ],
 )
 def test_an_invalid_value_names_field_value_expectation_and_source(
@@ -80,18 +109,48 @@ def test_an_invalid_value_names_field_value_expectation_and_source(
 @pytest.mark.parametrize(
     ("toml", "environ", "flags"),
     [
-        ("memroy = 1", {}, {}),
-        ("[memroy]\nx = 1", {}, {}),
-        (None, {"TOKENLAKE_MEMROY": "1"}, {}),
-        (None, {}, {"memroy": 1}),
+        ("sokcet = 1", {}, {}),
+        ("[sokcet]\nx = 1", {}, {}),
+        (None, {"TOKENLAKE_SOKCET": "1"}, {}),
+        (None, {}, {"sokcet": 1}),
     ],
 )
 def test_an_unknown_setting_is_refused_with_the_closest_known(
     toml: str | None, environ: dict[str, str], flags: dict[str, object]
 ) -> None:
-    with pytest.raises(ConfigurationError, match=r"'memroy'.*did you mean 'memory'") as caught:
+    with pytest.raises(ConfigurationError, match=r"'sokcet'.*did you mean 'socket'") as caught:
         load(toml, environ, **flags)
-    assert caught.value.field == "memroy"
+    assert caught.value.field == "sokcet"
+
+
+SERVICE = {
+    "TOKENLAKE_SERVICE_HOST": "10.0.0.7",
+    "TOKENLAKE_SERVICE_PORT": "7440",
+    "TOKENLAKE_SERVICE_PORT_METRICS": "7441",
+    "TOKENLAKE_PORT": "tcp://10.0.0.7:7440",
+    "TOKENLAKE_PORT_7440_TCP": "tcp://10.0.0.7:7440",
+    "TOKENLAKE_PORT_7440_TCP_PROTO": "tcp",
+    "TOKENLAKE_PORT_7440_TCP_PORT": "7440",
+    "TOKENLAKE_PORT_7440_TCP_ADDR": "10.0.0.7",
+    "TOKENLAKE_DAEMON_SERVICE_HOST": "10.0.0.7",
+    "TOKENLAKE_DAEMON_PORT": "udp://[::1]:7440",
+    "TOKENLAKE_MEMORY_PORT_1_SCTP_ADDR": "10.0.0.7",
+}
+
+
+def test_variables_that_kubernetes_adds_for_a_service_are_no_settings() -> None:
+    settings = load(None, SERVICE | {"TOKENLAKE_MEMORY": "2MiB"})
+    assert settings.config.memory == 2 << 20
+    assert settings.ignored == tuple(sorted(SERVICE))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("TOKENLAKE_PORT", "7440"), ("TOKENLAKE_METRICS_PORT", "7441"), ("TOKENLAKE_PORT_TCP", "tcp"), ("TOKENLAKE_", "")],
+)
+def test_other_variables_are_taken_for_misspelt_settings(variable: str, value: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"environment {variable}\\)"):
+        load(None, {variable: value})
 
 
 def test_an_unknown_setting_close_to_none_lists_the_known() -> None:
@@ -100,8 +159,22 @@ def test_an_unknown_setting_close_to_none_lists_the_known() -> None:
 
 
 def test_a_file_that_is_not_toml_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="configuration file.*valid TOML"):
-        load("memory = ")
+    with pytest.raises(ConfigurationError, match=r"configuration file.*valid TOML.*\(at line 1, column 10\)"):
+        load("memory = \n")
+
+
+def test_an_error_in_a_file_names_file_and_line() -> None:
+    def refused(text: str) -> str:
+        with pytest.raises(ConfigurationError) as caught:
+            load_config(toml_text=text, environ={}, flags={}, uid=UID, file="/etc/a.toml")
+        return str(caught.value)
+
+    broken = refused("node = 'a'\nmemory = 1GiB\n")
+    assert "/etc/a.toml" in broken
+    assert "line 2" in broken
+    assert refused("node = 'a'\n\nlease_s = 0\n").endswith("(set by /etc/a.toml, line 3)")
+    assert refused("node = 'a'\n[[ tenants ]]\nname = 'a'\n").endswith("(set by /etc/a.toml, line 2)")
+    assert refused("'lease_s' = 0").endswith("(set by /etc/a.toml)")
 
 
 @pytest.mark.parametrize(

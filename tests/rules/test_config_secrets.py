@@ -103,7 +103,7 @@ def test_describe_masks_secrets_and_names_origins() -> None:
     assert described["memory"] == ("96MiB", "environment TOKENLAKE_MEMORY")
     assert described["peers"] == ("b=127.0.0.1:1/1GiB", "flag --peers")
     assert described["lease_s"] == ("10.0", "default")
-    assert described["tenants"] == ("Tenant(name='a', secret=***, uids=(7), tokens=1, quota=1)", "file")
+    assert described["tenants"] == ("Tenant(name='a', secret=***, uids=(7), tokens=1, quota=1)", "file, line 2")
     for text in (str(described), repr(settings), str(settings.config)):
         assert SECRET not in text
         assert "hush" not in text

@@ -118,6 +118,7 @@ def test_what_is_said_to_stay_outlives_what_is_not(one: Cluster) -> None:
 def test_a_tenant_that_writes_without_end_leaves_the_other_its_hits(tmp_path: Path) -> None:
     file = tmp_path / "tokenlake.toml"
     file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32))
+    file.chmod(0o600)
     kept = Prompt(1, 8)
     with daemons(config=str(file)) as cluster:
         node = cluster.nodes[0]

@@ -86,6 +86,48 @@ def test_an_answer_between_alarm_and_tick_leaves_one_alarm() -> None:
         loop.close()
 
 
+def test_a_faster_clock_is_the_only_clock_of_the_rules() -> None:
+    """Events and alarms: a deadline of the rules passes ten times as soon."""
+    loop = SteppedLoop()
+    seen: list[tuple[str, float]] = []
+
+    def noting(handle: Handle) -> Handle:
+        def noted(event: Event, now: float) -> list[Instruction]:
+            seen.append((type(event).__name__, now))
+            return handle(event, now)
+
+        return noted
+
+    def failed(event: Event, error: Exception) -> None:
+        raise AssertionError(event) from error
+
+    async def scene() -> None:
+        core = NodeCore(CoreConfig("a", 1, {"a": 1}, regions=1, region_bytes=1 << 20, lease_s=20.0))
+        driver = Driver(core, loop, failed, speed=10.0)
+        core.start(driver.now)
+        for kind in (Answer, Welcomed, Stamp):
+            driver.carry_out(kind, lambda _: None)
+        driver.wrap(noting, lambda sink: sink)
+        driver.start(None)
+        loop.now = 0.5
+        driver.handle(events.Joined(1, 1, "t", LAYOUT.segment_bytes, LAYOUT.shards, LAYOUT.segment_tokens, 0, 0))
+        assert seen == [("Joined", 5.0)]
+        wake = core.next_wake()
+        assert wake is not None
+        loop.now = 0.99 * wake / 10
+        await turns(8)
+        assert len(seen) == 1
+        loop.now = 1.001 * wake / 10
+        await turns(8)
+        assert seen[1:] == [("Tick", loop.now * 10)]
+        driver.stop()
+
+    try:
+        loop.run_until_complete(scene())
+    finally:
+        loop.close()
+
+
 def test_what_the_rules_changed_before_they_failed_is_carried_out_and_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

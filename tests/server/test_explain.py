@@ -42,6 +42,7 @@ RED = "red-token-0123456789"
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     file = tmp_path_factory.mktemp("explain") / "tokenlake.toml"
     file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32, cluster="cc" * 32))
+    file.chmod(0o600)
     with daemons(3, config=str(file)) as cluster:
         yield cluster
 
@@ -109,6 +110,7 @@ def test_who_may_not_ask_is_refused_and_no_token_is_shown(cluster: Cluster) -> N
 def test_no_token_is_in_the_event_log(tmp_path: Path) -> None:
     file, record = tmp_path / "tokenlake.toml", tmp_path / "events"
     file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32, cluster="cc" * 32))
+    file.chmod(0o600)
     with daemons(config=str(file), record=str(record)) as cluster:
         assert ask(cluster.nodes[0].socket, "a name", RED) is None
         assert cluster.nodes[0].stop() == 0

@@ -49,6 +49,7 @@ PROMPT = Prompt(500, 12)
 def config(path: Path, secret: str = SECRET) -> str:
     """A file with this cluster secret and one tenant."""
     path.write_text(CONFIG.format(secret=secret, tenant="aa" * 32, uid=os.getuid()))
+    path.chmod(0o600)
     return str(path)
 
 

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.robustness.live import LAYOUT, LIMIT_S, Prompt, daemons, store
+from tokenlake.errors import ConfigurationError
 from tokenlake_bench.cluster import Node
+from tokenlake_server.config_file import read_config_file
 
 pytestmark = pytest.mark.live
 
@@ -48,7 +50,9 @@ def start(tmp_path: Path, *flags: str, environment: dict[str, str] | None = None
 
 def test_settings_that_are_wrong(tmp_path: Path) -> None:
     assert "memory" in start(tmp_path, "--memory", "lots")
-    assert "No such option" in start(tmp_path, "--memroy", "1GiB")
+    flag = start(tmp_path, "--sokcet", "x")
+    assert "No such option" in flag
+    assert "--socket" in flag
     assert "lease_s" in start(tmp_path, "--lease-s", "-1")
     assert "TOKENLAKE_MEMROY" in start(tmp_path, environment={"TOKENLAKE_MEMROY": "1GiB"})
     file = tmp_path / "tokenlake.toml"
@@ -56,12 +60,67 @@ def test_settings_that_are_wrong(tmp_path: Path) -> None:
     message = start(tmp_path, "--config", str(file))
     assert "memroy" in message
     assert "'memory'" in message
-    file.write_text("memory = \n")
-    assert "file" in start(tmp_path, "--config", str(file))
+    file.write_text("node = 'x'\nmemory = \n")
+    message = start(tmp_path, "--config", str(file))
+    assert str(file) in message
+    assert "line 2" in message
+    file.write_bytes(b"node = 'x'\n# caf\xe9\n")
+    assert f"'{file}'; expected text in UTF-8, which line 2 is not" in start(tmp_path, "--config", str(file))
     assert str(tmp_path / "none.toml") in start(tmp_path, "--config", str(tmp_path / "none.toml"))
     assert "record" in start(tmp_path, "--record", str(tmp_path / "no" / "such" / "log"))
     file.write_text(f"arena_directory = '{tmp_path / 'nowhere'}'\n")
     assert "arena_directory" in start(tmp_path, "--config", str(file))
+
+
+def test_a_file_with_secrets_that_others_may_read(tmp_path: Path) -> None:
+    file = tmp_path / "tokenlake.toml"
+    for secrets, named in (
+        (f"cluster_secret = '{'aa' * 32}'\n", "cluster_secret"),
+        (f"[[tenants]]\nname = 'a'\nsecret = '{'aa' * 32}'\n", "tenants"),
+    ):
+        file.write_text(secrets)
+        for mode in (0o644, 0o640, 0o602):
+            file.chmod(mode)
+            with pytest.raises(
+                ConfigurationError, match=f"0600, because it sets '{named}'; with mode {mode:04o}"
+            ) as caught:
+                read_config_file(file)
+            assert "aaaa" not in str(caught.value)
+    assert "chmod 600" in start(tmp_path, "--config", str(file))
+
+
+def test_a_file_without_secrets_may_be_read_by_others_and_a_secret_of_mode_0600_is_taken(tmp_path: Path) -> None:
+    file = tmp_path / "tokenlake.toml"
+    for mode, text in ((0o644, "cluster_secret = ''\n"), (0o600, f"cluster_secret = '{'aa' * 32}'\n")):
+        file.write_text(text)
+        file.chmod(mode)
+        assert read_config_file(file) == text
+
+
+def test_a_directory_for_what_was_learned_that_is_not_there(tmp_path: Path) -> None:
+    missing = tmp_path / "none"
+    message = start(tmp_path, "--state-directory", str(missing))
+    assert f"setting 'state_directory' is '{missing}'; expected a directory that exists" in message
+    assert not missing.exists()
+
+
+def test_huge_pages_that_were_not_set_aside(tmp_path: Path) -> None:
+    free = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("HugePages_Free"))
+    if int(free.split()[1]):
+        pytest.skip("this machine has huge pages")
+    message = start(tmp_path, "--memory", "2MiB", "--huge-pages", "true")
+    assert "'huge_pages'" in message
+    assert "sysctl vm.nr_hugepages" in message
+
+
+def test_variables_of_a_kubernetes_service_do_not_stop_a_daemon(tmp_path: Path) -> None:
+    """It comes as far as to the directory that is not there."""
+    service = {"TOKENLAKE_PORT": "tcp://10.0.0.7:7440", "TOKENLAKE_SERVICE_HOST": "10.0.0.7"}
+    message = start(tmp_path, "--state-directory", str(tmp_path / "none"), environment=service)
+    assert "state_directory" in message
+    lines = [line for line in message.splitlines() if "Kubernetes" in line]
+    assert len(lines) == 1
+    assert lines[0].endswith("no settings: TOKENLAKE_PORT, TOKENLAKE_SERVICE_HOST")
 
 
 def test_only_loopback_is_listened_on(tmp_path: Path) -> None:

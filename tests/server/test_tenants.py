@@ -54,6 +54,7 @@ tokens = ["blue-token-0123456789"]
 def test_tenants_are_strangers_to_each_other(tmp_path: Path) -> None:
     file = tmp_path / "tokenlake.toml"
     file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32))
+    file.chmod(0o600)
     prompt = Prompt(80, 5)
     with daemons(config=str(file)) as cluster:
         path = cluster.nodes[0].socket

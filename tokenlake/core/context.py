@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
+from tokenlake.config import RuleSettings, ServerConfig
 from tokenlake.core.instructions import Instruction
 from tokenlake.core.timers import Timer, Timers
 from tokenlake.directory import Directory
@@ -20,7 +21,7 @@ from tokenlake.store.eviction import policy_named
 from tokenlake.store.history import History
 from tokenlake.wire.fields import MAX_AMOUNT, MAX_SECONDS
 
-__all__ = ["LOAD_HALF_LIFE_S", "Context", "CoreConfig"]
+__all__ = ["GOSSIP_S", "LOAD_HALF_LIFE_S", "Context", "CoreConfig"]
 
 READ_BYTES = Metric(
     "tokenlake_read_bytes_total",
@@ -29,14 +30,14 @@ READ_BYTES = Metric(
 )
 
 LOAD_HALF_LIFE_S = 2.0
-LEAST_GOSSIP_S = 0.02
-"""However fast a workload is replayed."""
+GOSSIP_S = 0.250
 PAUSE_S = 0.005
 """Between two slices of long work: ten times what a slice takes."""
 
 
-class CoreConfig(msgspec.Struct, frozen=True):
-    """What a node's rules must know; first line of an event log. Times in seconds."""
+class CoreConfig(RuleSettings, frozen=True):
+    """What a node's rules must know: the settings that they share with the daemon's configuration, and these. First
+    line of an event log. Times in seconds."""
 
     node: str
     incarnation: int
@@ -44,36 +45,17 @@ class CoreConfig(msgspec.Struct, frozen=True):
     """Every node of the cluster, itself included, and its memory in bytes."""
     regions: int
     region_bytes: int
-    run_length: int = 0
-    """E; 0 takes the default for the number of nodes."""
-    staged_share: float = 0.03
-    dirty_share: float = 0.10
-    quotas: dict[str, float] = {}
+    quotas: dict[str, float] = msgspec.field(default_factory=dict)
     """Share of the node's memory that a tenant may have; all of it for those that are not named."""
-    session_lease_share: float = 0.75
-    session_reserve_share: float = 0.25
-    max_sessions: int = 256
-    lease_s: float = 10.0
-    reservation_s: float = 30.0
-    match_deadline_s: float = 0.020
-    suspect_s: float = 0.250
-    gossip_s: float = 0.250
+    match_deadline_s: float = ServerConfig().match_deadline_ms / 1e3
+    suspect_s: float = ServerConfig().suspect_ms / 1e3
+    gossip_s: float = GOSSIP_S
     """Between two reports to other nodes, and two turns of pinging some of them."""
     peer_lease_s: float = 30.0
     """A lease to another node ends then, unless renewed; the sends it started hold their own pins."""
     sync_grace_s: float = 5.0
     """A home that started answers UNKNOWN until every peer advertised, at most this long."""
     directory_limit: int = 1 << 20
-    eviction: str = "reuse"
-    """Policy of home copies, by its name in `tokenlake.store.eviction`."""
-    replica_share: float = 0.05
-    hot: str = "on"
-    """`on`: hot segments are copied; `observe`: counts what that would take; `off`."""
-    background_share: float = 0.5
-    """Of what comes in from other nodes while engines here read, what pushes and copies may be at most."""
-    time_scale: float = 1.0
-    """Seconds of the workload in each second of the clock; a replay faster than real time says by how much. What
-    learns from the workload (loads, hot segments, ages) then does so in the workload's time; deadlines stay."""
 
 
 class Context:
@@ -118,31 +100,20 @@ class Context:
 
     def vacancy(self) -> Vacancy:
         """How welcome a new segment is here, now."""
-        return self.store.vacancy(self.load_now)
-
-    @property
-    def load_now(self) -> float:
-        """`now` in the workload's time."""
-        return self.now * self.config.time_scale
+        return self.store.vacancy(self.now)
 
     def since(self, then: float) -> float:
-        """Seconds of the workload's time from `then` to now; no more than can be told."""
-        return min(MAX_SECONDS, max(0.0, self.load_now - then))
-
-    @property
-    def gossip_s(self) -> float:
-        """Between two reports of this node's load: `CoreConfig.gossip_s` of the workload's time, as far as that can be
-        had."""
-        return max(LEAST_GOSSIP_S, self.config.gossip_s / max(1.0, self.config.time_scale))
+        """Seconds from `then` to now; no more than can be told."""
+        return min(MAX_SECONDS, max(0.0, self.now - then))
 
     def served(self, tenant: TenantId, nbytes: int) -> None:
         """So much of what lies here was read: by engines of this node, or for those of another."""
         self.counters.add_for(READ_BYTES, tenant, nbytes)
-        self._load.add(nbytes, self.load_now)
+        self._load.add(nbytes, self.now)
 
     def load(self) -> float:
-        """Bytes read from this node's arena per second of the workload's time, lately; no more than can be told."""
-        return min(MAX_AMOUNT, self._load.at(self.load_now))
+        """Bytes read from this node's arena per second, lately; no more than can be told."""
+        return min(MAX_AMOUNT, self._load.at(self.now))
 
     def after(self, delay_s: float, callback: Callable[[], None]) -> Timer:
         """Call `callback` in `delay_s` from now."""

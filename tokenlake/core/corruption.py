@@ -127,7 +127,7 @@ class Corruption:
 
     def _drop(self, segment: Segment, reporter: Reporter) -> None:
         self._on_drop(segment)
-        self._context.store.drop(segment, self._context.load_now)
+        self._context.store.drop(segment, self._context.now)
         self._context.counters.add(CONFIRMED)
         kind, key, place = segment.kind.name, segment.key.hex()[:16], segment.place
         where = f"{kind} copy of segment {key} of tenant {segment.tenant!r} in region {place.region}, slot {place.slot}"

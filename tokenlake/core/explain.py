@@ -206,7 +206,7 @@ class Explain:
         """A node told this one, their home, by which rule these left it."""
         if message.rule:
             for key in keys:
-                self._context.history.add(tenant, key, Gone(self._context.load_now, message.rule, message.node))
+                self._context.history.add(tenant, key, Gone(self._context.now, message.rule, message.node))
 
     # -- answers
 

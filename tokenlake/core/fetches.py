@@ -105,7 +105,7 @@ class Fetches:
                     self._leave_queue(self._queued[known])
                 continue
             segment = self._context.store.reserve(
-                tenant, slot_bytes, key, kind, depth, self._context.load_now, advice or NO_ADVICE
+                tenant, slot_bytes, key, kind, depth, self._context.now, advice or NO_ADVICE
             )
             if isinstance(segment, Code):
                 refused.append((on_arrival, segment))
@@ -190,7 +190,7 @@ class Fetches:
         self._unqueue(piece)
         for segment in piece.segments:
             self._context.store.unpin(segment)
-            self._context.store.discard(segment, self._context.load_now)
+            self._context.store.discard(segment, self._context.now)
         for segment in piece.segments:
             for on_arrival in self._waiters.pop(segment):
                 on_arrival(None, Code.LOST)
@@ -233,13 +233,13 @@ class Fetches:
         arrived = [s for s, code in zip(flight.segments, codes, strict=True) if code == Code.LOCAL]
         for index, segment in enumerate(flight.segments):
             if codes[index] == Code.LOCAL:
-                store.publish(segment, checksums[index * size : (index + 1) * size], self._context.load_now)
+                store.publish(segment, checksums[index * size : (index + 1) * size], self._context.now)
             else:
                 store.unpin(segment)
-                store.discard(segment, self._context.load_now)
+                store.discard(segment, self._context.now)
         if Code.BAD_CHECKSUM in codes:
             self._report(flight, [s.key for s, c in zip(flight.segments, codes, strict=True) if c == Code.BAD_CHECKSUM])
-        store.touch([s for s in arrived if s.kind is not Kind.DIRTY], self._context.load_now)
+        store.touch([s for s in arrived if s.kind is not Kind.DIRTY], self._context.now)
         nbytes = sum(segment.slot_bytes for segment in arrived)
         self._context.counters.add(ARRIVED, len(arrived))
         self._context.counters.add(ARRIVED_BYTES, nbytes)

@@ -53,7 +53,7 @@ class Hot:
     def start(self) -> None:
         """Begin to report and decide."""
         if self._counts and len(self._context.ring.members) > 1:
-            self._context.after(self._context.gossip_s, self._turn)
+            self._context.after(self._context.config.gossip_s, self._turn)
 
     def _turn(self) -> None:
         self._report()
@@ -61,7 +61,7 @@ class Hot:
         self.copies.sweep()
         self.turns.sweep()
         self._forget_silent()
-        self._context.after(self._context.gossip_s, self._turn)
+        self._context.after(self._context.config.gossip_s, self._turn)
 
     # -- reads
 

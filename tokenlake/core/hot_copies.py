@@ -105,7 +105,7 @@ class HotCopies:
         if segment.kind is Kind.STAGED:
             if not self._context.store.replica_room(segment.pool):
                 return Code.REPLICA_BUDGET
-            self._context.store.become(segment, Kind.REPLICA, self._context.load_now)
+            self._context.store.become(segment, Kind.REPLICA, self._context.now)
         if segment.kind is Kind.REPLICA:
             segment.source = holder
             self._unlisted.setdefault((segment.tenant, segment.key), self._context.now)
@@ -116,7 +116,7 @@ class HotCopies:
         segment = self._context.store.get(tenant, key)
         if segment is not None and segment.state is State.READY and segment.kind in (Kind.STAGED, Kind.REPLICA):
             segment.source = None
-            self._context.store.become(segment, Kind.HOME, self._context.load_now)
+            self._context.store.become(segment, Kind.HOME, self._context.now)
             self._context.directory.held(tenant, key, self._context.node, self._context.incarnation)
 
     def learned(self, home: NodeId) -> None:
@@ -147,7 +147,7 @@ class HotCopies:
             elif since is None or now < since + UNLISTED_S:
                 self._unlisted[item] = now if since is None else since
             else:
-                self._context.store.become(segment, Kind.STAGED, self._context.load_now)
+                self._context.store.become(segment, Kind.STAGED, self._context.now)
 
     def check_integrity(self) -> None:
         """AssertionError when a replica is in nobody's care."""

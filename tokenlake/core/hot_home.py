@@ -91,7 +91,7 @@ class HotHome:
             depth, times = told[key]
             if times:
                 shape = Shape(depth, message.slot_bytes, message.shards)
-                self._rule.read((tenant, key), shape, times, self._context.load_now)
+                self._rule.read((tenant, key), shape, times, self._context.now)
         if any(times >= CROWD_READS for times in message.times):
             self.decide()
 
@@ -111,7 +111,7 @@ class HotHome:
 
     def decide(self) -> None:
         """Once per gossip interval, and when a crowd comes."""
-        now = self._context.load_now
+        now = self._context.now
         if self._rule.busy(now):
             for change in self._rule.decide(now, self._peers.loads(), self._nodes):
                 self._change(change)
@@ -246,7 +246,7 @@ class HotHome:
             self._look_after(item, hot)
             if not self._publishing:
                 self._publishing = True
-                self._context.after(min(PUBLISH_S, self._context.gossip_s), self._publish)
+                self._context.after(min(PUBLISH_S, self._context.config.gossip_s), self._publish)
 
     # -- what is told
 

@@ -18,8 +18,7 @@ from tokenlake.wire import peer as wire
 __all__ = ["MAX_LEARNED_BYTES", "Learned"]
 
 TELL_S = 2.0
-"""Of the workload's time, from one telling to the next."""
-LEAST_TELL_S = 0.05
+"""From one telling to the next."""
 TOLD = 4
 """Pools in one telling; others in turn."""
 MAX_LEARNED_BYTES = 16 << 20
@@ -47,8 +46,7 @@ class Learned:
 
     def start(self) -> None:
         """Tell one peer after the other."""
-        config = self._context.config
-        self._context.after(max(LEAST_TELL_S, TELL_S / max(1.0, config.time_scale)), self._tell)
+        self._context.after(TELL_S, self._tell)
 
     def _tell(self) -> None:
         reachable = [peer.node for peer in self._peers if peer.reachable]

@@ -181,7 +181,7 @@ class Matches:
         if hits == limit < len(match.keys) and match.codes[limit] <= Code.REMOTE:
             match.codes[limit] = Code.SESSION_LIMIT
         self._context.store.unpin(*(segment for segment in match.segments[hits:] if segment is not None))
-        use = use_of(match, hits, self._context.store, self._context.load_now)
+        use = use_of(match, hits, self._context.store, self._context.now)
         if hits < len(match.keys):
             session.recent.add(match.request.keys, use)
         lease = self._make_lease(match, hits, use)

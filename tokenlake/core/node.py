@@ -314,10 +314,10 @@ class NodeCore:
         found = self._context.ready(TenantId(message.tenant), split_keys(message.keys))
         homes = [segment for segment in reversed(found) if segment is not None and segment.kind is Kind.HOME]
         if message.used:
-            self._context.store.touch(homes, self._context.load_now, message.advice)
+            self._context.store.touch(homes, self._context.now, message.advice)
             self._pushes.again([segment for segment in reversed(found) if segment is not None])
         elif message.advice is not None:
-            self._context.store.advise(homes, message.advice, self._context.load_now)
+            self._context.store.advise(homes, message.advice, self._context.now)
         copies = [segment for segment in found if segment is not None and segment.kind is not Kind.HOME]
         if copies and not message.relayed:
             self._touches.relay(copies, message.advice, used=message.used)

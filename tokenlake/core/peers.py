@@ -52,7 +52,7 @@ MOST_SLOWER = 4
 SWEPT = 1024
 """Entries of the directory looked at at a time when a peer came back as another."""
 LOAD_HOLDS_S = 1.0
-"""What a peer said of its load counts in full for so long of the workload's time, or until it must have said it again;
+"""What a peer said of its load counts in full for so long, or until it must have said it again;
 then it fades."""
 RATE_WEIGHT = 0.2
 """Of the newest fetch in the running mean."""
@@ -114,9 +114,9 @@ class Peers:
         names = [name for name in context.ring.members if name != context.node]
         self._peers = {name: Peer(name) for name in names}
         self._turns = deque(self._peers.values())
-        self._round_s = context.gossip_s * math.ceil(len(names) / PINGED)
+        self._round_s = context.config.gossip_s * math.ceil(len(names) / PINGED)
         """In which each has its turn once."""
-        self._load_holds_s = max(LOAD_HOLDS_S, 2 * self._round_s * context.config.time_scale)
+        self._load_holds_s = max(LOAD_HOLDS_S, 2 * self._round_s)
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(self._peers.values())
@@ -274,7 +274,7 @@ class Peers:
                 lambda reply, peer=peer: self._ponged(peer, reply),  # type: ignore[misc]
                 proves_life=True,
             )
-        self._context.after(self._context.gossip_s, self._ping)
+        self._context.after(self._context.config.gossip_s, self._ping)
 
     def _next_pinged(self) -> list[Peer]:
         doubted = [peer for peer in self._peers.values() if peer.up and (peer.overdue or peer.suspect)]
@@ -299,7 +299,7 @@ class Peers:
     def _told(self, peer: Peer, message: wire.Ping | wire.Pong | wire.LookupReply | wire.OfferReply) -> None:
         peer.told_at = self._context.now
         peer.vacancy = Vacancy(*message.vacancy)
-        peer.load.set(message.load, self._context.load_now + self._load_holds_s)
+        peer.load.set(message.load, self._context.now + self._load_holds_s)
 
     def vacancy(self, node: NodeId) -> Vacancy:
         """How welcome a segment is there, as last heard; this node's own is exact."""
@@ -309,18 +309,18 @@ class Peers:
     def loads(self) -> dict[NodeId, float]:
         """Bytes per second read from the arena of each node that can be reached: as last heard; this node's own is
         exact."""
-        now = self._context.load_now
+        now = self._context.now
         loads = {peer.node: peer.load.at(now) for peer in self._peers.values() if peer.reachable}
         return {**loads, self._context.node: self._context.load()}
 
     def load(self, node: NodeId) -> float:
         """Of another node, and what this one asked of it lately, which may be counted twice."""
-        peer, now = self._peers[node], self._context.load_now
+        peer, now = self._peers[node], self._context.now
         return peer.load.at(now) + peer.asked.at(now)
 
     def will_read(self, node: NodeId, nbytes: int) -> None:
         """So much is about to be read there, which no report says yet."""
-        self._peers[node].asked.add(nbytes, self._context.load_now)
+        self._peers[node].asked.add(nbytes, self._context.now)
 
     @property
     def notices_s(self) -> float:

@@ -125,7 +125,7 @@ class Pushes:
         if waiting:
             waiting = waiting[: store.dirty_room(waiting[0].pool)]
             for segment in waiting:
-                store.become(segment, Kind.DIRTY, self._context.load_now)
+                store.become(segment, Kind.DIRTY, self._context.now)
             self._place(segments[0].tenant, waiting, "")
 
     def _place(self, tenant: TenantId, segments: list[Segment], request: str) -> None:
@@ -219,11 +219,11 @@ class Pushes:
         self._asking.pop(segment, None)
         if segment.state is State.READY and segment.kind is Kind.DIRTY:
             segment.source = holder
-            self._context.store.become(segment, Kind.STAGED, self._context.load_now)
+            self._context.store.become(segment, Kind.STAGED, self._context.now)
 
     def _keep(self, tenant: TenantId, segments: list[Segment]) -> None:
         """They become home copies where they are, if they are worth it."""
-        store, now = self._context.store, self._context.load_now
+        store, now = self._context.store, self._context.now
         dirty = [s for s in segments if s.state is State.READY and s.kind is Kind.DIRTY]
         kept = []
         # From the prompt's beginning: if not all are worth it, it is what stays.
@@ -280,7 +280,7 @@ class Pushes:
         for segment in sorted(segments, key=lambda segment: -segment.depth):
             if segment.state is State.READY and segment.kind in (Kind.STAGED, Kind.REPLICA):
                 segment.source = None
-                self._context.store.become(segment, Kind.HOME, self._context.load_now)
+                self._context.store.become(segment, Kind.HOME, self._context.now)
                 by_tenant.setdefault(segment.tenant, []).append(segment.key)
         for tenant, keys in by_tenant.items():
             self.tell_held(tenant, keys)
@@ -292,7 +292,7 @@ class Pushes:
             segment = self._context.store.get(tenant, key)
             if segment is not None and segment.state is State.READY and segment.kind is Kind.HOME:
                 segment.source = NodeId(holder)
-                self._context.store.become(segment, Kind.STAGED, self._context.load_now)
+                self._context.store.become(segment, Kind.STAGED, self._context.now)
 
     def dropped(self, segment: Segment) -> None:
         """It leaves the index, perhaps before it was placed."""
@@ -325,7 +325,7 @@ class Pushes:
             self._context.store.unpin(segment)
             if segment.kind in (Kind.STAGED, Kind.REPLICA):
                 segment.source = None
-                self._context.store.become(segment, Kind.HOME, self._context.load_now)
+                self._context.store.become(segment, Kind.HOME, self._context.now)
             settle(index, Code.COMMITTED if segment.kind is Kind.HOME else Code.LOST)
 
         wanted = [

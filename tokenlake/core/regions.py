@@ -78,14 +78,14 @@ class Regions:
             if pool.draining is not None or (pool.tenant != claim[0] and store.has_quota(claim[0])):
                 continue
             free = len(pool.free)
-            self._replace(store.reclaim(pool, self._context.load_now), claim)
+            self._replace(store.reclaim(pool, self._context.now), claim)
             if self._replacing is not None or len(pool.free) > free:
                 # It gave a region, or a part of one for now: no other pool has to lose anything.
                 return True
         return False
 
     def _drain(self, pool: SlotPool, claim: Claim, since: float) -> None:
-        region = self._context.store.drain(pool, self._context.load_now)
+        region = self._context.store.drain(pool, self._context.now)
         self._giving = (pool, claim, since) if region is None else None
         self._replace(region, claim)
 

@@ -91,7 +91,7 @@ class Serving:
         known = len(found)
         while known and found[known - 1] is None:
             known -= 1
-        remembered = self._context.store.remembers(tenant, keys[known:], self._context.load_now)
+        remembered = self._context.store.remembers(tenant, keys[known:], self._context.now)
         if remembered is not None:
             index, use, age_s = remembered
             return known + index + 1, use, min(MAX_SECONDS, age_s)

@@ -393,7 +393,7 @@ class Sessions:
             return
         write.expired = True
         for segment in write.open.values():
-            self._context.store.discard(segment, self._context.load_now)
+            self._context.store.discard(segment, self._context.now)
             self.given_up.append((write.tenant, segment.key))
         for connection, indices in write.filled.items():
             self.give_back(session, write, connection, indices)
@@ -419,7 +419,7 @@ class Sessions:
             segment = write.open[index]
             self._close(session, write, index)
             if segment.state is State.RESERVED:
-                self._context.store.discard(segment, self._context.load_now)
+                self._context.store.discard(segment, self._context.now)
                 self.given_up.append((write.tenant, segment.key))
 
     def _close(self, session: Session, write: Write, index: int) -> None:

@@ -45,7 +45,7 @@ class Touches:
         """Segments of one prompt, in its order, were read until now, or were written again, here. `advice`: of the
         request that did."""
         segments = [segment for segment in segments if segment.state is _READY]
-        self._context.store.touch(segments, self._context.load_now, advice)
+        self._context.store.touch(segments, self._context.now, advice)
         self._note(segments, (advice, True, False))
         self._on_read(segments)
 
@@ -54,7 +54,7 @@ class Touches:
         candidates: the holder is one of them, unless a run was kept together."""
         found = self._context.ready(tenant, keys)
         here = [segment for segment in found if segment is not None]
-        self._context.store.advise(here, advice, self._context.load_now)
+        self._context.store.advise(here, advice, self._context.now)
         word = (advice, False, False)
         self._note(here, word)
         absent = [key for key, segment in zip(keys, found, strict=True) if segment is None]

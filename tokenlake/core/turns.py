@@ -29,7 +29,7 @@ DELAYED = Metric("tokenlake_delayed_turns_total", "Lookups that were told to com
 FEW = 2
 """Readers that one copy is sent to."""
 KEPT_S = 2.0
-"""Of the workload's time: so long after it was sent last it is known to whom. Staged copies do not stay for long."""
+"""So long after it was sent last it is known to whom. Staged copies do not stay for long."""
 MAX_KEPT = 4096
 """Segments."""
 _HAS_IT = float("inf")
@@ -42,7 +42,7 @@ class _Readers:
 
     def __init__(self) -> None:
         self.last = 0.0
-        """When somebody was to be sent it last, in the workload's time."""
+        """When somebody was to be sent it last."""
         self.sent: dict[NodeId, float] = {}
         """Until when it counts as on its way there, or `_HAS_IT`."""
         self.told: dict[NodeId, NodeId] = {}
@@ -103,7 +103,7 @@ class Turns:
 
     def _busy(self, node: NodeId, segments: Sequence[Segment]) -> _Readers | None:
         """Readers of the deepest of these that has enough of them beside `node`."""
-        now, lately = self._context.now, self._context.load_now - KEPT_S
+        now, lately = self._context.now, self._context.now - KEPT_S
         for segment in reversed(segments) if self._readers else ():
             readers = self._readers.get(segment)
             if readers is None or readers.last < lately or readers.sent.get(node, 0.0) > now:
@@ -123,14 +123,14 @@ class Turns:
         """Noted as the last that was sent."""
         readers = self._readers.pop(segment, None) or _Readers()
         self._readers[segment] = readers
-        readers.last = self._context.load_now
+        readers.last = self._context.now
         if len(self._readers) > MAX_KEPT:
             del self._readers[next(iter(self._readers))]
         return readers
 
     def sweep(self) -> None:
         """Forget what was sent too long ago."""
-        lately = self._context.load_now - KEPT_S
+        lately = self._context.now - KEPT_S
         while self._readers:
             segment = next(iter(self._readers))
             if self._readers[segment].last >= lately:

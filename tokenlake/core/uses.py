@@ -24,7 +24,7 @@ REMEMBERED = 32
 
 
 Past = tuple[int, Use, float]
-"""(index of a segment in a prompt, how it was used last, how long ago in the workload's time)"""
+"""(index of a segment in a prompt, how it was used last, how long ago)"""
 
 
 def use_of(match: MatchUnderWay, hits: int, store: SegmentStore, now: float) -> Use:

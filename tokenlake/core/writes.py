@@ -99,7 +99,7 @@ class Writes:
                 return self._context.store.refusal(session.tenant, Code.NO_REGION)
             return Code.SESSION_LIMIT
         segment = self._context.store.reserve(
-            session.tenant, session.slot_bytes, key, Kind.DIRTY, depth, self._context.load_now, advice or NO_ADVICE
+            session.tenant, session.slot_bytes, key, Kind.DIRTY, depth, self._context.now, advice or NO_ADVICE
         )
         if isinstance(segment, Segment):
             segment.missing_shards = (1 << session.shards) - 1
@@ -148,7 +148,7 @@ class Writes:
             if segment.missing_shards:
                 self._sessions.filled(write, process.connection, index)
             else:
-                self._context.store.publish(segment, segment.checksums, self._context.load_now)
+                self._context.store.publish(segment, segment.checksums, self._context.now)
                 self._sessions.committed(session, write, index)
                 whole.append(segment)
         self._context.counters.add(STORED, len(whole))

@@ -154,7 +154,7 @@ class LookupReply(_Message, frozen=True, tag=5):
     past: Use = NO_USE
     """How that one was used before."""
     past_age_s: Seconds = 0.0
-    """How long ago, in the workload's time."""
+    """How long ago."""
     rather: str = ""
     """Who was sent what is leased here, of late, and is to be asked for it: many read it here. Empty: nobody."""
 

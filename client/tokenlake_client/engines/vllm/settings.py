@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tokenlake.config import ENGINE_PREFIX
-from tokenlake.config_values import MASK
+from tokenlake.config import ENGINE_PREFIX, MASK
 from tokenlake.errors import ConfigurationError
 
 __all__ = ["PREFIX", "EngineSettings", "read_settings"]

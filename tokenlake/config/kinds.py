@@ -1,4 +1,4 @@
-"""How the values of settings are read and shown: sizes, numbers, addresses, peers and tenants.
+"""How the values of settings are read and shown.
 
 A `Kind` reads a value as any of the sources gives it: TOML and flags their own types, the environment only
 text. A value that does not fit raises ValueError, whose message is the noun phrase of what was expected.
@@ -11,115 +11,63 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
+from tokenlake.config.values import (
+    MASK,
+    SIZE_EXPECTED,
+    Address,
+    Peer,
+    Secret,
+    Tenant,
+    format_size,
+    parse_address,
+    parse_size,
+)
 
-__all__ = ["Address", "Kind", "Peer", "Secret", "Tenant", "format_size", "parse_address", "parse_size"]
+__all__ = [
+    "HUGE_PAGE",
+    "PAGE",
+    "Kind",
+    "loopback",
+    "name",
+    "one_of",
+    "path",
+    "peers",
+    "real",
+    "secret",
+    "size",
+    "tenants",
+    "truth",
+    "uids",
+    "whole",
+]
 
 PAGE = 4096
 HUGE_PAGE = 2 << 20
-MASK = "***"
 
-_UNITS = {"TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _NAME_EXPECTED = "1 to 64 letters, digits, dots, underscores or hyphens"
-_SIZE_EXPECTED = "a size such as 64MiB, 1GiB or a number of bytes"
-
-
-class Address(NamedTuple):
-    """Where to listen or connect; an IPv6 host stands without its brackets."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-class Peer(msgspec.Struct, frozen=True):
-    """Another node. `memory` is its weight in the ring in bytes; None: all nodes weigh the same."""
-
-    name: str
-    host: str
-    port: int
-    memory: int | None = None
-
-    def __str__(self) -> str:
-        size = "" if self.memory is None else f"/{format_size(self.memory)}"
-        return f"{self.name}={Address(self.host, self.port)}{size}"
-
-
-class Secret(bytes):
-    """Bytes that appear in no representation; msgspec refuses to encode them."""
-
-    def __repr__(self) -> str:
-        return MASK if self else "none"
-
-    __str__ = __repr__
-
-
-class Tenant(msgspec.Struct, frozen=True):
-    """Who may see each other's cache. A connection belongs to it by its uid or by a token it shows.
-
-    `secret` keys the tenant's hashes; it and the tokens appear in no representation.
-    """
-
-    name: str
-    secret: bytes
-    uids: tuple[int, ...] = ()
-    tokens: tuple[str, ...] = ()
-    quota: float = 1.0
-    """Share of a node's memory that it may have."""
-
-    def __repr__(self) -> str:
-        uids = ",".join(map(str, self.uids))
-        held = f"uids=({uids}), tokens={len(self.tokens)}, quota={self.quota:g}"
-        return f"Tenant(name={self.name!r}, secret={MASK}, {held})"
+_SECRET_EXPECTED = "16 to 64 bytes in hexadecimal"
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How one setting is read and shown."""
+    """How one setting is read and shown.
 
+    `expected` is the noun phrase of all values that are accepted, with unit and bounds; `parse` raises ValueError with
+    it, or with what is wrong in detail.
+    """
+
+    expected: str
     parse: Callable[[object], object]
     show: Callable[[Any], str] = str
-
-
-def parse_size(value: object) -> int:
-    """Bytes of `64MiB`, `1GiB`, `4096` or an int. Binary units only, no fractions."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    if isinstance(value, str) and (match := re.fullmatch(r"([0-9]{1,18})([KMGT]iB)?", value)):
-        return int(match[1]) * (_UNITS[match[2]] if match[2] else 1)
-    raise ValueError(_SIZE_EXPECTED)
-
-
-def format_size(size: int) -> str:
-    """The shortest text that `parse_size` reads back exactly."""
-    for unit, factor in _UNITS.items():
-        if size and size % factor == 0:
-            return f"{size // factor}{unit}"
-    return str(size)
-
-
-def parse_address(value: object) -> Address:
-    """`HOST:PORT` or `[IPv6]:PORT`, port 0 to 65535."""
-    expected = "HOST:PORT"
-    if not isinstance(value, str):
-        raise ValueError(expected)
-    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):([0-9]{1,5})", value)
-    if match is None:
-        raise ValueError(expected)
-    if int(match[3]) > 65535:
-        raise ValueError(f"{expected} with a port up to 65535")
-    return Address(match[1] or match[2], int(match[3]))
 
 
 def size(low: int, high: int, multiple: int = 1) -> Kind:
     """Bytes within [low, high]; a multiple of `multiple`."""
     step = f", a multiple of {format_size(multiple)}" if multiple > 1 else ""
-    expected = f"{_SIZE_EXPECTED}, between {format_size(low)} and {format_size(high)}{step}"
+    expected = f"{SIZE_EXPECTED}, between {format_size(low)} and {format_size(high)}{step}"
 
     def parse(value: object) -> int:
         number = parse_size(value)
@@ -127,7 +75,7 @@ def size(low: int, high: int, multiple: int = 1) -> Kind:
             raise ValueError(expected)
         return number
 
-    return Kind(parse, format_size)
+    return Kind(expected, parse, format_size)
 
 
 def whole(low: int, high: int) -> Kind:
@@ -140,7 +88,7 @@ def whole(low: int, high: int) -> Kind:
             raise ValueError(expected)
         return number
 
-    return Kind(parse)
+    return Kind(expected, parse)
 
 
 def real(low: float, high: float, unit: str) -> Kind:
@@ -158,7 +106,7 @@ def real(low: float, high: float, unit: str) -> Kind:
             raise ValueError(expected)
         return number
 
-    return Kind(parse)
+    return Kind(expected, parse)
 
 
 def truth() -> Kind:
@@ -172,7 +120,7 @@ def truth() -> Kind:
             return words[value.lower()]
         raise ValueError("true or false")
 
-    return Kind(parse, lambda value: "true" if value else "false")
+    return Kind("true or false", parse, lambda value: "true" if value else "false")
 
 
 def name() -> Kind:
@@ -181,7 +129,7 @@ def name() -> Kind:
     def parse(value: object) -> str:
         return _name(value, _NAME_EXPECTED)
 
-    return Kind(parse)
+    return Kind(_NAME_EXPECTED, parse)
 
 
 def path(expected: str, *, longest: int = 4095, absolute: bool = False, optional: bool = False) -> Kind:
@@ -196,29 +144,19 @@ def path(expected: str, *, longest: int = 4095, absolute: bool = False, optional
             raise ValueError(expected)
         return value
 
-    return Kind(parse)
+    return Kind(expected, parse)
 
 
 def one_of(*words: str) -> Kind:
     """One of these."""
+    expected = f"one of {', '.join(words)}"
 
     def parse(value: object) -> str:
         if isinstance(value, str) and value in words:
             return value
-        raise ValueError(f"one of {', '.join(words)}")
+        raise ValueError(expected)
 
-    return Kind(parse)
-
-
-def failpoint() -> Kind:
-    """Where a daemon ends itself; it knows the edges' names."""
-
-    def parse(value: object) -> str:
-        if isinstance(value, str) and re.fullmatch(r"([a-z]+\.[a-z]+(:[1-9][0-9]{0,8})?)?", value):
-            return value
-        raise ValueError("EDGE or EDGE:N, for tests only, or nothing")
-
-    return Kind(parse)
+    return Kind(expected, parse)
 
 
 def loopback(*, optional: bool = False) -> Kind:
@@ -231,14 +169,16 @@ def loopback(*, optional: bool = False) -> Kind:
         _require_loopback(address.host)
         return str(address)
 
-    return Kind(parse)
+    expected = "HOST:PORT of this machine: 127.0.0.1, localhost or [::1]"
+    return Kind(f"{expected}, or nothing" if optional else expected, parse)
 
 
 def peers() -> Kind:
     """`name=host:port[/SIZE]`, each name and each address once; sizes for all or for none."""
+    expected = "a list of name=HOST:PORT[/SIZE]"
 
     def parse(value: object) -> tuple[Peer, ...]:
-        found = tuple(_peer(item) for item in _items(value, "a list of name=HOST:PORT[/SIZE]"))
+        found = tuple(_peer(item) for item in _items(value, expected))
         _require_unique((peer.name for peer in found), "each peer's name once; twice there is")
         addresses = (str(Address(peer.host, peer.port)) for peer in found)
         _require_unique(addresses, "each peer's address once; twice there is")
@@ -246,20 +186,21 @@ def peers() -> Kind:
             raise ValueError("a /SIZE for every peer or for none, because nodes must agree on their weights")
         return found
 
-    return Kind(parse, lambda value: ",".join(map(str, value)))
+    return Kind(expected, parse, lambda value: ",".join(map(str, value)))
 
 
 def uids() -> Kind:
     """User ids."""
-    return Kind(_uids, lambda value: ",".join(map(str, value)))
+    return Kind("a list of user ids", _uids, lambda value: ",".join(map(str, value)))
 
 
 def tenants() -> Kind:
     """An array of tables {name, secret, uids, tokens, quota}, each name, uid and token once; only TOML holds it."""
+    expected = "an array of tables [[tenants]] in the configuration file"
 
     def parse(value: object) -> tuple[Tenant, ...]:
         if not isinstance(value, list | tuple):
-            raise ValueError("an array of tables [[tenants]] in the configuration file")
+            raise ValueError(expected)
         found = tuple(_tenant(item) for item in value)
         _require_unique((tenant.name for tenant in found), "each tenant's name once; twice there is")
         _require_unique((uid for tenant in found for uid in tenant.uids), "each uid once; twice there is")
@@ -268,16 +209,16 @@ def tenants() -> Kind:
             raise ValueError("each token once, over all tenants")
         return found
 
-    return Kind(parse, lambda value: ", ".join(map(repr, value)))
+    return Kind(expected, parse, lambda value: ", ".join(map(repr, value)))
 
 
 def secret() -> Kind:
     """16 to 64 bytes in hexadecimal, shown masked; the empty text for none."""
 
     def parse(value: object) -> Secret:
-        return Secret() if value == "" else Secret(_secret(value, "16 to 64 bytes in hexadecimal"))
+        return Secret() if value == "" else Secret(_secret(value, _SECRET_EXPECTED))
 
-    return Kind(parse, lambda value: MASK if value else "")
+    return Kind(_SECRET_EXPECTED, parse, lambda value: MASK if value else "")
 
 
 def _peer(item: object) -> Peer:
@@ -306,7 +247,7 @@ def _tenant(item: object) -> Tenant:
     tokens = item.get("tokens", [])
     if not isinstance(tokens, list) or not all(isinstance(token, str) and token for token in tokens):
         raise ValueError(f"a list of non-empty texts as tokens of tenant {tenant!r}")
-    secret = _secret(item["secret"], f"16 to 64 bytes in hexadecimal as the secret of tenant {tenant!r}")
+    secret = _secret(item["secret"], f"{_SECRET_EXPECTED} as the secret of tenant {tenant!r}")
     quota = item.get("quota", 1.0)
     if not isinstance(quota, int | float) or isinstance(quota, bool) or not 0 < quota <= 1:
         raise ValueError(f"a share of memory above 0, at most 1, as the quota of tenant {tenant!r}, not {quota!r}")

@@ -5,7 +5,7 @@ no I/O, so a step has four kinds of edges::
 
     event -> | ASKED | rules | DECIDED | -> instruction -> | DOING | socket, thread, page | DONE |
 
-Armed by the setting `failpoint`; a daemon without it has nothing of this in its way.
+Armed by `tests.robustness.failpoint_daemon`; the daemon of the product has nothing of this in its way.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import difflib
 import enum
 import logging
 import os
+import re
 import signal
 from typing import Any, NamedTuple
 
@@ -96,16 +97,16 @@ class Failpoint(NamedTuple):
     time: int
 
 
-def parse(text: str) -> Failpoint | None:
-    """`EDGE` or `EDGE:N`; None for nothing. Raises `ConfigurationError` with the edges there are."""
-    if not text:
-        return None
+def parse(text: str) -> Failpoint:
+    """`EDGE` or `EDGE:N`, N from 1. Raises `ConfigurationError` with the edges there are."""
     name, _, time = text.partition(":")
     edge = _BY_NAME.get(name)
     if edge is None:
         near = difflib.get_close_matches(name, _BY_NAME, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ConfigurationError("failpoint", text, f"one of {', '.join(_BY_NAME)}{hint}")
+    if not re.fullmatch(r"([1-9][0-9]{0,8})?", time):
+        raise ConfigurationError("failpoint", text, "EDGE or EDGE:N with N from 1")
     return Failpoint(edge, int(time or 1))
 
 

@@ -1,0 +1,27 @@
+"""`tokenlake serve` with one more flag, `--speed N`: the daemon's rules live N seconds in each second.
+
+For the replay of a trace at N times its speed: loads, half-lives and the ages of segments are then those of the trace.
+Deadlines are so many seconds of the rules as well, so their settings must be N times as long (`LiveOptions.settings`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from tokenlake_server.cli import run_daemon, with_settings
+
+MAX_SPEED = 1000.0
+
+
+@click.command()
+@with_settings
+@click.option("--speed", type=click.FloatRange(0.001, MAX_SPEED), required=True)
+def main(file: Path | None, speed: float, **flags: object) -> None:
+    """Run a daemon whose rules have a faster clock."""
+    run_daemon(file, flags, speed=speed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The parts of the documentation that are made from the code: `python -m tests.house.pages` writes them anew.
+
+Each part stands between two comments of its page, `<!-- begin NAME ... -->` and `<!-- end NAME -->`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenlake.config import ServerConfig
+from tokenlake.config.setting import table_of
+
+ROOT = Path(__file__).parents[2]
+
+
+class Part(NamedTuple):
+    """`text` makes what stands between the comments, its last newline included."""
+
+    page: str
+    name: str
+    text: Callable[[], str]
+
+
+PARTS = (Part("docs/reference.md", "settings of a daemon", lambda: table_of(ServerConfig)),)
+
+
+def renewed(part: Part, page: str) -> str:
+    """The text of the page with the part as the code says. ValueError where the page lacks the comments."""
+    begin = f"<!-- begin {part.name}; `python -m tests.house.pages` writes this table -->\n"
+    end = f"<!-- end {part.name} -->\n"
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    if len(pattern.findall(page)) != 1:
+        raise ValueError(f"{part.page} must hold once:\n{begin}{end}")
+    return pattern.sub(lambda _: begin + part.text() + end, page)
+
+
+def main() -> None:
+    """Write every part that is not as it should be."""
+    for part in PARTS:
+        path = ROOT / part.page
+        page = path.read_text()
+        fresh = renewed(part, page)
+        if fresh != page:
+            path.write_text(fresh)
+            print(f"{part.page}: {part.name}")
+
+
+if __name__ == "__main__":
+    main()

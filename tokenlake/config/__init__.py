@@ -1,0 +1,33 @@
+"""The settings: `server.py` and `rules.py` declare them, `loading.py` reads them from their sources."""
+
+from tokenlake.config.loading import ENGINE_PREFIX, Settings, load_config
+from tokenlake.config.rules import RuleSettings
+from tokenlake.config.server import ServerConfig
+from tokenlake.config.setting import DEFAULT
+from tokenlake.config.values import (
+    MASK,
+    Address,
+    Peer,
+    Secret,
+    Tenant,
+    format_size,
+    parse_address,
+    parse_size,
+)
+
+__all__ = [
+    "DEFAULT",
+    "ENGINE_PREFIX",
+    "MASK",
+    "Address",
+    "Peer",
+    "RuleSettings",
+    "Secret",
+    "ServerConfig",
+    "Settings",
+    "Tenant",
+    "format_size",
+    "load_config",
+    "parse_address",
+    "parse_size",
+]

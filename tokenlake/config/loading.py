@@ -1,0 +1,118 @@
+"""Loads the settings of a daemon from their sources and checks them together.
+
+A flag wins over the environment (`TOKENLAKE_MEMORY`), that over the TOML file, that over the default. Every
+source is checked, also where another overrides it: a wrong file stays wrong. Every variable that starts with
+`TOKENLAKE_` is a setting, so a misspelt one is refused; the variables that Kubernetes adds for a Service of that name
+are no settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from tokenlake.config.kinds import HUGE_PAGE
+from tokenlake.config.server import ServerConfig
+from tokenlake.config.setting import DEFAULT, describe, read, refusal, settings_of
+from tokenlake.config.sources import is_service_link, of_environment, of_flags, of_toml
+from tokenlake.config.values import format_size, parse_address
+from tokenlake.errors import ConfigurationError
+from tokenlake.local_socket import default_socket
+
+__all__ = ["ENGINE_PREFIX", "PREFIX", "Settings", "load_config"]
+
+PREFIX = "TOKENLAKE_"
+ENGINE_PREFIX = "TOKENLAKE_ENGINE_"
+"""Settings of the engines of this node, which may be started from the same shell."""
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """A checked configuration, and for each field where its value came from: `default`, the file and its line,
+    `environment TOKENLAKE_X` or `flag --x`."""
+
+    config: ServerConfig
+    origin: Mapping[str, str]
+    ignored: tuple[str, ...] = ()
+    """Variables that look like settings and are Kubernetes' for a Service."""
+
+    def describe(self) -> Iterator[tuple[str, str, str]]:
+        """(field, value, origin) of each setting; secrets are masked."""
+        return describe(self.config, self.origin)
+
+
+def load_config(
+    *, toml_text: str | None, environ: Mapping[str, str], flags: Mapping[str, object], uid: int, file: str = "file"
+) -> Settings:
+    """Merge and check the sources.
+
+    `toml_text` None: no file; `file` is its name, for errors. `flags` has the names of the fields; one that is None was
+    not given. `environ` may hold variables of others. `uid`: the user that the daemon runs as.
+
+    Raises ConfigurationError for the first setting that is unknown or invalid.
+    """
+    given = [
+        *of_toml(toml_text or "", file),
+        *of_environment(environ, PREFIX, ENGINE_PREFIX),
+        *of_flags(flags),
+    ]
+    values, origin = read(ServerConfig, given)
+    _fill_computed_defaults(values, environ, uid)
+    config = ServerConfig(**values)
+    _check_together(config, origin)
+    config = _without_self(config, origin)
+    if config.peers and config.tenants and not config.cluster_secret:
+        expected = (
+            "16 to 64 bytes in hexadecimal, the same on all nodes, because there are 'peers' and 'tenants': without it "
+            "any process of this machine could pose as a node and obtain a tenant's cache; set it in the "
+            f"configuration file or as {PREFIX}CLUSTER_SECRET"
+        )
+        raise ConfigurationError("cluster_secret", "", expected)
+    ignored = [name for name in sorted(environ) if name.startswith(PREFIX) and is_service_link(name, environ[name])]
+    return Settings(config, origin, tuple(ignored))
+
+
+def _fill_computed_defaults(values: dict[str, Any], environ: Mapping[str, str], uid: int) -> None:
+    plain = ServerConfig()
+    if "socket" not in values:
+        socket = default_socket(environ, values.get("node", plain.node), uid)
+        try:
+            values["socket"] = settings_of(ServerConfig)["socket"].kind.parse(socket)
+        except ValueError as error:
+            raise refusal(ServerConfig, "socket", socket, str(error), DEFAULT) from None
+    if "region_size" not in values:
+        values["region_size"] = min(plain.region_size, values.get("memory", plain.memory))
+
+
+def _check_together(config: ServerConfig, origin: Mapping[str, str]) -> None:
+    """What concerns two fields; the error names the one to change."""
+
+    def refuse(field: str, expected: str) -> ConfigurationError:
+        shown = settings_of(ServerConfig)[field].kind.show(getattr(config, field))
+        return refusal(ServerConfig, field, shown, expected, origin[field])
+
+    if config.region_size > config.memory:
+        raise refuse("region_size", f"at most memory, {format_size(config.memory)}")
+    if config.huge_pages and config.region_size % HUGE_PAGE:
+        raise refuse("region_size", f"a multiple of {format_size(HUGE_PAGE)} with huge_pages")
+    if config.staged_share + config.dirty_share + config.replica_share > 0.95 + 1e-9:
+        raise refuse("staged_share", "at most 0.95 with dirty_share and replica_share: the rest is for home copies")
+    if config.metrics == config.listen and parse_address(config.listen).port:
+        raise refuse("metrics", f"another address than listen, {config.listen}")
+
+
+def _without_self(config: ServerConfig, origin: Mapping[str, str]) -> ServerConfig:
+    """All nodes may share one list of peers: the entry of this node must agree with it, and is left out."""
+    own = parse_address(config.listen)
+    for peer in config.peers:
+        expected = f"{config.node}={own}, as listen says, for the entry of this node"
+        if peer.name == config.node and (peer.host, peer.port) != own:
+            raise refusal(ServerConfig, "peers", str(peer), expected, origin["peers"])
+        if peer.name == config.node and peer.memory not in (None, config.memory):
+            expected = f"/{format_size(config.memory)}, as memory says, for the entry of this node"
+            raise refusal(ServerConfig, "peers", str(peer), expected, origin["peers"])
+        if peer.name != config.node and (peer.host, peer.port) == own:
+            raise refusal(ServerConfig, "peers", str(peer), f"{own} to be this node, {config.node}", origin["peers"])
+    others = tuple(peer for peer in config.peers if peer.name != config.node)
+    return msgspec.structs.replace(config, peers=others)

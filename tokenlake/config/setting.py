@@ -1,0 +1,113 @@
+"""The declaration of a setting, and all that follows from it.
+
+A table of settings is a frozen `msgspec.Struct`. Each field is `Annotated` with a `Setting`: its kind (type, unit and
+bounds), its meaning, and the reason of its default. The flag, the variable, the TOML key, the check, the line of
+`tokenlake config show` and the row of the reference page follow from that::
+
+    class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+        lease_s: Annotated[float, Setting(kinds.real(0.1, 3600, "seconds"), "meaning", why="reason")] = 10.0
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from tokenlake.config.kinds import Kind
+from tokenlake.config.values import MASK
+from tokenlake.errors import ConfigurationError
+
+__all__ = ["DEFAULT", "Given", "Setting", "describe", "read", "refusal", "settings_of", "table_of"]
+
+DEFAULT = "default"
+"""Origin of a value that no source gives."""
+Given = tuple[str, object, str]
+"""(name, raw value, origin) of a setting that a source gives."""
+
+_SECRETIVE = ("tenant", "secret", "token", "credential")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """`meaning` and `why` are phrases without a final dot; they stand in the reference and in `--help`."""
+
+    kind: Kind
+    meaning: str
+    why: str
+    """The reason of the default."""
+    default: str = ""
+    """How the reference names a default that depends on something; empty: the field's own."""
+    secret: bool = False
+    """Never shown, and no flag: other users of a machine can read a command line."""
+
+
+@functools.cache
+def settings_of(table: type[msgspec.Struct]) -> Mapping[str, Setting]:
+    """The settings that `table` declares, its own before those of its bases. TypeError for a field without a
+    declaration or a default."""
+    hints = typing.get_type_hints(table, include_extras=True)
+    fields = {field.name: field for field in msgspec.structs.fields(table)}
+    own_first = {name: None for each in table.__mro__ for name in inspect.get_annotations(each)}
+    found = {}
+    for name in own_first:
+        declared = [each for each in getattr(hints[name], "__metadata__", ()) if isinstance(each, Setting)]
+        if len(declared) != 1 or fields[name].required:
+            raise TypeError(f"{table.__name__}.{name} needs a default and one Setting")
+        found[name] = declared[0]
+    return found
+
+
+def read(table: type[msgspec.Struct], given: Iterable[Given]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Check all that the sources give, the weakest source first: (the values of what is given, the origin of every
+    setting). A later value replaces an earlier one, which is checked all the same.
+
+    Raises ConfigurationError for the first setting that is unknown or invalid.
+    """
+    settings = settings_of(table)
+    values: dict[str, Any] = {}
+    origin = dict.fromkeys(settings, DEFAULT)
+    for name, raw, source in given:
+        if name not in settings:
+            near = difflib.get_close_matches(name, settings, n=1)
+            known = f"a known setting (did you mean {near[0]!r}?)" if near else f"one of {', '.join(settings)}"
+            raise refusal(table, name, raw, known, source)
+        try:
+            values[name] = settings[name].kind.parse(raw)
+        except ValueError as error:
+            raise refusal(table, name, raw, str(error), source) from None
+        origin[name] = source
+    return values, origin
+
+
+def describe(config: msgspec.Struct, origin: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """(name, value, origin) of each setting in the order of its table; secrets are masked."""
+    for name, setting in settings_of(type(config)).items():
+        yield name, setting.kind.show(getattr(config, name)), origin[name]
+
+
+def refusal(table: type[msgspec.Struct], name: str, value: object, expected: str, source: str) -> ConfigurationError:
+    """The error of one setting; it masks what may be a secret."""
+    setting = settings_of(table).get(name)
+    # Tables hold tenants, and a misspelt name may hide a secret: neither is shown.
+    tables = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(i, dict) for i in value))
+    if tables or (setting is not None and setting.secret) or any(word in name for word in _SECRETIVE):
+        value = MASK
+    return ConfigurationError(name, value, f"{expected} (set by {source})")
+
+
+def table_of(table: type[msgspec.Struct]) -> str:
+    """The settings as a table in Markdown, for a page of the reference."""
+    plain = table()
+    rows = ["| setting | default | values | meaning | why this default |", "|---|---|---|---|---|"]
+    for name, setting in settings_of(table).items():
+        shown = setting.kind.show(getattr(plain, name))
+        default = setting.default or (f"`{shown}`" if shown else "empty")
+        rows.append(f"| `{name}` | {default} | {setting.kind.expected} | {setting.meaning} | {setting.why} |")
+    return "\n".join(rows) + "\n"

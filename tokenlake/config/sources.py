@@ -1,0 +1,62 @@
+"""The sources of settings: a TOML file, the environment, flags. Each gives (name, raw value, origin) of what it sets.
+
+Nothing here reads a file or the process's environment: both are passed in.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+
+from tokenlake.config.setting import Given
+from tokenlake.errors import ConfigurationError
+
+__all__ = ["is_service_link", "of_environment", "of_flags", "of_toml"]
+
+# Kubernetes gives every container of a namespace variables of each Service of it, named after the Service:
+# TOKENLAKE_SERVICE_HOST, TOKENLAKE_SERVICE_PORT[_NAME], TOKENLAKE_PORT and TOKENLAKE_PORT_7440_TCP[_PROTO|_PORT|_ADDR].
+_SERVICE_LINK = re.compile(
+    r"[A-Z0-9_]+_(?:SERVICE_HOST|SERVICE_PORT(?:_[A-Z0-9_]+)?|PORT_[0-9]+_(?:TCP|UDP|SCTP)(?:_(?:PROTO|PORT|ADDR))?)"
+)
+_SERVICE_PORT = re.compile(r"(?:tcp|udp|sctp)://.*")
+
+
+def is_service_link(variable: str, value: str) -> bool:
+    """Is this a variable that Kubernetes adds for a Service, and not one that a user set?"""
+    if variable.endswith("_PORT") and _SERVICE_PORT.fullmatch(value):
+        return True
+    return _SERVICE_LINK.fullmatch(variable) is not None
+
+
+def of_toml(text: str, file: str) -> Iterator[Given]:
+    """`file` is the name to give in errors and origins. Raises ConfigurationError for a text that is no TOML."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError("configuration file", file, f"valid TOML; {error}") from None
+    for name, raw in table.items():
+        yield name, raw, f"{file}{_line(name, text)}"
+
+
+def of_environment(environ: Mapping[str, str], prefix: str, other: str | None = None) -> Iterator[Given]:
+    """Variables that begin with `prefix`, and not with `other`, but for those of Kubernetes' Services."""
+    for variable in sorted(environ):
+        theirs = other is not None and variable.startswith(other)
+        if variable.startswith(prefix) and not theirs and not is_service_link(variable, environ[variable]):
+            yield variable.removeprefix(prefix).lower(), environ[variable], f"environment {variable}"
+
+
+def of_flags(flags: Mapping[str, object]) -> Iterator[Given]:
+    """Flags by the name of their setting; one that is None was not given."""
+    for name, value in flags.items():
+        if value is not None:
+            yield name, value, f"flag --{name.replace('_', '-')}"
+
+
+def _line(name: str, text: str) -> str:
+    """Where a top-level name is set, as far as it can be seen without parsing: quoted names and strings of several
+    lines may hide it, and then the origin is the file alone."""
+    pattern = re.compile(rf"\s*(?:\[\[?\s*)?{re.escape(name)}\s*[=.\]]")
+    lines = [number for number, line in enumerate(text.split("\n"), 1) if pattern.match(line)]
+    return f", line {lines[0]}" if lines else ""
