@@ -20,7 +20,6 @@ from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake_bench import demo_wire as wire
 from tokenlake_bench.baselines import Accesses, infinite_cache, private_round_robin, private_routed
-from tokenlake_bench.cluster import Cluster
 from tokenlake_bench.copies import copies_per_segment
 from tokenlake_bench.demo_plan import ENGINES, NODES, REQUESTS, SEGMENT_TOKENS, DemoPlan, make_plan
 from tokenlake_bench.demo_run import DemoLog, run_requests
@@ -31,6 +30,7 @@ from tokenlake_bench.node_totals import NodeTotals
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import DemoDetails, DemoResult, ShipResult, UntilKill, demo_table, write_json
 from tokenlake_bench.traces import read_mooncake
+from tokenlake_testing.cluster import Cluster
 
 __all__ = ["DemoOptions", "run_demo"]
 

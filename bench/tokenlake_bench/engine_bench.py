@@ -14,10 +14,10 @@ from typing import Any
 
 from tokenlake.config import format_size
 from tokenlake.errors import ConfigurationError
-from tokenlake_bench.cluster import Cluster
-from tokenlake_bench.engine_lines import Engine
 from tokenlake_bench.engine_workload import Conversations, prompt
-from tokenlake_bench.tiny_model import save_tiny_model
+from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.engine_lines import Engine
+from tokenlake_testing.tiny_model import save_tiny_model
 
 __all__ = ["EngineArguments", "run_engine"]
 

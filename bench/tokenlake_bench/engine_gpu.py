@@ -19,13 +19,13 @@ import torch
 from numpy.typing import NDArray
 
 from tokenlake.layout import Layout
-from tokenlake_bench.cluster import Cluster
-from tokenlake_bench.engine_lines import Engine
 from tokenlake_bench.engine_workload import prompt
 from tokenlake_client import Pool
 from tokenlake_client.engines.vllm.cuda_copy import CudaCopy
 from tokenlake_client.engines.vllm.paged import block_views, stack_layers
 from tokenlake_client.engines.vllm.ranks import rank_shards
+from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.engine_lines import Engine
 
 LAYERS, HEADS, DIM, BLOCK, SEGMENT = 32, 8, 128, 16, 256
 """A Llama of 8B parameters in bfloat16: 32 MiB per segment."""

@@ -22,10 +22,10 @@ from pathlib import Path
 from statistics import median, mode, quantiles
 from typing import Any
 
-from tokenlake_bench.cluster import Cluster
-from tokenlake_bench.engine_lines import Engine
 from tokenlake_bench.engine_workload import prompt
-from tokenlake_bench.tiny_model import save_tiny_model
+from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.engine_lines import Engine
+from tokenlake_testing.tiny_model import save_tiny_model
 
 NAMES = ("no connector", "storing nothing", "storing all")
 SEGMENT_TOKENS = 256

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix, root_key
 from tokenlake_bench.cli import bench
-from tokenlake_bench.cluster import Cluster
 from tokenlake_bench.live_client import LiveClient, Served, chain_of
 from tokenlake_bench.sizing import bench_layout
 from tokenlake_client import Pool
+from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
 

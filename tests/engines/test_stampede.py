@@ -18,10 +18,10 @@ from tests.engines.test_shipping import NEW, SEGMENT, batch, engine_at
 from tests.robustness.live import LIMIT_S, daemons, wait_until
 from tokenlake.core.pendings import CLAIMED, WAITED
 from tokenlake.wire import Code
-from tokenlake_bench.cluster import Cluster
 from tokenlake_client import Lease, Pool
 from tokenlake_client.engines.transformers import Counts, TokenLakeEngine
 from tokenlake_client.engines.transformers.measured import LATE, LONGEST_S
+from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
 

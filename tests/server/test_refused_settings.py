@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.robustness.live import LAYOUT, LIMIT_S, Prompt, daemons, store
-from tokenlake_bench.cluster import Node
+from tokenlake_testing.cluster import Node
 
 pytestmark = pytest.mark.live
 

@@ -21,10 +21,10 @@ from tokenlake.identity import SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake_bench.attention.echo import Echo
-from tokenlake_bench.cluster import Cluster
 from tokenlake_client import Pool
 from tokenlake_client.queries import View
 from tokenlake_query.kernels import kernel_for
+from tokenlake_testing.cluster import Cluster
 
 __all__ = ["LAYERS", "Q_HEADS", "SEGMENTS", "Fleet"]
 

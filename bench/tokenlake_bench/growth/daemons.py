@@ -15,10 +15,10 @@ from tokenlake.errors import TokenLakeError, Unreachable
 from tokenlake.identity import SegmentKey
 from tokenlake.store.region import RegionShape
 from tokenlake.wire import Code
-from tokenlake_bench.cluster import Node, free_port
 from tokenlake_bench.growth.client import LAYOUT, PROMPT_KEYS, held_keys
 from tokenlake_bench.soak.gauges import process_gauges
 from tokenlake_client import Pool
+from tokenlake_testing.cluster import Node, free_port
 
 __all__ = ["GrowthDaemon", "start_seconds", "store"]
 

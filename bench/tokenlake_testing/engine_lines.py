@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from tokenlake_testing.children import start_child
+
 __all__ = ["Engine", "Timed"]
 
 MARK = "answer: "
@@ -58,9 +60,9 @@ class Engine:
         `nice`: how much it stands back for others. `arguments`: of `vllm.LLM`."""
         self.log = log
         config = {"kind": kind, "model": str(model), "pool": pool, "arguments": arguments}
-        command = ["nice", "-n", str(nice), python, "-m", "tokenlake_bench.engine_lines", json.dumps(config)]
+        command = ["nice", "-n", str(nice), python, "-m", "tokenlake_testing.engine_lines", json.dumps(config)]
         with log.open("ab") as errors:
-            self.process = subprocess.Popen(
+            self.process = start_child(
                 command,
                 env={**os.environ, **ENVIRONMENT, **(environment or {})},
                 stdin=subprocess.PIPE,
