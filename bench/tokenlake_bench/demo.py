@@ -25,6 +25,7 @@ from tokenlake_bench.demo_plan import ENGINES, NODES, REQUESTS, SEGMENT_TOKENS, 
 from tokenlake_bench.demo_run import DemoLog, run_requests
 from tokenlake_bench.demo_ship import run_ship_part, ship_table
 from tokenlake_bench.engine_handle import EngineHandle
+from tokenlake_bench.environment import check_modules
 from tokenlake_bench.load_meter import settle
 from tokenlake_bench.node_totals import NodeTotals
 from tokenlake_bench.progress import LiveProgress
@@ -65,7 +66,10 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions) -> tuple[DemoResult, DemoDetails]:
-    """Runs, prints, writes the JSON if asked for. Raises TokenLakeError."""
+    """Runs, prints, writes the JSON if asked for. Raises TokenLakeError, and ModuleNotFoundError where a module of
+    the engines is not installed."""
+    # The engine processes need these.
+    check_modules("torch", "transformers")
     console = Console()
     if options.trace is not None:
         # A file that cannot be read is said before the models are loaded.

@@ -19,7 +19,7 @@ FAILED = 127
 
 
 def main() -> None:
-    """Raises SystemExit when the parent has ended already, OSError when the program cannot run; else does not return."""
+    """Raises SystemExit when the parent has ended, OSError when the program cannot run; else does not return."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         sys.exit(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")
