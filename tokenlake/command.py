@@ -5,7 +5,6 @@ Distributions offer commands as entry points of the group `tokenlake.commands`.
 
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Collection
 from importlib.metadata import EntryPoint, entry_points, requires
 from typing import NoReturn
@@ -70,16 +69,15 @@ def _ordered(commands: Collection[str]) -> list[str]:
 
 def _requirement(entry: EntryPoint, missing: str) -> str:
     """What to install, as a shell word. In `tokenlake`: the extra named like the command's package, and where that does
-    not bring the missing module, the one that does; of several the one with most modules of its own, since the module
-    that a command misses first is seldom all that it misses. For a module that no extra brings and a command of another
-    distribution: that distribution, whose installation is incomplete."""
+    not bring the missing module, the smallest one that does (an extra that includes another lists its modules too).
+    For a module that no extra brings, and a command of another distribution: that distribution, whose installation is
+    incomplete."""
     own = entry.module.partition(".")[0].removeprefix("tokenlake_")
     modules = _modules_of_extras()
     owners = [extra for extra, brought in modules.items() if missing.replace("_", "-").lower() in brought]
     needed = [own] if own in modules else []
     if owners and own not in owners:
-        brought_by = Counter(module for brought in modules.values() for module in brought)
-        needed.append(max(owners, key=lambda extra: sum(brought_by[module] == 1 for module in modules[extra])))
+        needed.append(min(owners, key=lambda extra: len(modules[extra])))
     if needed:
         return f"'tokenlake[{','.join(needed)}]'"
     return entry.dist.name if entry.dist else entry.module.partition(".")[0].replace("_", "-")
