@@ -7,6 +7,7 @@ lives as long as the process, starts all children. The child itself sets the sig
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -17,9 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["start_child"]
+from tokenlake_testing import exec_bound
 
-_EXEC_BOUND: Final = Path(__file__).with_name("exec_bound.py")
+__all__ = ["end_with_parent", "start_child"]
+
+_EXEC_BOUND: Final = Path(exec_bound.__file__)
 _starter: Final = ThreadPoolExecutor(1, thread_name_prefix="start-child")
 
 
@@ -33,3 +36,12 @@ def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]
     bound = [sys.executable, "-I", "-S", str(_EXEC_BOUND), str(os.getpid()), *command]
     start: partial[subprocess.Popen[Any]] = partial(subprocess.Popen, bound, **options)
     return _starter.submit(start).result()
+
+
+def end_with_parent() -> None:
+    """The same for a process of `multiprocessing`, called at its start: the kernel kills it when the thread that
+    started it ends."""
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None:
+        raise RuntimeError("not in a process that multiprocessing started")
+    exec_bound.bind_to(parent.pid)

@@ -13,21 +13,22 @@ import os
 import signal
 import sys
 
+__all__ = ["bind_to"]
+
 PR_SET_PDEATHSIG = 1
-FAILED = 127
-"""The exit status of a shell that cannot run a command."""
+PARENT_GONE = 1
 
 
-def main() -> None:
-    """Raises SystemExit when the parent has ended, OSError when the program cannot run; else does not return."""
-    parent, command = int(sys.argv[1]), sys.argv[2:]
+def bind_to(parent: int) -> None:
+    """From now on the kernel kills this process when the thread that started it ends. Raises OSError when the kernel
+    refuses, SystemExit when process `parent` has ended already."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        sys.exit(f"prctl(PR_SET_PDEATHSIG): {os.strerror(ctypes.get_errno())}")
-    # The signal is sent for a parent that ends from now on. For one that ended before, this process has a new parent.
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    # The signal is sent for a parent that ends from here on. If it ended before, this process has a new parent.
     if os.getppid() != parent:
-        sys.exit(FAILED)
-    os.execvp(command[0], command)
+        sys.exit(PARENT_GONE)
 
 
 if __name__ == "__main__":
-    main()
+    bind_to(int(sys.argv[1]))
+    os.execvp(sys.argv[2], sys.argv[2:])

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tokenlake_testing.children import start_child
+from tokenlake_testing.children import end_with_parent, start_child
 
+ROOT = Path(__file__).parents[2]
 LIMIT_S = 60.0
 PARENT = """
 import subprocess, sys
@@ -22,6 +25,17 @@ from tokenlake_testing.children import start_child
 child = start_child(["sleep", "600"])
 print(child.pid, flush=True)
 sys.stdin.read()
+"""
+MULTIPROCESSING_PARENT = """
+import multiprocessing, os, sys, time
+from tests.bench.test_children import wait_to_be_killed
+if __name__ == "__main__":
+    theirs, ours = multiprocessing.Pipe()
+    child = multiprocessing.get_context(sys.argv[1]).Process(target=wait_to_be_killed, args=(ours,))
+    child.start()
+    theirs.recv()
+    print(child.pid, flush=True)
+    sys.stdin.read()
 """
 BENCHES = [
     ["bench", "cache-hit", "--limit", "5000", "--nodes", "2"],
@@ -45,6 +59,12 @@ def ended(process: psutil.Process) -> bool:
         return True
 
 
+def wait_to_be_killed(ready: Connection) -> None:
+    end_with_parent()
+    ready.send(True)
+    signal.pause()
+
+
 def test_the_process_is_the_command_s_own() -> None:
     child = start_child([sys.executable, "-c", "import os; print(os.getpid())"], stdout=subprocess.PIPE, text=True)
     output, _ = child.communicate()
@@ -66,6 +86,26 @@ def test_a_child_ends_with_its_parent(number: signal.Signals) -> None:
         parent.send_signal(number)
         parent.wait()
         wait_until(lambda: ended(child), "the child has ended")
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_process_of_multiprocessing_ends_with_its_parent(tmp_path: Path, method: str) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(MULTIPROCESSING_PARENT)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, str(script), method]
+    environment = {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        parent.wait()
+        wait_until(lambda: ended(child), "the child has ended")
+
+
+def test_only_a_process_of_multiprocessing_has_such_a_parent() -> None:
+    with pytest.raises(RuntimeError, match="multiprocessing"):
+        end_with_parent()
 
 
 def test_a_child_outlives_the_thread_that_started_it() -> None:
