@@ -23,10 +23,10 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return caught.value.code
 
 
-def offer(monkeypatch: pytest.MonkeyPatch, name: str, target: str) -> None:
-    """Make `name` the only command, implemented by `target` ("module:attribute")."""
-    entry = EntryPoint(name=name, value=target, group=command.GROUP)
-    monkeypatch.setattr(command, "entry_points", lambda group: [entry])
+def offer(monkeypatch: pytest.MonkeyPatch, name: str, target: str, *others: str) -> None:
+    """Make `name` and `others` the only commands, implemented by `target` ("module:attribute")."""
+    entries = [EntryPoint(name=each, value=target, group=command.GROUP) for each in (name, *others)]
+    monkeypatch.setattr(command, "entry_points", lambda group: entries)
 
 
 def accept(args: list[str], prog_name: str, standalone_mode: bool) -> None:
@@ -49,6 +49,7 @@ def lack_one_of_ours(args: list[str], prog_name: str, standalone_mode: bool) -> 
 def test_alone_it_lists_the_commands(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
+    offer(monkeypatch, "workload", f"{__name__}:accept", *COMMANDS[:-1])
     assert run(monkeypatch, *arguments) == 0
     listed = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     assert [words[0] for words in listed] == COMMANDS
@@ -62,6 +63,7 @@ def test_each_command_has_a_summary() -> None:
 def test_an_unknown_command_names_the_known(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    offer(monkeypatch, "workload", f"{__name__}:accept", *COMMANDS[:-1])
     assert run(monkeypatch, "sevre") == 2
     assert capsys.readouterr().err == f"tokenlake: unknown command 'sevre'; known: {', '.join(COMMANDS)}\n"
 
