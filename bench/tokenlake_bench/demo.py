@@ -20,17 +20,18 @@ from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake_bench import demo_wire as wire
 from tokenlake_bench.baselines import Accesses, infinite_cache, private_round_robin, private_routed
-from tokenlake_bench.cluster import Cluster
 from tokenlake_bench.copies import copies_per_segment
 from tokenlake_bench.demo_plan import ENGINES, NODES, REQUESTS, SEGMENT_TOKENS, DemoPlan, make_plan
 from tokenlake_bench.demo_run import DemoLog, run_requests
 from tokenlake_bench.demo_ship import run_ship_part, ship_table
 from tokenlake_bench.engine_handle import EngineHandle
+from tokenlake_bench.environment import check_modules
 from tokenlake_bench.load_meter import settle
 from tokenlake_bench.node_totals import NodeTotals
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import DemoDetails, DemoResult, ShipResult, UntilKill, demo_table, write_json
 from tokenlake_bench.traces import read_mooncake
+from tokenlake_testing.cluster import Cluster
 
 __all__ = ["DemoOptions", "run_demo"]
 
@@ -65,7 +66,10 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions) -> tuple[DemoResult, DemoDetails]:
-    """Runs, prints, writes the JSON if asked for. Raises TokenLakeError."""
+    """Runs, prints, writes the JSON if asked for. Raises TokenLakeError, and ModuleNotFoundError where a module of
+    the engines is not installed."""
+    # The engine processes need these.
+    check_modules("torch", "transformers")
     console = Console()
     if options.trace is not None:
         # A file that cannot be read is said before the models are loaded.

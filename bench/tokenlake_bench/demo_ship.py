@@ -13,10 +13,10 @@ from rich.table import Table
 from tokenlake.attention import AttentionShape
 from tokenlake.layout import DTYPE_BYTES, Layout
 from tokenlake_bench import demo_wire as wire
-from tokenlake_bench.cluster import Cluster
 from tokenlake_bench.engine_handle import EngineHandle
 from tokenlake_bench.load_meter import settle
 from tokenlake_bench.report import ShipResult, format_bytes, format_duration
+from tokenlake_testing.cluster import Cluster
 
 __all__ = ["run_ship_part", "ship_table"]
 

@@ -14,10 +14,11 @@ from typing import Any
 
 from tokenlake.config import format_size
 from tokenlake.errors import ConfigurationError
-from tokenlake_bench.cluster import Cluster
-from tokenlake_bench.engine_lines import Engine
 from tokenlake_bench.engine_workload import Conversations, prompt
-from tokenlake_bench.tiny_model import save_tiny_model
+from tokenlake_bench.environment import check_interpreter
+from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.engine_lines import Engine
+from tokenlake_testing.tiny_model import save_tiny_model
 
 __all__ = ["EngineArguments", "run_engine"]
 
@@ -78,8 +79,9 @@ class _Bench:
     def __init__(self, arguments: EngineArguments, directory: Path, longest: int) -> None:
         self._arguments = arguments
         self._directory = directory
-        self._model = arguments.model or save_tiny_model(directory / "model")
         self._python = str(arguments.python or _python_of(arguments.engine))
+        check_interpreter(self._python, arguments.engine)
+        self._model = arguments.model or save_tiny_model(directory / "model")
         self._room = longest + 1024
 
     @contextmanager

@@ -18,14 +18,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tokenlake.errors import ConfigurationError
 from tokenlake.layout import Layout
-from tokenlake_bench.cluster import Cluster
-from tokenlake_bench.engine_lines import Engine
 from tokenlake_bench.engine_workload import prompt
+from tokenlake_bench.environment import check_interpreter
 from tokenlake_client import Pool
 from tokenlake_client.engines.vllm.cuda_copy import CudaCopy
 from tokenlake_client.engines.vllm.paged import block_views, stack_layers
 from tokenlake_client.engines.vllm.ranks import rank_shards
+from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.engine_lines import Engine
 
 LAYERS, HEADS, DIM, BLOCK, SEGMENT = 32, 8, 128, 16, 256
 """A Llama of 8B parameters in bfloat16: 32 MiB per segment."""
@@ -41,6 +43,12 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no CUDA device: not run")
         return 2
+    if arguments.model is not None:
+        try:
+            check_interpreter(sys.executable, "vllm")
+        except ConfigurationError as error:
+            print(error, file=sys.stderr)
+            return 2
     equal = True
     with Cluster(1, "3GiB", "256MiB") as cluster:
         for backend in ("FLASH_ATTN", "FLASHINFER"):

@@ -11,6 +11,7 @@ from typing import Literal, TypeVar
 
 from tokenlake.errors import TokenLakeError, Unreachable
 from tokenlake_bench import demo_wire as wire
+from tokenlake_testing.children import start_child
 
 __all__ = ["EngineHandle"]
 
@@ -27,7 +28,7 @@ class EngineHandle:
         # One thread each: two engines share the machine with the daemons.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         with log.open("wb") as file:
-            self._process = subprocess.Popen(
+            self._process = start_child(
                 [sys.executable, "-m", "tokenlake_bench.engine_process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -16,9 +16,9 @@ from tokenlake.errors import LayoutRefused, Unreachable
 from tokenlake.layout import Layout
 from tokenlake_bench import demo_wire as wire
 from tokenlake_bench.measured_pool import MeasuredPool, Watch
-from tokenlake_bench.tiny_model import TinyModel, save_tiny_model
 from tokenlake_client import Pool
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
+from tokenlake_testing.tiny_model import TinyModel, save_tiny_model
 
 __all__ = ["main"]
 

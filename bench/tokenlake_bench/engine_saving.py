@@ -22,10 +22,12 @@ from pathlib import Path
 from statistics import median, mode, quantiles
 from typing import Any
 
-from tokenlake_bench.cluster import Cluster
-from tokenlake_bench.engine_lines import Engine
+from tokenlake.errors import ConfigurationError
 from tokenlake_bench.engine_workload import prompt
-from tokenlake_bench.tiny_model import save_tiny_model
+from tokenlake_bench.environment import check_interpreter
+from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.engine_lines import Engine
+from tokenlake_testing.tiny_model import save_tiny_model
 
 NAMES = ("no connector", "storing nothing", "storing all")
 SEGMENT_TOKENS = 256
@@ -52,9 +54,15 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20, help="turns of each engine and load")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    python = str(Path(arguments.python).absolute())
+    try:
+        check_interpreter(python, "vllm")
+    except ConfigurationError as error:
+        print(error, file=sys.stderr)
+        return 2
     rows = []
     with tempfile.TemporaryDirectory(prefix="tokenlake-bench-") as directory, ExitStack() as stack:
-        engines = _engines(Path(directory), str(Path(arguments.python).absolute()), stack)
+        engines = _engines(Path(directory), python, stack)
         for load in LOADS:
             row = _measure(engines, load, arguments.rounds)
             print(json.dumps(row, indent=2), flush=True)

@@ -17,7 +17,6 @@ from tokenlake_bench.baselines import (
     baselines,
     intern_segments,
 )
-from tokenlake_bench.cluster import SERVER, Cluster
 from tokenlake_bench.copies import copies_per_segment
 from tokenlake_bench.live_client import WINDOW, LiveClient
 from tokenlake_bench.load_meter import LoadMeter, settle
@@ -26,6 +25,7 @@ from tokenlake_bench.report import CacheHitDetails, CacheHitResult, Quantiles
 from tokenlake_bench.routes import ROUTES
 from tokenlake_bench.sizing import bench_layout, pool_size
 from tokenlake_bench.workload import Workload
+from tokenlake_testing.cluster import SERVER, Cluster
 
 __all__ = ["LiveOptions", "LiveRun", "notes", "run_live"]
 

@@ -12,7 +12,7 @@ import time
 from typing import Final
 
 from tokenlake_bench.balance import WINDOW_S, ReadLog
-from tokenlake_bench.cluster import Cluster
+from tokenlake_testing.cluster import Cluster
 
 __all__ = ["LoadMeter", "settle"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenlake_bench.cluster import Cluster
+from tokenlake_testing.cluster import Cluster
 
 __all__ = ["NodeTotals"]
 

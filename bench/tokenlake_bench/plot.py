@@ -22,7 +22,7 @@ def plot_cache_hit(result: CacheHitResult, node_bytes: dict[str, int], path: Pat
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigurationError("plot", str(path), "matplotlib: pip install 'tokenlake[bench]'") from None
+        raise ConfigurationError("plot", str(path), "matplotlib: pip install tokenlake-bench") from None
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)

@@ -88,7 +88,7 @@ def _decompressed(path: Path) -> Iterator[bytes]:
     try:
         import zstandard
     except ImportError:
-        raise TraceError(path, "reading .zst needs zstandard: pip install 'tokenlake[bench]'") from None
+        raise TraceError(path, "reading .zst needs zstandard: pip install tokenlake-bench") from None
     frame = None
     try:
         for chunk in _chunks(path):

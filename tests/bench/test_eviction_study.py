@@ -15,11 +15,12 @@ from msgspec.structs import replace
 
 from tokenlake.advice import NO_ADVICE, NO_USE, Advice, Outlook
 from tokenlake.errors import ConfigurationError
-from tokenlake.store.eviction import POLICIES, LeastRecentlyUsed
+from tokenlake.store.eviction import LeastRecentlyUsed
 from tokenlake_bench.baselines import Accesses, Prompt, global_lru, infinite_cache, intern_segments
 from tokenlake_bench.cli import bench
 from tokenlake_bench.eviction.bounds import bounds_of
 from tokenlake_bench.eviction.hints import hints
+from tokenlake_bench.eviction.policies import STUDIED
 from tokenlake_bench.eviction.results import Ceiling, Cell, result_of
 from tokenlake_bench.eviction.stores import NodeStores
 from tokenlake_bench.eviction.timed import Timed
@@ -63,12 +64,12 @@ def test_lru_through_the_stores_is_the_lru_of_the_baselines(texts: list[tuple[in
     assert stores.held() <= capacity
 
 
-@given(TEXTS, st.integers(1, 12), st.sampled_from(sorted(POLICIES)), st.integers(1, 3))
+@given(TEXTS, st.integers(1, 12), st.sampled_from(sorted(STUDIED)), st.integers(1, 3))
 def test_no_policy_on_any_number_of_nodes_finds_more_than_the_bound(
     texts: list[tuple[int, ...]], each: int, policy: str, nodes: int
 ) -> None:
     asked = accesses(texts)
-    stores = NodeStores(asked, nodes, 10 * each * nodes, POLICIES[policy])
+    stores = NodeStores(asked, nodes, 10 * each * nodes, STUDIED[policy])
     assert 10 * serve(stores, asked) <= bounds_of(asked).clairvoyant(each * nodes).hit_tokens
     assert stores.copies() == stores.held()
 
@@ -172,7 +173,7 @@ def test_figures_that_follow_from_comparing() -> None:
 
 def test_a_timed_policy_does_what_the_policy_does() -> None:
     asked = conversations(60)
-    for make in POLICIES.values():
+    for make in STUDIED.values():
         timed: list[Timed] = []
 
         def maker(make: Any = make, timed: list[Timed] = timed) -> Timed:

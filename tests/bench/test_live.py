@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix, root_key
 from tokenlake_bench.cli import bench
-from tokenlake_bench.cluster import Cluster
 from tokenlake_bench.live import FAST_DAEMON
 from tokenlake_bench.live_client import LiveClient, Served, chain_of
 from tokenlake_bench.sizing import bench_layout
 from tokenlake_client import Pool
+from tokenlake_testing.children import start_child
+from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
 
@@ -79,7 +80,7 @@ def test_interrupted_it_writes_what_is_done(tmp_path: Path) -> None:
     # Where the tests are a shell's background job SIGINT is ignored, and children inherit that.
     heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     command = [sys.executable, "-c", f"{heard}; from tokenlake.command import main; main()", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with start_child(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         output = []
         for line in process.stdout:

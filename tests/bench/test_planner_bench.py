@@ -14,7 +14,7 @@ import pytest
 from tokenlake.errors import ConfigurationError
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.planner import Model, Rates
-from tokenlake_bench.cluster import free_port
+from tokenlake_testing.cluster import free_port
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

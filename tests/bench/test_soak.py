@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from tokenlake.errors import ConfigurationError
-from tokenlake_bench.cluster import Cluster
 from tokenlake_bench.payload import PayloadIdentity
 from tokenlake_bench.soak.command import SoakArguments
 from tokenlake_bench.soak.engine import SoakEngine
@@ -21,6 +20,7 @@ from tokenlake_bench.soak.load import GROUPS, HEAD_SEGMENTS, HEADS, PROMPTS, fre
 from tokenlake_bench.soak.results import Claim, SoakResult, flat_claims, gauges_of, series_of
 from tokenlake_bench.soak.show import page
 from tokenlake_client import Pool
+from tokenlake_testing.cluster import Cluster
 
 TARGETS = [Target("node0", False), Target("node1", True), Target("engine 0.1", True)]
 

@@ -27,8 +27,8 @@ from tests.robustness.live import (
 )
 from tokenlake.errors import DeadlinePassed, LimitReached, Unreachable
 from tokenlake.wire import Code
-from tokenlake_bench.cluster import Cluster
 from tokenlake_client import Pool
+from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
 

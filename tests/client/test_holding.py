@@ -28,9 +28,9 @@ from tests.robustness.live import (
 from tokenlake.errors import DeadlinePassed, Unreachable
 from tokenlake.layout import Layout
 from tokenlake.wire import Code, engine
-from tokenlake_bench.cluster import Cluster
 from tokenlake_client import Pool
 from tokenlake_client import heart as heart_module
+from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
 

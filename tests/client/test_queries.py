@@ -30,10 +30,10 @@ from tokenlake.attention import Partial
 from tokenlake.errors import DeadlinePassed, LayoutRefused, TokenLakeError, Unreachable
 from tokenlake.wire import Code, pack_frame
 from tokenlake.wire.query import Answered, Refused, Viewed
-from tokenlake_bench.cluster import Cluster
 from tokenlake_client import Pool
 from tokenlake_client.queries import View
 from tokenlake_client.query_link import QueryLink
+from tokenlake_testing.cluster import Cluster
 
 TOKENS = 3
 SHORT_S = 0.2

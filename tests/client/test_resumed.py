@@ -13,8 +13,8 @@ from tests.robustness.live import LAYOUT, Prompt, accounted, daemons, match, sto
 from tests.robustness.matrix.measure import Asker
 from tests.robustness.matrix.proxy import Cut, Proxy
 from tokenlake.errors import Unreachable
-from tokenlake_bench.cluster import Cluster
 from tokenlake_client import Pool
+from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
 

@@ -15,9 +15,9 @@ from tests.robustness.live import LAYOUT, SEGMENT_TOKENS, Prompt, daemons, read,
 from tokenlake.attention import AttentionShape
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.planner import Request, Way
-from tokenlake_bench.cluster import Cluster
 from tokenlake_client import Pool
 from tokenlake_client.control import ControlPlane
+from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
 

@@ -11,9 +11,9 @@ from tests.robustness.live import LAYOUT, LIMIT_S, SEGMENT_TOKENS, Prompt, accou
 from tokenlake.attention import SlotMap
 from tokenlake.errors import LayoutRefused, Unreachable
 from tokenlake.wire import Code
-from tokenlake_bench.cluster import Cluster
 from tokenlake_client import Pool
 from tokenlake_client.transfers import LayerCache
+from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
 

@@ -109,7 +109,7 @@ def test_what_is_behind_a_gap_is_told_apart() -> None:
     assert why(explained(cluster, reader, "r")) == {Why.BEHIND_A_GAP: SIZE, Why.NEVER_STORED: SIZE}
 
 
-@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+@pytest.mark.parametrize("policy", ["lru", "reuse"])
 def test_what_was_evicted_here_has_its_rule(policy: str) -> None:
     cluster = calm(1, regions=1, eviction=policy, **ROOMY)
     reader = cluster.join(0)

@@ -83,8 +83,8 @@ def test_too_much_is_refused() -> None:
 
 
 def test_another_policy_s_statistics_are_refused() -> None:
-    with pytest.raises(ValueError, match="statistics of the policy 'arc'; this node runs 'reuse'"):
-        core_of(learned=core_of("arc").learned())
+    with pytest.raises(ValueError, match="statistics of the policy 'lru'; this node runs 'reuse'"):
+        core_of(learned=core_of("lru").learned())
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
@@ -127,7 +127,7 @@ def test_what_another_node_learned_by_another_policy_is_not_used() -> None:
     used(core, 120)
     saved = core.learned()
     for message in (
-        peer.Learned("arc", (("red", SLOT_BYTES, b"x"),)),
+        peer.Learned("lru", (("red", SLOT_BYTES, b"x"),)),
         peer.Learned("reuse", (("red", SLOT_BYTES, b"x"),)),
         peer.Learned("reuse", (("blue", SLOT_BYTES, b"x"),)),
     ):

@@ -14,8 +14,8 @@ from tests.query.scene import serving
 from tests.robustness.live import daemons
 from tokenlake.identity import NodeId
 from tokenlake.planner import Rates
-from tokenlake_bench.cluster import Cluster
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
+from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
 

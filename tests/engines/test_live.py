@@ -15,6 +15,7 @@ import torch
 
 from tests.engines.models import family, prompt
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
+from tokenlake_testing.children import start_child
 
 pytestmark = pytest.mark.live
 
@@ -57,7 +58,7 @@ class Daemon:
     def start(self) -> None:
         """Returns once it serves."""
         options = ["--memory", "64MiB", "--socket", str(self.socket), "--node", "a", "--metrics", ""]
-        self.process = subprocess.Popen(
+        self.process = start_child(
             [sys.executable, "-c", SERVE, "serve", *options, "--listen", f"127.0.0.1:{self.port}"],
             stderr=subprocess.PIPE,
             text=True,

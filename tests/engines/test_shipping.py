@@ -14,11 +14,11 @@ from tests.robustness.live import wait_pushed
 from tokenlake.errors import ConfigurationError
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
-from tokenlake_bench.cluster import Cluster
 from tokenlake_client import Pool
 from tokenlake_client.engines.transformers import Counts, EngineOptions, TokenLakeEngine, layout_of
 from tokenlake_client.engines.transformers.shipped import ShippedCache
 from tokenlake_client.queries import View
+from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
 

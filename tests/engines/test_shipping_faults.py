@@ -14,8 +14,8 @@ from tests.engines.models import family, prompt
 from tests.engines.test_shipping import READER, SEGMENT, engine_at, generate, put, shipped
 from tests.query.scene import engine_of, freeze, serving, wait_serving
 from tests.robustness.live import wait_until
-from tokenlake_bench.cluster import Cluster
 from tokenlake_client.engines.transformers import TokenLakeEngine
+from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
 

@@ -18,10 +18,11 @@ from tests.engines.test_shipping import NEW, SEGMENT, batch, engine_at
 from tests.robustness.live import LIMIT_S, daemons, wait_until
 from tokenlake.core.pendings import CLAIMED, WAITED
 from tokenlake.wire import Code
-from tokenlake_bench.cluster import Cluster
 from tokenlake_client import Lease, Pool
 from tokenlake_client.engines.transformers import Counts, TokenLakeEngine
 from tokenlake_client.engines.transformers.measured import LATE, LONGEST_S
+from tokenlake_testing.children import start_child
+from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
 
@@ -166,7 +167,7 @@ def test_who_has_measured_nothing_waits_for_nobody(cluster: Cluster, row: list[i
 def computing(cluster: Cluster, row: list[int], mode: str) -> Iterator[subprocess.Popen[str]]:
     """An engine at the first node that computes the prompt without end."""
     command = [sys.executable, "-c", OTHER_ENGINE, str(cluster.nodes[0].socket), mode, ",".join(map(str, row))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+    with start_child(command, stdout=subprocess.PIPE, text=True) as other:
         try:
             assert other.stdout is not None
             assert other.stdout.readline() == "computes\n"

@@ -1,4 +1,5 @@
-"""Who may import whom: bench -> client, query -> client, all -> tokenlake. The rules do no I/O; the client is thin."""
+"""Which package may import which: bench -> testing -> client, query -> client, all -> tokenlake. The rules do no I/O;
+the client is thin."""
 
 from __future__ import annotations
 
@@ -16,19 +17,23 @@ PACKAGES = {
     "tokenlake_server": ROOT / "server" / "tokenlake_server",
     "tokenlake_client": ROOT / "client" / "tokenlake_client",
     "tokenlake_query": ROOT / "query" / "tokenlake_query",
+    "tokenlake_testing": ROOT / "bench" / "tokenlake_testing",
     "tokenlake_bench": ROOT / "bench" / "tokenlake_bench",
 }
 # Clock, randomness, network, memory and processes are passed in to the rules.
 EDGE = {"asyncio", "mmap", "multiprocessing", "random", "selectors", "socket", "subprocess", "threading"}
+BENCH = {"tokenlake_bench", "tokenlake_testing"}
+"""The distribution tokenlake-bench: a node does without it."""
 FORBIDDEN = {
-    "tokenlake": {"tokenlake_server", "tokenlake_client", "tokenlake_query", "tokenlake_bench", "time", *EDGE},
-    "tokenlake_server": {"tokenlake_client", "tokenlake_query", "tokenlake_bench"},
-    "tokenlake_client": {"tokenlake_server", "tokenlake_query", "tokenlake_bench"},
-    "tokenlake_query": {"tokenlake_server", "tokenlake_bench"},
-    "tokenlake_bench": set(),
+    "tokenlake": {"tokenlake_server", "tokenlake_client", "tokenlake_query", "time", *BENCH, *EDGE},
+    "tokenlake_server": {"tokenlake_client", "tokenlake_query", *BENCH},
+    "tokenlake_client": {"tokenlake_server", "tokenlake_query", *BENCH},
+    "tokenlake_query": {"tokenlake_server", *BENCH},
+    "tokenlake_testing": {"tokenlake_server", "tokenlake_query", "tokenlake_bench"},
+    "tokenlake_bench": set[str](),
 }
 # What importing the rules or the client may not load.
-HEAVY = ("torch", "grpc", "scipy", "click", "rich", "tokenlake_server", "tokenlake_query", "tokenlake_bench")
+HEAVY = ("torch", "grpc", "scipy", "click", "rich", "tokenlake_server", "tokenlake_query", *sorted(BENCH))
 
 
 def imports(source: str) -> Iterator[str]:
@@ -51,6 +56,13 @@ def test_arrows_point_down_only(package: str) -> None:
         if name in FORBIDDEN[package]
     }
     assert not wrong
+
+
+def test_the_product_s_tests_import_no_benchmark() -> None:
+    """Those in tests/bench are the benchmarks' own."""
+    modules = [path for path in (ROOT / "tests").rglob("*.py") if path.parent != ROOT / "tests" / "bench"]
+    naming = [path for path in modules if "tokenlake_bench" in path.read_text()]
+    assert [str(path) for path in naming if "tokenlake_bench" in set(imports(path.read_text()))] == []
 
 
 def test_an_import_inside_a_function_is_seen() -> None:

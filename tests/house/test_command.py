@@ -23,10 +23,10 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return caught.value.code
 
 
-def offer(monkeypatch: pytest.MonkeyPatch, name: str, target: str) -> None:
-    """Make `name` the only command, implemented by `target` ("module:attribute")."""
-    entry = EntryPoint(name=name, value=target, group=command.GROUP)
-    monkeypatch.setattr(command, "entry_points", lambda group: [entry])
+def offer(monkeypatch: pytest.MonkeyPatch, name: str, target: str, *others: str) -> None:
+    """Make `name` and `others` the only commands, implemented by `target` ("module:attribute")."""
+    entries = [EntryPoint(name=each, value=target, group=command.GROUP) for each in (name, *others)]
+    monkeypatch.setattr(command, "entry_points", lambda group: entries)
 
 
 def accept(args: list[str], prog_name: str, standalone_mode: bool) -> None:
@@ -49,6 +49,7 @@ def lack_one_of_ours(args: list[str], prog_name: str, standalone_mode: bool) -> 
 def test_alone_it_lists_the_commands(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
+    offer(monkeypatch, "workload", f"{__name__}:accept", *COMMANDS[:-1])
     assert run(monkeypatch, *arguments) == 0
     listed = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     assert [words[0] for words in listed] == COMMANDS
@@ -62,6 +63,7 @@ def test_each_command_has_a_summary() -> None:
 def test_an_unknown_command_names_the_known(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    offer(monkeypatch, "workload", f"{__name__}:accept", *COMMANDS[:-1])
     assert run(monkeypatch, "sevre") == 2
     assert capsys.readouterr().err == f"tokenlake: unknown command 'sevre'; known: {', '.join(COMMANDS)}\n"
 
@@ -88,20 +90,33 @@ def test_a_module_of_no_extra_is_put_down_to_the_commands_own(
     assert "`tokenlake serve` needs the module 'not_installed_anywhere'" in error
 
 
+@pytest.mark.parametrize("name", command.BENCH_COMMANDS)
+def test_without_the_benchmarks_their_commands_name_the_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    offer(monkeypatch, "serve", f"{__name__}:accept")
+    assert run(monkeypatch, name, "--help") == 2
+    assert "pip install tokenlake-bench" in capsys.readouterr().err
+    assert run(monkeypatch) == 0
+    assert "More commands (demo, bench, workload): pip install tokenlake-bench" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
-    ("target", "missing", "extras"),
+    ("target", "missing", "requirement"),
     [
-        ("tokenlake_server.cli:serve", "click", "server"),
-        ("tokenlake_server.cli:serve", "prometheus_client", "server"),
-        ("tokenlake_bench.cli:demo", "click", "bench"),
-        ("tokenlake_bench.cli:demo", "zstandard", "bench"),
-        ("tokenlake_bench.cli:demo", "torch", "bench,transformers"),
-        ("tokenlake_server.cli:serve", "unheard_of", "server"),
+        ("tokenlake_server.cli:serve", "click", "'tokenlake[server]'"),
+        ("tokenlake_server.cli:serve", "prometheus_client", "'tokenlake[server]'"),
+        ("tokenlake_server.cli:serve", "torch", "'tokenlake[server,transformers]'"),
+        ("tokenlake_server.cli:serve", "unheard_of", "'tokenlake[server]'"),
+        ("tokenlake_bench.cli:demo", "click", "'tokenlake[server]'"),
+        ("tokenlake_bench.cli:demo", "scipy", "'tokenlake[scheduler]'"),
+        ("tokenlake_bench.cli:demo", "torch", "'tokenlake[transformers]'"),
+        ("tokenlake_bench.cli:demo", "zstandard", "tokenlake-bench"),
     ],
 )
-def test_the_extras_that_bring_a_module(target: str, missing: str, extras: str) -> None:
+def test_the_requirement_that_brings_a_module(target: str, missing: str, requirement: str) -> None:
     entry = EntryPoint(name="x", value=target, group=command.GROUP)
-    assert command._extras(entry, missing) == extras
+    assert command._requirement(entry, missing) == requirement
 
 
 def test_an_extra_missed_while_running_is_named(
@@ -111,7 +126,7 @@ def test_an_extra_missed_while_running_is_named(
     assert run(monkeypatch, "demo") == 2
     error = capsys.readouterr().err
     assert "needs the module 'torch'" in error
-    assert "transformers]'" in error
+    assert "pip install 'tokenlake[transformers]'" in error
 
 
 def test_a_module_of_ours_that_is_missing_is_a_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:

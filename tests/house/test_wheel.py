@@ -1,20 +1,44 @@
-"""The built wheel, installed with its base dependencies only, far from the checkout."""
+"""The built wheels, installed far from the checkout: TokenLake's with its base dependencies only, as in an engine's
+environment, and both together, as where benchmarks run."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("tokenlake", "tokenlake_bench", "tokenlake_client", "tokenlake_query", "tokenlake_server")
+from tokenlake.command import BENCH_COMMANDS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+ROOT = Path(__file__).parents[2]
+PACKAGES = {"tokenlake", "tokenlake_client", "tokenlake_query", "tokenlake_server"}
+BENCH_PACKAGES = {"tokenlake_bench", "tokenlake_testing"}
+
+
+def project(directory: Path) -> dict[str, object]:
+    table: dict[str, object] = tomllib.loads((directory / "pyproject.toml").read_text())["project"]
+    return table
+
+
+def test_the_benchmarks_have_the_version_that_they_measure() -> None:
+    version, bench = project(ROOT)["version"], project(ROOT / "bench")
+    assert bench["version"] == version
+    assert f"tokenlake[server,scheduler]=={version}" in bench["dependencies"]  # type: ignore[operator]
+
+
+def test_the_command_knows_the_names_of_the_benchmarks() -> None:
+    points = project(ROOT / "bench")["entry-points"]
+    assert list(points["tokenlake.commands"]) == list(BENCH_COMMANDS)  # type: ignore[index]
+
+
+def test_the_licences_are_the_same() -> None:
+    """A source distribution takes no file from outside its directory."""
+    assert (ROOT / "bench" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
 def call(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -31,51 +55,103 @@ def succeed(*command: str | Path, cwd: Path) -> str:
     return result.stdout
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("wheel")
-    succeed(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, ROOT, cwd=out)
+def build(directory: Path, out: Path) -> Path:
+    """The wheel, made from the source distribution: what that lacks, this lacks."""
+    succeed(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, directory, cwd=out)
     (built,) = out.glob("*.whl")
     return built
 
 
-@pytest.fixture(scope="module")
-def binaries(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin directory of an environment that holds the wheel and its base dependencies."""
-    home = tmp_path_factory.mktemp("environment")
+def install(home: Path, *wheels: Path) -> Path:
+    """The bin directory of a new environment."""
     venv.create(home, with_pip=True)
     constraints = ROOT / "constraints.txt"
-    succeed(home / "bin/python", "-m", "pip", "install", "--constraint", constraints, wheel, cwd=home)
+    succeed(home / "bin/python", "-m", "pip", "install", "--constraint", constraints, *wheels, cwd=home)
     return home / "bin"
 
 
-def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
-    names = zipfile.ZipFile(wheel).namelist()
-    tops = {name.partition("/")[0] for name in names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
-    assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
+def packages(wheel: Path) -> set[str]:
+    tops = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    return {top for top in tops if not top.endswith(".dist-info")}
 
 
-def test_rules_and_client_import_without_extras(binaries: Path, tmp_path: Path) -> None:
-    program = "import tokenlake, tokenlake_client; print(tokenlake.__file__, tokenlake_client.__file__)"
-    for path in succeed(binaries / "python", "-c", program, cwd=tmp_path).split():
-        assert Path(path).is_relative_to(binaries.parent)
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(ROOT, tmp_path_factory.mktemp("wheel"))
 
 
-def test_the_base_is_numpy_msgspec_and_xxhash(binaries: Path, tmp_path: Path) -> None:
-    listed = succeed(binaries / "python", "-m", "pip", "list", "--format", "freeze", cwd=tmp_path)
-    installed = {line.partition("==")[0] for line in listed.splitlines()}
-    assert installed - {"pip", "setuptools"} == {"tokenlake", "numpy", "msgspec", "xxhash"}
+@pytest.fixture(scope="module")
+def bench_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(ROOT / "bench", tmp_path_factory.mktemp("bench-wheel"))
 
 
-def test_the_command_lists_its_commands(binaries: Path, tmp_path: Path) -> None:
-    listed = succeed(binaries / "tokenlake", cwd=tmp_path)
-    assert all(f"  {name} " in listed for name in ("serve", "replay", "config", "demo", "bench"))
+@pytest.fixture(scope="module")
+def binaries(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of an environment that holds TokenLake's wheel and its base dependencies."""
+    return install(tmp_path_factory.mktemp("environment"), wheel)
 
 
-@pytest.mark.parametrize(("name", "extra"), [("serve", "server"), ("config", "server"), ("demo", "bench")])
-def test_without_the_extra_it_prints_what_to_install(binaries: Path, tmp_path: Path, name: str, extra: str) -> None:
-    result = call(binaries / "tokenlake", name, cwd=tmp_path)
-    assert result.returncode == 2, result.stdout + result.stderr
-    assert f"pip install 'tokenlake[{extra}]'" in result.stderr
-    assert "Traceback" not in result.stderr
+@pytest.fixture(scope="module")
+def bench_binaries(wheel: Path, bench_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of an environment that holds both."""
+    return install(tmp_path_factory.mktemp("bench-environment"), wheel, bench_wheel)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+class TestWheels:
+    def test_the_wheel_holds_no_benchmark(self, wheel: Path) -> None:
+        assert packages(wheel) == PACKAGES
+        assert {f"{package}/py.typed" for package in PACKAGES} <= set(zipfile.ZipFile(wheel).namelist())
+
+    def test_the_wheel_of_the_benchmarks_holds_nothing_else(self, bench_wheel: Path) -> None:
+        names = zipfile.ZipFile(bench_wheel).namelist()
+        assert packages(bench_wheel) == BENCH_PACKAGES
+        assert {f"{package}/py.typed" for package in BENCH_PACKAGES} <= set(names)
+        assert any(name.endswith("licenses/LICENSE") for name in names)
+
+    def test_rules_and_client_import_without_extras(self, binaries: Path, tmp_path: Path) -> None:
+        program = "import tokenlake, tokenlake_client; print(tokenlake.__file__, tokenlake_client.__file__)"
+        for path in succeed(binaries / "python", "-c", program, cwd=tmp_path).split():
+            assert Path(path).is_relative_to(binaries.parent)
+
+    def test_the_base_is_numpy_msgspec_and_xxhash(self, binaries: Path, tmp_path: Path) -> None:
+        listed = succeed(binaries / "python", "-m", "pip", "list", "--format", "freeze", cwd=tmp_path)
+        installed = {line.partition("==")[0] for line in listed.splitlines()}
+        assert installed - {"pip", "setuptools"} == {"tokenlake", "numpy", "msgspec", "xxhash"}
+
+    def test_the_command_lists_its_commands(self, binaries: Path, tmp_path: Path) -> None:
+        listed = succeed(binaries / "tokenlake", cwd=tmp_path)
+        assert all(f"  {name} " in listed for name in ("serve", "replay", "config", "explain"))
+        assert not any(f"  {name} " in listed for name in BENCH_COMMANDS)
+
+    @pytest.mark.parametrize("name", ["serve", "config"])
+    def test_without_the_extra_it_prints_what_to_install(self, binaries: Path, tmp_path: Path, name: str) -> None:
+        result = call(binaries / "tokenlake", name, cwd=tmp_path)
+        assert result.returncode == 2, result.stdout + result.stderr
+        assert "pip install 'tokenlake[server]'" in result.stderr
+        assert "Traceback" not in result.stderr
+
+    @pytest.mark.parametrize("name", BENCH_COMMANDS)
+    def test_without_the_benchmarks_it_prints_what_to_install(self, binaries: Path, tmp_path: Path, name: str) -> None:
+        result = call(binaries / "tokenlake", name, cwd=tmp_path)
+        assert result.returncode == 2, result.stdout + result.stderr
+        assert "pip install tokenlake-bench" in result.stderr
+
+    def test_with_both_the_commands_of_the_benchmarks_appear(self, bench_binaries: Path, tmp_path: Path) -> None:
+        listed = succeed(bench_binaries / "tokenlake", cwd=tmp_path)
+        assert all(f"  {name} " in listed for name in ("serve", *BENCH_COMMANDS))
+        for name in BENCH_COMMANDS:
+            assert f"Usage: tokenlake {name}" in succeed(bench_binaries / "tokenlake", name, "--help", cwd=tmp_path)
+
+    def test_a_benchmark_runs_from_the_wheels(self, bench_binaries: Path, tmp_path: Path) -> None:
+        """Against daemons of the other wheel."""
+        line = ["bench", "cache-hit", "--nodes", "2", "--limit", "20", "--json", "result.json"]
+        succeed(bench_binaries / "tokenlake", *line, cwd=tmp_path)
+        assert '"wrong_bytes":0' in (tmp_path / "result.json").read_text().replace(" ", "")
+
+    def test_the_demo_without_torch_prints_what_to_install(self, bench_binaries: Path, tmp_path: Path) -> None:
+        result = call(bench_binaries / "tokenlake", "demo", cwd=tmp_path)
+        assert result.returncode == 2, result.stdout + result.stderr
+        assert "pip install 'tokenlake[transformers]'" in result.stderr
+        assert "Traceback" not in result.stderr

@@ -15,8 +15,8 @@ from tests.robustness.live import LIMIT_S
 from tests.server import raw as server
 from tokenlake.wire import HEADER_BYTES, engine, pack_frame, peer
 from tokenlake.wire import query as wire
-from tokenlake_bench.cluster import Cluster
 from tokenlake_client import Pool
+from tokenlake_testing.cluster import Cluster
 
 
 class Raw:

@@ -19,9 +19,9 @@ from tokenlake.attention import AttentionShape, Partial, SlotMap, Stored, as_flo
 from tokenlake.errors import TokenLakeError
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
-from tokenlake_bench.cluster import Cluster, Node
 from tokenlake_client import Lease, Pool
 from tokenlake_client.queries import View
+from tokenlake_testing.cluster import Cluster, Node
 
 __all__ = [
     "DEADLINE_S",

@@ -9,9 +9,9 @@ import pytest
 from tests.query.scene import DEADLINE_S, LAYOUT, Text, close_to, draw_queries, layout_of, open_view, serving, spread
 from tokenlake.attention import Partial
 from tokenlake.wire import Code
-from tokenlake_bench.cluster import Cluster
 from tokenlake_client import Pool
 from tokenlake_client.queries import View
+from tokenlake_testing.cluster import Cluster
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.live

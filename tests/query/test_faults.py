@@ -26,9 +26,9 @@ from tests.query.scene import (
 )
 from tests.robustness.live import wait_until
 from tokenlake.attention import Partial
-from tokenlake_bench.cluster import Cluster
 from tokenlake_client import Pool
 from tokenlake_client.queries import GRACE_S, QueryBuffer
+from tokenlake_testing.cluster import Cluster
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.live

@@ -12,8 +12,8 @@ from tests.query.scene import HEADS, LAYOUT, SCALE, Text, close_to, draw_queries
 from tokenlake.attention import Partial
 from tokenlake.wire import pack_frame
 from tokenlake.wire import query as wire
-from tokenlake_bench.cluster import Cluster
 from tokenlake_query.connection import MAX_FRAME
+from tokenlake_testing.cluster import Cluster
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.live

@@ -13,10 +13,10 @@ from tests.robustness.live import SEGMENT_TOKENS
 from tokenlake.attention import AttentionShape
 from tokenlake.identity import NodeId
 from tokenlake.planner import Decision, PrefixTree, QueryPlan, Request, TransferPlan, Way
-from tokenlake_bench.cluster import Cluster
 from tokenlake_client import Pool
 from tokenlake_client.control import ControlPlane
 from tokenlake_client.plans import new_cache, open_views
+from tokenlake_testing.cluster import Cluster
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.live

@@ -17,8 +17,8 @@ from tokenlake.wire import Code
 from tokenlake.wire import query as wire
 from tokenlake.wire.engine import HERE
 from tokenlake.wire.slots import join_keys
-from tokenlake_bench.cluster import Cluster
 from tokenlake_client import Pool
+from tokenlake_testing.cluster import Cluster
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.live

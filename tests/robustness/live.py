@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from tokenlake.identity import SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
-from tokenlake_bench.cluster import Cluster, Node
 from tokenlake_client import Lease, Pool
 from tokenlake_client import link as link_module
+from tokenlake_testing.children import start_child
+from tokenlake_testing.cluster import Cluster, Node
 
 SEGMENT_TOKENS = 16
 LAYOUT = Layout(
@@ -190,7 +191,7 @@ class EngineProcess:
 
     def __init__(self, socket: Path, session: int = 0) -> None:
         root = Path(__file__).parents[2]
-        self.process = subprocess.Popen(
+        self.process = start_child(
             [sys.executable, "-m", "tests.robustness.engine_process", str(socket), str(session)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

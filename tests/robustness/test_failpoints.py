@@ -29,8 +29,8 @@ from tests.robustness.live import (
 )
 from tokenlake.errors import Unreachable
 from tokenlake.wire import Code
-from tokenlake_bench.cluster import Cluster, Node
 from tokenlake_client import Pool
+from tokenlake_testing.cluster import Cluster, Node
 
 pytestmark = pytest.mark.live
 

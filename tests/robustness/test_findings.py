@@ -16,9 +16,9 @@ from tests.robustness.matrix.measure import Asker
 from tests.robustness.matrix.proxy import Cut, Proxy
 from tokenlake.errors import DeadlinePassed, Unreachable
 from tokenlake.wire import Code, engine
-from tokenlake_bench.cluster import Cluster
 from tokenlake_client import Pool
 from tokenlake_client.channel import Channel
+from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
 

@@ -21,8 +21,8 @@ from tests.robustness.live import (
     wait_pushed,
     wait_until,
 )
-from tokenlake_bench.cluster import Cluster
 from tokenlake_client import Pool
+from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
 

@@ -272,14 +272,6 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.published.get(ref, content) == content, f"a reader with no pin accepts other bytes in {ref}"
 
 
-class S3FifoMachine(StoreMachine):
-    policy = POLICIES["s3fifo"]
-
-
-class ArcMachine(StoreMachine):
-    policy = POLICIES["arc"]
-
-
 class ReuseMachine(StoreMachine):
     policy = POLICIES["reuse"]
 
@@ -297,12 +289,9 @@ SEARCH = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestStore = StoreMachine.TestCase
-TestS3Fifo = S3FifoMachine.TestCase
-TestArc = ArcMachine.TestCase
 TestReuse = ReuseMachine.TestCase
 TestForecast = ForecastMachine.TestCase
 TestStore.settings = SEARCH
-TestS3Fifo.settings = TestArc.settings = settings(SEARCH, max_examples=60)
 TestReuse.settings = TestForecast.settings = settings(SEARCH, max_examples=60)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.robustness.live import LAYOUT, Prompt, daemons, outcomes, read, store
 from tokenlake.wire import Code
-from tokenlake_bench.cluster import Cluster, Node
+from tokenlake_testing.cluster import Cluster, Node
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from tests.robustness.live import LAYOUT, Prompt, daemons, outcomes, read, store
 from tests.server.raw import Raw, hello
 from tokenlake.advice import NO_ADVICE, Advice, Outlook
 from tokenlake.wire import HEADER_BYTES, Code, engine
-from tokenlake_bench.cluster import Cluster, Node
 from tokenlake_client import Pool
 from tokenlake_server.engines import MAX_KEYS
+from tokenlake_testing.cluster import Cluster, Node
 
 pytestmark = pytest.mark.live
 

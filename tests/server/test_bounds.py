@@ -28,9 +28,9 @@ from tokenlake.advice import Advice, Outlook
 from tokenlake.errors import LimitReached
 from tokenlake.layout import Layout
 from tokenlake.wire import Code, engine, pack_frame
-from tokenlake_bench.cluster import Cluster, Node
 from tokenlake_server.engines import MAX_IN_FLIGHT, MAX_KEYS
 from tokenlake_server.metrics import MAX_THREADS
+from tokenlake_testing.cluster import Cluster, Node
 
 pytestmark = pytest.mark.live
 

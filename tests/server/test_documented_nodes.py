@@ -14,8 +14,8 @@ import pytest
 
 from tests.robustness.live import LAYOUT, LIMIT_S, Prompt, outcomes, read, store, wait_until
 from tokenlake.wire import Code
-from tokenlake_bench.cluster import free_port, parse_metrics
 from tokenlake_client import Pool
+from tokenlake_testing.cluster import free_port, parse_metrics
 
 pytestmark = pytest.mark.live
 

@@ -14,9 +14,9 @@ import pytest
 from tests.robustness.live import LAYOUT, PATIENT_S, SEGMENT_TOKENS, Prompt, daemons, store, wait_pushed
 from tokenlake.errors import CredentialRefused, DeadlinePassed, Unreachable
 from tokenlake.wire.funnel import Why
-from tokenlake_bench.cluster import Cluster
 from tokenlake_client import Pool
 from tokenlake_server.explain import ask
+from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
 

@@ -14,7 +14,7 @@ import pytest
 from tests.robustness.live import LAYOUT, LIMIT_S, descriptors_of, memory_of, threads_of, total, wait_until
 from tests.server.raw import Raw, hello, identity_of, introduce, peer_address
 from tokenlake.wire import engine, pack_frame, peer
-from tokenlake_bench.cluster import Cluster, Node
+from tokenlake_testing.cluster import Cluster, Node
 
 pytestmark = pytest.mark.live
 

@@ -28,9 +28,9 @@ from tests.server.raw import Raw, identity_of, introduce, peer_address
 from tokenlake.config import Secret
 from tokenlake.wire import Code, pack_frame, peer
 from tokenlake.wire.frames import decode
-from tokenlake_bench.cluster import Cluster, Node, free_port
 from tokenlake_client import Pool
 from tokenlake_server.proof import NONCE_BYTES, Dialler, PeerIdentity, dialler_proof
+from tokenlake_testing.cluster import Cluster, Node, free_port
 
 pytestmark = pytest.mark.live
 

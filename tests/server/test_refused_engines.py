@@ -11,8 +11,8 @@ from tokenlake.errors import LayoutRefused, LimitReached
 from tokenlake.identity import SessionId
 from tokenlake.layout import Layout
 from tokenlake.wire import PROTOCOL_VERSION, Code, engine
-from tokenlake_bench.cluster import Cluster, Node
 from tokenlake_client import Pool
+from tokenlake_testing.cluster import Cluster, Node
 
 pytestmark = pytest.mark.live
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.robustness.live import daemons, total, wait_until
-from tokenlake_bench.cluster import Cluster, Node, free_port
+from tokenlake_testing.cluster import Cluster, Node, free_port
 
 pytestmark = pytest.mark.live
 

@@ -14,8 +14,8 @@ import pytest
 
 from tests.robustness.live import LAYOUT, LIMIT_S, Prompt, daemons, store
 from tokenlake.errors import ConfigurationError
-from tokenlake_bench.cluster import Node
 from tokenlake_server.config_file import read_config_file
+from tokenlake_testing.cluster import Node
 
 pytestmark = pytest.mark.live
 

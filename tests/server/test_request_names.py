@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from tests.robustness.live import LAYOUT, Prompt, daemons, wait_pushed, wait_until
-from tokenlake_bench.cluster import Cluster, Node
+from tokenlake_testing.cluster import Cluster, Node
 
 pytestmark = pytest.mark.live
 

@@ -31,8 +31,8 @@ from tests.robustness.live import (
 )
 from tokenlake.layout import Layout
 from tokenlake.wire import Code, engine
-from tokenlake_bench.cluster import Node
 from tokenlake_client import Pool
+from tokenlake_testing.cluster import Node
 
 pytestmark = pytest.mark.live
 

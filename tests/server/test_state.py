@@ -95,7 +95,7 @@ def test_a_daemon_goes_on_with_what_it_learned_and_its_log_replays(tmp_path: Pat
 
 @pytest.mark.live
 def test_a_daemon_starts_on_statistics_of_another_policy(tmp_path: Path) -> None:
-    with daemons(1, state_directory=str(tmp_path), eviction="arc") as cluster:
+    with daemons(1, state_directory=str(tmp_path), eviction="lru") as cluster:
         node = cluster.nodes[0]
         assert node.stop() == 0
         node.start(eviction="reuse")
@@ -103,4 +103,4 @@ def test_a_daemon_starts_on_statistics_of_another_policy(tmp_path: Path) -> None
         with cluster.connect(0, LAYOUT) as pool:
             assert outcomes(store(pool, Prompt(1, 3))) == {Code.COMMITTED}
         assert node.stop() == 0
-        assert "refused: statistics of the policy 'arc'; this node runs 'reuse'" in node.log.read_text()
+        assert "refused: statistics of the policy 'lru'; this node runs 'reuse'" in node.log.read_text()

@@ -7,6 +7,8 @@ import socket
 import struct
 from typing import Final
 
+from tokenlake_testing.children import end_with_parent
+
 __all__ = ["Echo"]
 
 HEADER: Final = struct.Struct("<QQ")
@@ -39,6 +41,7 @@ class Echo:
 
 
 def _serve(address: tuple[str, int]) -> None:
+    end_with_parent()
     memory = memoryview(bytearray(MOST_BYTES))
     header = memoryview(bytearray(HEADER.size))
     with socket.create_connection(address) as sock:

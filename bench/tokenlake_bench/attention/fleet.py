@@ -21,10 +21,11 @@ from tokenlake.identity import SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake_bench.attention.echo import Echo
-from tokenlake_bench.cluster import Cluster
 from tokenlake_client import Pool
 from tokenlake_client.queries import View
 from tokenlake_query.kernels import kernel_for
+from tokenlake_testing.children import end_with_parent
+from tokenlake_testing.cluster import Cluster
 
 __all__ = ["LAYERS", "Q_HEADS", "SEGMENTS", "Fleet"]
 
@@ -173,6 +174,7 @@ def _open_view(pool: Pool, keys: Sequence[SegmentKey], shape: AttentionShape, no
 
 def _ask_on(path: Path, layout: bytes, keys: Sequence[SegmentKey], stop: Event, started: Event) -> None:
     """In a process of its own, until `stop`."""
+    end_with_parent()
     shape = AttentionShape.of(Layout.decode(layout), Q_HEADS)
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(Pool.connect(path, Layout.decode(layout)))

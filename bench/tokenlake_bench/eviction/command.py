@@ -11,10 +11,10 @@ import msgspec
 from rich.console import Console
 
 from tokenlake.errors import ConfigurationError
-from tokenlake.store.eviction import POLICIES
 from tokenlake_bench.baselines import Accesses, intern_segments
 from tokenlake_bench.eviction.bounds import bounds_of
 from tokenlake_bench.eviction.picture import check_plot, plot_study
+from tokenlake_bench.eviction.policies import STUDIED
 from tokenlake_bench.eviction.results import Ceiling, Cell, StudyResult, result_of
 from tokenlake_bench.eviction.show import show
 from tokenlake_bench.eviction.stores import slots_per_node
@@ -57,9 +57,9 @@ class EvictionArguments:
 
     def plan(self) -> Plan:
         """What is run on each trace."""
-        policies = list(POLICIES) if self.policies is None else self.policies.split(",")
-        if unknown := [name for name in policies if name not in POLICIES]:
-            raise ConfigurationError("policy", unknown[0], f"names out of {', '.join(POLICIES)}, separated by commas")
+        policies = list(STUDIED) if self.policies is None else self.policies.split(",")
+        if unknown := [name for name in policies if name not in STUDIED]:
+            raise ConfigurationError("policy", unknown[0], f"names out of {', '.join(STUDIED)}, separated by commas")
         nodes = _numbers("nodes", self.nodes)
         return Plan(policies=policies, nodes=nodes, hint_accuracy=self.hint_accuracy, seed=self.seed)
 

@@ -19,7 +19,7 @@ def check_plot(path: Path | None) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ConfigurationError("plot", str(path), "matplotlib: pip install 'tokenlake[bench]'") from None
+        raise ConfigurationError("plot", str(path), "matplotlib: pip install tokenlake-bench") from None
 
 
 def plot_study(result: StudyResult, path: Path) -> None:

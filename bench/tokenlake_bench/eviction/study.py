@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tokenlake.advice import Advice
-from tokenlake.store.eviction import POLICIES, EvictionPolicy
+from tokenlake.store.eviction import EvictionPolicy
 from tokenlake_bench.baselines import Accesses
 from tokenlake_bench.eviction.bounds import Bounds
 from tokenlake_bench.eviction.hints import hints
+from tokenlake_bench.eviction.policies import STUDIED
 from tokenlake_bench.eviction.results import Ceiling, Cell
 from tokenlake_bench.eviction.stores import NodeStores
 from tokenlake_bench.eviction.timed import Timed
@@ -80,7 +81,7 @@ class _Run:
         """Sums over the samples."""
 
     def _policy(self) -> EvictionPolicy:
-        self._policies.append(Timed(POLICIES[self._name]()))
+        self._policies.append(Timed(STUDIED[self._name]()))
         return self._policies[-1]
 
     def serve(self, said: Sequence[Advice], start: int, stop: int) -> None:

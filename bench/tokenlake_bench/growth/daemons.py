@@ -15,10 +15,10 @@ from tokenlake.errors import TokenLakeError, Unreachable
 from tokenlake.identity import SegmentKey
 from tokenlake.store.region import RegionShape
 from tokenlake.wire import Code
-from tokenlake_bench.cluster import Node, free_port
 from tokenlake_bench.growth.client import LAYOUT, PROMPT_KEYS, held_keys
 from tokenlake_bench.soak.gauges import process_gauges
 from tokenlake_client import Pool
+from tokenlake_testing.cluster import Node, free_port
 
 __all__ = ["GrowthDaemon", "start_seconds", "store"]
 
@@ -88,7 +88,8 @@ def store(pool: Pool, keys: Sequence[SegmentKey]) -> None:
 
 
 def start_seconds(memory: int) -> float:
-    """From the start of the process until it serves an engine, all memory touched. Raises TokenLakeError."""
+    """From the start of the process until it serves an engine, all memory touched; some 20 ms of it pass in
+    `start_child`. Raises TokenLakeError."""
     with tempfile.TemporaryDirectory(prefix="tokenlake-") as directory:
         node = _node(directory, memory, min(64 << 20, memory))
         try:

@@ -31,18 +31,18 @@ from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix, TokenIds
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
-from tokenlake_bench.cluster import Cluster, Node, free_port
 from tokenlake_bench.engine_process import TINY, FirstToken
 from tokenlake_bench.load_meter import settle
 from tokenlake_bench.planner.passes import Pass, PassClock
 from tokenlake_bench.planner.shaping import Route, Shape, Shaping
-from tokenlake_bench.tiny_model import save_tiny_model
 from tokenlake_client import Pool
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
 from tokenlake_client.engines.transformers.cache import RoomyCache, RoomyLayer, allocate
 from tokenlake_client.engines.transformers.layout import cache_shape
 from tokenlake_client.engines.transformers.slots import LayerPair, write_segment
 from tokenlake_client.lease import Lease
+from tokenlake_testing.cluster import Cluster, Node, free_port
+from tokenlake_testing.tiny_model import save_tiny_model
 
 __all__ = ["HOLDER", "READER", "SEGMENT_TOKENS", "Rig", "Timed", "Use", "Work"]
 

@@ -23,6 +23,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from tokenlake_testing.children import start_child
+
 __all__ = ["FREE", "Line", "Route", "Shape", "Shaper", "Shaping"]
 
 CHUNK = 256 << 10
@@ -181,7 +183,7 @@ class Shaping:
     """The process, from outside. Close it."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
-        self._process = subprocess.Popen(
+        self._process = start_child(
             [sys.executable, "-m", __name__, msgspec.json.encode(routes).decode()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -19,7 +19,7 @@ def plot_simulated(result: SimulatedResult, view: PoolView, path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigurationError("plot", str(path), "matplotlib: pip install 'tokenlake[bench]'") from None
+        raise ConfigurationError("plot", str(path), "matplotlib: pip install tokenlake-bench") from None
     names = list(result.systems)
     colours = ["tab:blue" if name.startswith("pool") else "tab:gray" for name in names]
     figure = Figure(figsize=(15, 1.5 + max(3.0, 0.35 * len(names))), layout="constrained")

@@ -59,7 +59,7 @@ def plot_series(results: Sequence[SimulatedResult], over: str, path: Path) -> No
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigurationError("plot", str(path), "matplotlib: pip install 'tokenlake[bench]'") from None
+        raise ConfigurationError("plot", str(path), "matplotlib: pip install tokenlake-bench") from None
     ordered = sorted(results, key=lambda result: float(getattr(result, over)))
     figure = Figure(figsize=(6.5 * len(PANELS[over]), 4), layout="constrained")
     names = list(dict.fromkeys(name for result in ordered for name in result.systems))

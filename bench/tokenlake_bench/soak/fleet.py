@@ -11,11 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from tokenlake_bench.cluster import Cluster, Node
 from tokenlake_bench.soak.faults import Fault, FaultKind, Target
 from tokenlake_bench.soak.gauges import HELD, Recorder, entries, held, process_gauges, total
 from tokenlake_bench.soak.load import GROUPS
 from tokenlake_bench.soak.slot import EngineSlot
+from tokenlake_testing.cluster import Cluster, Node
 
 __all__ = ["EVICTED", "Fleet"]
 

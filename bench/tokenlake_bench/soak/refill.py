@@ -15,10 +15,10 @@ from typing import Final
 
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code
-from tokenlake_bench.cluster import Cluster, Node
 from tokenlake_bench.live_client import LiveClient
 from tokenlake_bench.soak.load import GROUPS, PROMPTS, Group, Prompt, fresh_prompt, prompt
 from tokenlake_client import Pool
+from tokenlake_testing.cluster import Cluster, Node
 
 __all__ = ["Refilled", "displace", "refill"]
 

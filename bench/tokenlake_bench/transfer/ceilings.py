@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tokenlake_bench.transfer.base import COPY_CEILING, COPY_CEILING_2, WINDOWS, WIRE_CEILING
 from tokenlake_bench.transfer.windows import Windows
+from tokenlake_testing.children import end_with_parent
 
 __all__ = ["Ceilings"]
 
@@ -106,6 +107,7 @@ def _receive(sock: socket.socket, into: memoryview) -> None:
 
 def _send_windows(port: int, data: NDArray[np.uint8]) -> None:
     """The other process, until the connection ends. Its first byte says that it is ready."""
+    end_with_parent()
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
         sock.sendall(b"\0")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from tokenlake.errors import Unreachable
 from tokenlake.layout import Layout
-from tokenlake_bench.cluster import Node, free_port
 from tokenlake_bench.transfer.base import WINDOWS, Size
 from tokenlake_client import Pool
+from tokenlake_testing.cluster import Node, free_port
 
 __all__ = ["ALONE_WINDOWS", "Daemons", "layout_of"]
 

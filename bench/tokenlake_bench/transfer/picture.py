@@ -18,7 +18,7 @@ def plot_rows(rows: Sequence[Row], path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigurationError("plot", str(path), "matplotlib: pip install 'tokenlake[bench]'") from None
+        raise ConfigurationError("plot", str(path), "matplotlib: pip install tokenlake-bench") from None
 
     rates = [row for row in rows if row.gbps is not None]
     times = [row for row in rows if row.gbps is None]

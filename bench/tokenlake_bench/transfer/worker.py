@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenlake.errors import Unreachable
+from tokenlake_testing.children import start_child
 
 __all__ = ["Worker", "serve"]
 
@@ -49,7 +50,7 @@ class Worker:
         self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-")
         self._log = Path(self._directory.name) / "log"
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
+            self._process = start_child(
                 [python, "-m", module, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

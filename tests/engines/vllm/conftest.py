@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
-from tokenlake_bench.cluster import Cluster
-from tokenlake_bench.engine_lines import Engine
-from tokenlake_bench.tiny_model import TinyModel, save_tiny_model
+from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.engine_lines import Engine
+from tokenlake_testing.tiny_model import TinyModel, save_tiny_model
 
 TINY = TinyModel(vocabulary=512, hidden=128, intermediate=256, layers=3, heads=4, kv_heads=2, positions=8192)
 """Head dim 32, the smallest that vLLM's CPU kernels have."""

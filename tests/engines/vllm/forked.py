@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tokenlake_bench.engine_lines import ENVIRONMENT
+from tokenlake_testing.engine_lines import ENVIRONMENT
 
 __all__ = ["Forked"]
 

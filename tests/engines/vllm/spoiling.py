@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenlake.layout import Layout
-from tokenlake_bench.cluster import Cluster
-from tokenlake_bench.engine_lines import Engine
 from tokenlake_client import Pool
+from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.engine_lines import Engine
 
 __all__ = ["spoil"]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.engines.vllm.conftest import PATIENT, prompt
-from tokenlake_bench.cluster import Cluster
-from tokenlake_bench.engine_lines import Engine
+from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.engine_lines import Engine
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(400)]
 

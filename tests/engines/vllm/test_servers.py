@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from tests.engines.vllm.conftest import PATIENT, TINY, prompt
-from tokenlake_bench.cluster import Cluster, free_port
-from tokenlake_bench.engine_lines import ENVIRONMENT
-from tokenlake_bench.tiny_model import save_tiny_model
+from tokenlake_testing.children import start_child
+from tokenlake_testing.cluster import Cluster, free_port
+from tokenlake_testing.engine_lines import ENVIRONMENT
+from tokenlake_testing.tiny_model import save_tiny_model
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(400)]
 
@@ -57,7 +58,7 @@ class Server:
         command = ["nice", "-n", "10", sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
         with log.open("ab") as output:
-            self.process = subprocess.Popen(
+            self.process = start_child(
                 [*command, "--model", str(model), *options, "--kv-transfer-config", FLAG],
                 stdout=output,
                 stderr=output,

@@ -9,8 +9,8 @@ import pytest
 
 from tests.engines.vllm.conftest import PATIENT, TINY, prompt
 from tests.engines.vllm.forked import Forked
-from tokenlake_bench.cluster import Cluster
-from tokenlake_bench.engine_lines import transfer_of
+from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.engine_lines import transfer_of
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 

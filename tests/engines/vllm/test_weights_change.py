@@ -11,10 +11,10 @@ import torch
 import transformers
 
 from tests.engines.vllm.conftest import PATIENT, TINY, prompt
-from tokenlake_bench.cluster import Cluster
-from tokenlake_bench.engine_lines import Engine
-from tokenlake_bench.tiny_model import save_tiny_model
 from tokenlake_client.engines.transformers import TokenLakeEngine
+from tokenlake_testing.cluster import Cluster
+from tokenlake_testing.engine_lines import Engine
+from tokenlake_testing.tiny_model import save_tiny_model
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 

@@ -19,8 +19,8 @@ from tests.robustness.live import (
 from tests.robustness.matrix.measure import MATCH_S, Asker, Outcome
 from tests.robustness.matrix.proxy import Proxy
 from tokenlake.wire import Code
-from tokenlake_bench.cluster import Cluster
 from tokenlake_client import Pool
+from tokenlake_testing.cluster import Cluster
 
 __all__ = ["World", "world"]
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tokenlake.store.eviction.arc import AdaptiveReplacement
 from tokenlake.store.eviction.base import SAME_USE_S, EvictionPolicy
 from tokenlake.store.eviction.forecast import Forecast
 from tokenlake.store.eviction.lru import LeastRecentlyUsed
 from tokenlake.store.eviction.reuse import LearnedReuse
-from tokenlake.store.eviction.s3fifo import S3Fifo
 
 __all__ = ["POLICIES", "SAME_USE_S", "EvictionPolicy", "LeastRecentlyUsed", "policy_named"]
 
@@ -17,8 +15,6 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "reuse": LearnedReuse,
     "forecast": Forecast,
     "lru": LeastRecentlyUsed,
-    "s3fifo": S3Fifo,
-    "arc": AdaptiveReplacement,
 }
 """By the name that the setting `eviction` takes."""
 

@@ -15,10 +15,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenlake_bench.cluster import free_port
 from tokenlake_bench.transfer.base import FAST, MATCH, SIZES, WINDOWS, Size
 from tokenlake_bench.transfer.windows import fill_windows, segment_names
 from tokenlake_bench.transfer.worker import serve
+from tokenlake_testing.children import start_child
+from tokenlake_testing.cluster import free_port
 
 __all__ = ["FILLERS", "Store", "free_port", "run_peer", "server", "wait_for_port"]
 
@@ -138,7 +139,7 @@ def run_peer(modes: dict[str, Callable[[Size], Store]]) -> None:
 
 def server(*command: str, **environment: str) -> subprocess.Popen[bytes]:
     """A server in this process's group, which ends as a whole. It writes to this process's log."""
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, stderr=2, env={**os.environ, **environment})
+    return start_child(command, stdin=subprocess.DEVNULL, stdout=2, stderr=2, env={**os.environ, **environment})
 
 
 def wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:

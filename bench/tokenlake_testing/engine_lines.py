@@ -5,6 +5,7 @@ Run as a module it is that process; `Engine` is its other end.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -14,6 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from tokenlake.errors import Unreachable
+from tokenlake_testing.children import start_child
 
 __all__ = ["Engine", "Timed", "transfer_of"]
 
@@ -66,9 +70,9 @@ class Engine:
             "transfer": transfer or {},
             "arguments": arguments,
         }
-        command = ["nice", "-n", str(nice), python, "-m", "tokenlake_bench.engine_lines", json.dumps(config)]
+        command = ["nice", "-n", str(nice), python, "-m", "tokenlake_testing.engine_lines", json.dumps(config)]
         with log.open("ab") as errors:
-            self.process = subprocess.Popen(
+            self.process = start_child(
                 command,
                 env={**os.environ, **ENVIRONMENT, **(environment or {})},
                 stdin=subprocess.PIPE,
@@ -86,21 +90,23 @@ class Engine:
         return Timed(**self.call("generate", prompts=prompts, tokens=tokens, salt=salt))
 
     def call(self, command: str, **arguments: Any) -> Any:
-        """The answer to one command."""
+        """The answer to one command. Raises Unreachable when the process has ended."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
-        self.process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
+            self.process.stdin.flush()
         for line in self.process.stdout:
             if line.startswith(MARK):
                 return json.loads(line.removeprefix(MARK))
-        raise RuntimeError(f"the engine ended: {self.log.read_text()[-4000:]}")
+        raise Unreachable(f"the engine ended: {self.log.read_text()[-4000:]}")
 
     def close(self) -> None:
         """End it, in order if it can."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         try:
             self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:

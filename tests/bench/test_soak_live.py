@@ -13,6 +13,7 @@ import pytest
 
 from tests.robustness.live import wait_until
 from tokenlake_bench.soak.command import SoakArguments, run_soak
+from tokenlake_testing.children import start_child
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 
@@ -36,7 +37,7 @@ def test_an_interruption_ends_the_load_and_writes_what_there_is(tmp_path: Path) 
     arguments = ["bench", "soak", "--minutes", "60", "--seed", str(SEED)]
     files = ["--json", str(tmp_path / "soak.json"), "--page", str(tmp_path / "soak.md")]
     command = [sys.executable, "-c", "from tokenlake.command import main; main()", *arguments, *files]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with start_child(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             assert process.stdout is not None
             assert "bench soak --minutes 60 --seed 1" in process.stdout.readline()

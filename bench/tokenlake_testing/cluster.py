@@ -1,4 +1,4 @@
-"""Real daemons on this machine, as processes of our own: for the demo, the benchmarks and the tests."""
+"""Real daemons on this machine, as child processes: for the demo, the benchmarks and the tests."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from tokenlake.errors import TokenLakeError, Unreachable
 from tokenlake.layout import Layout
 from tokenlake_client import Pool
+from tokenlake_testing.children import start_child
 
 __all__ = ["SERVER", "Cluster", "Node", "free_port", "parse_metrics"]
 
@@ -49,7 +50,7 @@ class Node:
         flags = [word for name, value in {**self._settings, **settings}.items() for word in (f"--{name}", value)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TOKENLAKE_")}
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
+            self.process = start_child(
                 [sys.executable, "-m", module or self._module, *flags],
                 stdout=log,
                 stderr=log,

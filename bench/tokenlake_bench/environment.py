@@ -1,0 +1,46 @@
+"""Whether an interpreter has the modules that a benchmark needs, asked before anything is started."""
+
+from __future__ import annotations
+
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from tokenlake.errors import ConfigurationError
+
+__all__ = ["check_interpreter", "check_modules"]
+
+ENGINE_MODULES: Final = {
+    "vllm": ("vllm", "tokenlake_client", "tokenlake_testing"),
+    "transformers": ("torch", "transformers", "tokenlake_client", "tokenlake_testing"),
+}
+"""What a process of `tokenlake_testing.engine_lines` imports, by the kind of its engine."""
+REMEDIES: Final = {
+    "vllm": "in the repository `make install-vllm` makes one at .venv-vllm",
+    "transformers": "pip install tokenlake-bench 'tokenlake[transformers]'",
+}
+MISSING: Final = (
+    "import sys; from importlib.util import find_spec; print(*(name for name in sys.argv[1:] if not find_spec(name)))"
+)
+
+
+def check_modules(*names: str) -> None:
+    """Raises ModuleNotFoundError unless this interpreter has all of them. The `tokenlake` command answers that error
+    with the line that installs the module."""
+    for name in names:
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def check_interpreter(python: str | Path, engine: str) -> None:
+    """Raises ConfigurationError unless that interpreter runs and has the modules of `engine`: "vllm" or
+    "transformers"."""
+    command = [str(python), "-c", MISSING, *ENGINE_MODULES[engine]]
+    expected = f"an interpreter with {engine} and TokenLake ({REMEDIES[engine]})"
+    try:
+        missing = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ConfigurationError("python", str(python), f"{expected}; it does not run: {error}") from None
+    if missing:
+        raise ConfigurationError("python", str(python), f"{expected}; it has no {' and no '.join(missing)}")

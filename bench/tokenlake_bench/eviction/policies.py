@@ -1,0 +1,17 @@
+"""The policies that the study compares: those of the daemons, and published ones that are here to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from tokenlake.store.eviction import POLICIES, EvictionPolicy
+from tokenlake_bench.eviction.arc import AdaptiveReplacement
+from tokenlake_bench.eviction.s3fifo import S3Fifo
+
+__all__ = ["PUBLISHED", "STUDIED"]
+
+PUBLISHED: Final[Mapping[str, Callable[[], EvictionPolicy]]] = {"s3fifo": S3Fifo, "arc": AdaptiveReplacement}
+"""No daemon offers these."""
+STUDIED: Final[Mapping[str, Callable[[], EvictionPolicy]]] = {**POLICIES, **PUBLISHED}
+"""By the name that `bench eviction --policy` takes."""

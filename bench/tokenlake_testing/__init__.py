@@ -1,0 +1,1 @@
+"""Daemons and engines as child processes, for the tests and for the benchmarks."""

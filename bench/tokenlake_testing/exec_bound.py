@@ -1,0 +1,34 @@
+"""Run as a script: binds this process to its parent, then becomes a command.
+
+::
+
+    python exec_bound.py PARENT-PID PROGRAM ARGUMENT...
+
+`PR_SET_PDEATHSIG` survives the exec, and the process id stays the same. `children.py` says why it is not set between
+fork and exec.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+__all__ = ["bind_to"]
+
+PR_SET_PDEATHSIG = 1
+PARENT_GONE = 1
+
+
+def bind_to(parent: int) -> None:
+    """From now on the kernel kills this process when the thread that started it ends. Raises OSError when the kernel
+    refuses, SystemExit when process `parent` has ended already."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    # The signal is sent for a parent that ends from here on. If it ended before, this process has a new parent.
+    if os.getppid() != parent:
+        sys.exit(PARENT_GONE)
+
+
+if __name__ == "__main__":
+    bind_to(int(sys.argv[1]))
+    os.execvp(sys.argv[2], sys.argv[2:])
