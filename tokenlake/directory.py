@@ -1,6 +1,6 @@
-"""A home's directory: who has, or is writing, the segments that hash to this node.
+"""A directory node's directory: who has, or is writing, the segments that hash to this node.
 
-An entry is a hint: its holder decides. A lost entry costs a miss, a stale one a question. When a node begins
+An entry is a hint: its owner decides. A lost entry costs a miss, a stale one a question. When a node begins
 another life, what it said before counts for nothing at once; the memory of it comes back entry by entry.
 """
 
@@ -16,7 +16,7 @@ from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 __all__ = ["Directory", "Entry", "Standing"]
 
 
-FORMERS_SHARE = 4
+PREVIOUS_OWNERS_SHARE = 4
 """One of so many entries at most is remembered after it went."""
 
 
@@ -26,9 +26,9 @@ class Standing(IntEnum):
     PENDING = 0
     """Writing it."""
     READY_AT = 1
-    """Has it, not yet pushed to its holder."""
+    """Has it, not yet pushed to its owner."""
     HELD = 2
-    """Keeps the home copy."""
+    """Keeps the primary copy."""
 
 
 class Entry(NamedTuple):
@@ -48,7 +48,7 @@ class Directory:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._entries: OrderedDict[tuple[TenantId, SegmentKey], Entry] = OrderedDict()
-        self._formers: OrderedDict[tuple[TenantId, SegmentKey], NodeId] = OrderedDict()
+        self._previous_owners: OrderedDict[tuple[TenantId, SegmentKey], NodeId] = OrderedDict()
         self._lives: dict[NodeId, Incarnation] = {}
         """Of the nodes that were forgotten: an entry of another life is none."""
         self._unswept = 0
@@ -115,7 +115,7 @@ class Directory:
         return None
 
     def held(self, tenant: TenantId, key: SegmentKey, node: NodeId, incarnation: Incarnation) -> NodeId | None:
-        """`node` keeps the home copy. Another node that said so before stays the holder and is returned."""
+        """`node` keeps the primary copy. Another node that said so before stays the owner and is returned."""
         entry = self._find(tenant, key)
         if entry is not None and entry.standing is Standing.HELD and entry.node != node:
             return entry.node
@@ -130,14 +130,14 @@ class Directory:
 
     def remember(self, tenant: TenantId, key: SegmentKey, node: NodeId) -> None:
         """`node` had it, or refused it, and knows how it was used."""
-        self._formers[tenant, key] = node
-        self._formers.move_to_end((tenant, key))
-        if len(self._formers) > self.limit // FORMERS_SHARE:
-            self._formers.popitem(last=False)
+        self._previous_owners[tenant, key] = node
+        self._previous_owners.move_to_end((tenant, key))
+        if len(self._previous_owners) > self.limit // PREVIOUS_OWNERS_SHARE:
+            self._previous_owners.popitem(last=False)
 
-    def former(self, tenant: TenantId, key: SegmentKey) -> NodeId | None:
+    def previous_owner(self, tenant: TenantId, key: SegmentKey) -> NodeId | None:
         """Who remembers it."""
-        return self._formers.get((tenant, key))
+        return self._previous_owners.get((tenant, key))
 
     def forget(self, node: NodeId, incarnation: Incarnation) -> None:
         """From now on only what `node` says in its life `incarnation` counts. Call `sweep` until it returns False."""
@@ -166,4 +166,4 @@ class Directory:
     def check_integrity(self) -> None:
         """AssertionError when the bound does not hold."""
         assert len(self._entries) <= self.limit
-        assert len(self._formers) <= max(1, self.limit // FORMERS_SHARE)
+        assert len(self._previous_owners) <= max(1, self.limit // PREVIOUS_OWNERS_SHARE)

@@ -1,4 +1,4 @@
-"""Which candidate becomes the holder of a new segment, and which segments stay together."""
+"""Which candidate becomes the owner of a new segment, and which segments stay together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tokenlake.identity import NodeId, SegmentKey
 
-__all__ = ["MOST_WORTH", "RUN_LENGTH_FROM", "Vacancy", "choose_holder", "default_run_length", "lean_of", "runs"]
+__all__ = ["MAX_RETENTION_VALUE", "RUN_LENGTH_FROM", "Vacancy", "choose_owner", "default_run_length", "lean_of", "runs"]
 
 RUN_LENGTH_FROM = ((16, 4), (1, 1))
 """(nodes from, E): measured in `policy.md`: fewer nodes per hit at nearly the same balance."""
@@ -17,10 +17,10 @@ RUN_LENGTH_FROM = ((16, 4), (1, 1))
 FREE_NOISE, FREE_SPREAD = 0.005, 0.05
 """Difference of free shares: below the first it says nothing, beyond the second all segments go to the emptier."""
 RATIO_NOISE = math.log(1.02)
-WORTH_SPREAD, AGE_SPREAD = math.log(8.0), math.log(1.3)
+VALUE_SPREAD, AGE_SPREAD = math.log(8.0), math.log(1.3)
 """The same of what the victims are worth, and of their ages, as logarithms of ratios. What a policy learned makes one
 victim worth several times another though neither node is fuller."""
-_LEAST_WORTH = 1e-12
+_MIN_RETENTION_VALUE = 1e-12
 
 
 class Vacancy(NamedTuple):
@@ -30,7 +30,7 @@ class Vacancy(NamedTuple):
     """Free slots / all slots, 0 to 1."""
     victim_age_s: float
     """Seconds since the segment that would be evicted next was touched."""
-    victim_worth: float
+    victim_value: float
     """What keeping it is worth to the policy of eviction, which is the same on all nodes."""
 
     def beats(self, other: Vacancy, lean: float) -> bool:
@@ -39,20 +39,20 @@ class Vacancy(NamedTuple):
         free = self.free_share - other.free_share
         if abs(free) > FREE_NOISE:
             return free > lean * FREE_SPREAD
-        worth = _log_ratio(other.victim_worth, self.victim_worth)
-        if abs(worth) > RATIO_NOISE:
-            return worth > lean * WORTH_SPREAD
+        retention_value = _log_ratio(other.victim_value, self.victim_value)
+        if abs(retention_value) > RATIO_NOISE:
+            return retention_value > lean * VALUE_SPREAD
         age = _log_ratio(self.victim_age_s, other.victim_age_s)
         return abs(age) > RATIO_NOISE and age > lean * AGE_SPREAD
 
 
 def _log_ratio(a: float, b: float) -> float:
-    return math.log((a + _LEAST_WORTH) / (b + _LEAST_WORTH))
+    return math.log((a + _MIN_RETENTION_VALUE) / (b + _MIN_RETENTION_VALUE))
 
 
-MOST_WORTH = 1e9
+MAX_RETENTION_VALUE = 1e9
 """Where nothing can be evicted."""
-UNKNOWN_VACANCY = Vacancy(0.0, 0.0, MOST_WORTH)
+UNKNOWN_VACANCY = Vacancy(0.0, 0.0, MAX_RETENTION_VALUE)
 
 
 def default_run_length(nodes: int) -> int:
@@ -61,7 +61,7 @@ def default_run_length(nodes: int) -> int:
 
 
 def lean_of(key: SegmentKey) -> float:
-    """How much a segment leans to its home, from -1 to 1, evenly over all keys.
+    """How much a segment leans to its directory node, from -1 to 1, evenly over all keys.
 
     With the same measure for all, whatever one prompt stores between two reports goes to whichever node was emptier
     at the first, and later reads of that prompt load few nodes. So the slightly emptier of two nodes gets slightly
@@ -70,14 +70,18 @@ def lean_of(key: SegmentKey) -> float:
     return int.from_bytes(key[16:18], "big") / (1 << 15) - 1
 
 
-def choose_holder(candidates: Sequence[tuple[NodeId, Vacancy]], lean: float, former: NodeId | None = None) -> NodeId:
-    """The emptier of the candidates, which come home first; where one is slightly emptier `lean` decides, and equals
-    go home. `former`: the candidate that had the segment, or refused it, and remembers how often it was used; it
+def choose_owner(
+    candidates: Sequence[tuple[NodeId, Vacancy]], lean: float, previous_owner: NodeId | None = None
+) -> NodeId:
+    """The emptier of the candidates, which come directory node first; where one is slightly emptier `lean` decides,
+    and equals
+    go to the directory node. `previous_owner`: the candidate that had the segment, or refused it, and remembers how
+    often it was used; it
     holds it again unless the other has more free slots: elsewhere it would count as new, and may be refused for that
     (docs/decisions/011-back-to-who-remembers.md)."""
     most_free = max(vacancy.free_share for _, vacancy in candidates)
-    if any(node == former and most_free - vacancy.free_share <= FREE_NOISE for node, vacancy in candidates):
-        return NodeId(former or "")
+    if any(node == previous_owner and most_free - vacancy.free_share <= FREE_NOISE for node, vacancy in candidates):
+        return NodeId(previous_owner or "")
     best, best_vacancy = candidates[0]
     for node, vacancy in candidates[1:]:
         if vacancy.beats(best_vacancy, lean):

@@ -1,6 +1,6 @@
 """Consistent hashing with virtual nodes: which two nodes are the candidates of a segment key.
 
-A key is a uniform hash already, so its own bytes are the two hash values: bytes 0..8 name the home,
+A key is a uniform hash already, so its own bytes are the two hash values: bytes 0..8 name the directory node,
 bytes 8..16 the other candidate.
 """
 
@@ -62,25 +62,25 @@ class Ring:
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
     def candidates(self, keys: bytes) -> list[tuple[NodeId, NodeId]]:
-        """(home, other) for each of the concatenated 32-byte `keys`. Both are the same node only when the
+        """(directory node, other) for each of the concatenated 32-byte `keys`. Both are the same node only when the
         ring has one member."""
         if len(keys) <= FEW * KEY_BYTES:
             return [self._pair(keys, at) for at in range(0, len(keys), KEY_BYTES)]
-        homes, others = self._locate(keys)
-        return list(zip(self._names[homes].tolist(), self._names[others].tolist(), strict=True))
+        firsts, others = self._locate(keys)
+        return list(zip(self._names[firsts].tolist(), self._names[others].tolist(), strict=True))
 
     def _pair(self, keys: bytes, at: int) -> tuple[NodeId, NodeId]:
         starts, owners = self._circle.starts, self._circle.owners
-        home = owners[bisect_left(starts, int.from_bytes(keys[at : at + 8], "big"))]
+        directory_node = owners[bisect_left(starts, int.from_bytes(keys[at : at + 8], "big"))]
         place = bisect_left(starts, int.from_bytes(keys[at + 8 : at + 16], "big"))
         other = owners[place]
-        return home, other if other != home else self._circle.others[place]
+        return directory_node, other if other != directory_node else self._circle.others[place]
 
     def _locate(self, keys: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         hashes = np.frombuffer(keys, dtype=">u8").reshape(-1, KEY_BYTES // 8)[:, :2].astype(np.uint64)
         points = np.searchsorted(self._circle.points, hashes)
-        homes, others = self._circle.owner[points].T
-        return homes, np.where(others == homes, self._circle.next_other[points[:, 1]], others)
+        firsts, others = self._circle.owner[points].T
+        return firsts, np.where(others == firsts, self._circle.next_other[points[:, 1]], others)
 
 
 @functools.lru_cache(maxsize=4)

@@ -156,11 +156,11 @@ def _fair_tables(log: ReadLog, seed: int, window_s: float) -> Iterator[NDArray[n
     fair = np.bincount(window[hot], weights=reads.nbytes[hot], minlength=windows)[:, None] / nodes
     window, which, nbytes = window[~hot], which[~hot], reads.nbytes[~hot]
     for number in range(_PLACEMENTS):
-        home = _homes(segments, key_of(seed & WORD, number), nodes)
-        yield fair + _table(window, windows, home[which], nbytes, nodes)
+        directory_node = _directory_nodes(segments, key_of(seed & WORD, number), nodes)
+        yield fair + _table(window, windows, directory_node[which], nbytes, nodes)
 
 
-def _homes(segments: NDArray[np.int64], key: int, nodes: int) -> NDArray[np.int64]:
+def _directory_nodes(segments: NDArray[np.int64], key: int, nodes: int) -> NDArray[np.int64]:
     keys = segments.astype(np.uint64) * np.uint64(GOLDEN) + np.uint64(key)
     return (mix64(keys) % np.uint64(nodes)).astype(np.int64)
 

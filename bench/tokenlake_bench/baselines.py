@@ -160,18 +160,18 @@ def private_routed(accesses: Accesses, nodes: int, capacity_tokens: int, seed: i
     rng = random.Random(seed)
     everyone = (1 << nodes) - 1
     unused = everyone
-    holders: dict[int, int] = {}
+    owners: dict[int, int] = {}
     hit_segments = 0
     for prompt in accesses.prompts:
-        best, depth = (unused, 0) if unused else _longest(prompt.chain, holders, everyone)
+        best, depth = (unused, 0) if unused else _longest(prompt.chain, owners, everyone)
         hit_segments += depth
         chosen = rng.choice([node for node in range(nodes) if best >> node & 1])
         bit = 1 << chosen
         unused &= ~bit
         for segment in prompt.chain:
-            holders[segment] = holders.get(segment, 0) | bit
+            owners[segment] = owners.get(segment, 0) | bit
         for segment in caches[chosen].touch(prompt.chain):
-            holders[segment] &= ~bit
+            owners[segment] &= ~bit
     return _count(accesses, hit_segments)
 
 
@@ -185,11 +185,11 @@ def baselines(accesses: Accesses, *, nodes: int, capacity_tokens: int, seed: int
     )
 
 
-def _longest(chain: tuple[int, ...], holders: dict[int, int], everyone: int) -> tuple[int, int]:
+def _longest(chain: tuple[int, ...], owners: dict[int, int], everyone: int) -> tuple[int, int]:
     """(bit set of the nodes that hold the longest prefix, its length in segments)."""
     best = everyone
     for depth, segment in enumerate(chain):
-        deeper = best & holders.get(segment, 0)
+        deeper = best & owners.get(segment, 0)
         if not deeper:
             return best, depth
         best = deeper

@@ -38,7 +38,7 @@ __all__ = ["DemoOptions", "run_demo"]
 CONTROLS = 12
 """Requests that are repeated with flipped bytes."""
 WINDOW = 32
-STAGED_SHARE = ServerConfig().staged_share
+CACHED_SHARE = ServerConfig().cached_share
 SENT_BYTES = "tokenlake_sent_bytes_total"
 SHIP_MEMORY = "128MiB"
 """Of each node of the second part: all its documents fit."""
@@ -117,7 +117,7 @@ def _load(engines: list[EngineHandle], model: Path | None) -> wire.Loaded:
 
 
 def _serve(console: Console, cluster: Cluster, engines: list[EngineHandle], plan: DemoPlan) -> _Outcome:
-    window = max(1, min(WINDOW, int(STAGED_SHARE * plan.size.node_segments)))
+    window = max(1, min(WINDOW, int(CACHED_SHARE * plan.size.node_segments)))
     for engine, node in zip(engines, cluster.nodes, strict=False):
         engine.attach(node.socket, window)
     totals = NodeTotals(cluster)

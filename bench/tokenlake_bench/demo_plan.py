@@ -20,7 +20,7 @@ NODES: Final = 3
 ENGINES: Final = 2
 """Attached to the first nodes; request i goes to engine i modulo this."""
 SEGMENT_TOKENS: Final = 32
-"""Small, so that a node has hundreds of slots and the shares for staged and dirty segments are tens of them."""
+"""Small, so that a node has hundreds of slots and the shares for cached and dirty segments are tens of them."""
 NEW_TOKENS: Final = 8
 """Generated per request and compared."""
 REQUESTS: Final = 240

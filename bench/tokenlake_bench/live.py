@@ -30,7 +30,7 @@ from tokenlake_testing.cluster import SERVER, Cluster
 __all__ = ["LiveOptions", "LiveRun", "notes", "run_live"]
 
 FAST_DAEMON = "tokenlake_bench.fast_daemon"
-STAGED_SHARE = ServerConfig().staged_share
+CACHED_SHARE = ServerConfig().cached_share
 PATIENT = {"match_deadline_ms": "1000", "suspect_ms": "5000"}
 """Settings of the daemons unless told otherwise: what is found must not depend on how busy this machine is."""
 DEADLINES = {"match_deadline_ms": 600_000, "suspect_ms": 600_000, "lease_s": 3600, "reservation_s": 3600}
@@ -101,8 +101,8 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
         module = FAST_DAEMON if options.speed > 0 else SERVER
         memory = str(size.memory)
         cluster = stack.enter_context(Cluster(options.nodes, memory, memory, None, module, **options.settings()))
-        # What is fetched has to fit among the staged copies.
-        window = max(1, min(WINDOW, int(STAGED_SHARE * size.node_segments)))
+        # What is fetched has to fit among the cached copies.
+        window = max(1, min(WINDOW, int(CACHED_SHARE * size.node_segments)))
         clients = [
             LiveClient(pool, options.seed, window=window, haste=options.haste)
             for pool in (stack.enter_context(cluster.connect(node, size.layout)) for node in range(options.nodes))

@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenlake.advice import Advice
+from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix, TokenIds
 from tokenlake.layout import Layout
@@ -88,21 +88,21 @@ class MeasuredPool:
         keys: Sequence[SegmentKey],
         *,
         request: str | None = None,
-        advice: Advice | None = None,
+        hints: Hints | None = None,
         tokens: int = 0,
-        pending_s: float = 0.0,
-        pending_segment_s: float = 0.0,
+        in_flight_wait_s: float = 0.0,
+        in_flight_wait_per_segment_s: float = 0.0,
     ) -> MeasuredLease:
         """See `CachePool`."""
         # Waiting for what others compute is not waiting for the pool.
-        with self._watch.call(waited_for=not pending_s):
+        with self._watch.call(waited_for=not in_flight_wait_s):
             lease = self._pool.match(
                 keys,
                 request=request,
-                advice=advice,
+                hints=hints,
                 tokens=tokens,
-                pending_s=pending_s,
-                pending_segment_s=pending_segment_s,
+                in_flight_wait_s=in_flight_wait_s,
+                in_flight_wait_per_segment_s=in_flight_wait_per_segment_s,
             )
         if lease.hits < len(keys):
             self._watch.cut_by[Code(lease.codes[lease.hits]).name] += 1
@@ -116,13 +116,13 @@ class MeasuredPool:
         patience: float = 0.0,
         *,
         request: str | None = None,
-        advice: Advice | None = None,
+        hints: Hints | None = None,
     ) -> bytes:
         """See `CachePool`."""
         if self._watch.flip:
             return bytes([Code.EXISTS]) * len(keys)
         with self._watch.call(waited_for=False):
-            codes = self._pool.store_all(keys, fill, first, patience, request=request, advice=advice)
+            codes = self._pool.store_all(keys, fill, first, patience, request=request, hints=hints)
         if Code.COMMITTED in codes:
             self._watch.served()
         return codes
@@ -132,9 +132,9 @@ class MeasuredPool:
         if not self._watch.flip:
             self._pool.claim(keys, seconds)
 
-    def advise(self, keys: Sequence[SegmentKey], advice: Advice) -> None:
+    def hint(self, keys: Sequence[SegmentKey], hints: Hints) -> None:
         """See `CachePool`."""
-        self._pool.advise(keys, advice)
+        self._pool.hint(keys, hints)
 
     def close(self) -> None:
         """See `CachePool`."""

@@ -3,7 +3,7 @@
 Leases, writes and the garbage collector enter here at any time, from any thread; `sweep` tells the daemon when
 somebody calls anyway.
 
-The daemon knows one holder per process. Several objects of this process may hold the same lease or write: an item
+The daemon knows one owner per process. Several objects of this process may hold the same lease or write: an item
 is given back when the last of them gave it up, and while the answer to an `Attach` is on its way nothing of what it
 grants anew is given back.
 """

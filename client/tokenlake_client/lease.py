@@ -9,18 +9,18 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenlake.advice import Advice
 from tokenlake.errors import ProtocolRefused, TokenLakeError, Unreachable
+from tokenlake.hints import Hints
 from tokenlake.identity import LeaseId, SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake.wire.engine import (
     HERE,
-    Advise,
     Corrupt,
     Fetch,
     Fetched,
     Heartbeat,
+    Hint,
     Match,
     Matched,
     Placed,
@@ -185,11 +185,11 @@ class Lease:
         with contextlib.suppress(Unreachable):
             self._books.current(self.link).channel.tell(Shipped(self.id, stop))
 
-    def advise(self, advice: Advice) -> None:
-        """As `Pool.advise`, of all its segments, and of what is still to be read of it. Never waits, never raises."""
+    def hint(self, hints: Hints) -> None:
+        """As `Pool.hint`, of all its segments, and of what is still to be read of it. Never waits, never raises."""
         if self.id:
             with contextlib.suppress(TokenLakeError):
-                self._books.current(self.link).channel.tell(Advise(b"", advice, self.id))
+                self._books.current(self.link).channel.tell(Hint(b"", hints, self.id))
 
     def release(self, start: int = 0, stop: int | None = None) -> None:
         """Give back the segments `start` to `stop` (default: all). Idempotent; never raises."""
@@ -293,25 +293,25 @@ class PendingMatch:
         keys: Sequence[SegmentKey],
         deadline_s: float,
         request: str,
-        advice: Advice | None,
+        hints: Hints | None,
         tokens: int = 0,
-        pending_s: float = 0.0,
+        in_flight_wait_s: float = 0.0,
         planned: bool = False,
-        pending_segment_s: float = 0.0,
+        in_flight_wait_per_segment_s: float = 0.0,
     ) -> None:
         self._request = request
         self._reading = reading
         self._keys = keys
         self._deadline_s = deadline_s
-        self._patient = pending_s > 0
+        self._patient = in_flight_wait_s > 0
         self._lease: Lease | None = None
         packed = join_keys(keys)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("request %r: match of %d segments", request, len(keys))
         self._link = reading.books.link
-        waits = pending_s, planned, pending_segment_s
+        waits = in_flight_wait_s, planned, in_flight_wait_per_segment_s
         self._pending = self._link.channel.begin(
-            lambda number: Match(number, packed, deadline_s, reading.verify, request, advice, tokens, *waits)
+            lambda number: Match(number, packed, deadline_s, reading.verify, request, hints, tokens, *waits)
         )
 
     def poll(self) -> Lease | None:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from tokenlake.advice import Advice
 from tokenlake.errors import TokenLakeError
+from tokenlake.hints import Hints
 from tokenlake.identity import LeaseId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.keys import Prefix, TokenIds, root_key
 from tokenlake.layout import Layout
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 MATCH_S = 0.020
 RETRY_S = 0.002
-ADVISED = 1024
+HINTED = 1024
 """Segments that one word, or claim, is about: some 32 KiB, below every daemon's bound on a frame."""
 STORE_WINDOW = 32
 """Segments that `store_all` has reserved at a time, so that one prompt does not fill the write budget."""
@@ -135,26 +135,27 @@ class Pool:
         *,
         deadline_s: float = MATCH_S,
         request: str | None = None,
-        advice: Advice | None = None,
+        hints: Hints | None = None,
         tokens: int = 0,
-        pending_s: float = 0.0,
-        pending_segment_s: float = 0.0,
+        in_flight_wait_s: float = 0.0,
+        in_flight_wait_per_segment_s: float = 0.0,
     ) -> Lease:
         """Lease the longest prefix of `keys` that the pool has; `hits` may be 0. Other nodes are asked for at
         most `deadline_s`. `request`: what the logs of all nodes are to call it by; without one it gets a name.
-        `pending_s`, at most 10: wait so long where somebody else is about to write what comes next; where nobody is,
+        `in_flight_wait_s`, at most 10: wait so long where somebody else is about to write what comes next; where
+        nobody is,
         the others wait for the caller, so that a prompt that all ask for at once is computed once.
-        `pending_segment_s`: of it, so much for each segment that turns out to be missing; 0: all of it.
-        `advice`: what is known of the request already (`tokenlake.advice`). `tokens`: of the prompt, for `tokenlake
+        `in_flight_wait_per_segment_s`: of it, so much for each segment that turns out to be missing; 0: all of it.
+        `hints`: what is known of the request already (`tokenlake.hints`). `tokens`: of the prompt, for `tokenlake
         explain`, which without it knows only of full segments. Raises `Unreachable`."""
         return self.begin_match(
             keys,
             deadline_s=deadline_s,
             request=request,
-            advice=advice,
+            hints=hints,
             tokens=tokens,
-            pending_s=pending_s,
-            pending_segment_s=pending_segment_s,
+            in_flight_wait_s=in_flight_wait_s,
+            in_flight_wait_per_segment_s=in_flight_wait_per_segment_s,
         ).wait()
 
     def begin_match(
@@ -163,17 +164,17 @@ class Pool:
         *,
         deadline_s: float = MATCH_S,
         request: str | None = None,
-        advice: Advice | None = None,
+        hints: Hints | None = None,
         tokens: int = 0,
-        pending_s: float = 0.0,
+        in_flight_wait_s: float = 0.0,
         planned: bool = False,
-        pending_segment_s: float = 0.0,
+        in_flight_wait_per_segment_s: float = 0.0,
     ) -> PendingMatch:
         """The same without waiting: `poll` the result. `planned`: one of a batch that is planned as a whole, so what is
         hot is spread over its copies exactly. Raises `Unreachable`."""
         self._books.sweep()
-        waits = pending_s, planned, pending_segment_s
-        return PendingMatch(self._reading, keys, deadline_s, self._named(request), advice, tokens, *waits)
+        waits = in_flight_wait_s, planned, in_flight_wait_per_segment_s
+        return PendingMatch(self._reading, keys, deadline_s, self._named(request), hints, tokens, *waits)
 
     def begin_beat(self) -> PendingBeat:
         """Ask the daemon for a sign of life without waiting for it: a match that waits for somebody says nothing
@@ -197,11 +198,11 @@ class Pool:
         patience: float = 0.0,
         *,
         request: str | None = None,
-        advice: Advice | None = None,
+        hints: Hints | None = None,
     ) -> Write:
         """Reserve slots for consecutive segments of one prompt, the first at index `first`; fill and commit
         them. What is there already, or refused, has no slot. `patience`: how many seconds to go on trying
-        while only the write budget stands in the way. `request`, `advice`: as of `match`. Raises `Unreachable`."""
+        while only the write budget stands in the way. `request`, `hints`: as of `match`. Raises `Unreachable`."""
         self._books.sweep()
         name = self._named(request)
         if log.isEnabledFor(logging.DEBUG):
@@ -212,7 +213,7 @@ class Pool:
         while True:
             link = self._link
             reply = link.call(
-                lambda number: engine.Prepare(number, packed, first, name, advice), engine.Prepared, STORE_S
+                lambda number: engine.Prepare(number, packed, first, name, hints), engine.Prepared, STORE_S
             )
             stuck = not reply.write and Code.WRITE_BUDGET in reply.codes
             if not stuck or time.monotonic() + pause > until:
@@ -228,19 +229,19 @@ class Pool:
         patience: float = 0.0,
         *,
         request: str | None = None,
-        advice: Advice | None = None,
+        hints: Hints | None = None,
     ) -> bytes:
         """Store consecutive segments a window at a time; one `Code` per key.
 
         `fill`: called as `fill(index into keys, slot)` for each slot, or an array for each key. Where the write budget
-        is full, goes on trying for at most `patience` seconds without progress. `request`, `advice`: as of `match`.
+        is full, goes on trying for at most `patience` seconds without progress. `request`, `hints`: as of `match`.
         Raises `Unreachable`, and what `fill` raises.
         """
         codes = bytearray()
         while len(codes) < len(keys):
             start = len(codes)
             window = keys[start : start + STORE_WINDOW]
-            with self.store(window, first + start, patience, request=request, advice=advice) as write:
+            with self.store(window, first + start, patience, request=request, hints=hints) as write:
                 write.fill(_from(fill, start))
             done = len(write.codes)
             if Code.COMMITTED in write.codes and Code.WRITE_BUDGET in write.codes:
@@ -256,13 +257,13 @@ class Pool:
         *,
         deadline_s: float | None = None,
         request: str | None = None,
-        advice: Advice | None = None,
+        hints: Hints | None = None,
     ) -> Reservation:
         """Reserve slots, as `store` does, that other processes of this session fill. Raises `Unreachable`."""
         self._books.sweep()
         link, packed, name = self._link, join_keys(keys), self._named(request)
         reply = link.call(
-            lambda number: engine.Prepare(number, packed, first, name, advice), engine.Prepared, deadline_s
+            lambda number: engine.Prepare(number, packed, first, name, hints), engine.Prepared, deadline_s
         )
         return Reservation(self._reading, link, reply)
 
@@ -275,20 +276,21 @@ class Pool:
 
     # -- hints
 
-    def advise(self, keys: Sequence[SegmentKey], advice: Advice) -> None:
+    def hint(self, keys: Sequence[SegmentKey], hints: Hints) -> None:
         """A word about consecutive segments of one prompt that is known only now: this conversation goes on, or is
         over. It reaches who keeps them within a second, and is no use of them. Never waits, never raises;
         without a daemon it is lost."""
         with contextlib.suppress(TokenLakeError):
-            for start in range(0, len(keys), ADVISED):
-                self._link.channel.tell(engine.Advise(join_keys(keys[start : start + ADVISED]), advice))
+            for start in range(0, len(keys), HINTED):
+                self._link.channel.tell(engine.Hint(join_keys(keys[start : start + HINTED]), hints))
 
     def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
-        """These are about to be computed here, and stored a part at a time: matches with `pending_s` wait for them, for
+        """These are about to be computed here, and stored a part at a time: matches with `in_flight_wait_s` wait for
+        them, for
         `seconds` (at most 10); 0: not any more. A match that may wait claims the first that it misses by itself. Never
         waits, never raises."""
         with contextlib.suppress(TokenLakeError):
-            self._link.channel.tell(engine.Claim(join_keys(keys[:ADVISED]), seconds))
+            self._link.channel.tell(engine.Claim(join_keys(keys[:HINTED]), seconds))
 
     # -- attention where the cache lies (`tokenlake_client.queries`)
 

@@ -418,7 +418,7 @@ def _beyond(connection: _Connection, message: engine.EngineRequest) -> str:
 def _too_many_keys(message: engine.EngineRequest) -> str:
     """As `_beyond`, of what it names alone."""
     keys = 0
-    if isinstance(message, engine.Match | engine.Prepare | engine.Advise | engine.Claim):
+    if isinstance(message, engine.Match | engine.Prepare | engine.Hint | engine.Claim):
         keys = len(message.keys) // KEY_BYTES
     elif isinstance(message, engine.Commit):
         keys = len(message.indices)

@@ -52,7 +52,12 @@ class Snapshot:
         if query_engine is not None:
             self._of_query_engine(query_engine)
         for name, count in core.hot().items():
-            self._gauge("tokenlake_hot_segments", "Hot segments: known, of this home, copies here", {"of": name}, count)
+            self._gauge(
+                "tokenlake_hot_segments",
+                "Hot segments: known, of this directory node, copies here",
+                {"of": name},
+                count,
+            )
         for name, entries in core.census().items():
             self._gauge("tokenlake_map_entries", "Entries of each map of the rules", {"map": name}, entries)
         for pool in core.store.pools():

@@ -23,7 +23,7 @@ def prompt(first: int, segments: int) -> Arrival:
 def read_s(*, flood: bool) -> float:
     """Of a prefix that lies on all nodes, by the engine of the node that others begin to push to."""
     served: list[Served] = []
-    options = SimulationOptions(nodes=NODES, capacity_tokens=NODES * 375_000, rules={"staged_share": 0.3})
+    options = SimulationOptions(nodes=NODES, capacity_tokens=NODES * 375_000, rules={"cached_share": 0.3})
     cluster = Cluster(options, served.append)
     cluster.clock.run_until(cluster.clock.now + 2.0)
     cluster.engines[NODES - 1].serve(prompt(1, PREFIX))

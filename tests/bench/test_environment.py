@@ -26,9 +26,9 @@ sys.meta_path.insert(0, Absent())
 @pytest.fixture(scope="module")
 def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An interpreter with nothing installed."""
-    home = tmp_path_factory.mktemp("bare")
-    venv.create(home, with_pip=False)
-    return home / "bin" / "python"
+    directory_node = tmp_path_factory.mktemp("bare")
+    venv.create(directory_node, with_pip=False)
+    return directory_node / "bin" / "python"
 
 
 def tokenlake(*arguments: str, prelude: str = "") -> subprocess.CompletedProcess[str]:

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tokenlake.advice import NO_ADVICE, NO_USE, Advice, Outlook
 from tokenlake.errors import ConfigurationError
+from tokenlake.hints import NO_ACCESS, NO_HINTS, Hints, Outlook
 from tokenlake.store.eviction import LeastRecentlyUsed
 from tokenlake_bench.baselines import Accesses, Prompt, global_lru, infinite_cache, intern_segments
 from tokenlake_bench.cli import bench
@@ -44,7 +44,7 @@ def serve(stores: NodeStores, asked: Accesses) -> int:
     """Hit segments."""
     hits = 0
     for prompt in asked.prompts:
-        hits += stores.serve(prompt, NO_ADVICE)
+        hits += stores.serve(prompt, NO_HINTS)
     stores.check_integrity()
     return hits
 
@@ -109,36 +109,36 @@ class _ParentsFirst(LeastRecentlyUsed):
 
 def test_hints_are_right_as_often_as_is_said_and_drawn_by_the_seed() -> None:
     prompts = [Prompt(1, (), conversation=number % 700) for number in range(2_000)]
-    truth = [Advice(Outlook.GOES_ON if number + 700 < 2_000 else Outlook.OVER) for number in range(2_000)]
+    truth = [Hints(Outlook.GOES_ON if number + 700 < 2_000 else Outlook.OVER) for number in range(2_000)]
     assert hints(prompts, 1.0, 0) == truth
     said = hints(prompts, 0.9, 3)
     assert sum(a == b for a, b in zip(said, truth, strict=True)) / 2_000 == pytest.approx(0.9, abs=0.02)
     assert said == hints(prompts, 0.9, 3) != hints(prompts, 0.9, 4)
     assert not any(a == b for a, b in zip(hints(prompts, 0.0, 0), truth, strict=True))
-    assert hints(prompts, None, 0) == [NO_ADVICE] * 2_000
+    assert hints(prompts, None, 0) == [NO_HINTS] * 2_000
     with pytest.raises(ConfigurationError, match="hint_accuracy"):
         hints(prompts, 1.1, 0)
 
 
 def test_hints_reach_the_policy() -> None:
     asked = accesses([(0, 1), (0, 1), (2,)])
-    words: list[Advice] = []
+    words: list[Hints] = []
 
     class _Listens(LeastRecentlyUsed):
         def insert(self, segment: Any, now: float) -> None:
-            words.append(segment.advice)
+            words.append(segment.hints)
             super().insert(segment, now)
 
         def touch(self, segment: Any, now: float) -> None:
-            words.append(segment.advice)
+            words.append(segment.hints)
             super().touch(segment, now)
 
     stores = NodeStores(asked, 1, 100, _Listens)
-    said = [Advice(Outlook.GOES_ON), Advice(Outlook.OVER), Advice(category="x")]
-    for prompt, advice in zip(asked.prompts, said, strict=True):
-        stores.serve(prompt, advice)
-    assert [replace(word, use=NO_USE) for word in words] == [said[0]] * 2 + [said[1]] * 2 + [said[2]]
-    assert [(word.use.segments, word.use.hits) for word in words] == [(2, 0)] * 2 + [(2, 2)] * 2 + [(1, 0)]
+    said = [Hints(Outlook.GOES_ON), Hints(Outlook.OVER), Hints(category="x")]
+    for prompt, word in zip(asked.prompts, said, strict=True):
+        stores.serve(prompt, word)
+    assert [replace(word, access=NO_ACCESS) for word in words] == [said[0]] * 2 + [said[1]] * 2 + [said[2]]
+    assert [(word.access.segments, word.access.hits) for word in words] == [(2, 0)] * 2 + [(2, 2)] * 2 + [(1, 0)]
 
 
 # -- figures
@@ -230,12 +230,12 @@ def test_an_interrupted_study_shows_and_writes_what_is_done(tmp_path: Path, monk
     served = NodeStores.serve
     calls = 0
 
-    def interrupted(self: NodeStores, prompt: Prompt, advice: Advice) -> int:
+    def interrupted(self: NodeStores, prompt: Prompt, hints: Hints) -> int:
         nonlocal calls
         calls += 1
         if calls == 100:
             raise KeyboardInterrupt
-        return served(self, prompt, advice)
+        return served(self, prompt, hints)
 
     monkeypatch.setattr(NodeStores, "serve", interrupted)
     written = tmp_path / "out.json"

@@ -161,10 +161,10 @@ def test_a_frozen_daemon_costs_one_deadline(cluster: Cluster) -> None:
 def test_a_match_that_waits_for_somebody_notices_a_frozen_daemon(cluster: Cluster) -> None:
     with cluster.connect(0, LAYOUT) as pool:
         keys = pool.prefix(Prompt(5, 4).tokens).keys
-        pool.match(keys, pending_s=10.0).release()
+        pool.match(keys, in_flight_wait_s=10.0).release()
         cluster.nodes[0].freeze()
         with pytest.raises(DeadlinePassed, match=f"did not answer within {PATIENT_S * 1e3:.0f} ms"):
-            pool.match(keys, pending_s=10.0)
+            pool.match(keys, in_flight_wait_s=10.0)
         assert pool.timeouts == 1
         cluster.nodes[0].thaw()
 

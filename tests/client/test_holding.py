@@ -134,7 +134,7 @@ def hold_late_attach(cluster: Cluster, attach: Callable[[], object]) -> None:
 
 
 def test_a_late_attach_takes_nothing_from_a_second(cluster: Cluster) -> None:
-    """The daemon keeps one holder per process: what comes late is given back only if nothing here holds it."""
+    """The daemon keeps one owner per process: what comes late is given back only if nothing here holds it."""
     prompt = Prompt(3, 8)
     node = cluster.nodes[0]
     with cluster.connect(0, LAYOUT) as pool, Pool.connect(node.socket, LAYOUT, session=pool.session) as rank:
@@ -197,7 +197,7 @@ def test_two_leases_of_one_process_are_given_back_with_the_last(cluster: Cluster
         assert read(pool, prompt) == 0
 
 
-def test_a_write_is_given_back_with_its_last_holder(cluster: Cluster) -> None:
+def test_a_write_is_given_back_with_its_last_owner(cluster: Cluster) -> None:
     """Whoever reserved it gives it up while the same process still fills it, after an attach that came late."""
     prompt = Prompt(6, 4)
     with cluster.connect(0, LAYOUT) as pool:
@@ -325,7 +325,7 @@ def test_a_pool_that_is_collected_in_a_circle_with_its_arrays(cluster: Cluster) 
 
 
 def test_a_release_that_waits_for_an_attach(cluster: Cluster) -> None:
-    """An attach is on its way when the only holder here releases: the daemon must not hear of it afterwards."""
+    """An attach is on its way when the only owner here releases: the daemon must not hear of it afterwards."""
     prompt = Prompt(11, 4)
     with cluster.connect(0, LAYOUT) as pool:
         store(pool, prompt)

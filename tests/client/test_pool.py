@@ -135,9 +135,9 @@ def test_a_prompt_that_all_ask_for_at_once_is_computed_once(three: Cluster) -> N
     prompt = Prompt(7, 12)
     with three.connect(0, LAYOUT) as first, three.connect(1, LAYOUT) as second, three.connect(2, LAYOUT) as third:
         keys = first.prefix(prompt.tokens).keys
-        with first.match(keys, deadline_s=PATIENT_S, pending_s=10.0) as lease:
+        with first.match(keys, deadline_s=PATIENT_S, in_flight_wait_s=10.0) as lease:
             assert lease.hits == 0
-        waiting = [pool.begin_match(keys, deadline_s=PATIENT_S, pending_s=10.0) for pool in (second, third)]
+        waiting = [pool.begin_match(keys, deadline_s=PATIENT_S, in_flight_wait_s=10.0) for pool in (second, third)]
         store(first, prompt)
         for pending in waiting:
             with pending.wait() as lease:
@@ -146,7 +146,7 @@ def test_a_prompt_that_all_ask_for_at_once_is_computed_once(three: Cluster) -> N
 
 
 def claimed(pool: Pool, keys: Sequence[SegmentKey], code: Code) -> None:
-    """Wait until this is what the homes say of all."""
+    """Wait until this is what the directory nodes say of all."""
     wait_until(lambda: set(pool.match(keys, deadline_s=PATIENT_S).codes) == {code}, f"all are {code.name}")
 
 
@@ -156,7 +156,7 @@ def test_a_prompt_that_is_stored_in_parts_is_waited_for_to_its_end(three: Cluste
         keys = first.prefix(prompt.tokens).keys
         first.claim(keys, 10.0)
         claimed(second, keys, Code.PENDING)
-        waiting = second.begin_match(keys, deadline_s=PATIENT_S, pending_s=10.0)
+        waiting = second.begin_match(keys, deadline_s=PATIENT_S, in_flight_wait_s=10.0)
         for start in range(0, 12, 4):
             assert waiting.poll() is None
             part = [np.frombuffer(prompt.content(index), np.uint8) for index in range(start, start + 4)]
@@ -184,7 +184,7 @@ def test_a_sign_of_life_is_given_while_a_match_waits(three: Cluster) -> None:
         keys = first.prefix(Prompt(10, 12).tokens).keys
         first.claim(keys, 10.0)
         claimed(second, keys, Code.PENDING)
-        waiting = second.begin_match(keys, deadline_s=PATIENT_S, pending_s=10.0)
+        waiting = second.begin_match(keys, deadline_s=PATIENT_S, in_flight_wait_s=10.0)
         beat = second.begin_beat()
         wait_until(beat.poll, "the daemon answers")
         assert waiting.poll() is None

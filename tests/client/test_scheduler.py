@@ -72,7 +72,7 @@ def test_a_tree_names_the_nodes_that_have_what_was_stored(three: Cluster) -> Non
                 node
                 for run in tree.runs
                 if requests.index(request) in run.requests
-                for node in run.holders
+                for node in run.owners
                 for _ in run.keys
             ]
             assert lease.nodes() == places

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tokenlake.advice import Advice
 from tokenlake.errors import Unreachable
+from tokenlake.hints import Hints
 from tokenlake.identity import LeaseId, SegmentKey, WriteId
 from tokenlake.keys import Prefix, TokenIds
 from tokenlake.wire import Code
@@ -60,10 +60,10 @@ class FakeMatch:
     pool: FakePool
     keys: Sequence[SegmentKey]
     request: str | None = None
-    advice: Advice | None = None
+    hints: Hints | None = None
     tokens: int = 0
-    pending_s: float = 0.0
-    pending_segment_s: float = 0.0
+    in_flight_wait_s: float = 0.0
+    in_flight_wait_per_segment_s: float = 0.0
     cancelled: bool = False
     lease: FakeLease | None = None
 
@@ -100,7 +100,7 @@ class FakeReservation:
     id: WriteId
     codes: bytes
     request: str | None = None
-    advice: Advice | None = None
+    hints: Hints | None = None
     released: bool = False
     incarnation: int = 1
 
@@ -127,7 +127,7 @@ class FakePool:
     matches: list[FakeMatch] = field(default_factory=list)
     reservations: list[FakeReservation] = field(default_factory=list)
     claimed: list[tuple[tuple[SegmentKey, ...], float]] = field(default_factory=list)
-    advised: list[tuple[tuple[SegmentKey, ...], Advice]] = field(default_factory=list)
+    hinted: list[tuple[tuple[SegmentKey, ...], Hints]] = field(default_factory=list)
     refuse_from: int = 1 << 30
     """Of each reservation, segments from this one on are refused."""
     segment_tokens: int = 8
@@ -146,14 +146,16 @@ class FakePool:
         *,
         deadline_s: float = 0.02,
         request: str | None = None,
-        advice: Advice | None = None,
+        hints: Hints | None = None,
         tokens: int = 0,
-        pending_s: float = 0.0,
-        pending_segment_s: float = 0.0,
+        in_flight_wait_s: float = 0.0,
+        in_flight_wait_per_segment_s: float = 0.0,
     ) -> FakeMatch:
         if not self.reachable:
             raise Unreachable("gone")
-        self.matches.append(FakeMatch(self, keys, request, advice, tokens, pending_s, pending_segment_s))
+        self.matches.append(
+            FakeMatch(self, keys, request, hints, tokens, in_flight_wait_s, in_flight_wait_per_segment_s)
+        )
         return self.matches[-1]
 
     def begin_beat(self) -> FakeBeat:
@@ -167,19 +169,19 @@ class FakePool:
         *,
         deadline_s: float = 0.02,
         request: str | None = None,
-        advice: Advice | None = None,
+        hints: Hints | None = None,
     ) -> FakeReservation:
         if not self.reachable:
             raise Unreachable("gone")
         codes = bytes(Code.RESERVED if at < self.refuse_from else Code.WRITE_BUDGET for at in range(len(keys)))
         number = len(self.reservations) + 1 if Code.RESERVED in codes else 0
-        self.reservations.append(FakeReservation(WriteId(number), codes, request, advice=advice))
+        self.reservations.append(FakeReservation(WriteId(number), codes, request, hints=hints))
         return self.reservations[-1]
 
     def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
         self.claimed.append((tuple(keys), seconds))
 
-    def advise(self, keys: Sequence[SegmentKey], advice: Advice) -> None:
-        self.advised.append((tuple(keys), advice))
+    def hint(self, keys: Sequence[SegmentKey], hints: Hints) -> None:
+        self.hinted.append((tuple(keys), hints))
 
     def close(self) -> None: ...

@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 
 from tests.connector.side import Bench, blocks_of, request
-from tokenlake.advice import Advice, Outlook
-from tokenlake_client.engines.vllm.hints import advice_of
+from tokenlake.hints import Hints, Outlook
+from tokenlake_client.engines.vllm.hints import hints_of
 
-AGENT = Advice(Outlook.GOES_ON, "agent", priority=1, ttl_s=600.0)
-AT_ITS_END = Advice(Outlook.GOES_ON, "agent", "stop", 1, 600.0, 5)
+AGENT = Hints(Outlook.GOES_ON, "agent", priority=1, ttl_s=600.0)
+AT_ITS_END = Hints(Outlook.GOES_ON, "agent", "stop", 1, 600.0, 5)
 
 
 def test_what_a_request_says() -> None:
     said = {"outlook": "goes_on", "category": "agent", "priority": 1, "ttl_s": 600}
-    assert advice_of({"tokenlake": said, "other": 1}) == AGENT
-    assert advice_of(None) is advice_of({}) is advice_of({"other": 1}) is None
-    assert advice_of({"tokenlake": {}}) == Advice()
+    assert hints_of({"tokenlake": said, "other": 1}) == AGENT
+    assert hints_of(None) is hints_of({}) is hints_of({"other": 1}) is None
+    assert hints_of({"tokenlake": {}}) == Hints()
 
 
 @pytest.mark.parametrize(
@@ -39,18 +39,18 @@ def test_what_a_request_says() -> None:
 )
 def test_what_has_no_meaning_is_named(said: Any, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        advice_of({"tokenlake": said})
+        hints_of({"tokenlake": said})
 
 
 def test_a_hint_goes_with_the_lookup_and_with_what_is_stored() -> None:
     bench, asked = Bench("sync"), request(33)
     bench.side.new_request(asked, AGENT)
-    assert [(match.advice, match.tokens) for match in bench.pool.matches] == [(AGENT, 33)]
+    assert [(match.hints, match.tokens) for match in bench.pool.matches] == [(AGENT, 33)]
     bench.side.allocated(asked, blocks_of(asked), 0)
     saves = bench.step(asked, 0, 33).saves
-    assert [save.advice for save in saves] == [AGENT]
+    assert [save.hints for save in saves] == [AGENT]
     assert not bench.side.finished(asked, blocks_of(asked), complete=True, stop_reason="stop", output_tokens=5)
-    assert bench.pool.advised == [(tuple(bench.pool.prefix(asked.all_token_ids).keys), AT_ITS_END)]
+    assert bench.pool.hinted == [(tuple(bench.pool.prefix(asked.all_token_ids).keys), AT_ITS_END)]
 
 
 def test_what_is_stored_last_knows_how_the_request_ended() -> None:
@@ -61,10 +61,10 @@ def test_what_is_stored_last_knows_how_the_request_ended() -> None:
     asked.all_token_ids.append(1)
     assert bench.side.finished(asked, blocks_of(asked), complete=True, stop_reason="length", output_tokens=1)
     plan = bench.side.step([], lambda name: [])
-    assert [save.advice for save in plan.saves] == [Advice(stop_reason="length", output_tokens=1)]
+    assert [save.hints for save in plan.saves] == [Hints(stop_reason="length", output_tokens=1)]
     # One word, about what is there already.
     keys = tuple(bench.pool.prefix(asked.all_token_ids).keys)
-    assert bench.pool.advised == [(keys[:2], Advice(stop_reason="length", output_tokens=1))]
+    assert bench.pool.hinted == [(keys[:2], Hints(stop_reason="length", output_tokens=1))]
 
 
 def test_slots_that_several_ranks_fill_have_it_too() -> None:
@@ -72,7 +72,7 @@ def test_slots_that_several_ranks_fill_have_it_too() -> None:
     bench.side.new_request(asked, AGENT)
     bench.side.allocated(asked, blocks_of(asked), 0)
     bench.step(asked, 0, 33)
-    assert [reserved.advice for reserved in bench.pool.reservations] == [AGENT]
+    assert [reserved.hints for reserved in bench.pool.reservations] == [AGENT]
 
 
 def test_nothing_is_said_where_nothing_is_known_or_nobody_is_there() -> None:
@@ -87,7 +87,7 @@ def test_nothing_is_said_where_nothing_is_known_or_nobody_is_there() -> None:
     bench.step(other, 0, 33)
     bench.there = False
     bench.side.finished(other, blocks_of(other), complete=True, stop_reason="stop")
-    assert bench.pool.advised == []
+    assert bench.pool.hinted == []
     assert bench.reported == []
 
 
@@ -95,6 +95,6 @@ def test_a_pool_that_fails_at_the_end_costs_the_request_nothing(monkeypatch: pyt
     bench, asked = Bench("sync"), request(33)
     bench.place(asked)
     bench.step(asked, 0, 33)
-    monkeypatch.setattr(bench.pool, "advise", lambda keys, advice: 1 // 0)
+    monkeypatch.setattr(bench.pool, "hint", lambda keys, hints: 1 // 0)
     assert not bench.side.finished(asked, blocks_of(asked), complete=True, stop_reason="stop", output_tokens=3)
     assert bench.reported == ["passing a hint on"]

@@ -66,23 +66,23 @@ def keys_of(count: int) -> list[SegmentKey]:
 
 
 def fill(node: Longest, count: int, kind: Kind, tenant: TenantId = RED) -> list[SegmentKey]:
-    """`count` READY segments of `kind`, those that are staged from B."""
+    """`count` READY segments of `kind`, those that are cached from B."""
     store, keys = node.core.store, keys_of(count)
     for index, key in enumerate(keys):
         segment = store.reserve(tenant, SLOT_BYTES, key, kind, index % PER_PROMPT, node.now)
         assert isinstance(segment, Segment), segment
         store.publish(segment, bytes(64), node.now)
         store.unpin(segment)
-        segment.source = B if kind is Kind.STAGED else None
+        segment.source = B if kind is Kind.CACHED else None
     store.reissued.clear()
     store.evicted.clear()
     return keys
 
 
 def a_peer_came_back(count: int) -> Longest:
-    """All home copies are advertised."""
+    """All primary copies are advertised."""
     node = Longest(count)
-    fill(node, count, Kind.HOME)
+    fill(node, count, Kind.PRIMARY)
     node.run_for(1.0)
     node.longest_s = 0.0
     node.handle(events.PeerUp(B, 1))
@@ -103,9 +103,9 @@ def a_peer_restarted(count: int) -> Longest:
 
 
 def a_peer_was_lost(count: int) -> Longest:
-    """Copies of what it kept become home copies."""
+    """Copies of what it kept become primary copies."""
     node = Longest(count)
-    fill(node, count, Kind.STAGED)
+    fill(node, count, Kind.CACHED)
     node.longest_s = 0.0
     node.handle(events.PeerDown(B, 1))
     node.run_for(3.0)
@@ -115,7 +115,7 @@ def a_peer_was_lost(count: int) -> Longest:
 def a_region_changes_hands(count: int) -> Longest:
     """A tenant without memory gets a region of one that nobody uses."""
     node = Longest(count, regions=16)
-    fill(node, count, Kind.HOME, BLUE)
+    fill(node, count, Kind.PRIMARY, BLUE)
     node.longest_s = 0.0
     node.handle(events.Joined(2, 1, "green", SLOT_BYTES, 8, 256, 0, 0))
     node.run_for(3.0)
@@ -125,7 +125,7 @@ def a_region_changes_hands(count: int) -> Longest:
 def all_regions_are_pinned(count: int) -> Longest:
     """The same, and there is nothing to give."""
     node = Longest(count, regions=16)
-    fill(node, count, Kind.HOME, BLUE)
+    fill(node, count, Kind.PRIMARY, BLUE)
     last = {segment.place.region: segment for segment in node.core.store.segments()}
     node.core.store.pin(*last.values())
     node.longest_s = 0.0
@@ -137,7 +137,7 @@ def all_regions_are_pinned(count: int) -> Longest:
 def an_engine_died(count: int) -> Longest:
     """Half of the segments were leased to it, a prompt per lease."""
     node = Longest(count)
-    keys = fill(node, count, Kind.HOME)
+    keys = fill(node, count, Kind.PRIMARY)
     for start in range(0, len(keys) // 2, PER_PROMPT):
         node.handle(events.Requested(1, engine.Match(1, join_keys(keys[start : start + PER_PROMPT]), 0.0)))
     node.longest_s = 0.0
@@ -149,7 +149,7 @@ def an_engine_died(count: int) -> Longest:
 def a_peer_with_leases_was_lost(count: int) -> Longest:
     """Half of the segments were leased to it, a prompt per lease."""
     node = Longest(count)
-    keys = fill(node, count, Kind.HOME)
+    keys = fill(node, count, Kind.PRIMARY)
     for start in range(0, len(keys) // 2, PER_PROMPT):
         found = join_keys(keys[start : start + PER_PROMPT])
         node.handle(events.PeerSaid(B, peer.Lookup(1, RED, found)))

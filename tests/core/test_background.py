@@ -80,7 +80,7 @@ def test_pieces_take_a_moment_and_are_never_nothing() -> None:
 
 def scene() -> tuple[Cluster, Engine, Engine, list[SegmentKey]]:
     """A reader at node 0, a writer at node 1 whose keys node 0 will keep."""
-    cluster = calm(3, regions=10, dirty_share=1.0, session_reserve_share=1.0, staged_share=0.5)
+    cluster = calm(3, regions=10, dirty_share=1.0, session_reserve_share=1.0, cached_share=0.5)
     reader, writer = cluster.join(0), cluster.join(1)
     cluster.run_for(0.05)
     return cluster, reader, writer, placed(cluster, 0, 1, 8)
@@ -145,7 +145,7 @@ def test_what_waited_too_long_is_kept_by_its_writer() -> None:
     cluster.core(0)._fetches._background._reads -= 1
     assert cluster.core(0).census()["flights to come"] == 0
     assert cluster.keepers() == {("red", key): ["n1"] for key in keys[:2]}
-    kept = [segment for segment in cluster.core(1).store.segments() if segment.kind is Kind.HOME]
+    kept = [segment for segment in cluster.core(1).store.segments() if segment.kind is Kind.PRIMARY]
     assert sum(segment.slot_bytes for segment in kept) == 2 * SLOT_BYTES
     cluster.settle()
     cluster.check_settled()

@@ -6,14 +6,14 @@ from tests.core.scenes import ask, calm, placed, said, store, tell
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
 from tokenlake.core.claims import MAX_CLAIMED
-from tokenlake.core.pendings import MAX_PENDING_S
+from tokenlake.core.pendings import MAX_IN_FLIGHT_WAIT_S
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import join_keys
 
 
 def scene() -> tuple[Cluster, Engine, Engine, list[SegmentKey]]:
-    """A writer, a reader, and a prompt whose homes are all nodes."""
+    """A writer, a reader, and a prompt whose directory nodes are all nodes."""
     cluster = calm(regions=8, dirty_share=1.0, session_reserve_share=1.0, reservation_s=60.0)
     writer, reader = cluster.join(0), cluster.join(2)
     cluster.run_for(0.1)
@@ -25,8 +25,8 @@ def claim(cluster: Cluster, writer: Engine, keys: list[SegmentKey], seconds: flo
     cluster.run_for(0.02)
 
 
-def patient(reader: Engine, keys: list[SegmentKey], pending_s: float = 5.0) -> list[engine.Matched]:
-    return ask(reader.processes[0], engine.Match, join_keys(keys), 0.0, True, "", None, 0, pending_s)
+def patient(reader: Engine, keys: list[SegmentKey], in_flight_wait_s: float = 5.0) -> list[engine.Matched]:
+    return ask(reader.processes[0], engine.Match, join_keys(keys), 0.0, True, "", None, 0, in_flight_wait_s)
 
 
 def test_a_prompt_that_is_stored_in_parts_is_waited_for_to_its_end() -> None:
@@ -95,7 +95,7 @@ def test_claims_end_with_their_time() -> None:
     cluster.run_for(0.8)
     assert [(reply.hits, reply.codes[0]) for reply in waiting] == [(0, Code.MISSING)]
     claim(cluster, writer, keys, 1e9)
-    assert max(said.deadline_s for said in announced(cluster)) == MAX_PENDING_S
+    assert max(said.deadline_s for said in announced(cluster)) == MAX_IN_FLIGHT_WAIT_S
 
 
 def announced(cluster: Cluster) -> list[peer.Announce]:

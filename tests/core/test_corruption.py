@@ -42,7 +42,7 @@ def test_a_wrong_copy_is_dropped_where_it_lies_and_computed_again() -> None:
     writer = cluster.join(0)
     (key,) = placed(cluster, 1, 2)
     store(cluster, writer, [key])
-    (source,) = (node for node, kind in kinds(cluster, key).items() if kind is Kind.HOME)
+    (source,) = (node for node, kind in kinds(cluster, key).items() if kind is Kind.PRIMARY)
     local, reader = cluster.join(source), cluster.join(3 - source)
     flip(cluster, source, key)
 
@@ -51,12 +51,14 @@ def test_a_wrong_copy_is_dropped_where_it_lies_and_computed_again() -> None:
     assert cluster.core(3 - source).counters[CORRUPT] == 1
     assert cluster.core(3 - source).counters[MISSING] == SEGMENT_TOKENS
     assert cluster.core(source).counters[REPORTED] == cluster.core(source).counters[CONFIRMED] == 1
-    assert kinds(cluster, key) == {0: Kind.STAGED}, "copies of other nodes stay"
-    home = cluster.core(1)._context
-    gone = home.history.get(TenantId("red"), key)
+    assert kinds(cluster, key) == {0: Kind.CACHED}, "copies of other nodes stay"
+    directory_node = cluster.core(1)._context
+    gone = directory_node.history.get(TenantId("red"), key)
     assert gone is not None
     assert gone.rule == CORRUPT_RULE, "for those who ask why it was missed"
-    assert home.directory.former(TenantId("red"), key) != f"n{source}", "nothing draws the next copy there"
+    assert directory_node.directory.previous_owner(TenantId("red"), key) != f"n{source}", (
+        "nothing draws the next copy there"
+    )
     for asking in (local, reader):
         assert match(cluster, asking, [key]).codes == bytes([Code.MISSING])
 

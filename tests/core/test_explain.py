@@ -88,7 +88,7 @@ def test_what_was_shipped_is_useful_and_what_was_not_wanted_is_skipped() -> None
     assert (funnel.useful, funnel.fetched, why(funnel)) == (2 * SIZE, 0, {Why.SKIPPED: SIZE})
 
 
-def test_what_nobody_stored_is_named_with_its_home() -> None:
+def test_what_nobody_stored_is_named_with_its_directory_node() -> None:
     cluster = calm(3, **ROOMY)
     writer, reader = cluster.join(0), cluster.join(2)
     keys = placed(cluster, 0, 1, 3)
@@ -125,22 +125,22 @@ def test_what_was_evicted_here_has_its_rule(policy: str) -> None:
     assert "unused for 1" in said
 
 
-def test_what_was_evicted_elsewhere_is_known_to_its_home() -> None:
+def test_what_was_evicted_elsewhere_is_known_to_its_directory_node() -> None:
     cluster = calm(3, regions=1, eviction="lru", **ROOMY)
     writer, reader = cluster.join(0), cluster.join(2)
     first = placed(cluster, 0, 1, 1, "first")
     store(cluster, writer, first)
-    (holder,) = (node for node, kind in kinds(cluster, first[0]).items() if kind is Kind.HOME)
+    (owner,) = (node for node, kind in kinds(cluster, first[0]).items() if kind is Kind.PRIMARY)
     for turn in range(6):
         store(cluster, writer, placed(cluster, 0, 1, SLOTS, f"next {turn}"))
     assert not copies(cluster, first[0])
     read(cluster, reader, first, "r")
     funnel = explained(cluster, reader, "r")
     assert why(funnel) == {Why.EVICTED: SIZE}
-    assert detail(funnel, Why.EVICTED).startswith(f"lru, at n{holder} ")
+    assert detail(funnel, Why.EVICTED).startswith(f"lru, at n{owner} ")
 
 
-def test_a_home_that_does_not_say_is_named() -> None:
+def test_a_directory_node_that_does_not_say_is_named() -> None:
     cluster = calm(3, **ROOMY)
     reader = cluster.join(2)
     keys = placed(cluster, 0, 1, 2)

@@ -15,7 +15,7 @@ from tokenlake.core import events, instructions
 from tokenlake.core.fetch_calls import FETCHED
 from tokenlake.core.hot import CHOSEN, MISSED
 from tokenlake.core.hot_copies import COPIED, UNLISTED_S
-from tokenlake.core.hot_home import DEMOTED, PROMOTED, REFUSED_S
+from tokenlake.core.hot_directory import DEMOTED, PROMOTED, REFUSED_S
 from tokenlake.hot.rule import DROP_S
 from tokenlake.identity import SegmentKey
 from tokenlake.store import Kind
@@ -34,14 +34,14 @@ def scene(nodes: int = NODES, **rules: Any) -> tuple[Cluster, list[Engine]]:
 
 
 def read(cluster: Cluster, reader: Engine, keys: Sequence[SegmentKey]) -> list[Code]:
-    """Match, fetch and release; what was staged by it is gone afterwards, as if much else was read."""
+    """Match, fetch and release; what was cached by it is gone afterwards, as if much else was read."""
     found = match(cluster, reader, keys)
     fetched = fetch(cluster, reader, found.lease, found.hits) if found.hits else None
     tell(cluster, reader.processes[0], engine.Release(((found.lease, 0, found.hits),)))
     core = reader.node.core
     assert core is not None
     for segment in list(core.store.segments()):
-        if segment.key in keys and segment.kind is Kind.STAGED and not segment.pins:
+        if segment.key in keys and segment.kind is Kind.CACHED and not segment.pins:
             core.store.discard(segment, cluster.clock.now)
     return [Code(code) for code in fetched.codes] if fetched is not None else []
 
@@ -67,7 +67,7 @@ def crowd(cluster: Cluster, engines: Sequence[Engine], key: SegmentKey, rounds: 
 
 def test_what_all_read_is_copied_and_everybody_knows() -> None:
     cluster, _, key = hot()
-    assert kinds(cluster, key) == {0: Kind.HOME, 1: Kind.REPLICA, 2: Kind.REPLICA, 3: Kind.REPLICA}
+    assert kinds(cluster, key) == {0: Kind.PRIMARY, 1: Kind.REPLICA, 2: Kind.REPLICA, 3: Kind.REPLICA}
     for node in range(NODES):
         assert cluster.core(node).hot()["known"] == 1
     assert cluster.core(0).counters[PROMOTED] == 1
@@ -81,7 +81,7 @@ def test_nothing_is_copied_unless_it_is_on(mode: str) -> None:
     (key,) = placed(cluster, 0, 1)
     store(cluster, engines[0], [key])
     crowd(cluster, engines, key)
-    assert kinds(cluster, key) == {0: Kind.HOME}
+    assert kinds(cluster, key) == {0: Kind.PRIMARY}
     assert cluster.core(0).counters[PROMOTED] == (mode == "observe")
     notes = [note.text for note in said(cluster, 0, instructions.Note) if "hot" in note.text]
     assert len(notes) == (mode == "observe")
@@ -90,12 +90,14 @@ def test_nothing_is_copied_unless_it_is_on(mode: str) -> None:
     cluster.check_settled()
 
 
-def test_copies_become_staged_when_nobody_reads_them_any_more() -> None:
+def test_copies_become_cached_when_nobody_reads_them_any_more() -> None:
     cluster, _, key = hot()
     cluster.run_for(DROP_S + 600.0)
     assert cluster.core(0).counters[DEMOTED] == 1
-    assert set(kinds(cluster, key).values()) == {Kind.HOME, Kind.STAGED}
-    assert all(cluster.core(node).hot() == {"known": 0, "of this home": 0, "copies": 0} for node in range(NODES))
+    assert set(kinds(cluster, key).values()) == {Kind.PRIMARY, Kind.CACHED}
+    assert all(
+        cluster.core(node).hot() == {"known": 0, "of this directory node": 0, "copies": 0} for node in range(NODES)
+    )
 
 
 def test_a_hot_segment_is_asked_of_one_copy_instead_of_its_candidates() -> None:
@@ -144,11 +146,11 @@ def test_a_copy_that_freezes_costs_no_match_its_deadline() -> None:
     cluster.check()
 
 
-def test_a_holder_that_dies_leaves_one_home_copy() -> None:
+def test_a_owner_that_dies_leaves_one_primary_copy() -> None:
     cluster, engines, key = hot()
     cluster.node(0).crash()
     cluster.run_for(2.0)
-    assert sorted(kinds(cluster, key).values()).count(Kind.HOME) == 1
+    assert sorted(kinds(cluster, key).values()).count(Kind.PRIMARY) == 1
     for reader in engines[1:]:
         assert read(cluster, reader, [key]) == [Code.LOCAL]
     cluster.node(0).start()
@@ -157,13 +159,13 @@ def test_a_holder_that_dies_leaves_one_home_copy() -> None:
     cluster.check_settled()
 
 
-def test_a_home_copy_that_is_evicted_is_replaced_by_a_copy() -> None:
+def test_a_primary_copy_that_is_evicted_is_replaced_by_a_copy() -> None:
     cluster, _, key = hot()
-    home = cluster.core(0)
-    home.store.discard(copies(cluster, key)[0], cluster.clock.now)
-    home._context.directory.gone(copies(cluster, key)[1].tenant, key, home._context.node)
+    directory_node = cluster.core(0)
+    directory_node.store.discard(copies(cluster, key)[0], cluster.clock.now)
+    directory_node._context.directory.gone(copies(cluster, key)[1].tenant, key, directory_node._context.node)
     cluster.run_for(1.0)
-    assert list(kinds(cluster, key).values()).count(Kind.HOME) == 1
+    assert list(kinds(cluster, key).values()).count(Kind.PRIMARY) == 1
     cluster.settle()
     cluster.check_settled()
 
@@ -182,7 +184,7 @@ def test_a_set_that_was_missed_is_sent_again() -> None:
     assert cluster.core(2).hot()["known"] == 1
 
 
-def test_a_home_that_begins_anew_knows_nothing_and_neither_does_anybody_then() -> None:
+def test_a_directory_node_that_begins_anew_knows_nothing_and_neither_does_anybody_then() -> None:
     cluster, _, key = hot()
     cluster.node(0).crash()
     cluster.node(0).start()
@@ -190,7 +192,7 @@ def test_a_home_that_begins_anew_knows_nothing_and_neither_does_anybody_then() -
     assert [cluster.core(node).hot()["known"] for node in range(NODES)] == [0] * NODES
     cluster.run_for(UNLISTED_S + 1.0)
     assert Kind.REPLICA not in kinds(cluster, key).values()
-    assert sorted(kinds(cluster, key).values()).count(Kind.HOME) == 1
+    assert sorted(kinds(cluster, key).values()).count(Kind.PRIMARY) == 1
 
 
 def test_a_node_that_joined_a_moment_ago_gets_no_copies() -> None:
@@ -198,7 +200,7 @@ def test_a_node_that_joined_a_moment_ago_gets_no_copies() -> None:
     (key,) = placed(cluster, 0, 1)
     store(cluster, engines[0], [key])
     crowd(cluster, engines, key)
-    assert kinds(cluster, key) == {0: Kind.HOME}
+    assert kinds(cluster, key) == {0: Kind.PRIMARY}
 
 
 def test_a_node_whose_budget_is_full_refuses() -> None:
@@ -218,7 +220,7 @@ def replicate(call: int, key: SegmentKey) -> peer.Replicate:
     return peer.Replicate(call, "red", key, (0,), SLOT_BYTES, SHARDS, "n0", "n0")
 
 
-def test_reads_of_a_replica_keep_the_home_copy() -> None:
+def test_reads_of_a_replica_keep_the_primary_copy() -> None:
     cluster, engines, key = hot()
     before = copies(cluster, key)[0].touched
     assert kinds(cluster, key)[2] is Kind.REPLICA
@@ -243,7 +245,7 @@ def test_a_set_that_nobody_can_mean_is_refused(entries: tuple[peer.HotEntry, ...
         cluster.core(1).handle(events.PeerSaid("n0", peer.HotSet(9, entries)), cluster.clock.now)
 
 
-def test_nobody_speaks_for_another_home() -> None:
+def test_nobody_speaks_for_another_directory_node() -> None:
     cluster, _ = scene()
     (key,) = placed(cluster, 2, 1)
     cluster.core(1).handle(
@@ -283,7 +285,7 @@ def test_a_planned_batch_is_spread_exactly() -> None:
 
 
 def test_a_copy_of_which_no_more_may_be_leased_is_still_there() -> None:
-    """Its node says UNKNOWN: the home keeps it in its set, and the holder in its directory."""
+    """Its node says UNKNOWN: the directory node keeps it in its set, and the owner in its directory."""
     cluster, engines, key = hot(nodes=5)
     reader = 4
     cluster.core(reader).store.discard(copies(cluster, key)[reader], cluster.clock.now)
@@ -299,14 +301,14 @@ def test_a_copy_of_which_no_more_may_be_leased_is_still_there() -> None:
         serving = cluster.core(node)._serving
         for pool in cluster.core(node).store.pools():
             serving._leased[pool] -= 1000
-    home = cluster.core(0)
-    assert home._context.directory.get(copies(cluster, key)[0].tenant, key, cluster.clock.now) is not None
+    directory_node = cluster.core(0)
+    assert directory_node._context.directory.get(copies(cluster, key)[0].tenant, key, cluster.clock.now) is not None
     assert len(said(cluster, reader, peer.Evicted)) == told
     assert read(cluster, engines[reader], [key]) == [Code.LOCAL]
 
 
 def at_the_other_candidate() -> tuple[Cluster, SegmentKey]:
-    """A hot segment of home n0 that n1 holds; copies at all nodes."""
+    """A hot segment of directory node n0 that n1 holds; copies at all nodes."""
     cluster, engines = scene()
     (key,) = placed(cluster, 0, 1)
     cluster.node(0).freeze()
@@ -315,48 +317,48 @@ def at_the_other_candidate() -> tuple[Cluster, SegmentKey]:
     cluster.node(0).thaw()
     cluster.run_for(1.0)
     crowd(cluster, [engines[1], engines[0], engines[2], engines[3]], key)
-    assert kinds(cluster, key) == {0: Kind.REPLICA, 1: Kind.HOME, 2: Kind.REPLICA, 3: Kind.REPLICA}
+    assert kinds(cluster, key) == {0: Kind.REPLICA, 1: Kind.PRIMARY, 2: Kind.REPLICA, 3: Kind.REPLICA}
     return cluster, key
 
 
 def evict(cluster: Cluster, key: SegmentKey, nodes: Sequence[int]) -> None:
-    """As if for want of memory; their home hears of it when it asks."""
+    """As if for want of memory; their directory node hears of it when it asks."""
     for node in nodes:
         cluster.core(node).store.discard(copies(cluster, key)[node], cluster.clock.now)
 
 
-def test_a_home_that_has_the_last_copy_keeps_it() -> None:
+def test_a_directory_node_that_has_the_last_copy_keeps_it() -> None:
     cluster, key = at_the_other_candidate()
-    home = cluster.core(0)
+    directory_node = cluster.core(0)
     tenant = copies(cluster, key)[0].tenant
     evict(cluster, key, (2, 3))
     for node in (2, 3):
-        home.handle(events.PeerSaid(f"n{node}", peer.Evicted(tenant, key, f"n{node}")), cluster.clock.now)
+        directory_node.handle(events.PeerSaid(f"n{node}", peer.Evicted(tenant, key, f"n{node}")), cluster.clock.now)
     evict(cluster, key, (1,))
     cluster.node(0).deliver(events.PeerSaid("n1", peer.Evicted(tenant, key, "n1")))
     cluster.run_for(0.5)
-    assert kinds(cluster, key)[0] is Kind.HOME
-    entry = home._context.directory.get(tenant, key, cluster.clock.now)
+    assert kinds(cluster, key)[0] is Kind.PRIMARY
+    entry = directory_node._context.directory.get(tenant, key, cluster.clock.now)
     assert entry is not None
     assert entry.node == "n0"
     cluster.settle()
     cluster.check_settled()
 
 
-def test_one_copy_at_a_time_is_asked_to_take_the_place_of_the_home_copy() -> None:
+def test_one_copy_at_a_time_is_asked_to_take_the_place_of_the_primary_copy() -> None:
     cluster, key = at_the_other_candidate()
-    home = cluster.core(0)
+    directory_node = cluster.core(0)
     tenant = copies(cluster, key)[0].tenant
     evict(cluster, key, (1,))
-    home._context.directory.gone(tenant, key, home._context.ring.members[1])
-    home._hot.home.gone(tenant, key, home._context.node)
+    directory_node._context.directory.gone(tenant, key, directory_node._context.ring.members[1])
+    directory_node._hot.directory_node.gone(tenant, key, directory_node._context.node)
     offers = len(said(cluster, 0, peer.Offer))
     # A crowd: decided again and again before the answer can be here.
     for _ in range(5):
-        home._hot.home.decide()
-    assert home.hot()["of this home"] == 1
+        directory_node._hot.directory_node.decide()
+    assert directory_node.hot()["of this directory node"] == 1
     cluster.run_for(0.5)
-    assert list(kinds(cluster, key).values()).count(Kind.HOME) == 1
+    assert list(kinds(cluster, key).values()).count(Kind.PRIMARY) == 1
     assert len(said(cluster, 0, peer.Offer)) == offers + 1
     cluster.settle()
     cluster.check_settled()
@@ -373,7 +375,7 @@ def test_a_node_that_says_it_has_copies_and_does_not_is_asked_no_more_for_a_whil
     assert 2 not in kinds(cluster, key)
 
 
-def test_a_home_that_counts_nothing_is_not_made_to_by_others() -> None:
+def test_a_directory_node_that_counts_nothing_is_not_made_to_by_others() -> None:
     cluster, engines = scene(hot="off")
     keys = placed(cluster, 0, 1, 2)
     store(cluster, engines[0], keys)
@@ -382,12 +384,12 @@ def test_a_home_that_counts_nothing_is_not_made_to_by_others() -> None:
         events.PeerSaid("n3", peer.Reads("red", join_keys(keys), (0, 1), counts, SLOT_BYTES, SHARDS))
     )
     assert cluster.core(0).counters[PROMOTED] == 0
-    assert cluster.core(0).hot()["of this home"] == 0
+    assert cluster.core(0).hot()["of this directory node"] == 0
 
 
 def test_another_node_gets_the_copy_of_one_that_died() -> None:
     cluster, _, key = hot(nodes=6)
-    (looked_after,) = cluster.core(0)._hot.home._hot.values()
+    (looked_after,) = cluster.core(0)._hot.directory_node._hot.values()
     looked_after.target = 3
     cluster.run_for(UNLISTED_S + 1.0)
     assert list(kinds(cluster, key).values()).count(Kind.REPLICA) == 2

@@ -7,10 +7,10 @@ import pytest
 
 from tests.core.scenes import calm
 from tests.sim import arena
-from tokenlake.advice import NO_ADVICE
 from tokenlake.core import NodeCore, events, instructions
 from tokenlake.core.context import CoreConfig
 from tokenlake.core.learned import MAX_LEARNED_BYTES, TELL_S
+from tokenlake.hints import NO_HINTS
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters
 from tokenlake.store import Budgets, Kind, Segment, SegmentStore
@@ -33,18 +33,18 @@ def core_of(eviction: str = "reuse", learned: bytes | None = None) -> NodeCore:
 def used(core: NodeCore, times: int) -> None:
     """A segment, used again every half minute."""
     store = core.store
-    segment = store.reserve(RED, SLOT_BYTES, SegmentKey(bytes(32)), Kind.HOME, 0, 0.0)
+    segment = store.reserve(RED, SLOT_BYTES, SegmentKey(bytes(32)), Kind.PRIMARY, 0, 0.0)
     assert isinstance(segment, Segment)
     store.publish(segment, b"", 0.0)
     for number in range(times):
         store.touch([segment], 30.0 * number)
 
 
-def worth(core: NodeCore) -> float:
+def retention_value(core: NodeCore) -> float:
     """Of a segment used once."""
     pool = core.store.pool(RED, SLOT_BYTES)
     assert pool is not None
-    return pool.retention.worth_of_new(SegmentKey(b"n" * 32), NO_ADVICE, 1e6)
+    return pool.retention.retention_value_of_new(SegmentKey(b"n" * 32), NO_HINTS, 1e6)
 
 
 def test_the_next_life_begins_with_what_was_learned() -> None:
@@ -52,7 +52,7 @@ def test_the_next_life_begins_with_what_was_learned() -> None:
     used(first, 500)
     saved = first.learned()
     second = core_of(learned=saved)
-    assert worth(second) == worth(first) != worth(core_of())
+    assert retention_value(second) == retention_value(first) != retention_value(core_of())
     assert second.learned() == saved
 
 
@@ -107,17 +107,17 @@ def test_nodes_tell_each_other_what_they_learned() -> None:
     pools = [store.pool(RED, arena.SLOT_BYTES) for store in stores]
     assert pools[0] is not None
     assert pools[1] is not None
-    segment = stores[0].reserve(RED, arena.SLOT_BYTES, SegmentKey(bytes(32)), Kind.HOME, 0, 0.0)
+    segment = stores[0].reserve(RED, arena.SLOT_BYTES, SegmentKey(bytes(32)), Kind.PRIMARY, 0, 0.0)
     assert isinstance(segment, Segment)
     stores[0].publish(segment, b"", 0.0)
     for number in range(400):
         stores[0].touch([segment], 30.0 * number)
     stores[0].unpin(segment)
     key = SegmentKey(b"n" * 32)
-    before = pools[1].retention.worth_of_new(key, NO_ADVICE, 1e5)
+    before = pools[1].retention.retention_value_of_new(key, NO_HINTS, 1e5)
     cluster.run_for(3 * TELL_S)
-    seen = pools[0].retention.worth_of_new(key, NO_ADVICE, 1e5)
-    heard = pools[1].retention.worth_of_new(key, NO_ADVICE, 1e5)
+    seen = pools[0].retention.retention_value_of_new(key, NO_HINTS, 1e5)
+    heard = pools[1].retention.retention_value_of_new(key, NO_HINTS, 1e5)
     assert heard != before
     assert abs(heard - seen) < abs(before - seen)
 

@@ -89,7 +89,7 @@ def test_a_peer_that_missed_a_deadline_is_still_told() -> None:
     assert match(cluster, cluster.join(1), [key]).codes == bytes([Code.PENDING])
 
 
-def test_advertising_goes_on_while_the_home_is_overdue() -> None:
+def test_advertising_goes_on_while_the_directory_node_is_overdue() -> None:
     cluster = calm()
     node = cluster.core(0)
     peers = node._peers
@@ -118,7 +118,7 @@ def test_a_fetch_from_a_frozen_node_is_given_up_in_time() -> None:
     assert not copies(cluster, keys[0]).get(2)
 
 
-def test_the_other_candidate_serves_when_the_home_is_dead() -> None:
+def test_the_other_candidate_serves_when_the_directory_node_is_dead() -> None:
     cluster = calm()
     reader = cluster.join(0)
     key = placed(cluster, 1, 2)[0]
@@ -126,13 +126,13 @@ def test_the_other_candidate_serves_when_the_home_is_dead() -> None:
         link.cut(0.3)
     store(cluster, cluster.join(2), [key])
     cluster.run_for(0.3)
-    assert kinds(cluster, key) == {2: Kind.HOME}
+    assert kinds(cluster, key) == {2: Kind.PRIMARY}
     cluster.node(1).crash()
     assert match(cluster, reader, [key]).codes == bytes([Code.REMOTE])
 
 
-def test_a_home_that_came_back_empty_learns_what_others_hold() -> None:
-    """Until the holder advertised, the home does not say that nobody has it."""
+def test_a_directory_node_that_came_back_empty_learns_what_others_hold() -> None:
+    """Until the owner advertised, the directory node does not say that nobody has it."""
     cluster = calm(4, sync_grace_s=60.0)
     writer = cluster.join(0)
     key = placed(cluster, 1, 2)[0]
@@ -140,7 +140,7 @@ def test_a_home_that_came_back_empty_learns_what_others_hold() -> None:
         cluster.link("n0", f"n{node}").cut(0.3)
     store(cluster, writer, [key])
     cluster.run_for(0.3)
-    assert kinds(cluster, key) == {0: Kind.HOME}
+    assert kinds(cluster, key) == {0: Kind.PRIMARY}
     reader = cluster.join(3)
     assert match(cluster, reader, [key]).codes == bytes([Code.REMOTE])
     cluster.node(1).crash()
@@ -165,13 +165,13 @@ def test_a_node_that_restarts_stores_nothing_twice() -> None:
     cluster.node(1).start()
     cluster.run_for(1.0)
     again = cluster.join(1)
-    # The writer still had its copies: they are home copies now.
+    # The writer still had its copies: they are primary copies now.
     assert match(cluster, again, keys).hits == 3
     store(cluster, again, keys)
-    assert all(list(kinds(cluster, key).values()).count(Kind.HOME) == 1 for key in keys)
+    assert all(list(kinds(cluster, key).values()).count(Kind.PRIMARY) == 1 for key in keys)
 
 
-def test_a_push_to_a_holder_that_dies_ends_as_a_home_copy_here() -> None:
+def test_a_push_to_a_owner_that_dies_ends_as_a_primary_copy_here() -> None:
     cluster = calm()
     writer = cluster.join(0)
     keys = placed(cluster, 1, 2, 3)
@@ -182,7 +182,7 @@ def test_a_push_to_a_holder_that_dies_ends_as_a_home_copy_here() -> None:
     for node in (1, 2):
         cluster.node(node).crash()
     cluster.run_for(0.1)
-    assert all(kinds(cluster, key) == {0: Kind.HOME} for key in keys)
+    assert all(kinds(cluster, key) == {0: Kind.PRIMARY} for key in keys)
 
 
 def test_an_offer_that_nobody_answers_ends() -> None:
@@ -196,11 +196,11 @@ def test_an_offer_that_nobody_answers_ends() -> None:
     for node in (1, 2):
         cluster.node(node).freeze()
     cluster.run_for(2.0)
-    assert all(kinds(cluster, key) == {0: Kind.HOME} for key in keys)
+    assert all(kinds(cluster, key) == {0: Kind.PRIMARY} for key in keys)
     for node in (1, 2):
         cluster.node(node).thaw()
     cluster.run_for(2.0)
-    assert all(list(kinds(cluster, key).values()).count(Kind.HOME) == 1 for key in keys)
+    assert all(list(kinds(cluster, key).values()).count(Kind.PRIMARY) == 1 for key in keys)
 
 
 def test_a_connection_made_anew_ends_what_the_former_one_carried() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.core.scenes import ask, calm, copies, placed, said, store, tell
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Storing
-from tokenlake.core.pendings import CLAIMED, MAX_PENDING_S, WAITED
+from tokenlake.core.pendings import CLAIMED, MAX_IN_FLIGHT_WAIT_S, WAITED
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import join_keys
@@ -13,16 +13,16 @@ from tokenlake.wire.slots import join_keys
 COMPUTES_S = 0.3
 
 
-def wait_for(reader: Engine, keys: list[SegmentKey], pending_s: float) -> list[engine.Matched]:
+def wait_for(reader: Engine, keys: list[SegmentKey], in_flight_wait_s: float) -> list[engine.Matched]:
     """Where the reply to a match will be."""
-    return ask(reader.processes[0], engine.Match, join_keys(keys), 0.0, True, "", None, 0, pending_s)
+    return ask(reader.processes[0], engine.Match, join_keys(keys), 0.0, True, "", None, 0, in_flight_wait_s)
 
 
 def crowd(
-    cluster: Cluster, engines: list[Engine], keys: list[SegmentKey], pending_s: float
+    cluster: Cluster, engines: list[Engine], keys: list[SegmentKey], in_flight_wait_s: float
 ) -> tuple[list[engine.Matched], list[Engine]]:
     """Everybody asks at once, and computes what is missing: the answers, and who computed."""
-    replies = [wait_for(reader, keys, pending_s) for reader in engines]
+    replies = [wait_for(reader, keys, in_flight_wait_s) for reader in engines]
     computed: list[Engine] = []
     for _ in range(2000):
         cluster.run_for(0.001)
@@ -96,7 +96,7 @@ def test_patience_is_bounded() -> None:
     ask(engines[0].processes[0], engine.Prepare, join_keys(keys), 0)
     cluster.run_for(0.05)
     waiting = wait_for(engines[1], keys, 1e9)
-    cluster.run_for(MAX_PENDING_S - 1.0)
+    cluster.run_for(MAX_IN_FLIGHT_WAIT_S - 1.0)
     assert not waiting
     cluster.run_for(2.0)
     assert waiting[0].codes[0] == Code.PENDING
@@ -151,7 +151,7 @@ def test_what_was_found_at_a_node_that_died_meanwhile_is_not_promised() -> None:
     cluster.check_settled()
 
 
-def test_whoever_waits_asks_nobody_but_the_home_of_what_comes_next() -> None:
+def test_whoever_waits_asks_nobody_but_the_directory_node_of_what_comes_next() -> None:
     cluster, engines, keys = scene(each=1)
     prepared = ask(engines[0].processes[0], engine.Prepare, join_keys(keys), 0)
     cluster.run_for(0.05)

@@ -46,7 +46,9 @@ def test_a_frozen_node_costs_one_deadline() -> None:
         store(cluster, writer, keys[start : start + 4])
     cluster.run_for(1.0)
     pairs = cluster.core(1)._context.ring.candidates(b"".join(keys))
-    frozen = next(int(home.removeprefix("n")) for home, _ in pairs if home not in ("n0", "n1"))
+    frozen = next(
+        int(directory_node.removeprefix("n")) for directory_node, _ in pairs if directory_node not in ("n0", "n1")
+    )
     cluster.node(frozen).freeze()
     began = cluster.clock.now
     match(cluster, reader, keys)

@@ -106,45 +106,45 @@ def test_one_flight_serves_waiters_of_two_sessions() -> None:
     assert not cluster.core(0).census()["leases to peers"]
 
 
-def test_the_home_names_the_node_that_has_it() -> None:
+def test_the_directory_node_names_the_node_that_has_it() -> None:
     """A run of two kept together on a candidate of its first segment is no candidate of the second."""
     cluster = calm(4, run_length=4)
     writer, reader = cluster.join(0), cluster.join(2)
     keys = placed(cluster, 1, 2) + placed(cluster, 3, 2)
     store(cluster, writer, keys)
-    assert kinds(cluster, keys[1])[1] is Kind.HOME
+    assert kinds(cluster, keys[1])[1] is Kind.PRIMARY
     reply = match(cluster, reader, keys)
     assert list(reply.codes) == [Code.REMOTE] * 2
     assert list(fetch(cluster, reader, reply.lease, 2).codes) == [Code.LOCAL] * 2
     assert [lookup for lookup in said(cluster, 2, peer.Lookup) if lookup.keys == keys[1]]
 
 
-def test_a_home_asks_the_node_it_names_also_while_the_other_candidate_is_silent() -> None:
+def test_a_directory_node_asks_the_node_it_names_also_while_the_other_candidate_is_silent() -> None:
     """Its own directory waits for the first answer, but not for all of the deadline."""
     cluster = calm(4, run_length=4)
     writer, reader = cluster.join(2), cluster.join(0)
     keys = placed(cluster, 1, 2) + placed(cluster, 0, 3)
     store(cluster, writer, keys)
-    assert kinds(cluster, keys[1])[1] is Kind.HOME
+    assert kinds(cluster, keys[1])[1] is Kind.PRIMARY
     cluster.node(3).freeze()
     assert list(match(cluster, reader, keys[1:]).codes) == [Code.REMOTE]
 
 
-def test_a_home_is_told_that_the_node_it_names_has_nothing() -> None:
+def test_a_directory_node_is_told_that_the_node_it_names_has_nothing() -> None:
     """Also when it names the node that asks: nobody else would find out."""
     for asking in (1, 2):
         cluster = calm(4)
         key = placed(cluster, 0, 3)[0]
-        home = cluster.core(0)
-        home._home.held(cluster.core(0)._peers.get(f"n{asking}").node, "red", [key])  # type: ignore[union-attr, arg-type]
+        directory_node = cluster.core(0)
+        directory_node._directory_node.held(cluster.core(0)._peers.get(f"n{asking}").node, "red", [key])  # type: ignore[union-attr, arg-type]
         reader = cluster.join(1)
         assert match(cluster, reader, [key]).codes == bytes([Code.MISSING])
         cluster.run_for(0.01)
-        assert not len(home._context.directory)
+        assert not len(directory_node._context.directory)
 
 
-def test_missing_is_for_the_home_to_say() -> None:
-    """The other candidate has nothing, the home does not answer: nobody knows."""
+def test_missing_is_for_the_directory_node_to_say() -> None:
+    """The other candidate has nothing, the directory node does not answer: nobody knows."""
     cluster = calm()
     reader = cluster.join(2)
     key = placed(cluster, 0, 1)[0]
@@ -298,8 +298,8 @@ def test_a_fetch_without_any_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_tail_that_is_here_keeps_nobody_from_reading_its_head() -> None:
-    """It filled the budget of staged copies and was leased with the prompt, at every attempt anew."""
-    cluster = calm(staged_share=0.1)
+    """It filled the budget of cached copies and was leased with the prompt, at every attempt anew."""
+    cluster = calm(cached_share=0.1)
     writer, reader = cluster.join(0), cluster.join(2)
     for key in placed(cluster, 2, 0, 30, "others"):
         store(cluster, writer, [key])
@@ -309,18 +309,18 @@ def test_a_tail_that_is_here_keeps_nobody_from_reading_its_head() -> None:
     assert fetch(cluster, reader, tail.lease, 2).codes == bytes([Code.LOCAL] * 2)
     tell(cluster, reader.processes[0], engine.Release(((tail.lease, 0, 2),)))
     pool = copies(cluster, keys[3])[2].pool
-    assert (len(pool.free), pool.counts[Kind.STAGED]) == (0, pool.budget(pool.budgets.staged, pool.slots))
+    assert (len(pool.free), pool.counts[Kind.CACHED]) == (0, pool.budget(pool.budgets.cached, pool.slots))
 
     whole = match(cluster, reader, keys)
     assert whole.codes == bytes([Code.REMOTE, Code.REMOTE, Code.LOCAL, Code.LOCAL])
     assert fetch(cluster, reader, whole.lease, 4).codes == bytes([Code.LOCAL] * 4)
     tell(cluster, reader.processes[0], engine.Release(((whole.lease, 0, 4),)))
-    # Nobody looks at them any more, so those beyond the budget take each other's slots again, and no home copy's.
-    homes = pool.counts[Kind.HOME]
+    # Nobody looks at them any more, so those beyond the budget take each other's slots again, and no primary copy's.
+    directory_nodes = pool.counts[Kind.PRIMARY]
     more = placed(cluster, 1, 0, 2, "more")
     store(cluster, writer, more)
     assert fetch(cluster, reader, match(cluster, reader, more).lease, 2).codes == bytes([Code.LOCAL] * 2)
-    assert (pool.counts[Kind.HOME], pool.counts[Kind.STAGED]) == (homes, 4)
+    assert (pool.counts[Kind.PRIMARY], pool.counts[Kind.CACHED]) == (directory_nodes, 4)
     cluster.check()
 
 

@@ -31,7 +31,7 @@ def scene(nodes: int = 6, **rules: Any) -> tuple[Cluster, list[Engine], SegmentK
     (key,) = placed(cluster, 0, 1)
     store(cluster, engines[0], [key])
     cluster.run_for(1.0)
-    assert kinds(cluster, key) == {0: Kind.HOME}
+    assert kinds(cluster, key) == {0: Kind.PRIMARY}
     return cluster, engines, key
 
 
@@ -92,7 +92,7 @@ def test_a_crowd_that_waits_for_the_first_writer_reads_from_each_other() -> None
     writer.store(keys, 0, Storing(fill_s=0.3))
     cluster.run_for(0.05)
     for reader in readers:
-        reader.read(keys, Reading(hold_s=0.05, pending_s=3.0))
+        reader.read(keys, Reading(hold_s=0.05, in_flight_wait_s=3.0))
     cluster.run_for(2.0)
     assert [reader.answers[0].hits for reader in readers] == [len(keys)] * len(readers)
     assert [reader.answers[1].codes for reader in readers] == [bytes([Code.LOCAL] * len(keys))] * len(readers)
@@ -239,13 +239,13 @@ def test_its_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nobody_is_told_to_wait_for_longer_than_those_before_it_may_take() -> None:
     """However many are sent it after those: they got their turns, and others asked later."""
     cluster, _, key = scene()
-    turns_of_holder, segment = cluster.core(0)._hot.turns, copies(cluster, key)[0]
+    turns_of_owner, segment = cluster.core(0)._hot.turns, copies(cluster, key)[0]
     told, began = NodeId("n4"), cluster.clock.now
     while told == "n4" and cluster.clock.now < began + 1.0:
         cluster.node(0).deliver(events.Tick())
         for node in (2, 3):
-            turns_of_holder.begin(NodeId(f"n{node}"), [segment])
-        told = turns_of_holder.look(NodeId("n4"), [segment], patient=True) or NodeId("")
+            turns_of_owner.begin(NodeId(f"n{node}"), [segment])
+        told = turns_of_owner.look(NodeId("n4"), [segment], patient=True) or NodeId("")
         cluster.run_for(0.01)
     assert 0.05 <= cluster.clock.now - began < 0.1
     assert cluster.core(0).counters[DELAYED] > 3

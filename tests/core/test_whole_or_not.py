@@ -16,8 +16,8 @@ from tests.sim.malformed import NEVER_MALFORMED, NOT_FOR_THE_RULES, PEER_MESSAGE
 from tests.sim.prompts import prompt
 from tests.sim.snapshot import changes, snapshot
 from tokenlake.core import NodeCore, events
+from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.failure import HandlerFailed
-from tokenlake.core.home import Home
 from tokenlake.core.instructions import Answer, Instruction, Say, Stamp, StartFetch
 from tokenlake.errors import ProtocolRefused
 from tokenlake.keys import KEY_BYTES
@@ -180,7 +180,7 @@ def test_a_release_beyond_the_end_of_a_lease_releases_what_there_is() -> None:
 
 
 def test_no_segment_lies_deeper_than_messages_can_say() -> None:
-    """Its holder would cut off the node that offers it."""
+    """Its owner would cut off the node that offers it."""
     cluster = calm(2)
     writer = cluster.join(0)
     cluster.run_for(0.05)
@@ -223,7 +223,7 @@ def test_what_a_failed_handler_made_comes_with_its_failure_and_not_with_the_next
     core, now = cluster.core(0), cluster.clock.now
     keys = placed(cluster, 0, 1, 2)
     with monkeypatch.context() as patch:
-        failing(patch, Home, "announce")
+        failing(patch, DirectoryNode, "announce")
         request = engine.Prepare(1, join_keys(keys), 0)
         out = failed(core, events.Requested(writer.processes[0].connection, request), now)
     # The slots have new owners: who copies out of them must see it.

@@ -28,7 +28,7 @@ def test_the_emptier_candidate_pulls_what_was_written() -> None:
     cluster.run_for(0.5)
     key = placed(cluster, 1, 2)[0]
     store(cluster, writer, [key])
-    assert kinds(cluster, key) == {0: Kind.STAGED, 2: Kind.HOME}
+    assert kinds(cluster, key) == {0: Kind.CACHED, 2: Kind.PRIMARY}
     place = copies(cluster, key)[2].place
     assert [cluster.node(2).arena.read(place, shard) for shard in range(SHARDS)] == list(content("red", key))
 
@@ -42,9 +42,9 @@ def test_a_refused_offer_leaves_the_copy_where_it_was_written() -> None:
     writer, reader = cluster.join(0), cluster.join(1)
     key = placed(cluster, 1, 2)[0]
     store(cluster, writer, [key])
-    assert kinds(cluster, key) == {0: Kind.HOME}
+    assert kinds(cluster, key) == {0: Kind.PRIMARY}
     assert [list(reply.codes) for reply in said(cluster, 2, peer.OfferReply)] in ([], [[Code.NO_REGION]])
-    # Nobody on a node without a region can lease it, but the home names the one that has it.
+    # Nobody on a node without a region can lease it, but the directory node names the one that has it.
     assert match(cluster, reader, [key]).codes == bytes([Code.SESSION_LIMIT])
 
 
@@ -58,11 +58,11 @@ def test_of_two_commits_the_first_wins() -> None:
     cluster.run_for(0.5)
     assert sum(cluster.core(node).counters[DUPLICATES] for node in (0, 1)) == 2
     for key in keys:
-        assert sorted(kinds(cluster, key).values()).count(Kind.HOME) == 1
+        assert sorted(kinds(cluster, key).values()).count(Kind.PRIMARY) == 1
         assert Kind.DIRTY not in kinds(cluster, key).values()
 
 
-def test_home_copies_of_two_sides_of_a_cut_become_one() -> None:
+def test_primary_copies_of_two_sides_of_a_cut_become_one() -> None:
     cluster = calm()
     keys = placed(cluster, 2, 0, 2) + placed(cluster, 0, 1, 2) + placed(cluster, 1, 2, 2)
     for link in cluster.links():
@@ -72,11 +72,11 @@ def test_home_copies_of_two_sides_of_a_cut_become_one() -> None:
     for writer in writers:
         for key in keys:
             store(cluster, writer, [key])
-    assert all(list(kinds(cluster, key).values()) == [Kind.HOME] * 3 for key in keys)
+    assert all(list(kinds(cluster, key).values()) == [Kind.PRIMARY] * 3 for key in keys)
     for link in cluster.links():
         link.heal()
     cluster.run_for(0.5)
-    assert all(sorted(kinds(cluster, key).values()) == [Kind.STAGED] * 2 + [Kind.HOME] for key in keys)
+    assert all(sorted(kinds(cluster, key).values()) == [Kind.CACHED] * 2 + [Kind.PRIMARY] for key in keys)
 
 
 def test_what_is_written_or_there_is_not_reserved_again() -> None:
@@ -155,14 +155,18 @@ def test_a_late_commit_publishes_nothing_and_gives_back_what_it_names() -> None:
 def test_four_segments_of_one_store_stay_together_on_sixteen_nodes() -> None:
     cluster = calm(16, dirty_share=1.0, session_reserve_share=1.0)
     writer = cluster.join(0)
-    keys = list(itertools.chain(*(placed(cluster, home, 0 if home else 1)[:1] for home in range(3, 11))))
+    keys = list(
+        itertools.chain(
+            *(placed(cluster, directory_node, 0 if directory_node else 1)[:1] for directory_node in range(3, 11))
+        )
+    )
     store(cluster, writer, keys)
-    holders = [[node for node, kind in kinds(cluster, key).items() if kind is Kind.HOME] for key in keys]
-    assert [len(nodes) for nodes in holders] == [1] * 8
-    assert len({node for [node] in holders[:4]}) == len({node for [node] in holders[4:]}) == 1
+    owners = [[node for node, kind in kinds(cluster, key).items() if kind is Kind.PRIMARY] for key in keys]
+    assert [len(nodes) for nodes in owners] == [1] * 8
+    assert len({node for [node] in owners[:4]}) == len({node for [node] in owners[4:]}) == 1
 
 
-def test_an_aborted_write_is_withdrawn_at_the_home() -> None:
+def test_an_aborted_write_is_withdrawn_at_the_directory_node() -> None:
     cluster = calm()
     writer, reader = cluster.join(0), cluster.join(2)
     keys = placed(cluster, 1, 0)
@@ -194,8 +198,8 @@ def test_a_newcomer_takes_from_one_tenant_that_left(monkeypatch: pytest.MonkeyPa
     """A region is emptied a part at a time, and each time a part of every tenant that left was evicted."""
     monkeypatch.setattr(store_module, "RECLAIM_EVICTIONS", 1)
     cluster = calm(1, regions=3, dirty_share=1.0, session_reserve_share=1.0)
-    former = [cluster.join(0, tenant=tenant) for tenant in ("red", "blue", "grey")]
-    for each in former:
+    previous_owner = [cluster.join(0, tenant=tenant) for tenant in ("red", "blue", "grey")]
+    for each in previous_owner:
         store(cluster, each, prompt("kept", SLOTS))
         each.die()
     cluster.run_for(0.01)
@@ -229,7 +233,7 @@ def test_a_key_that_comes_twice_in_one_prepare_leaks_nothing() -> None:
 
 
 def test_parents_are_evicted_last_wherever_the_copies_are() -> None:
-    """At the holder that pulled them and at the writer that keeps staged copies; of one store."""
+    """At the owner that pulled them and at the writer that keeps cached copies; of one store."""
     cluster = calm(regions=4, dirty_share=1.0, session_reserve_share=1.0)
     writer = cluster.join(0)
     cluster.run_for(0.01)
@@ -244,7 +248,7 @@ def test_parents_are_evicted_last_wherever_the_copies_are() -> None:
     answer(cluster, writer.processes[0], engine.Commit, prepared.write, (0, 1, 2), 3, checksums)
     cluster.run_for(0.5)
     for node in (0, 1, 2):
-        for kind in (Kind.STAGED, Kind.HOME):
+        for kind in (Kind.CACHED, Kind.PRIMARY):
             for pool in cluster.core(node).store.pools():
                 order = list(pool.order[kind])
                 depths = [segment.depth for segment in order if segment.key in keys]
@@ -261,6 +265,6 @@ def test_who_lost_a_race_knows_who_won_it() -> None:
         writer.store([key], 0, Storing(fill_s=0.01))
     cluster.run_for(0.5)
     held = copies(cluster, key)
-    sources = {node: segment.source for node, segment in held.items() if segment.kind is Kind.STAGED}
+    sources = {node: segment.source for node, segment in held.items() if segment.kind is Kind.CACHED}
     assert sources
     assert None not in sources.values()

@@ -10,8 +10,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenlake.advice import Advice
 from tokenlake.errors import Unreachable
+from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix, TokenIds, root_key
 from tokenlake.layout import Layout
@@ -33,13 +33,13 @@ class MemoryPool:
         self.lose_after: int | None = None
         self.refuse: Code | None = None
         self.lock = threading.Lock()
-        self.asked: list[tuple[str | None, Advice | None, int]] = []
+        self.asked: list[tuple[str | None, Hints | None, int]] = []
         self.patience: list[float] = []
         """What each match would have waited."""
         self.claimed: dict[SegmentKey, float] = {}
         """For how long, as was said last."""
-        self.stored: list[tuple[str | None, Advice | None]] = []
-        self.advised: list[tuple[int, Advice]] = []
+        self.stored: list[tuple[str | None, Hints | None]] = []
+        self.hinted: list[tuple[int, Hints]] = []
 
     def fail(self, call: str) -> None:
         if call in self.broken:
@@ -56,16 +56,16 @@ class MemoryPool:
         keys: Sequence[SegmentKey],
         *,
         request: str | None = None,
-        advice: Advice | None = None,
+        hints: Hints | None = None,
         tokens: int = 0,
-        pending_s: float = 0.0,
-        pending_segment_s: float = 0.0,
+        in_flight_wait_s: float = 0.0,
+        in_flight_wait_per_segment_s: float = 0.0,
     ) -> CacheLease:
         self.fail("match")
-        self.asked.append((request, advice, tokens))
+        self.asked.append((request, hints, tokens))
         with self.lock:
             hits = next((i for i, key in enumerate(keys) if key not in self.segments), len(keys))
-        self.patience.append(min(pending_s, pending_segment_s * (len(keys) - hits)))
+        self.patience.append(min(in_flight_wait_s, in_flight_wait_per_segment_s * (len(keys) - hits)))
         return MemoryLease(self, keys, hits)
 
     def store_all(
@@ -76,10 +76,10 @@ class MemoryPool:
         patience: float = 0.0,
         *,
         request: str | None = None,
-        advice: Advice | None = None,
+        hints: Hints | None = None,
     ) -> bytes:
         self.fail("store")
-        self.stored.append((request, advice))
+        self.stored.append((request, hints))
         filled = {}
         given = len(keys) if self.refuse is None else 1
         for index, key in enumerate(keys[:given]):
@@ -97,8 +97,8 @@ class MemoryPool:
         for key in keys:
             self.claimed[key] = seconds
 
-    def advise(self, keys: Sequence[SegmentKey], advice: Advice) -> None:
-        self.advised.append((len(keys), advice))
+    def hint(self, keys: Sequence[SegmentKey], hints: Hints) -> None:
+        self.hinted.append((len(keys), hints))
 
     def close(self) -> None:
         self.fail("close")

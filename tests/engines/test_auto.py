@@ -73,7 +73,7 @@ def test_what_is_slower_to_bring_is_computed(cluster: Cluster, model: Any, rows:
         measured(engine, cluster, prefill_s=1e-6, byte_s=1.0, query_s=100.0)
         counts = check(engine, model, rows)
         assert counts.tokens_shipped == 0
-        # What lies at home may be read all the same.
+        # What lies at directory node may be read all the same.
         assert counts.tokens_skipped > 0
         assert counts.tokens_hit + counts.tokens_skipped == shipped(rows)
 

@@ -13,9 +13,9 @@ import torch
 from tests.engines.models import family, prompt
 from tests.engines.test_shipping import SEGMENT, engine_at
 from tests.robustness.live import daemons
-from tokenlake.advice import NO_USE, Advice, Outlook
 from tokenlake.core.context import CoreConfig
 from tokenlake.core.node import NodeCore
+from tokenlake.hints import NO_ACCESS, Hints, Outlook
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake_client import Pool
 from tokenlake_server import recording
@@ -23,10 +23,10 @@ from tokenlake_server import recording
 pytestmark = pytest.mark.live
 
 NEW = 2 * SEGMENT
-CHAT = Advice(Outlook.GOES_ON, "chat", priority=1)
+CHAT = Hints(Outlook.GOES_ON, "chat", priority=1)
 
 
-def known_of(log: Path, keys: Sequence[SegmentKey]) -> list[Advice]:
+def known_of(log: Path, keys: Sequence[SegmentKey]) -> list[Hints]:
     """What a daemon that left this log knew of the segments in its end."""
     records = recording._records(log)
     core = NodeCore(msgspec.msgpack.decode(next(records), type=CoreConfig))
@@ -35,12 +35,12 @@ def known_of(log: Path, keys: Sequence[SegmentKey]) -> list[Advice]:
         record = recording._decoder.decode(body)
         core.handle(record.event, record.at)
     index = core.store.index(TenantId("default"))
-    return [index[key].advice for key in keys]
+    return [index[key].hints for key in keys]
 
 
-def advice_of(log: Path, keys: Sequence[SegmentKey]) -> list[Advice]:
+def hints_of(log: Path, keys: Sequence[SegmentKey]) -> list[Hints]:
     """The same, but for what it saw by itself."""
-    return [msgspec.structs.replace(advice, use=NO_USE) for advice in known_of(log, keys)]
+    return [msgspec.structs.replace(hints, access=NO_ACCESS) for hints in known_of(log, keys)]
 
 
 def test_the_daemon_knows_how_requests_ended(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_the_daemon_knows_how_requests_ended(tmp_path: Path) -> None:
     end = model.generate(second, **settings, max_new_tokens=5)[0, -1].item()
     with daemons(1, record=str(log)) as cluster:
         with engine_at(cluster, 0, model, "auto") as engine:
-            cut = engine.generate(first, advice=CHAT, **settings, max_new_tokens=NEW)[0].tolist()
+            cut = engine.generate(first, hints=CHAT, **settings, max_new_tokens=NEW)[0].tolist()
             engine.generate(second, **settings | {"eos_token_id": end}, max_new_tokens=NEW)
             assert engine.flush(30)
             assert engine.counts.failures == 0
@@ -61,8 +61,8 @@ def test_the_daemon_knows_how_requests_ended(tmp_path: Path) -> None:
             stopped = pool.prefix(second[0].tolist()).keys
         cluster.nodes[0].stop()
     assert len(conversation) == 5
-    assert advice_of(log, conversation) == [CHAT.ended("length", NEW)] * 5
-    assert advice_of(log, stopped) == [Advice(stop_reason="stop", output_tokens=5)] * 3
+    assert hints_of(log, conversation) == [CHAT.ended("length", NEW)] * 5
+    assert hints_of(log, stopped) == [Hints(stop_reason="stop", output_tokens=5)] * 3
 
 
 def test_the_daemon_knows_that_a_conversation_is_over(tmp_path: Path) -> None:
@@ -72,15 +72,15 @@ def test_the_daemon_knows_that_a_conversation_is_over(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": NEW}
     with daemons(1, record=str(log)) as cluster:
         with engine_at(cluster, 0, model, "auto") as engine:
-            output = engine.generate(ids, advice=CHAT, **settings)[0].tolist()
+            output = engine.generate(ids, hints=CHAT, **settings)[0].tolist()
             # The last token is in no cache.
-            engine.advise(output[:-1], Advice(Outlook.OVER))
+            engine.hint(output[:-1], Hints(Outlook.OVER))
             assert engine.flush(30)
             pool = engine._connection.get()
             assert isinstance(pool, Pool)
             keys = pool.prefix(output[:-1]).keys
         cluster.nodes[0].stop()
-    assert advice_of(log, keys) == [Advice(Outlook.OVER, "chat", priority=1, output_tokens=NEW)] * 5
+    assert hints_of(log, keys) == [Hints(Outlook.OVER, "chat", priority=1, output_tokens=NEW)] * 5
 
 
 @pytest.mark.parametrize("mode", ["auto", "fetch"])
@@ -99,4 +99,4 @@ def test_a_turn_of_a_conversation_is_one_use(tmp_path: Path, mode: str) -> None:
             assert isinstance(pool, Pool)
             keys = pool.prefix(prompt(3 * SEGMENT + 1, 1)).keys
         cluster.nodes[0].stop()
-    assert [advice.use.turn for advice in known_of(log, keys)] == [1] * 3
+    assert [hints.access.turn for hints in known_of(log, keys)] == [1] * 3

@@ -9,11 +9,11 @@ import torch
 
 from tests.engines.memory_pool import MemoryPool, as_pool
 from tests.engines.models import family, prompt
-from tokenlake.advice import Advice, Outlook
+from tokenlake.hints import Hints, Outlook
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
 
 SEGMENT = 16
-CHAT = Advice(Outlook.GOES_ON, "chat", priority=1, ttl_s=60.0)
+CHAT = Hints(Outlook.GOES_ON, "chat", priority=1, ttl_s=60.0)
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +31,19 @@ def test_name_and_hints_of_generate(model: Any, pool: MemoryPool) -> None:
     settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     with TokenLakeEngine(model, as_pool(pool), EngineOptions(mode="fetch", segment_tokens=SEGMENT)) as engine:
         expected = model.generate(ids, **settings)
-        assert torch.equal(engine.generate(ids, request="r", advice=CHAT, **settings), expected)
+        assert torch.equal(engine.generate(ids, request="r", hints=CHAT, **settings), expected)
         engine.flush()
     assert pool.asked == [("r/0", CHAT, 40), ("r/1", CHAT, 40)]
-    at_its_end = Advice(Outlook.GOES_ON, "chat", "length", 1, 60.0, output_tokens=12)
+    at_its_end = Hints(Outlook.GOES_ON, "chat", "length", 1, 60.0, output_tokens=12)
     # The prompts' segments first, then what decode completed.
     assert pool.stored == [("r/0", CHAT), ("r/1", CHAT), ("r/0", at_its_end), ("r/1", at_its_end)]
     # The prompt's segments are told in one message; those that decode completed were stored with it.
-    assert pool.advised == [(39 // SEGMENT, at_its_end)] * 2
+    assert pool.hinted == [(39 // SEGMENT, at_its_end)] * 2
 
 
 def test_name_and_hints_of_prefill(model: Any, pool: MemoryPool) -> None:
     with TokenLakeEngine(model, as_pool(pool), EngineOptions(mode="fetch", segment_tokens=SEGMENT)) as engine:
-        engine.prefill(prompt(40), request="r", advice=CHAT)
+        engine.prefill(prompt(40), request="r", hints=CHAT)
         engine.flush()
         engine.prefill(prompt(40))
         engine.prefill(prompt(40, 1))
@@ -54,7 +54,7 @@ def test_name_and_hints_of_prefill(model: Any, pool: MemoryPool) -> None:
     assert len(set(names)) == 3
     assert all(names)
     assert [name for name, _ in pool.stored] == [names[0], names[2]]
-    assert pool.advised == []
+    assert pool.hinted == []
 
 
 @pytest.fixture
@@ -65,41 +65,41 @@ def first_token(model: Any) -> int:
     return token
 
 
-def serve(model: Any, pool: MemoryPool, advice: Advice | None = None, **settings: Any) -> list[Advice]:
+def serve(model: Any, pool: MemoryPool, hints: Hints | None = None, **settings: Any) -> list[Hints]:
     """What was said late of a request of 40 tokens."""
     ids = torch.tensor([prompt(40)])
     settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None} | settings
     with TokenLakeEngine(model, as_pool(pool), EngineOptions(mode="fetch", segment_tokens=SEGMENT)) as engine:
-        engine.generate(ids, advice=advice, **settings)
+        engine.generate(ids, hints=hints, **settings)
         engine.flush()
         assert engine.counts.failures == 0
-    return [said for _, said in pool.advised]
+    return [said for _, said in pool.hinted]
 
 
 def test_a_sequence_that_ended_says_so(model: Any, pool: MemoryPool, first_token: int) -> None:
-    assert serve(model, pool, eos_token_id=first_token) == [Advice(stop_reason="stop", output_tokens=1)]
+    assert serve(model, pool, eos_token_id=first_token) == [Hints(stop_reason="stop", output_tokens=1)]
 
 
 def test_what_the_caller_says_of_the_end_counts(model: Any, pool: MemoryPool) -> None:
-    said = Advice(Outlook.OVER, stop_reason="tool_use", output_tokens=7)
+    said = Hints(Outlook.OVER, stop_reason="tool_use", output_tokens=7)
     assert serve(model, pool, said) == [said]
 
 
 def test_why_a_callers_criterion_ended_it_is_not_known(model: Any, pool: MemoryPool) -> None:
     at_four = [lambda ids, scores, **_: torch.full((len(ids),), ids.shape[1] >= 44)]
-    assert serve(model, pool, stopping_criteria=at_four) == [Advice(output_tokens=4)]
+    assert serve(model, pool, stopping_criteria=at_four) == [Hints(output_tokens=4)]
 
 
 def test_one_message_tells_the_prompt_of_several_sequences(model: Any, pool: MemoryPool) -> None:
     settings: dict[str, Any] = {"do_sample": True, "num_return_sequences": 3}
-    assert serve(model, pool, **settings) == [Advice(stop_reason="length", output_tokens=12)]
+    assert serve(model, pool, **settings) == [Hints(stop_reason="length", output_tokens=12)]
 
 
 def test_where_no_segment_is_full_nothing_is_said(model: Any, pool: MemoryPool) -> None:
     with TokenLakeEngine(model, as_pool(pool), EngineOptions(mode="fetch", segment_tokens=SEGMENT)) as engine:
         engine.generate(torch.tensor([prompt(9)]), max_new_tokens=3, do_sample=False, eos_token_id=None)
     assert not pool.stored
-    assert not pool.advised
+    assert not pool.hinted
 
 
 def test_the_end_is_told_after_the_segments_are_stored(
@@ -107,25 +107,25 @@ def test_the_end_is_told_after_the_segments_are_stored(
 ) -> None:
     there: list[bool] = []
     keys = pool.prefix(prompt(40)).keys[: 39 // SEGMENT]
-    monkeypatch.setattr(pool, "advise", lambda told, _: there.append(set(told) == set(keys) <= set(pool.segments)))
+    monkeypatch.setattr(pool, "hint", lambda told, _: there.append(set(told) == set(keys) <= set(pool.segments)))
     serve(model, pool)
     assert there == [True]
 
 
 def test_a_word_that_comes_late_follows_the_others(model: Any, pool: MemoryPool) -> None:
     ids = torch.tensor([prompt(40)])
-    over = Advice(Outlook.OVER)
+    over = Hints(Outlook.OVER)
     with TokenLakeEngine(model, as_pool(pool), EngineOptions(mode="fetch", segment_tokens=SEGMENT)) as engine:
         output = engine.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)
-        engine.advise(output[0].tolist(), over)
-    assert pool.advised == [(2, Advice(stop_reason="length", output_tokens=12)), (3, over)]
+        engine.hint(output[0].tolist(), over)
+    assert pool.hinted == [(2, Hints(stop_reason="length", output_tokens=12)), (3, over)]
 
 
 def test_a_late_word_without_a_pool_is_lost(model: Any, pool: MemoryPool) -> None:
     pool.broken = {"prefix"}
     with TokenLakeEngine(model, as_pool(pool), EngineOptions(mode="fetch", segment_tokens=SEGMENT)) as engine:
-        engine.advise(prompt(40), CHAT)
+        engine.hint(prompt(40), CHAT)
         assert engine.counts.failures == 1
     with TokenLakeEngine(model) as alone:
-        alone.advise(prompt(40), CHAT)
-    assert pool.advised == []
+        alone.hint(prompt(40), CHAT)
+    assert pool.hinted == []

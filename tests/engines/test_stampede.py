@@ -73,8 +73,8 @@ def in_vain(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     def watched(pool: Pool, keys: Any, **said: Any) -> Lease:
         lease = match(pool, keys, **said)
-        if said.get("pending_s") and lease.hits < len(keys) and lease.codes[lease.hits] == Code.PENDING:
-            found.append(said["pending_s"])
+        if said.get("in_flight_wait_s") and lease.hits < len(keys) and lease.codes[lease.hits] == Code.PENDING:
+            found.append(said["in_flight_wait_s"])
         return lease
 
     monkeypatch.setattr(Pool, "match", watched)

@@ -13,7 +13,7 @@ import msgspec
 import msgspec.inspect as types
 from hypothesis import strategies as st
 
-from tokenlake.advice import MAX_LABEL, MAX_TTL_S, Advice
+from tokenlake.hints import MAX_LABEL, MAX_TTL_S, Hints
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code
 
@@ -36,8 +36,8 @@ _keys = st.one_of(
     st.binary(max_size=70),
 )
 _codes = st.one_of(st.lists(st.sampled_from(list(Code)), max_size=8).map(bytes), st.binary(max_size=8))
-_advice = st.builds(
-    Advice,
+_hints = st.builds(
+    Hints,
     outlook=st.integers(0, 2),
     category=st.sampled_from(["", "chat", "x" * MAX_LABEL, "\N{SNOWMAN}"]),
     stop_reason=st.sampled_from(["", "stop", "x" * MAX_LABEL]),
@@ -91,8 +91,8 @@ def _within(of: types.Type) -> st.SearchStrategy[Any]:
             return st.tuples(*map(_within, items))
         case types.VarTupleType(item_type=item):
             return st.lists(_within(item), max_size=8).map(tuple)
-        case types.StructType(cls=cls) if cls is Advice:
-            return _advice
+        case types.StructType(cls=cls) if cls is Hints:
+            return _hints
         case types.StructType(cls=cls):
             return hostile(cls)
     raise NotImplementedError(f"a message holds {of}; teach this test to make one")

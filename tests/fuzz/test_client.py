@@ -150,16 +150,16 @@ def attach_write(pool: Pool) -> None:
         writing.fill(lambda index, slot: slot.fill(7))
 
 
-@pytest.mark.parametrize("use", [read, attach, write, attach_write], ids=lambda use: use.__name__)
+@pytest.mark.parametrize("access", [read, attach, write, attach_write], ids=lambda access: access.__name__)
 @pytest.mark.parametrize("verify", [False, True])
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_any_answer_is_a_result_or_an_error(
-    daemon: FakeDaemon, use: Callable[[Pool], None], verify: bool, data: st.DataObject
+    daemon: FakeDaemon, access: Callable[[Pool], None], verify: bool, data: st.DataObject
 ) -> None:
     kinds = {
         engine.Match: matched,
-        engine.Attach: prepared if use is attach_write else matched,
+        engine.Attach: prepared if access is attach_write else matched,
         engine.Prepare: prepared,
         engine.Fetch: fetched,
         engine.Commit: committed,
@@ -169,7 +169,7 @@ def test_any_answer_is_a_result_or_an_error(
     script: dict[Any, Any] = {kind: data.draw(st.one_of(usual, usual, usual, other)) for kind, usual in kinds.items()}
     daemon.answer = lambda request: script.get(type(request))
     with Pool.connect(daemon.path, LAYOUT, verify=verify) as pool, contextlib.suppress(TokenLakeError):
-        use(pool)
+        access(pool)
 
 
 LOCAL = bytes([Code.LOCAL])
@@ -177,7 +177,7 @@ HERE = SlotRef(0, 0, 0).pack()
 
 
 @pytest.mark.parametrize(
-    ("use", "answers"),
+    ("access", "answers"),
     [
         (read, [engine.Matched(1, 1, (1 << 32) - 1, LOCAL, HERE, b"")]),
         (attach, [engine.Matched(1, 1, (1 << 32) - 1, LOCAL, HERE, b"")]),
@@ -206,11 +206,11 @@ HERE = SlotRef(0, 0, 0).pack()
     ],
 )
 def test_an_answer_that_does_not_add_up_is_refused(
-    daemon: FakeDaemon, use: Callable[[Pool], None], answers: list[msgspec.Struct]
+    daemon: FakeDaemon, access: Callable[[Pool], None], answers: list[msgspec.Struct]
 ) -> None:
     """Found by `test_any_answer_is_a_result_or_an_error`: an IndexError, a ValueError, or 20 GiB for the hits."""
     asked: dict[Any, Any] = {
-        engine.Matched: engine.Attach if use is attach else engine.Match,
+        engine.Matched: engine.Attach if access is attach else engine.Match,
         engine.Fetched: engine.Fetch,
         engine.Placed: engine.Where,
         engine.Region: engine.OpenRegion,
@@ -220,7 +220,7 @@ def test_an_answer_that_does_not_add_up_is_refused(
     script: dict[Any, Any] = {asked[type(answer)]: answer for answer in answers}
     daemon.answer = lambda request: script.get(type(request))
     with Pool.connect(daemon.path, LAYOUT) as pool, pytest.raises(ProtocolRefused):
-        use(pool)
+        access(pool)
 
 
 @given(welcome=hostile(engine.Welcome))

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tests.fuzz.hostile import KEYS, NODES, TENANTS, hostile
 from tests.sim.malformed import malformed
 from tests.sim.snapshot import changes, snapshot
-from tokenlake.advice import Use
 from tokenlake.core import NodeCore, advertising, events
 from tokenlake.core.context import CoreConfig
 from tokenlake.core.instructions import (
@@ -28,6 +27,7 @@ from tokenlake.core.instructions import (
     StartFetch,
     Welcomed,
 )
+from tokenlake.hints import AccessRecord
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code, engine, peer
 
@@ -153,11 +153,13 @@ class Node:
             case peer.Lookup():
                 # Sometimes beyond what was asked.
                 deepest = lease % (count + 2)
-                past = Use(lease % 7, lease % 3, gap_s=1.0, left=lease % 2, remembered=lease % 5)
+                last_access = AccessRecord(lease % 7, lease % 3, gap_s=1.0, left=lease % 2, remembered=lease % 5)
                 vacancy = (0.5, 1.0, 0.5)
                 self.said(
                     node,
-                    peer.LookupReply(asked.call, lease, known, named(Code.ELSEWHERE), vacancy, 1e6, deepest, past, 2.0),
+                    peer.LookupReply(
+                        asked.call, lease, known, named(Code.ELSEWHERE), vacancy, 1e6, deepest, last_access, 2.0
+                    ),
                 )
             case peer.Ready():
                 self.said(node, peer.ReadyReply(asked.call, known, named(Code.EXISTS)))

@@ -49,13 +49,13 @@ def drawn_plan(tree: PrefixTree, node: str, draw: random.Random) -> QueryPlan:
     decisions: list[Decision] = []
     given_up: set[int] = set()
     for index, run in enumerate(tree.runs):
-        here = node in run.holders
+        here = node in run.owners
         way = draw.choice([Way.LOCAL] if here else [Way.FETCH, Way.SHIP, Way.SHIP, Way.RECOMPUTE])
         if run.parent in given_up:
             way = Way.RECOMPUTE
         if way is Way.RECOMPUTE:
             given_up.add(index)
-        owner = None if way is Way.RECOMPUTE else run.holders[0]
+        owner = None if way is Way.RECOMPUTE else run.owners[0]
         decisions.append(Decision(index, way, owner, run.requests))
     return QueryPlan(NodeId(node), tuple(decisions), 0.0)
 

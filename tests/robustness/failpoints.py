@@ -1,6 +1,7 @@
 """Named edges at which a daemon ends itself, as kill -9 would: for tests of what a crash leaves behind.
 
-The steps are those of `docs/architecture.md`: prepare, commit, publish (the home is told), push, evict. The rules do
+The steps are those of `docs/architecture.md`: prepare, commit, publish (the directory node is told), push, evict. The
+rules do
 no I/O, so a step has four kinds of edges::
 
     event -> | ASKED | rules | DECIDED | -> instruction -> | DOING | socket, thread, page | DONE |
@@ -51,39 +52,41 @@ class Edge(NamedTuple):
 EDGES = (
     Edge("prepare.asked", Moment.ASKED, engine.Prepare, "an engine's prepare is here"),
     Edge("prepare.reserved", Moment.DECIDED, engine.Prepare, "slots are reserved, nobody knows"),
-    Edge("prepare.announced", Moment.DONE, peer.Announce, "a home knows that this node writes"),
+    Edge("prepare.announced", Moment.DONE, peer.Announce, "a directory node knows that this node writes"),
     Edge("prepare.answered", Moment.DONE, engine.Prepared, "the engine knows its slots"),
-    Edge("prepare.aborted", Moment.DECIDED, engine.Abort, "the engine gave its slots back, no home knows"),
-    Edge("prepare.withdrawn", Moment.DONE, peer.Withdraw, "a home knows that this node writes no more"),
+    Edge("prepare.aborted", Moment.DECIDED, engine.Abort, "the engine gave its slots back, no directory node knows"),
+    Edge("prepare.withdrawn", Moment.DONE, peer.Withdraw, "a directory node knows that this node writes no more"),
     Edge("commit.asked", Moment.ASKED, engine.Commit, "an engine's commit is here"),
     Edge("commit.decided", Moment.DECIDED, engine.Commit, "the segments are READY here, nobody knows"),
     Edge("commit.answered", Moment.DONE, engine.Committed, "the engine knows that they are READY"),
-    Edge("publish.telling", Moment.DOING, peer.Ready, "a home is about to be told"),
-    Edge("publish.told", Moment.DONE, peer.Ready, "a home was told"),
-    Edge("publish.asked", Moment.ASKED, peer.Ready, "the home: a writer says that it has segments"),
-    Edge("publish.entered", Moment.DECIDED, peer.Ready, "the home: its directory names the writer, which waits"),
-    Edge("publish.answered", Moment.DONE, peer.ReadyReply, "the home: the writer was answered"),
-    Edge("publish.taken", Moment.ASKED, peer.ReadyReply, "the writer has the home's answer"),
-    Edge("push.offering", Moment.DOING, peer.Offer, "a holder is chosen and not asked yet"),
-    Edge("push.offered", Moment.DONE, peer.Offer, "the holder was asked"),
-    Edge("push.asked", Moment.ASKED, peer.Offer, "the holder: an offer is here"),
-    Edge("push.reserved", Moment.DOING, instructions.StartFetch, "the holder has reserved slots and pulls nothing yet"),
-    Edge("push.pulling", Moment.ASKED, events.PullAsked, "the source: the holder asks for the bytes"),
+    Edge("publish.telling", Moment.DOING, peer.Ready, "a directory node is about to be told"),
+    Edge("publish.told", Moment.DONE, peer.Ready, "a directory node was told"),
+    Edge("publish.asked", Moment.ASKED, peer.Ready, "the directory node: a writer says that it has segments"),
+    Edge(
+        "publish.entered", Moment.DECIDED, peer.Ready, "the directory node: its directory names the writer, which waits"
+    ),
+    Edge("publish.answered", Moment.DONE, peer.ReadyReply, "the directory node: the writer was answered"),
+    Edge("publish.taken", Moment.ASKED, peer.ReadyReply, "the writer has the directory node's answer"),
+    Edge("push.offering", Moment.DOING, peer.Offer, "a owner is chosen and not asked yet"),
+    Edge("push.offered", Moment.DONE, peer.Offer, "the owner was asked"),
+    Edge("push.asked", Moment.ASKED, peer.Offer, "the owner: an offer is here"),
+    Edge("push.reserved", Moment.DOING, instructions.StartFetch, "the owner has reserved slots and pulls nothing yet"),
+    Edge("push.pulling", Moment.ASKED, events.PullAsked, "the source: the owner asks for the bytes"),
     Edge("push.pinned", Moment.DOING, instructions.SendBulk, "the source: slots are pinned, nothing is sent"),
     Edge("push.sent", Moment.ASKED, events.SendDone, "the source: the bytes are sent, the slots still pinned"),
-    Edge("push.pulled", Moment.ASKED, events.FetchDone, "the holder has the bytes, not in its index"),
-    Edge("push.kept", Moment.DECIDED, events.FetchDone, "the holder: they are READY, nobody knows"),
-    Edge("push.held", Moment.DONE, peer.Held, "a home was told who holds them"),
-    Edge("push.answered", Moment.DONE, peer.OfferReply, "the holder: the writer was answered"),
-    Edge("push.taken", Moment.ASKED, peer.OfferReply, "the writer has the holder's answer"),
-    Edge("push.staged", Moment.DECIDED, peer.OfferReply, "the writer's copy is staged"),
-    Edge("push.known", Moment.DECIDED, peer.Held, "the home: the directory names the holder"),
+    Edge("push.pulled", Moment.ASKED, events.FetchDone, "the owner has the bytes, not in its index"),
+    Edge("push.kept", Moment.DECIDED, events.FetchDone, "the owner: they are READY, nobody knows"),
+    Edge("push.held", Moment.DONE, peer.Held, "a directory node was told who holds them"),
+    Edge("push.answered", Moment.DONE, peer.OfferReply, "the owner: the writer was answered"),
+    Edge("push.taken", Moment.ASKED, peer.OfferReply, "the writer has the owner's answer"),
+    Edge("push.staged", Moment.DECIDED, peer.OfferReply, "the writer's copy is cached"),
+    Edge("push.known", Moment.DECIDED, peer.Held, "the directory node: the directory names the owner"),
     Edge("evict.decided", Moment.DOING, instructions.Stamp, "slots have new owners, the shared page names the former"),
     Edge("evict.stamped", Moment.DONE, instructions.Stamp, "the shared page names the new owners, no more is done"),
-    Edge("evict.telling", Moment.DOING, peer.Evicted, "a home is about to be told of what is gone"),
-    Edge("evict.told", Moment.DONE, peer.Evicted, "a home was told"),
-    Edge("evict.asked", Moment.ASKED, peer.Evicted, "the home: a holder says what is gone"),
-    Edge("evict.known", Moment.DECIDED, peer.Evicted, "the home: the directory names it no more"),
+    Edge("evict.telling", Moment.DOING, peer.Evicted, "a directory node is about to be told of what is gone"),
+    Edge("evict.told", Moment.DONE, peer.Evicted, "a directory node was told"),
+    Edge("evict.asked", Moment.ASKED, peer.Evicted, "the directory node: a owner says what is gone"),
+    Edge("evict.known", Moment.DECIDED, peer.Evicted, "the directory node: the directory names it no more"),
 )
 """All of them, in the order in which a segment meets them."""
 

@@ -56,12 +56,12 @@ def test_a_grant_that_another_connection_overtook_is_not_handed_out(cluster: Clu
     """Its answer is here, but the next connection did not name it: it is leased no more."""
     with cluster.connect(0, LAYOUT) as pool:
         store(pool, PROMPT)
-        former = pool._link
+        previous_owner = pool._link
         pending = pool.begin_match(pool.prefix(PROMPT.tokens).keys)
-        wait_until(lambda: former.channel.poll(pending._pending) is not None, "the answer is here")
-        former.channel._sock.shutdown(socket.SHUT_RDWR)
+        wait_until(lambda: previous_owner.channel.poll(pending._pending) is not None, "the answer is here")
+        previous_owner.channel._sock.shutdown(socket.SHUT_RDWR)
         wait_until(Asker("", pool).answered, "it is connected again")
-        assert pool._link is not former
+        assert pool._link is not previous_owner
         with pytest.raises(Unreachable):
             pending.wait()
         wait_until(lambda: accounted(cluster.nodes[0]), "nothing is leased")

@@ -86,8 +86,8 @@ class Replay:
             thread.join()
 
 
-def homes(cluster: Cluster) -> float:
-    """Home copies on all running nodes."""
+def directory_nodes(cluster: Cluster) -> float:
+    """Primary copies on all running nodes."""
     return sum(
         value
         for node in cluster.nodes
@@ -133,7 +133,7 @@ def test_a_node_is_killed_in_the_middle_of_a_replay(cluster: Cluster, pools: lis
     assert total(victim, "tokenlake_received_segments_total") > 0, "it is used again"
     for pool in pools:
         assert all(read(pool, prompt) == 8 for prompt in fresh)
-    wait_until(lambda: homes(cluster) <= DISTINCT + 8 * len(fresh), "no segment has two homes")
+    wait_until(lambda: directory_nodes(cluster) <= DISTINCT + 8 * len(fresh), "no segment has two directory nodes")
 
 
 def test_only_what_the_dead_node_held_is_lost(cluster: Cluster, pools: list[Pool]) -> None:
@@ -146,7 +146,7 @@ def test_only_what_the_dead_node_held_is_lost(cluster: Cluster, pools: list[Pool
     assert only_there
     cluster.nodes[2].kill()
     for pool in pools[:2]:
-        # Copies of what the dead node kept are found once their nodes and homes have seen its death.
+        # Copies of what the dead node kept are found once their nodes and directory nodes have seen its death.
         wait_until(lambda pool=pool: held[0] | held[1] <= found_keys(pool, PROMPTS), "what others hold is found")  # type: ignore[misc]
         assert set.union(*held) - found_keys(pool, PROMPTS) == only_there
 

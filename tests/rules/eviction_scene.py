@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenlake.advice import NO_ADVICE, Advice
+from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters
 from tokenlake.store import Budgets, Kind, Segment, SegmentStore
@@ -37,29 +37,29 @@ class Memory:
         self._pool = pool
         self._place = pool.take({0: [0]})
 
-    def request(self, prompt: Sequence[object], now: float, advice: Advice = NO_ADVICE) -> int:
+    def request(self, prompt: Sequence[object], now: float, hints: Hints = NO_HINTS) -> int:
         """Read what is here of a prompt of named segments, from its start; store the rest. How many were hit."""
         hit = next((depth for depth, name in enumerate(prompt) if name not in self.here), len(prompt))
         for depth in reversed(range(hit, len(prompt))):
-            self.store(prompt[depth], depth, now, advice)
+            self.store(prompt[depth], depth, now, hints)
         for name in reversed(prompt[:hit]):
             if name in self.here:
-                self.here[name].advice = advice
+                self.here[name].hints = hints
                 self.policy.touch(self.here[name], now)
         return hit
 
-    def store(self, name: object, depth: int, now: float, advice: Advice = NO_ADVICE) -> None:
-        """As a holder stores what is pushed to it; touched when it is here."""
+    def store(self, name: object, depth: int, now: float, hints: Hints = NO_HINTS) -> None:
+        """As a owner stores what is pushed to it; touched when it is here."""
         if name in self.here:
             self.policy.touch(self.here[name], now)
             return
         if len(self.here) >= self.capacity:
-            if not self.policy.admits(key_of(name), advice, now):
+            if not self.policy.admits(key_of(name), hints, now):
                 self.refused.append(name)
                 return
             self.evict(now)
-        segment = Segment(self._pool, key_of(name), self._place, Kind.HOME, depth, now)
-        segment.advice = advice
+        segment = Segment(self._pool, key_of(name), self._place, Kind.PRIMARY, depth, now)
+        segment.hints = hints
         self.here[name] = segment
         self._names[segment] = name
         self.policy.insert(segment, now)

@@ -1,7 +1,7 @@
 """What a segment store must do, said with dicts and lists and no regard for speed.
 
 Written from the contract of `SegmentStore`, not from its code: free slots are not kept but computed (all places
-less those of indexed and quarantined copies), pins are the names of their holders, an order is a list.
+less those of indexed and quarantined copies), pins are the names of their owners, an order is a list.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenlake.advice import NO_ADVICE, Advice
-from tokenlake.placement import MOST_WORTH
+from tokenlake.hints import NO_HINTS, Hints
+from tokenlake.placement import MAX_RETENTION_VALUE
 from tokenlake.store import Kind
 from tokenlake.wire.codes import Code
 
@@ -38,7 +38,7 @@ class Copy:
     depth: int = 0
     record: object = None
     """The policy's."""
-    advice: Advice = NO_ADVICE
+    hints: Hints = NO_HINTS
     ready: bool = False
     """Published once; stays True in quarantine."""
     aside: bool = False
@@ -66,10 +66,10 @@ class LruModel:
     def coldest(self, now: float) -> Copy:
         return self.copies[0]
 
-    def worth(self, copy: Copy, now: float) -> float:
+    def retention_value(self, copy: Copy, now: float) -> float:
         return 1 / (1 + now - copy.touched)
 
-    def admits(self, key: int, advice: Advice, now: float) -> bool:
+    def admits(self, key: int, hints: Hints, now: float) -> bool:
         return True
 
     def __len__(self) -> int:
@@ -86,16 +86,17 @@ class StoreModel:
         self,
         regions: int,
         slots: dict[int, int],
-        staged: float,
+        cached: float,
         dirty: float,
         replica: float,
         policy: Callable[[], Any] = LruModel,
     ) -> None:
-        """`slots`: how many slots of each size a region holds. `policy`: orders home copies; any but the model of LRU
+        """`slots`: how many slots of each size a region holds. `policy`: orders primary copies; any but the model of
+        LRU
         is the policy itself, so that the model says what has to be told to it, and what must come of its answers."""
         self.all_regions = regions
         self.slots = slots
-        self.staged = staged
+        self.cached = cached
         self.dirty = dirty
         self.replica = replica
         self.spare = list(range(regions))
@@ -106,12 +107,12 @@ class StoreModel:
         self.quarantine: list[Copy] = []
         self.policy = policy
         self.order: dict[tuple[Pool, Kind], Any] = {}
-        """READY staged and home copies: policies of the two kinds."""
+        """READY cached and primary copies: policies of the two kinds."""
         self.evictions = 0
-        self.unworthy = 0
+        self.not_admitted = 0
         self.quarantines = 0
         self.evicted: list[Copy] = []
-        """That a home may think are here: no staged one has a source."""
+        """That a directory node may think are here: no cached one has a source."""
 
     # -- asking
 
@@ -129,16 +130,18 @@ class StoreModel:
 
     def vacancy(self, now: float, region_bytes: int) -> tuple[float, float, float]:
         free = len(self.spare) * region_bytes + sum(len(self.free(pool)) * pool[1] for pool in self.regions)
-        orders = [self.order_of(pool, Kind.HOME) for pool in self.regions]
+        orders = [self.order_of(pool, Kind.PRIMARY) for pool in self.regions]
         unpinned = [(order, [copy for copy in order if not copy.pins]) for order in orders]
         next_out = [(order, copies[0]) for order, copies in unpinned if copies]
         age = max((now - copy.touched for _, copy in next_out), default=0.0)
-        worth = min((order.worth(copy, now) for order, copy in next_out), default=MOST_WORTH)
-        return free / (self.all_regions * region_bytes), age, worth
+        retention_value = min(
+            (order.retention_value(copy, now) for order, copy in next_out), default=MAX_RETENTION_VALUE
+        )
+        return free / (self.all_regions * region_bytes), age, retention_value
 
     def order_of(self, pool: Pool, kind: Kind) -> Any:
         if (pool, kind) not in self.order:
-            self.order[pool, kind] = self.policy() if kind is Kind.HOME else LruModel()
+            self.order[pool, kind] = self.policy() if kind is Kind.PRIMARY else LruModel()
         return self.order[pool, kind]
 
     # -- changing
@@ -156,15 +159,15 @@ class StoreModel:
             self._grow(pool)
         if self.free(pool):
             return None
-        budget = max(2, math.ceil(self.staged * len(self.places(pool))))
-        staged = self.count(pool, Kind.STAGED)
-        spares_staged = {Kind.STAGED: staged < budget, Kind.HOME: staged <= budget}.get(kind, False)
-        victims = [Kind.HOME, Kind.STAGED] if spares_staged else [Kind.STAGED, Kind.HOME]
+        budget = max(2, math.ceil(self.cached * len(self.places(pool))))
+        cached = self.count(pool, Kind.CACHED)
+        spares_cached = {Kind.CACHED: cached < budget, Kind.PRIMARY: cached <= budget}.get(kind, False)
+        victims = [Kind.PRIMARY, Kind.CACHED] if spares_cached else [Kind.CACHED, Kind.PRIMARY]
         for victim in (self._coldest(pool, kind, now) for kind in victims):
             if victim is not None:
-                if kind is victim.kind is Kind.HOME and not self.order_of(pool, kind).admits(key, NO_ADVICE, now):
-                    self.unworthy += 1
-                    return Code.NOT_WORTH
+                if kind is victim.kind is Kind.PRIMARY and not self.order_of(pool, kind).admits(key, NO_HINTS, now):
+                    self.not_admitted += 1
+                    return Code.NOT_ADMITTED
                 self._evict(victim, now)
                 return victim
         return Code.NO_SLOT
@@ -197,8 +200,8 @@ class StoreModel:
                     self._come_back(copy)
                 self.order_of(copy.pool, copy.kind).touch(copy, now)
 
-    def unpin(self, copy: Copy, holder: str) -> None:
-        copy.pins.remove(holder)
+    def unpin(self, copy: Copy, owner: str) -> None:
+        copy.pins.remove(owner)
         if not copy.pins and copy in self.quarantine:
             self.quarantine.remove(copy)
         if not copy.pins and copy.aside:
@@ -250,7 +253,7 @@ class StoreModel:
 
     def _evict(self, copy: Copy, now: float) -> None:
         self.evictions += 1
-        if copy.kind in (Kind.HOME, Kind.STAGED):
+        if copy.kind in (Kind.PRIMARY, Kind.CACHED):
             self.evicted.append(copy)
         self.discard(copy, now, evicted=True)
 

@@ -230,8 +230,8 @@ def test_who_remembers_what_left_is_bounded_and_the_last_word_counts() -> None:
     for key in keys:
         directory.remember(TENANT, key, A)
         directory.check_integrity()
-    assert [directory.former(TENANT, key) for key in keys] == [None, A, A]
+    assert [directory.previous_owner(TENANT, key) for key in keys] == [None, A, A]
     directory.remember(TENANT, keys[1], B)
     directory.remember(TENANT, keys[0], A)
-    assert [directory.former(TENANT, key) for key in keys] == [A, B, None]
-    assert directory.former(TenantId("u"), keys[1]) is None
+    assert [directory.previous_owner(TENANT, key) for key in keys] == [A, B, None]
+    assert directory.previous_owner(TenantId("u"), keys[1]) is None

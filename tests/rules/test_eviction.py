@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.rules.eviction_scene import Memory, key_of
-from tokenlake.advice import NO_ADVICE
+from tokenlake.hints import NO_HINTS
 from tokenlake.store.eviction import POLICIES, EvictionPolicy, LeastRecentlyUsed, policy_named
 
 Make = Callable[[], EvictionPolicy]
@@ -43,7 +43,7 @@ def test_nothing_is_cold_where_nothing_is(make: Make) -> None:
     assert len(policy) == 0
     with pytest.raises(KeyError):
         policy.coldest(0.0)
-    assert policy.admits(key_of("a"), NO_ADVICE, 0.0)
+    assert policy.admits(key_of("a"), NO_HINTS, 0.0)
 
 
 @every_policy
@@ -88,9 +88,9 @@ def test_a_pin_in_between_is_no_use(make: Make) -> None:
     pinned = memory.here[0]
     memory.policy.remove(pinned, 100.0, evicted=False)
     memory.policy.insert(pinned, 110.0)
-    worth = memory.policy.worth(pinned, 110.0)
+    retention_value = memory.policy.retention_value(pinned, 110.0)
     memory.store("new", 0, 110.0)
-    assert worth <= memory.policy.worth(memory.here["new"], 110.0)
+    assert retention_value <= memory.policy.retention_value(memory.here["new"], 110.0)
 
 
 @knowing
@@ -173,8 +173,10 @@ def test_a_parent_is_worth_no_less_than_its_child_on_another_node(
     for _, prompt in prompts:
         end = prompts[-1][0] + later
         held = [memories[depth % nodes] for depth in range(len(prompt))]
-        worth = [memory.policy.worth(memory.here[name], end) for memory, name in zip(held, prompt, strict=True)]
-        assert worth == sorted(worth, reverse=True)
+        retention_value = [
+            memory.policy.retention_value(memory.here[name], end) for memory, name in zip(held, prompt, strict=True)
+        ]
+        assert retention_value == sorted(retention_value, reverse=True)
 
 
 @pytest.mark.parametrize("make", [LeastRecentlyUsed])
@@ -193,8 +195,10 @@ def test_what_others_learned_is_met_half_way_and_the_two_become_alike(name: str)
     key = key_of("new")
     apart = []
     for _ in range(6):
-        worth = [memory.policy.worth_of_new(key, NO_ADVICE, 400.0) for memory in (experienced, fresh)]
-        apart.append(abs(worth[0] - worth[1]))
+        retention_value = [
+            memory.policy.retention_value_of_new(key, NO_HINTS, 400.0) for memory in (experienced, fresh)
+        ]
+        apart.append(abs(retention_value[0] - retention_value[1]))
         saved = [memory.policy.save() for memory in (experienced, fresh)]
         fresh.policy.absorb(saved[0])
         experienced.policy.absorb(saved[1])

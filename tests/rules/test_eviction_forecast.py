@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from tests.rules.eviction_scene import Memory, key_of
-from tokenlake.advice import NO_ADVICE, Advice, Outlook, Use
+from tokenlake.hints import NO_HINTS, AccessRecord, Hints, Outlook
 from tokenlake.store.eviction import odds, remembering
 from tokenlake.store.eviction.forecast import LEARN_AT, Forecast
 from tokenlake.store.eviction.remembering import GHOST_S
 
-SHORT = Advice(use=Use(segments=2, hits=1, turn=1, gap_s=30.0, left=0))
+SHORT = Hints(access=AccessRecord(segments=2, hits=1, turn=1, gap_s=30.0, left=0))
 """Of a prompt that appended one segment: it comes again after half a minute."""
-LONG = Advice(use=Use(segments=40, hits=1, gap_s=30.0, left=5))
+LONG = Hints(access=AccessRecord(segments=40, hits=1, gap_s=30.0, left=5))
 """It does not."""
 
 
@@ -41,14 +41,14 @@ def test_it_learns_which_requests_come_again() -> None:
     policy = Forecast()
     conversations(Memory(policy, 60), seed=1)
     new = key_of("new")
-    assert policy.worth_of_new(new, SHORT, 1500.0) > 3 * policy.worth_of_new(new, LONG, 1500.0)
+    assert policy.retention_value_of_new(new, SHORT, 1500.0) > 3 * policy.retention_value_of_new(new, LONG, 1500.0)
 
 
 def test_it_evicts_and_refuses_what_does_not_come_again() -> None:
     memory = Memory(Forecast(), 60)
     conversations(memory, seed=2)
     assert memory.refused
-    kept = [segment.advice for segment in memory.here.values()]
+    kept = [segment.hints for segment in memory.here.values()]
     assert kept.count(SHORT) > 2 * kept.count(LONG)
 
 
@@ -93,32 +93,32 @@ def test_a_use_under_a_pin_is_learned_at_its_age() -> None:
 
 def test_hints_tell_apart_what_looks_the_same_and_a_late_word_counts() -> None:
     memory = Memory(Forecast(), 40)
-    goes_on, over = Advice(Outlook.GOES_ON), Advice(Outlook.OVER)
+    goes_on, over = Hints(Outlook.GOES_ON), Hints(Outlook.OVER)
     for second in range(1500):
         # Every other prompt comes again, once, half a minute later.
         memory.request([second], float(second), over if second % 2 else goes_on)
         if second % 2 == 0 and second >= 30:
             memory.request([second - 30], second + 0.5, over)
     policy, new = memory.policy, key_of("new")
-    assert policy.worth_of_new(new, goes_on, 1500.0) > 2 * policy.worth_of_new(new, over, 1500.0)
+    assert policy.retention_value_of_new(new, goes_on, 1500.0) > 2 * policy.retention_value_of_new(new, over, 1500.0)
     memory.store("late", 0, 1500.0, goes_on)
     segment = memory.here["late"]
-    worth = policy.worth(segment, 1500.0)
-    segment.advice = over
-    policy.advised(segment, 1501.0)
-    assert policy.worth(segment, 1501.0) < worth / 2
+    retention_value = policy.retention_value(segment, 1500.0)
+    segment.hints = over
+    policy.hinted(segment, 1501.0)
+    assert policy.retention_value(segment, 1501.0) < retention_value / 2
 
 
 def test_what_others_learned_of_labels_without_room_here_is_left_out() -> None:
     here, there = odds.Odds(), odds.Odds()
     for number in range(odds.LABELS):
-        here.features(1, Advice(category=f"kind {number}"))
-    strange = there.features(1, Advice(Outlook.GOES_ON, "other"))
+        here.features(1, Hints(category=f"kind {number}"))
+    strange = there.features(1, Hints(Outlook.GOES_ON, "other"))
     there.add(strange, 3, 1.0, 1.0)
     there.learn()
     here.absorb(there.save())
-    said = [here.features(1, Advice(outlook)) for outlook in (Outlook.GOES_ON, Outlook.OVER)]
-    assert here.worth(said[0]) == here.worth(said[1])
+    said = [here.features(1, Hints(outlook)) for outlook in (Outlook.GOES_ON, Outlook.OVER)]
+    assert here.retention_value(said[0]) == here.retention_value(said[1])
 
 
 def test_what_few_nodes_saw_is_not_thinned_out_by_those_who_did_not() -> None:
@@ -130,8 +130,8 @@ def test_what_few_nodes_saw_is_not_thinned_out_by_those_who_did_not() -> None:
     for other in others:
         other.absorb(learned.save())
         learned.absorb(odds.Odds().save())
-        assert other.worth(features)[5] == pytest.approx(learned.worth(features)[5], rel=0.01)
-    assert others[0].worth(features)[5] > 2 * odds.Odds().worth(features)[5]
+        assert other.retention_value(features)[5] == pytest.approx(learned.retention_value(features)[5], rel=0.01)
+    assert others[0].retention_value(features)[5] > 2 * odds.Odds().retention_value(features)[5]
 
 
 def test_whoever_lies_about_what_it_saw_does_not_end_the_learning_here() -> None:
@@ -140,22 +140,22 @@ def test_whoever_lies_about_what_it_saw_does_not_end_the_learning_here() -> None
         sums[...] = odds.MOST / 2
     here.absorb(liar.save())
     features = here.features(1, SHORT)
-    before = here.worth(features)[5]
+    before = here.retention_value(features)[5]
     for _ in range(200):
         here.add(features, 5, 1.0, 100.0)
         here.learn()
-    assert here.worth(features)[5] > 2 * before
+    assert here.retention_value(features)[5] > 2 * before
 
 
 def test_worth_is_the_best_rate_of_uses_for_the_time_held() -> None:
     """Nearly all are used in the third bucket, in its middle if evenly spread."""
     hazard = np.full(odds.AGES, 1e-9)
     hazard[2] = 1.0
-    worth = odds._gittins(hazard)
+    retention_value = odds._gittins(hazard)
     middle = (odds.EDGES[2] + odds.EDGES[3]) / 2
-    assert worth[0] == pytest.approx(1 / middle, rel=0.01)
-    assert worth[2] == pytest.approx(2 / (odds.EDGES[3] - odds.EDGES[2]), rel=0.01)
-    assert worth[3:].max() < 1e-6
+    assert retention_value[0] == pytest.approx(1 / middle, rel=0.01)
+    assert retention_value[2] == pytest.approx(2 / (odds.EDGES[3] - odds.EDGES[2]), rel=0.01)
+    assert retention_value[3:].max() < 1e-6
 
 
 def test_more_uses_by_the_same_request_are_worth_no_less() -> None:
@@ -164,10 +164,12 @@ def test_more_uses_by_the_same_request_are_worth_no_less() -> None:
     conversations(memory, seed=5)
     learned = odds.Odds()
     learned.restore(memory.policy.save())
-    for advice in (SHORT, LONG, NO_ADVICE):
-        worth = np.array([learned.worth(learned.features(uses, advice)) for uses in range(1, 40)])
-        assert (np.diff(worth, axis=0) >= -1e-12).all()
-        assert (np.diff(worth, axis=0) > 1e-6).any()
+    for hints in (SHORT, LONG, NO_HINTS):
+        retention_value = np.array(
+            [learned.retention_value(learned.features(accesses, hints)) for accesses in range(1, 40)]
+        )
+        assert (np.diff(retention_value, axis=0) >= -1e-12).all()
+        assert (np.diff(retention_value, axis=0) > 1e-6).any()
 
 
 def test_saving_changes_nothing() -> None:
@@ -191,21 +193,25 @@ def test_the_heap_does_not_pile_up() -> None:
 def test_later_labels_than_there_is_room_for_count_by_their_outlook() -> None:
     known = odds.Odds()
     for number in range(2 * odds.LABELS):
-        known.features(1, Advice(category=f"kind {number}"))
-    said = [known.features(1, Advice(outlook, "late", "stop")) for outlook in Outlook]
-    assert said == [known.features(1, Advice(outlook)) for outlook in Outlook]
+        known.features(1, Hints(category=f"kind {number}"))
+    said = [known.features(1, Hints(outlook, "late", "stop")) for outlook in Outlook]
+    assert said == [known.features(1, Hints(outlook)) for outlook in Outlook]
     assert len(set(said)) == 3
 
 
 def test_it_remembers_how_what_is_gone_was_used_last() -> None:
     policy = Forecast()
     memory = Memory(policy, 2)
-    for name, use in (("a", Use(1, 0, 1)), ("b", Use(1, 0, 2))):
-        memory.store(name, 0, 5.0, Advice(use=use))
+    for name, access in (("a", AccessRecord(1, 0, 1)), ("b", AccessRecord(1, 0, 2))):
+        memory.store(name, 0, 5.0, Hints(access=access))
     assert policy.remembers([key_of("a")], 6.0) is None
     gone = str(memory.evict(10.0))
-    assert policy.remembers([key_of(gone), key_of("never")], 12.0) == (0, Use(1, 0, {"a": 1, "b": 2}[gone]), 7.0)
-    memory.store(gone, 0, 13.0, Advice(use=Use(1, 0, 3)))
+    assert policy.remembers([key_of(gone), key_of("never")], 12.0) == (
+        0,
+        AccessRecord(1, 0, {"a": 1, "b": 2}[gone]),
+        7.0,
+    )
+    memory.store(gone, 0, 13.0, Hints(access=AccessRecord(1, 0, 3)))
     assert policy.remembers([key_of(gone)], 14.0) is None
     assert policy.remembers([key_of("never")], 14.0) is None
 
@@ -216,8 +222,8 @@ def test_it_remembers_how_what_it_refused_was_wanted_last() -> None:
     policy, unwanted = memory.policy, key_of("unwanted")
     for wanted in (1, 2):
         now = 1500.0 + wanted
-        assert not policy.admits(unwanted, msgspec.structs.replace(LONG, use=Use(40, wanted, left=5)), now)
-        assert policy.remembers([unwanted], now + 3.0) == (0, Use(40, wanted, left=5), 3.0)
+        assert not policy.admits(unwanted, msgspec.structs.replace(LONG, access=AccessRecord(40, wanted, left=5)), now)
+        assert policy.remembers([unwanted], now + 3.0) == (0, AccessRecord(40, wanted, left=5), 3.0)
     for number in range(400):
         memory.store(f"later {number}", 0, 1600.0 + GHOST_S, LONG)
     assert policy.remembers([unwanted], 1600.0 + GHOST_S) is None
@@ -230,7 +236,7 @@ def test_what_is_to_be_learned_does_not_pile_up_in_a_quiet_hour() -> None:
         memory.store(number, 0, number / 10)
     most = 0
     for second in range(300, 4000):
-        policy.worth(memory.here[0], float(second))
+        policy.retention_value(memory.here[0], float(second))
         most = max(most, len(policy._odds._rows))
     assert 0 < most < 2 * LEARN_AT
 
@@ -270,4 +276,4 @@ def test_damaged_statistics_are_refused_and_nothing_changes(damaged: bytes) -> N
     with pytest.raises(ValueError, match="statistics of re-use"):
         policy.restore(damaged)
     assert policy.save() == Forecast().save()
-    assert policy.worth_of_new(key_of("a"), NO_ADVICE, 0.0) > 0
+    assert policy.retention_value_of_new(key_of("a"), NO_HINTS, 0.0) > 0

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.rules.eviction_scene import Memory, key_of
-from tokenlake.advice import NO_ADVICE, Advice, Outlook
+from tokenlake.hints import NO_HINTS, Hints, Outlook
 from tokenlake.store.eviction import LeastRecentlyUsed, hazard, remembering
-from tokenlake.store.eviction.hazard import AGES, EDGES, LABELS, USES, Hazards, worth_table
+from tokenlake.store.eviction.hazard import ACCESSES, AGES, EDGES, LABELS, Hazards, retention_values
 from tokenlake.store.eviction.remembering import GHOST_S, GHOSTS_EACH, Record
 from tokenlake.store.eviction.reuse import LearnedReuse
 
-GOES_ON, OVER = Advice(outlook=Outlook.GOES_ON), Advice(outlook=Outlook.OVER)
+GOES_ON, OVER = Hints(outlook=Outlook.GOES_ON), Hints(outlook=Outlook.OVER)
 
 
-def conversations(memory: Memory, seed: int, requests: int = 1500, advised: bool = False) -> int:
+def conversations(memory: Memory, seed: int, requests: int = 1500, hinted: bool = False) -> int:
     """One request a second. Half of the prompts come once; the others again after half a minute, thrice. Hits."""
     draw = random.Random(seed)
     hits = 0
@@ -33,8 +33,8 @@ def conversations(memory: Memory, seed: int, requests: int = 1500, advised: bool
         goes_on = turn < 3 and (turn > 0 or draw.random() < 0.5)
         if goes_on:
             due.append((second + 30.0, who, turn + 1))
-        advice = (GOES_ON if goes_on else OVER) if advised else NO_ADVICE
-        hits += memory.request([(who, depth) for depth in range(turn + 1)], float(second), advice)
+        hints = (GOES_ON if goes_on else OVER) if hinted else NO_HINTS
+        hits += memory.request([(who, depth) for depth in range(turn + 1)], float(second), hints)
         if second % 100 == 0 and isinstance(memory.policy, LearnedReuse):
             memory.policy.check_integrity()
     return hits
@@ -63,20 +63,22 @@ def test_a_use_under_a_pin_is_learned_at_its_age() -> None:
 
 def test_hints_tell_apart_what_looks_the_same() -> None:
     memory = Memory(LearnedReuse(), 40)
-    conversations(memory, seed=2, advised=True)
+    conversations(memory, seed=2, hinted=True)
     policy = memory.policy
-    assert policy.worth_of_new(key_of("new"), GOES_ON, 1500.0) > 2 * policy.worth_of_new(key_of("new"), OVER, 1500.0)
+    assert policy.retention_value_of_new(key_of("new"), GOES_ON, 1500.0) > 2 * policy.retention_value_of_new(
+        key_of("new"), OVER, 1500.0
+    )
 
 
 def test_a_word_that_comes_late_moves_a_segment_to_its_class() -> None:
     memory = Memory(LearnedReuse(), 40)
-    conversations(memory, seed=3, advised=True)
+    conversations(memory, seed=3, hinted=True)
     memory.store("late", 0, 1500.0, GOES_ON)
     segment = memory.here["late"]
-    worth = memory.policy.worth(segment, 1500.0)
-    segment.advice = OVER
-    memory.policy.advised(segment, 1501.0)
-    assert memory.policy.worth(segment, 1501.0) < worth / 2
+    retention_value = memory.policy.retention_value(segment, 1500.0)
+    segment.hints = OVER
+    memory.policy.hinted(segment, 1501.0)
+    assert memory.policy.retention_value(segment, 1501.0) < retention_value / 2
     memory.policy.check_integrity()  # type: ignore[attr-defined]
 
 
@@ -84,12 +86,12 @@ def test_what_was_refused_comes_in_when_it_is_wanted_again() -> None:
     policy = LearnedReuse()
     memory = Memory(policy, 20)
     conversations(memory, seed=4)
-    worth = [policy.worth_of_new(key_of("wanted"), NO_ADVICE, 1500.0)]
+    retention_value = [policy.retention_value_of_new(key_of("wanted"), NO_HINTS, 1500.0)]
     for second in (1500.0, 1530.0, 1560.0):
-        policy._count_use(policy._ghosts.setdefault(key_of("wanted"), Record(0.0)), second)
-        worth.append(policy.worth_of_new(key_of("wanted"), NO_ADVICE, second))
-    assert worth == sorted(worth)
-    assert worth[-1] > worth[0]
+        policy._count_access(policy._ghosts.setdefault(key_of("wanted"), Record(0.0)), second)
+        retention_value.append(policy.retention_value_of_new(key_of("wanted"), NO_HINTS, second))
+    assert retention_value == sorted(retention_value)
+    assert retention_value[-1] > retention_value[0]
 
 
 def test_a_refusal_is_remembered() -> None:
@@ -103,8 +105,8 @@ def test_a_refusal_is_remembered() -> None:
     assert {name[0] for name in memory.here if isinstance(name, tuple)} == {"kept"}
     again = key_of(memory.refused[-1])
     assert again in policy._ghosts
-    assert policy._ghosts[again].uses == 1
-    assert not policy.admits(again, NO_ADVICE, 2010.0) or policy.worth_of_new(again, NO_ADVICE, 2010.0) > 0
+    assert policy._ghosts[again].accesses == 1
+    assert not policy.admits(again, NO_HINTS, 2010.0) or policy.retention_value_of_new(again, NO_HINTS, 2010.0) > 0
     policy.check_integrity()
 
 
@@ -139,9 +141,9 @@ def test_batches_do_not_pile_up() -> None:
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
-@given(st.lists(st.lists(st.floats(0, 1), min_size=AGES, max_size=AGES), min_size=USES, max_size=USES))
+@given(st.lists(st.lists(st.floats(0, 1), min_size=AGES, max_size=AGES), min_size=ACCESSES, max_size=ACCESSES))
 def test_worth_never_rises_with_age_nor_falls_with_uses(hazards: list[list[float]]) -> None:
-    table = worth_table(np.array(hazards).reshape(1, USES, AGES))
+    table = retention_values(np.array(hazards).reshape(1, ACCESSES, AGES))
     assert np.isfinite(table).all()
     assert (table >= 0).all()
     assert (np.diff(table, axis=1) <= 0).all()
@@ -150,9 +152,9 @@ def test_worth_never_rises_with_age_nor_falls_with_uses(hazards: list[list[float
 
 def test_worth_is_the_best_rate_of_uses_for_the_time_held() -> None:
     """All are used in the third bucket, in its middle if evenly spread. A segment never becomes worth more."""
-    hazards = np.zeros((1, USES, AGES))
+    hazards = np.zeros((1, ACCESSES, AGES))
     hazards[:, :, 2] = 1.0
-    table = worth_table(hazards)
+    table = retention_values(hazards)
     middle = (EDGES[2] + EDGES[3]) / 2
     assert table[0][:3] == pytest.approx([1 / middle] * 3, rel=0.01)
     assert (table[0][3:] == 0).all()
@@ -161,38 +163,38 @@ def test_worth_is_the_best_rate_of_uses_for_the_time_held() -> None:
 def test_later_labels_than_there_is_room_for_count_by_their_outlook() -> None:
     hazards = Hazards()
     room = LABELS - 2
-    labels = [hazards.label(Advice(category=f"kind {number}")) for number in range(2 * LABELS)]
+    labels = [hazards.label(Hints(category=f"kind {number}")) for number in range(2 * LABELS)]
     assert labels[: room - 1] == list(range(1, room))
     assert set(labels[room - 1 :]) == {hazard.UNLABELLED}
-    outlooks = [hazards.label(Advice(outlook, "late", "stop")) for outlook in Outlook]
-    assert outlooks == [hazards.label(Advice(outlook)) for outlook in Outlook] == [0, room, room + 1]
-    assert len(hazards.worth) == LABELS * USES
+    outlooks = [hazards.label(Hints(outlook, "late", "stop")) for outlook in Outlook]
+    assert outlooks == [hazards.label(Hints(outlook)) for outlook in Outlook] == [0, room, room + 1]
+    assert len(hazards.retention_value) == LABELS * ACCESSES
 
 
 def test_what_others_learned_of_labels_without_room_here_is_left_out() -> None:
     here, there = Hazards(), Hazards()
     for number in range(LABELS):
-        here.label(Advice(category=f"kind {number}"))
-    there.ended[there.class_of(1, there.label(Advice(Outlook.GOES_ON, "other")))][3] += 1000.0
+        here.label(Hints(category=f"kind {number}"))
+    there.ended[there.class_of(1, there.label(Hints(Outlook.GOES_ON, "other")))][3] += 1000.0
     there.learn()
     here.absorb(there.save())
-    worth = [here.worth[here.class_of(1, here.label(advice))] for advice in (GOES_ON, OVER)]
-    assert worth[0] == worth[1]
+    retention_value = [here.retention_value[here.class_of(1, here.label(hints))] for hints in (GOES_ON, OVER)]
+    assert retention_value[0] == retention_value[1]
 
 
 def test_equal_statistics_lead_to_equal_decisions() -> None:
     """What a policy saved makes another decide as it does itself from then on."""
     experienced = Memory(LearnedReuse(), 20)
-    conversations(experienced, seed=5, advised=True)
+    conversations(experienced, seed=5, hinted=True)
     saved = experienced.policy.save()
     lives = [Memory(LearnedReuse(), 20), Memory(LearnedReuse(), 20)]
     for life in lives:
         life.policy.restore(saved)
         assert life.policy.save() == saved
-        conversations(life, seed=6, requests=300, advised=True)
+        conversations(life, seed=6, requests=300, hinted=True)
     assert lives[0].evicted == lives[1].evicted
     fresh = Memory(LearnedReuse(), 20)
-    conversations(fresh, seed=6, requests=300, advised=True)
+    conversations(fresh, seed=6, requests=300, hinted=True)
     assert fresh.evicted != lives[0].evicted
 
 
@@ -215,9 +217,9 @@ def test_saving_changes_nothing() -> None:
         lambda saved: _changed(saved, labels=()),
         lambda saved: _changed(saved, labels=((0, "", ""), (0, "", ""))),
         lambda saved: _changed(saved, ended=b""),
-        lambda saved: _changed(saved, used=np.full(USES * AGES, np.nan).tobytes()),
-        lambda saved: _changed(saved, ended=np.full(USES * AGES, -1.0).tobytes()),
-        lambda saved: _changed(saved, ended=np.full(USES * AGES, 1e308).tobytes()),
+        lambda saved: _changed(saved, used=np.full(ACCESSES * AGES, np.nan).tobytes()),
+        lambda saved: _changed(saved, ended=np.full(ACCESSES * AGES, -1.0).tobytes()),
+        lambda saved: _changed(saved, ended=np.full(ACCESSES * AGES, 1e308).tobytes()),
         lambda saved: _changed(
             saved, labels=((0, "", ""), (1, "", ""), (1, "", "")), ended=_counts(2), used=_counts(2)
         ),
@@ -232,7 +234,7 @@ def test_damaged_statistics_are_refused_and_nothing_changes(damage: object) -> N
 
 
 def _counts(labels: int) -> bytes:
-    return np.zeros(labels * USES * AGES).tobytes()
+    return np.zeros(labels * ACCESSES * AGES).tobytes()
 
 
 def _changed(saved: bytes, **fields: object) -> bytes:

@@ -10,7 +10,7 @@ from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 
 NODES = [NodeId(f"n{number}") for number in range(8)]
 KEYS = [SegmentKey(bytes([number % 256, number >> 8]) * 16) for number in range(800)]
-HOME, OTHER = NodeId("a"), NodeId("b")
+PRIMARY, OTHER = NodeId("a"), NodeId("b")
 
 
 def item(number: int) -> HotItem:
@@ -53,19 +53,19 @@ def test_one_copy_is_chosen_from_one() -> None:
 def test_sets_follow_versions_and_lives() -> None:
     known = KnownSets()
     life, later = Incarnation(5), Incarnation(4)
-    assert known.learn(HOME, life, 2, {item(1): (NODES[0], NODES[1])})
+    assert known.learn(PRIMARY, life, 2, {item(1): (NODES[0], NODES[1])})
     assert known.learn(OTHER, life, 1, {item(2): (NODES[2], NODES[3])})
-    assert not known.learn(HOME, life, 2, {})
-    assert not known.learn(HOME, life, 1, {})
+    assert not known.learn(PRIMARY, life, 2, {})
+    assert not known.learn(PRIMARY, life, 1, {})
     assert known.nodes(item(1)) == (NODES[0], NODES[1])
-    assert known.learn(HOME, life, 3, {item(3): (NODES[4], NODES[5])})
+    assert known.learn(PRIMARY, life, 3, {item(3): (NODES[4], NODES[5])})
     assert (known.nodes(item(1)), len(known)) == ((), 2)
     # A smaller number says nothing: it is another life of the node.
-    assert known.version(HOME, later) == 0
-    assert known.learn(HOME, later, 1, {item(4): (NODES[6],)})
+    assert known.version(PRIMARY, later) == 0
+    assert known.learn(PRIMARY, later, 1, {item(4): (NODES[6],)})
     assert (known.nodes(item(3)), known.nodes(item(4))) == ((), (NODES[6],))
     known.check_integrity()
-    known.drop(HOME)
-    known.drop(HOME)
+    known.drop(PRIMARY)
+    known.drop(PRIMARY)
     assert list(known.items()) == [(item(2), (NODES[2], NODES[3]))]
-    assert known.homes() == [OTHER]
+    assert known.directory_nodes() == [OTHER]

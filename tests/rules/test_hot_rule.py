@@ -146,7 +146,7 @@ def test_whatever_is_said_what_is_kept_is_bounded(reads: list[tuple[int, int]], 
     assert all(math.isfinite(change.copies) for change in changes)
 
 
-def test_whoever_reports_ever_new_crowds_makes_no_more_hot_than_a_home_looks_after() -> None:
+def test_whoever_reports_ever_new_crowds_makes_no_more_hot_than_a_directory_node_looks_after() -> None:
     rule = HotRule()
     for step in range(60):
         now = step * 0.25

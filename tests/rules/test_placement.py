@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenlake.identity import NodeId, SegmentKey
-from tokenlake.placement import UNKNOWN_VACANCY, Vacancy, choose_holder, default_run_length, lean_of, runs
+from tokenlake.placement import UNKNOWN_VACANCY, Vacancy, choose_owner, default_run_length, lean_of, runs
 
 A, B = NodeId("a"), NodeId("b")
 
 
 @pytest.mark.parametrize(
-    ("home", "other", "holder"),
+    ("directory_node", "other", "owner"),
     [
         (Vacancy(0.5, 0, 0.9), Vacancy(0.4, 9, 0.1), A),
         (Vacancy(0.4, 9, 0.1), Vacancy(0.5, 0, 0.9), B),
@@ -29,31 +29,33 @@ A, B = NodeId("a"), NodeId("b")
         (UNKNOWN_VACANCY, Vacancy(0.0, 1, 0.5), B),
     ],
 )
-def test_the_emptier_candidate_holds_and_equals_go_home(home: Vacancy, other: Vacancy, holder: NodeId) -> None:
-    assert choose_holder([(A, home), (B, other)], 0.0) == holder
+def test_the_emptier_candidate_holds_and_equals_go_directory_node(
+    directory_node: Vacancy, other: Vacancy, owner: NodeId
+) -> None:
+    assert choose_owner([(A, directory_node), (B, other)], 0.0) == owner
 
 
 @pytest.mark.parametrize(
-    ("free", "holder"), [((0.0, 0.0), A), ((0.004, 0.0), A), ((0.0, 0.02), B), ((0.02, 0.0), A), ((0.5, 0.502), A)]
+    ("free", "owner"), [((0.0, 0.0), A), ((0.004, 0.0), A), ((0.0, 0.02), B), ((0.02, 0.0), A), ((0.5, 0.502), A)]
 )
 def test_who_remembers_holds_it_again_unless_the_other_has_more_free_slots(
-    free: tuple[float, float], holder: NodeId
+    free: tuple[float, float], owner: NodeId
 ) -> None:
-    worthless, dear = Vacancy(free[1], 99, 0.0), Vacancy(free[0], 1, 9.0)
-    assert choose_holder([(B, worthless), (A, dear)], 0.0, A) == holder
-    assert choose_holder([(A, dear), (B, worthless)], 0.0, A) == holder
+    of_no_value, dear = Vacancy(free[1], 99, 0.0), Vacancy(free[0], 1, 9.0)
+    assert choose_owner([(B, of_no_value), (A, dear)], 0.0, A) == owner
+    assert choose_owner([(A, dear), (B, of_no_value)], 0.0, A) == owner
 
 
 def test_who_remembers_and_cannot_be_reached_is_passed_over() -> None:
-    assert choose_holder([(A, UNKNOWN_VACANCY)], 0.5, B) == A
+    assert choose_owner([(A, UNKNOWN_VACANCY)], 0.5, B) == A
 
 
 def test_a_single_candidate_holds() -> None:
-    assert choose_holder([(A, UNKNOWN_VACANCY)], 0.5) == A
+    assert choose_owner([(A, UNKNOWN_VACANCY)], 0.5) == A
 
 
 @pytest.mark.parametrize(
-    ("home", "other", "share"),
+    ("directory_node", "other", "share"),
     [
         (Vacancy(0.0, 9, 0.5), Vacancy(0.0, 9, 0.5), 0.0),
         (Vacancy(0.0, 9, 0.5), Vacancy(0.0, 9, 0.5 * 1.03), 0.49),
@@ -66,17 +68,17 @@ def test_a_single_candidate_holds() -> None:
         (Vacancy(0.1, 1, 0.9), Vacancy(0.0, 9, 0.5), 0.0),
     ],
 )
-def test_the_slightly_emptier_gets_slightly_more(home: Vacancy, other: Vacancy, share: float) -> None:
+def test_the_slightly_emptier_gets_slightly_more(directory_node: Vacancy, other: Vacancy, share: float) -> None:
     keys = [SegmentKey(bytes(16) + index.to_bytes(2, "big") + bytes(14)) for index in range(0, 1 << 16, 64)]
-    chosen = [choose_holder([(A, home), (B, other)], lean_of(key)) for key in keys]
+    chosen = [choose_owner([(A, directory_node), (B, other)], lean_of(key)) for key in keys]
     assert chosen.count(B) / len(keys) == pytest.approx(share, abs=0.01)
 
 
 def test_the_fuller_is_never_chosen_where_the_emptier_would_not_be() -> None:
     """Leaning only moves the border: for each key the emptier the other, the sooner it holds."""
     for lean in (-1.0, -0.3, 0.0, 0.7, 1.0):
-        others = [Vacancy(0.0, 9, worth / 100) for worth in (*range(1, 49), *range(52, 100))]
-        chosen = [choose_holder([(A, Vacancy(0.0, 9, 0.5)), (B, other)], lean) for other in others]
+        others = [Vacancy(0.0, 9, retention_value / 100) for retention_value in (*range(1, 49), *range(52, 100))]
+        chosen = [choose_owner([(A, Vacancy(0.0, 9, 0.5)), (B, other)], lean) for other in others]
         assert chosen == sorted(chosen, reverse=True)
 
 

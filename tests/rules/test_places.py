@@ -19,7 +19,7 @@ def store_of(regions: int, per_region: int) -> SegmentStore:
     return SegmentStore(range(regions), 4096 + per_region * SLOT_BYTES, Budgets(), Counters())
 
 
-def add(store: SegmentStore, number: int, kind: Kind = Kind.HOME) -> Segment:
+def add(store: SegmentStore, number: int, kind: Kind = Kind.PRIMARY) -> Segment:
     segment = store.reserve(TENANT, SLOT_BYTES, SegmentKey(number.to_bytes(32, "little")), kind, 0, 0.0)
     assert isinstance(segment, Segment)
     store.publish(segment, b"", 0.0)

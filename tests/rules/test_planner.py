@@ -72,10 +72,10 @@ def everything(requests: Sequence[Request], *nodes: NodeId) -> dict[SegmentKey, 
 
 def test_a_tree_of_shared_and_private_runs() -> None:
     requests = [request("abc"), request("abd"), request("x"), request("ab")]
-    holders = everything(requests, A)
-    holders[key("abc")] = (B, A)
-    del holders[key("x")]
-    tree = grow(requests, holders, TOKENS)
+    owners = everything(requests, A)
+    owners[key("abc")] = (B, A)
+    del owners[key("x")]
+    tree = grow(requests, owners, TOKENS)
     assert tree.runs == (
         Run(-1, (key("a"), key("ab")), (A,), (0, 1, 3)),
         Run(0, (key("abc"),), (B, A), (0,)),
@@ -121,8 +121,8 @@ def cost_of(costs: Costs, tree: PrefixTree, ways: Sequence[tuple[Way, NodeId | N
 
 def all_ways(costs: Costs, run: Run) -> list[tuple[Way, NodeId | None]]:
     ways: list[tuple[Way, NodeId | None]] = []
-    for holder in run.holders:
-        ways += [(Way.LOCAL, holder)] if holder == costs.node else [(Way.FETCH, holder), (Way.SHIP, holder)]
+    for owner in run.owners:
+        ways += [(Way.LOCAL, owner)] if owner == costs.node else [(Way.FETCH, owner), (Way.SHIP, owner)]
     if not costs.rates.prefill.known:
         return [(way, owner) for way, owner in ways if way is not Way.SHIP]
     return [*ways, (Way.RECOMPUTE, None)]
@@ -145,8 +145,8 @@ def test_the_ways_chosen_are_as_cheap_as_brute_force_finds(data: st.DataObject) 
         peer.open_s.add(data.draw(st.sampled_from([0.0, 1e-2])), 0.0)
         peer.backlog_s.add(data.draw(st.sampled_from([0.0, 1e-3])), 0.0)
     where = st.lists(st.sampled_from([A, B, C, D]), min_size=1, max_size=2, unique=True).map(tuple)
-    holders = {each: data.draw(where) for made in requests for each in made.keys}
-    tree = grow(requests, holders, TOKENS)
+    owners = {each: data.draw(where) for made in requests for each in made.keys}
+    tree = grow(requests, owners, TOKENS)
     costs = Costs(tree, Batch(tree, range(len(requests)), known), A, MODEL, known)
     assume(len(tree.runs) <= 5)
     decisions, seconds = choose(costs)
@@ -156,8 +156,8 @@ def test_the_ways_chosen_are_as_cheap_as_brute_force_finds(data: st.DataObject) 
     assert seconds == pytest.approx(min(cost for cost in tried if cost is not None))
 
 
-def decide(made: Rates, requests: Sequence[Request], holder: NodeId) -> list[Way]:
-    tree = grow(requests, everything(requests, holder), TOKENS)
+def decide(made: Rates, requests: Sequence[Request], owner: NodeId) -> list[Way]:
+    tree = grow(requests, everything(requests, owner), TOKENS)
     decisions, _ = choose(Costs(tree, Batch(tree, range(len(requests)), made), A, MODEL, made))
     return [each.way for each in decisions]
 
@@ -195,11 +195,11 @@ def test_the_sets_of_peers_that_are_tried_are_bounded(monkeypatch: pytest.Monkey
     monkeypatch.setattr(choosing, "_best", noted)
     made = rates()
     long = request("abcdefghij")
-    holders = {each: (NodeId(f"n{index}"),) for index, each in enumerate(long.keys)}
-    for (node,) in holders.values():
+    owners = {each: (NodeId(f"n{index}"),) for index, each in enumerate(long.keys)}
+    for (node,) in owners.values():
         made.peer(node).fetch = TransferFit(1.0, 1.0)
         made.peer(node).queries = QueryFit(1e-6, 1e-12, 0.0, 0.0)
-    tree = grow([long], holders, TOKENS)
+    tree = grow([long], owners, TOKENS)
     choose(Costs(tree, Batch(tree, [0], made), A, MODEL, made))
     assert len(tree.runs) == 10
     assert len(tried) == len(set(tried)) == 2**choosing.MANY_PEERS
@@ -221,8 +221,8 @@ def test_what_many_share_is_fetched_once_for_all() -> None:
 
 def test_batches_go_where_their_prefix_is() -> None:
     requests = [request("abcd"), request("efgh"), request("ijkl")]
-    holders = {**everything(requests[:1], C), **everything(requests[1:2], A), **everything(requests[2:], B)}
-    tree = grow(requests, holders, TOKENS)
+    owners = {**everything(requests[:1], C), **everything(requests[1:2], A), **everything(requests[2:], B)}
+    tree = grow(requests, owners, TOKENS)
     plans = gen_plans([[0], [1], [2]], [1, 1, 1], tree, {"i0": A, "i1": B, "i2": C}, MODEL, rates())
     assert plans.groups == (("i2",), ("i0",), ("i1",))
     assert [plan.node for plan in plans.query_plans] == [C, A, B]
@@ -278,8 +278,8 @@ def test_the_same_plans_for_the_same_question() -> None:
 
 def test_the_load_of_a_node_is_what_attention_over_its_segments_takes() -> None:
     requests = [request("abcd"), request("ab"), request("xy")]
-    holders = {**everything(requests[:2], B), **everything(requests[2:], C)}
-    tree = grow(requests, holders, TOKENS)
+    owners = {**everything(requests[:2], B), **everything(requests[2:], C)}
+    tree = grow(requests, owners, TOKENS)
     made = rates()
     load = cache_load([0, 1, 2], tree, {"i0": A, "i1": B}, MODEL.layers, made)
     of = made.peer(B).queries

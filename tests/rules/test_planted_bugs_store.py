@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.rules.test_store_machine import StoreMachine
-from tokenlake.advice import NO_ADVICE, Advice
+from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.store import Kind, Segment, SegmentStore, State
 from tokenlake.store.pool import SlotPool
@@ -52,9 +52,9 @@ class GenerationNotBumped(SegmentStore):
         kind: Kind,
         depth: int,
         now: float,
-        advice: Advice = NO_ADVICE,
+        hints: Hints = NO_HINTS,
     ) -> Segment | Code:
-        result = super().reserve(tenant, slot_bytes, key, kind, depth, now, advice)
+        result = super().reserve(tenant, slot_bytes, key, kind, depth, now, hints)
         if isinstance(result, Segment):
             region, slot, generation = result.place
             if generation > 1:
@@ -121,11 +121,11 @@ class DirtyEvictable(SegmentStore):
         return super()._victim(pool, kind, now) or next((s for s in dirty if s.pool is pool), None)
 
 
-class StagedBudgetIgnored(SegmentStore):
-    """A staged copy takes a home copy's slot whatever the staged copies hold already."""
+class CachedBudgetIgnored(SegmentStore):
+    """A cached copy takes a primary copy's slot whatever the cached copies hold already."""
 
     def _victim(self, pool: SlotPool, kind: Kind, now: float) -> Segment | None:
-        victim = pool.victim(Kind.HOME, now) if kind is Kind.STAGED else None
+        victim = pool.victim(Kind.PRIMARY, now) if kind is Kind.CACHED else None
         return victim or super()._victim(pool, kind, now)
 
 
@@ -140,12 +140,12 @@ class DirtyBudgetIgnored(SegmentStore):
         kind: Kind,
         depth: int,
         now: float,
-        advice: Advice = NO_ADVICE,
+        hints: Hints = NO_HINTS,
     ) -> Segment | Code:
-        result = super().reserve(tenant, slot_bytes, key, kind, depth, now, advice)
+        result = super().reserve(tenant, slot_bytes, key, kind, depth, now, hints)
         if result is not Code.WRITE_BUDGET:
             return result
-        result = super().reserve(tenant, slot_bytes, key, Kind.HOME, depth, now, advice)
+        result = super().reserve(tenant, slot_bytes, key, Kind.PRIMARY, depth, now, hints)
         if isinstance(result, Segment):
             self.become(result, kind, now)
         return result
@@ -154,15 +154,15 @@ class DirtyBudgetIgnored(SegmentStore):
 class ParentTouchedFirst(SegmentStore):
     """A prompt is touched from its start, so that parents go before their children."""
 
-    def touch(self, segments: Sequence[Segment], now: float, advice: Advice | None = None) -> None:
-        super().touch(segments[::-1], now, advice)
+    def touch(self, segments: Sequence[Segment], now: float, hints: Hints | None = None) -> None:
+        super().touch(segments[::-1], now, hints)
 
 
-class HomesEvictedFirst(SegmentStore):
-    """A write evicts a home copy while a staged one is there."""
+class PrimariesEvictedFirst(SegmentStore):
+    """A write evicts a primary copy while a cached one is there."""
 
     def _victim(self, pool: SlotPool, kind: Kind, now: float) -> Segment | None:
-        return super()._victim(pool, Kind.STAGED, now) or super()._victim(pool, kind, now)
+        return super()._victim(pool, Kind.CACHED, now) or super()._victim(pool, kind, now)
 
 
 class TenantDropped(SegmentStore):
@@ -179,10 +179,10 @@ PLANTED: dict[type[SegmentStore], str] = {
     QuarantineFreedAtOnce: "quarantines counted|free slots of|handed out a slot of",
     QuarantineNeverFreed: "free slots of|quarantine is not empty",
     DirtyEvictable: "must come to <Code.NO_SLOT",
-    StagedBudgetIgnored: r"handed out a slot of|= len\(",
+    CachedBudgetIgnored: r"handed out a slot of|= len\(",
     DirtyBudgetIgnored: "must come to <Code.WRITE_BUDGET|came to <Code.NO_SLOT",
     ParentTouchedFirst: "coldest .* copy of|handed out a slot of",
-    HomesEvictedFirst: "handed out a slot of",
+    PrimariesEvictedFirst: "handed out a slot of",
     TenantDropped: "asking for .* came to",
 }
 """The store and what the machine says of it."""

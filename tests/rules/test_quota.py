@@ -16,7 +16,7 @@ def store_of(regions: int, quotas: dict[str, float]) -> SegmentStore:
     return SegmentStore(range(regions), 4096 + PER_REGION * SLOT_BYTES, Budgets(), Counters(), quotas=quotas)
 
 
-def fill(store: SegmentStore, tenant: TenantId, count: int, kind: Kind = Kind.HOME, size: int = SLOT_BYTES) -> Code:
+def fill(store: SegmentStore, tenant: TenantId, count: int, kind: Kind = Kind.PRIMARY, size: int = SLOT_BYTES) -> Code:
     """Store until it is refused, at most `count`; the last outcome."""
     for number in range(count):
         segment = store.reserve(tenant, size, SegmentKey(number.to_bytes(32, "little")), kind, 0, float(number))
@@ -58,10 +58,10 @@ def test_who_writes_without_end_evicts_its_own() -> None:
 def test_where_nothing_can_go_the_quota_is_named() -> None:
     store = store_of(4, {"red": 0.5})
     for number in range(2 * PER_REGION):
-        store.reserve(RED, SLOT_BYTES, SegmentKey(number.to_bytes(32, "little")), Kind.HOME, 0, 0.0)
-    assert store.reserve(RED, SLOT_BYTES, SegmentKey(b"x" * 32), Kind.HOME, 0, 0.0) is Code.QUOTA
+        store.reserve(RED, SLOT_BYTES, SegmentKey(number.to_bytes(32, "little")), Kind.PRIMARY, 0, 0.0)
+    assert store.reserve(RED, SLOT_BYTES, SegmentKey(b"x" * 32), Kind.PRIMARY, 0, 0.0) is Code.QUOTA
     # Nor does another slot size get a region, and what the tenant may reserve is counted without what is spare.
-    assert store.reserve(RED, 2 * SLOT_BYTES, SegmentKey(b"y" * 32), Kind.HOME, 0, 0.0) is Code.QUOTA
+    assert store.reserve(RED, 2 * SLOT_BYTES, SegmentKey(b"y" * 32), Kind.PRIMARY, 0, 0.0) is Code.QUOTA
     pool = store.pool(RED, SLOT_BYTES)
     assert pool is not None
     assert store.capacity(pool) == 2 * PER_REGION
@@ -72,9 +72,9 @@ def test_where_nothing_can_go_the_quota_is_named() -> None:
 def test_without_a_quota_the_reason_is_another() -> None:
     store = store_of(1, {})
     for number in range(PER_REGION):
-        store.reserve(RED, SLOT_BYTES, SegmentKey(number.to_bytes(32, "little")), Kind.HOME, 0, 0.0)
-    assert store.reserve(RED, SLOT_BYTES, SegmentKey(b"x" * 32), Kind.HOME, 0, 0.0) is Code.NO_SLOT
-    assert store.reserve(BLUE, SLOT_BYTES, SegmentKey(b"x" * 32), Kind.HOME, 0, 0.0) is Code.NO_REGION
+        store.reserve(RED, SLOT_BYTES, SegmentKey(number.to_bytes(32, "little")), Kind.PRIMARY, 0, 0.0)
+    assert store.reserve(RED, SLOT_BYTES, SegmentKey(b"x" * 32), Kind.PRIMARY, 0, 0.0) is Code.NO_SLOT
+    assert store.reserve(BLUE, SLOT_BYTES, SegmentKey(b"x" * 32), Kind.PRIMARY, 0, 0.0) is Code.NO_REGION
 
 
 def test_a_region_in_use_is_drained_and_goes_to_its_claimant() -> None:
@@ -107,7 +107,7 @@ def test_a_region_is_taken_when_its_last_pin_goes() -> None:
     store.pin(leased)
     assert store.drain(pool, 10.0) is None
     assert list(store.index(RED).values()) == [leased]
-    assert store.reserve(RED, SLOT_BYTES, SegmentKey(b"x" * 32), Kind.HOME, 0, 10.0) is Code.NO_SLOT
+    assert store.reserve(RED, SLOT_BYTES, SegmentKey(b"x" * 32), Kind.PRIMARY, 0, 10.0) is Code.NO_SLOT
     store.check_integrity()
     store.unpin(leased)
     assert store.drain(pool, 11.0) == 0

@@ -1,4 +1,4 @@
-"""Retention: which home copies go first and last whatever the policy, how long, and how many."""
+"""Retention: which primary copies go first and last whatever the policy, how long, and how many."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tokenlake.advice import MAX_TTL_S, NO_ADVICE, Advice
+from tokenlake.hints import MAX_TTL_S, NO_HINTS, Hints
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters
 from tokenlake.store import Budgets, Kind, Segment, SegmentStore
@@ -18,20 +18,20 @@ TENANT = TenantId("t")
 SLOT_BYTES = 1024
 SLOTS = 20
 HIGHS = int(HIGH_SHARE * SLOTS)
-HIGH, LOW = Advice(priority=1), Advice(priority=-1)
+HIGH, LOW = Hints(priority=1), Hints(priority=-1)
 every_policy = pytest.mark.parametrize("make", POLICIES.values(), ids=list(POLICIES))
 
 
 class Scene:
-    """A store of one region, and home copies by number."""
+    """A store of one region, and primary copies by number."""
 
     def __init__(self, make: Callable[[], EvictionPolicy] = LeastRecentlyUsed, slots: int = SLOTS) -> None:
         self.store = SegmentStore([0], 4096 + slots * SLOT_BYTES, Budgets(), Counters(), make)
         self.segments: dict[int, Segment] = {}
 
-    def add(self, number: int, now: float, advice: Advice = NO_ADVICE, kind: Kind = Kind.HOME) -> Segment:
+    def add(self, number: int, now: float, hints: Hints = NO_HINTS, kind: Kind = Kind.PRIMARY) -> Segment:
         key = SegmentKey(number.to_bytes(32, "little"))
-        segment = self.store.reserve(TENANT, SLOT_BYTES, key, kind, 0, now, advice)
+        segment = self.store.reserve(TENANT, SLOT_BYTES, key, kind, 0, now, hints)
         assert isinstance(segment, Segment), segment
         self.store.publish(segment, b"", now)
         self.store.unpin(segment)
@@ -52,7 +52,7 @@ class Scene:
 def test_high_priority_goes_after_and_low_before_what_says_nothing(make: Callable[[], EvictionPolicy]) -> None:
     scene = Scene(make)
     for number in range(SLOTS):
-        scene.add(number, float(number), {0: HIGH, 1: HIGH, SLOTS - 1: LOW, SLOTS - 2: LOW}.get(number, NO_ADVICE))
+        scene.add(number, float(number), {0: HIGH, 1: HIGH, SLOTS - 1: LOW, SLOTS - 2: LOW}.get(number, NO_HINTS))
     for number in range(SLOTS, SLOTS + 4):
         scene.add(number, 100.0 + number)
     assert set(scene.gone()) >= {SLOTS - 1, SLOTS - 2}
@@ -63,7 +63,7 @@ def test_high_priority_goes_after_and_low_before_what_says_nothing(make: Callabl
 def test_what_outlived_its_time_goes_first_and_a_use_renews_it(make: Callable[[], EvictionPolicy]) -> None:
     scene = Scene(make)
     for number in range(SLOTS):
-        scene.add(number, float(number), Advice(ttl_s=60.0) if number in (17, 18) else NO_ADVICE)
+        scene.add(number, float(number), Hints(ttl_s=60.0) if number in (17, 18) else NO_HINTS)
     scene.store.touch([scene.segments[18]], 70.0)
     scene.add(100, 90.0)
     assert scene.gone() == [17]
@@ -74,11 +74,11 @@ def test_what_outlived_its_time_goes_first_and_a_use_renews_it(make: Callable[[]
     assert 18 in scene.gone()
 
 
-def test_what_is_overdue_goes_before_staged_copies() -> None:
+def test_what_is_overdue_goes_before_cached_copies() -> None:
     scene = Scene()
     for number in range(SLOTS):
-        staged = number < 2
-        scene.add(number, float(number), Advice(ttl_s=5.0) if number == 10 else NO_ADVICE, Kind(1 + (not staged)))
+        cached = number < 2
+        scene.add(number, float(number), Hints(ttl_s=5.0) if number == 10 else NO_HINTS, Kind(1 + (not cached)))
     scene.add(100, 100.0, kind=Kind.DIRTY)
     assert scene.gone() == [10]
 
@@ -104,7 +104,7 @@ def test_a_prompt_beyond_the_bound_keeps_its_beginning() -> None:
 def test_high_priority_ends_without_a_use() -> None:
     scene = Scene()
     for number in range(SLOTS):
-        scene.add(number, float(number), HIGH if number < 2 else NO_ADVICE)
+        scene.add(number, float(number), HIGH if number < 2 else NO_HINTS)
     scene.store.touch([scene.segments[number] for number in range(1, SLOTS)], 10.0 + HIGH_S)
     for number in range(100, 100 + SLOTS):
         scene.add(number, 20.0 + HIGH_S)
@@ -116,7 +116,7 @@ def test_high_priority_ends_without_a_use() -> None:
 def test_a_time_to_live_goes_on_when_high_priority_ends(make: Callable[[], EvictionPolicy]) -> None:
     scene = Scene(make)
     for number in range(SLOTS):
-        scene.add(number, 0.0, Advice(priority=1, ttl_s=1.5 * HIGH_S) if number == 0 else NO_ADVICE)
+        scene.add(number, 0.0, Hints(priority=1, ttl_s=1.5 * HIGH_S) if number == 0 else NO_HINTS)
     others = [scene.segments[number] for number in range(1, SLOTS)]
     for now in (0.9 * HIGH_S, 1.4 * HIGH_S):
         # Nobody needs memory, and the policy hears the time.
@@ -132,7 +132,7 @@ def test_at_the_very_moment_a_time_to_live_has_passed() -> None:
     assert used + ttl - used < ttl
     scene = Scene()
     for number in range(SLOTS):
-        scene.add(number, used if number == 7 else 0.0, Advice(ttl_s=ttl) if number == 7 else NO_ADVICE)
+        scene.add(number, used if number == 7 else 0.0, Hints(ttl_s=ttl) if number == 7 else NO_HINTS)
     scene.add(100, used + ttl)
     assert scene.gone() == [7]
 
@@ -142,8 +142,8 @@ def test_a_late_word_changes_the_lane_and_is_no_use() -> None:
     for number in range(SLOTS):
         scene.add(number, float(number))
     first, last = scene.segments[0], scene.segments[SLOTS - 1]
-    scene.store.advise([last], LOW, 50.0)
-    scene.store.advise([first], HIGH, 50.0)
+    scene.store.hint([last], LOW, 50.0)
+    scene.store.hint([first], HIGH, 50.0)
     scene.add(100, 60.0)
     scene.add(101, 61.0)
     assert scene.gone() == [1, SLOTS - 1]
@@ -152,8 +152,8 @@ def test_a_late_word_changes_the_lane_and_is_no_use() -> None:
 def test_a_shorter_time_to_live_counts_at_once() -> None:
     scene = Scene()
     for number in range(SLOTS):
-        scene.add(number, float(number), Advice(ttl_s=MAX_TTL_S) if number == 7 else NO_ADVICE)
-    scene.store.advise([scene.segments[7]], Advice(ttl_s=1.0), 50.0)
+        scene.add(number, float(number), Hints(ttl_s=MAX_TTL_S) if number == 7 else NO_HINTS)
+    scene.store.hint([scene.segments[7]], Hints(ttl_s=1.0), 50.0)
     scene.add(100, 60.0)
     assert scene.gone() == [7]
 
@@ -161,7 +161,7 @@ def test_a_shorter_time_to_live_counts_at_once() -> None:
 def test_what_is_leased_stays_whatever_its_lane() -> None:
     scene = Scene()
     for number in range(SLOTS):
-        scene.add(number, float(number), Advice(priority=-1, ttl_s=1.0) if number < 3 else NO_ADVICE)
+        scene.add(number, float(number), Hints(priority=-1, ttl_s=1.0) if number < 3 else NO_HINTS)
     scene.store.pin(scene.segments[0])
     for number in range(100, 103):
         scene.add(number, 200.0)
@@ -176,7 +176,7 @@ def test_every_mixture_keeps_the_books(make: Callable[[], EvictionPolicy]) -> No
     draw = random.Random(5)
     scene = Scene(make)
     now = 0.0
-    words = [NO_ADVICE, HIGH, LOW, Advice(ttl_s=3.0), Advice(priority=1, ttl_s=7.0), Advice(priority=-1, ttl_s=2.0)]
+    words = [NO_HINTS, HIGH, LOW, Hints(ttl_s=3.0), Hints(priority=1, ttl_s=7.0), Hints(priority=-1, ttl_s=2.0)]
     for number in range(600):
         now += draw.choice((0.0, 0.3, 2.0))
         here = scene.here()
@@ -185,7 +185,7 @@ def test_every_mixture_keeps_the_books(make: Callable[[], EvictionPolicy]) -> No
             if draw.random() < 0.5:
                 scene.store.touch([segment], now, draw.choice([None, *words]))
             else:
-                scene.store.advise([segment], draw.choice(words), now)
+                scene.store.hint([segment], draw.choice(words), now)
             scene.store.check_integrity()
         else:
             scene.add(number, now, draw.choice(words))

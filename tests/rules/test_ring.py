@@ -47,11 +47,11 @@ def candidates(ring: Ring, keys: list[SegmentKey]) -> list[tuple[NodeId, NodeId]
 def test_every_share_follows_the_weight(weights: dict[str, int]) -> None:
     pairs = candidates(ring_of(weights), KEYS)
     mean = sum(weights.values()) / len(weights)
-    homes = Counter(home for home, _ in pairs)
+    directory_nodes = Counter(directory_node for directory_node, _ in pairs)
     for name, weight in weights.items():
         expected = weight / sum(weights.values())
         deviation = (128 * weight / mean) ** -0.5
-        assert abs(homes[NodeId(name)] / len(KEYS) - expected) < 3.5 * deviation * expected, name
+        assert abs(directory_nodes[NodeId(name)] / len(KEYS) - expected) < 3.5 * deviation * expected, name
 
 
 @given(names, st.integers(0, 255))
@@ -68,9 +68,9 @@ def test_a_key_has_the_same_candidates_alone_as_among_many(members: set[str], fi
 @settings(max_examples=40)
 def test_candidates_differ_and_a_single_member_is_both(members: set[str]) -> None:
     ring = ring_of(dict.fromkeys(sorted(members), 1))
-    for home, other in candidates(ring, SOME):
-        assert {home, other} <= members
-        assert (home == other) == (len(members) == 1)
+    for directory_node, other in candidates(ring, SOME):
+        assert {directory_node, other} <= members
+        assert (directory_node == other) == (len(members) == 1)
 
 
 @given(names.filter(lambda members: len(members) >= 3), st.data())

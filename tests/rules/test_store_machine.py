@@ -1,7 +1,7 @@
 """SegmentStore against a plain model, step by step.
 
 A machine of at most 50 steps drives both and an arena in which a slot's bytes are one number. 1 to 4 regions of
-1 to 4 small slots (half as many large ones), two tenants, two slot sizes, 20 keys per tenant, three holders.
+1 to 4 small slots (half as many large ones), two tenants, two slot sizes, 20 keys per tenant, three owners.
 After each step: `check_integrity()`, the whole state equals the model's, and every byte that a pin protects is
 the one its writer wrote. 200 examples, the same in every run.
 
@@ -24,7 +24,7 @@ from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters
 from tokenlake.store import Budgets, Kind, Segment, SegmentStore, State
 from tokenlake.store.eviction import POLICIES, LeastRecentlyUsed
-from tokenlake.store.store import EVICTED, LOOKED_AT, QUARANTINED, UNWORTHY
+from tokenlake.store.store import EVICTED, LOOKED_AT, NOT_ADMITTED_RULE_NAME, QUARANTINED
 from tokenlake.wire.codes import Code
 from tokenlake.wire.slots import SlotRef
 
@@ -40,7 +40,7 @@ kinds = st.sampled_from(Kind)
 keys = st.integers(0, KEYS - 1)
 picks = st.integers(0, 47)
 """Index into a list of any length, modulo its length."""
-holders = st.sampled_from(["engine 1", "engine 2", "sender"])
+owners = st.sampled_from(["engine 1", "engine 2", "sender"])
 leases = st.sampled_from([None, None, None, "engine 1", "engine 2"])
 shares = st.sampled_from([0.1, 0.1, 0.4])
 
@@ -57,17 +57,17 @@ class StoreMachine(RuleBasedStateMachine):
 
     make_store: ClassVar[Callable[..., SegmentStore]] = SegmentStore
     policy: ClassVar[Callable[[], Any]] = LruModel
-    """Orders the home copies of the model; the store's do the same by their policy."""
+    """Orders the primary copies of the model; the store's do the same by their policy."""
 
-    @initialize(regions=st.integers(1, 4), slots=st.integers(1, 4), staged=shares, dirty=shares, replica=shares)
-    def start(self, regions: int, slots: int, staged: float, dirty: float, replica: float) -> None:
+    @initialize(regions=st.integers(1, 4), slots=st.integers(1, 4), cached=shares, dirty=shares, replica=shares)
+    def start(self, regions: int, slots: int, cached: float, dirty: float, replica: float) -> None:
         self.region_bytes = HEADER + slots * SMALL
         self.counters = Counters()
-        budgets = Budgets(staged, dirty, replica)
+        budgets = Budgets(cached, dirty, replica)
         store, model = type(self).make_store, type(self).policy
         policy = LeastRecentlyUsed if model is LruModel else model
         self.store = store(range(regions), self.region_bytes, budgets, self.counters, policy)
-        self.model = StoreModel(regions, {SMALL: slots, LARGE: slots // 2}, staged, dirty, replica, model)
+        self.model = StoreModel(regions, {SMALL: slots, LARGE: slots // 2}, cached, dirty, replica, model)
         self.real: dict[Copy, Segment] = {}
         self.now = 0.0
         self.written = 0
@@ -82,16 +82,16 @@ class StoreMachine(RuleBasedStateMachine):
     def reserve(self, pool: Pool, key: int, kind: Kind) -> None:
         self._reserve(pool, key, kind)
 
-    @rule(pool=pools, first=keys, count=st.integers(1, 8), kind=kinds, holder=leases)
-    def arrive(self, pool: Pool, first: int, count: int, kind: Kind, holder: str | None) -> None:
-        """Consecutive segments of one prompt come; `holder` leases those that found a slot."""
+    @rule(pool=pools, first=keys, count=st.integers(1, 8), kind=kinds, owner=leases)
+    def arrive(self, pool: Pool, first: int, count: int, kind: Kind, owner: str | None) -> None:
+        """Consecutive segments of one prompt come; `owner` leases those that found a slot."""
         for key in range(first, min(KEYS, first + count)):
             copy = self._reserve(pool, key, kind)
             if copy is not None:
                 self._publish(copy)
                 self._unpin(copy, WRITER)
-                if holder is not None:
-                    self._pin(copy, holder)
+                if owner is not None:
+                    self._pin(copy, owner)
 
     @precondition(lambda self: any(not copy.ready for copy in self.model.index.values()))
     @rule(pick=picks)
@@ -112,10 +112,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.discard(self.real[copy], self.now)
 
     @precondition(lambda self: self.model.index)
-    @rule(pick=picks, holder=holders)
-    def pin(self, pick: int, holder: str) -> None:
+    @rule(pick=picks, owner=owners)
+    def pin(self, pick: int, owner: str) -> None:
         """In the index, or in quarantine because somebody holds it already."""
-        self._pin(pick_from(pick, self.model.copies()), holder)
+        self._pin(pick_from(pick, self.model.copies()), owner)
 
     @precondition(lambda self: any(copy.pins for copy in self.model.copies()))
     @rule(pick=picks, which=picks)
@@ -165,8 +165,8 @@ class StoreMachine(RuleBasedStateMachine):
     def everyone_lets_go(self) -> None:
         """Nothing stays in quarantine: each slot is free or indexed."""
         for copy in self.model.copies():
-            for holder in list(copy.pins):
-                self._unpin(copy, holder)
+            for owner in list(copy.pins):
+                self._unpin(copy, owner)
         assert not any(pool.quarantined for pool in self.store.pools()), "quarantine is not empty"
 
     # -- what rules share
@@ -187,8 +187,8 @@ class StoreMachine(RuleBasedStateMachine):
         for other in self.model.copies():
             assert other.place != place, f"handed out a slot of {other}"
         assert place in self.model.free(pool), f"slot {place} is none of {pool}"
-        former = self.stamps.get(place, 0)
-        assert result.place.generation > former, f"generation of {place} did not grow from {former}"
+        previous_owner = self.stamps.get(place, 0)
+        assert result.place.generation > previous_owner, f"generation of {place} did not grow from {previous_owner}"
         assert self.store.reissued == [result.place]
         self.store.reissued.clear()
         self.stamps[place] = result.place.generation
@@ -206,12 +206,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.model.publish(copy, self.now)
         self.store.publish(segment, b"", self.now)
 
-    def _pin(self, copy: Copy, holder: str) -> None:
-        copy.pins.append(holder)
+    def _pin(self, copy: Copy, owner: str) -> None:
+        copy.pins.append(owner)
         self.store.pin(self.real[copy])
 
-    def _unpin(self, copy: Copy, holder: str) -> None:
-        self.model.unpin(copy, holder)
+    def _unpin(self, copy: Copy, owner: str) -> None:
+        self.model.unpin(copy, owner)
         self.store.unpin(self.real[copy])
 
     # -- after each step
@@ -246,7 +246,7 @@ class StoreMachine(RuleBasedStateMachine):
         for at, pool in pools.items():
             assert set(pool.free) == self.model.free(at), f"free slots of {at}"
             assert pool.regions == self.model.regions[at]
-            for kind in (Kind.STAGED, Kind.HOME):
+            for kind in (Kind.CACHED, Kind.PRIMARY):
                 order = self.model.order_of(at, kind)
                 assert len(pool.order[kind]) == len(order)
                 coldest = self.real[order.coldest(self.now)] if len(order) else None
@@ -259,7 +259,7 @@ class StoreMachine(RuleBasedStateMachine):
         evicted = [self.real[copy] for copy in self.model.evicted]
         assert {id(s) for s in self.store.evicted} == {id(s) for s in evicted}, "evicted copies"
         assert self.counters[EVICTED] == self.model.evictions, "evictions counted"
-        assert self.counters[UNWORTHY] == self.model.unworthy, "refusals counted"
+        assert self.counters[NOT_ADMITTED_RULE_NAME] == self.model.not_admitted, "refusals counted"
         assert self.counters[QUARANTINED] == self.model.quarantines, "quarantines counted"
 
     @invariant()

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenlake.advice import MAX_TTL_S, Advice
 from tokenlake.errors import ProtocolRefused
+from tokenlake.hints import MAX_TTL_S, Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import HEADER_BYTES, PROTOCOL_VERSION, Code, FrameDecoder, agree, engine, pack_frame, peer
 from tokenlake.wire.frames import decode, encode
@@ -71,7 +71,7 @@ def messages(message: type[msgspec.Struct]) -> st.SearchStrategy[msgspec.Struct]
     described = types.type_info(message)
     assert isinstance(described, types.StructType)
     made = {field.name: values(field.type) for field in described.fields}
-    if message is Advice:
+    if message is Hints:
         # Whoever makes another one hears of it at once.
         made |= dict.fromkeys(("category", "stop_reason"), st.text(PRINTABLE, max_size=20))
         made |= {"outlook": st.integers(0, 2), "priority": st.integers(-1, 1), "ttl_s": st.floats(0.0, MAX_TTL_S)}
@@ -161,7 +161,10 @@ def test_a_body_that_promises_too_much_is_refused(
         (peer.peer_decoder, peer.Offer(1, "t", b"", (), 0, 1)),
         (peer.peer_decoder, peer.Offer(1, "t", b"", (), 64, 9)),
         (peer.peer_decoder, peer.Ping(1, (math.nan, 0.0, 0.0), 0.0, 0)),
-        *[(peer.peer_decoder, peer.Ping(1, (0.5, 0.0, worth), 0.0, 0)) for worth in (math.nan, math.inf, -1.0)],
+        *[
+            (peer.peer_decoder, peer.Ping(1, (0.5, 0.0, retention_value), 0.0, 0))
+            for retention_value in (math.nan, math.inf, -1.0)
+        ],
         (peer.peer_decoder, peer.Pong(1, (0.5, math.inf, 0.0), 0.0, 0)),
         *[(peer.peer_decoder, peer.Pong(1, (0.5, 0.0, 0.0), load, 0)) for load in (math.nan, math.inf, -1.0)],
     ],

@@ -24,8 +24,8 @@ from tests.robustness.live import (
     wait_until,
 )
 from tests.server.raw import Raw, hello
-from tokenlake.advice import Advice, Outlook
 from tokenlake.errors import LimitReached
+from tokenlake.hints import Hints, Outlook
 from tokenlake.layout import Layout
 from tokenlake.wire import Code, engine, pack_frame
 from tokenlake_server.engines import MAX_IN_FLIGHT, MAX_KEYS
@@ -108,12 +108,12 @@ def test_requests_in_flight_are_bounded() -> None:
             cluster.nodes[1].freeze()
             draw = random.Random(2)
             count = MAX_IN_FLIGHT + beyond
-            # Keys of both homes, so that each waits for the other node.
+            # Keys of both directory nodes, so that each waits for the other node.
             raw.write(
                 b"".join(pack_frame(engine.Match(at, draw.randbytes(32 * 16), 2.0)) for at in range(2, 2 + count))
             )
             # A hint waits for no answer, so it is beyond no such bound.
-            raw.send(engine.Advise(bytes(32), Advice(Outlook.OVER)))
+            raw.send(engine.Hint(bytes(32), Hints(Outlook.OVER)))
             replies = [raw.reply() for _ in range(count)]
             cluster.nodes[1].thaw()
             refused = [reply for reply in replies if isinstance(reply, engine.Failed)]

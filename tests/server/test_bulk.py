@@ -26,7 +26,7 @@ COUNT = 8
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Cluster]:
-    with daemons(2, memory="96MiB", region_size="32MiB", staged_share="0.5") as cluster:
+    with daemons(2, memory="96MiB", region_size="32MiB", cached_share="0.5") as cluster:
         yield cluster
 
 

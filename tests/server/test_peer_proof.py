@@ -113,7 +113,7 @@ def test_another_secret_is_named_on_both_sides_and_the_others_serve_on(tmp_path:
             for prompt in prompts:
                 assert outcomes(store(one, prompt)) == {Code.COMMITTED}
             assert [read(one, prompt) for prompt in prompts] == [3] * len(prompts)
-            # Those whose home is c are not found from elsewhere.
+            # Those whose directory node is c are not found from elsewhere.
             assert sum(read(two, prompt) for prompt in prompts) > 0
         assert [total(node, "tokenlake_peers_connected") for node in nodes.values()] == [1, 1, 0]
         for node in nodes.values():

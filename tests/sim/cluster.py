@@ -27,7 +27,7 @@ SHORT_RULES = {
     "peer_lease_s": 1.0,
     "sync_grace_s": 0.6,
     "dirty_share": 0.4,
-    "staged_share": 0.2,
+    "cached_share": 0.2,
     "session_reserve_share": 0.6,
 }
 """Deadlines that a short run reaches, shares that leave something in an arena of a dozen slots."""
@@ -140,7 +140,7 @@ class Cluster:
     # -- the end
 
     def settle(self) -> None:
-        """Heal everything, end all engines, let every deadline pass, have every home copy advertised anew."""
+        """Heal everything, end all engines, let every deadline pass, have every primary copy advertised anew."""
         for node in self.nodes.values():
             node.thaw()
             if node.core is None:
@@ -156,7 +156,7 @@ class Cluster:
 
     def check_settled(self) -> None:
         """Nothing leaked: no pins, no quarantine, no maps that grew; tokens add up; each segment that some node
-        keeps is found from every node and has one home copy."""
+        keeps is found from every node and has one primary copy."""
         self.check()
         for name, node in self.nodes.items():
             core = node.core
@@ -173,15 +173,15 @@ class Cluster:
             answered = (LOCAL, FETCHED, SKIPPED, PENDING, MISSING)
             assert counters[ASKED] == sum(counters[metric] for metric in answered), f"{name}: tokens do not add up"
         keepers = self.keepers()
-        assert all(len(names) == 1 for names in keepers.values()), f"two home copies: {keepers}"
+        assert all(len(names) == 1 for names in keepers.values()), f"two primary copies: {keepers}"
         self._find_all(list(keepers))
 
     def keepers(self) -> dict[tuple[TenantId, SegmentKey], list[str]]:
-        """Which nodes have a home copy, per segment."""
+        """Which nodes have a primary copy, per segment."""
         keepers: dict[tuple[TenantId, SegmentKey], list[str]] = {}
         for name, node in self.nodes.items():
             for segment in node.core.store.segments() if node.core is not None else ():
-                if segment.state is State.READY and segment.kind is Kind.HOME:
+                if segment.state is State.READY and segment.kind is Kind.PRIMARY:
                     keepers.setdefault((segment.tenant, segment.key), []).append(name)
         return keepers
 

@@ -110,7 +110,7 @@ class Reading:
     """The range is fetched and released in two parts, cut here."""
     verify: bool = False
     """What it finds wrong it reports, and does not look at."""
-    pending_s: float = 0.0
+    in_flight_wait_s: float = 0.0
     """It waits so long for whoever computes what it misses."""
 
 
@@ -195,7 +195,7 @@ class Engine:
             self.clock.after(how.hold_s, lambda: self._release(first, reply.lease, range(cut, reply.hits)))
 
         def match(number: int) -> engine.Match:
-            return engine.Match(number, join_keys(keys), 0.0, True, f"r{number}", None, 0, how.pending_s)
+            return engine.Match(number, join_keys(keys), 0.0, True, f"r{number}", None, 0, how.in_flight_wait_s)
 
         first.request(match, matched)
 

@@ -44,12 +44,12 @@ NEVER_MALFORMED = (
 
 KEY = b"\1" * KEY_BYTES
 STRANGER = "nobody"
-_MORE = ("depths", "times", "nodes", "firsts", "formers", "rules", "ago_s")
+_MORE = ("depths", "times", "nodes", "firsts", "previous_owners", "rules", "ago_s")
 """Fields with an entry for each key, or each that has a certain code."""
-_NAMES = ("node", "source", "holder", "rather")
+_NAMES = ("node", "source", "owner", "rather")
 _RIGHT: dict[type, dict[str, Any]] = {
     peer.LookupReply: {"codes": bytes([Code.MISSING])},
-    peer.ReadyReply: {"codes": bytes([Code.COMMITTED]), "formers": ("",)},
+    peer.ReadyReply: {"codes": bytes([Code.COMMITTED]), "previous_owners": ("",)},
     peer.OfferReply: {"codes": bytes([Code.COMMITTED])},
     peer.Replicated: {"codes": bytes([Code.COMMITTED])},
     peer.Redundant: {"nodes": ("n0",)},
@@ -72,7 +72,7 @@ def _value(field: types.Field) -> Any:
     match field.name:
         case "keys":
             return KEY
-        case "node" | "source" | "holder":
+        case "node" | "source" | "owner":
             return "n0"
         case "rather":
             return ""
@@ -178,7 +178,7 @@ def _wrong_replies(core: NodeCore) -> Iterator[events.Event]:
             for kind in (peer.LookupReply, peer.ReadyReply, peer.OfferReply, peer.Replicated):
                 count = len(getattr(message, "keys", b"")) // KEY_BYTES + 1
                 codes = bytes([Code.MISSING if kind is peer.LookupReply else Code.COMMITTED]) * count
-                fields = {"formers": ()} if kind is peer.ReadyReply else {}
+                fields = {"previous_owners": ()} if kind is peer.ReadyReply else {}
                 yield events.PeerSaid(asked.node, legal(kind, call=call, codes=codes, **fields))
             yield events.PeerSaid(
                 asked.node, legal(peer.ToldWhy, call=call, rules=("",) * 99, nodes=("",) * 99, ago_s=(0.0,) * 99)

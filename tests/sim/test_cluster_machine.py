@@ -7,7 +7,7 @@ that follow. After each step every view that some process may look at holds the 
 and key (but for copies in which a bit flipped), every slot that some process may write is still its own, no answer has
 named a copy since a check found it wrong, and every core is whole: slots and pins are
 conserved. At the end all is healed and every engine ends: nothing is pinned, quarantined, waited for or left in
-a map, each token asked for was counted once, and no segment has two home copies.
+a map, each token asked for was counted once, and no segment has two primary copies.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from tests.sim.cluster import Cluster
 from tests.sim.engine import Reading, Storing
 from tests.sim.prompts import PROMPTS
 from tests.sim.test_cluster_machine import NODES, ClusterMachine
-from tokenlake.core import hot, hot_copies, hot_home, turns
+from tokenlake.core import hot, hot_copies, hot_directory, turns
 from tokenlake.core.hot_copies import COPIED
-from tokenlake.core.hot_home import DEMOTED, PROMOTED
+from tokenlake.core.hot_directory import DEMOTED, PROMOTED
 from tokenlake.core.pendings import CLAIMED, WAITED
 from tokenlake.core.turns import DELAYED, NAMED
 from tokenlake.hot import rule as hot_rule
@@ -45,7 +45,7 @@ class HotMachine(ClusterMachine):
     def stampede(self, prompt: int, writer: int, pause: float) -> None:
         """All wait for one who computes, some of them together with what was found already."""
         for engine in self.cluster.alive():
-            engine.read(PROMPTS[prompt], Reading(hold_s=0.002, pending_s=0.4))
+            engine.read(PROMPTS[prompt], Reading(hold_s=0.002, in_flight_wait_s=0.4))
         self.cluster.run_for(pause)
         chosen = self.engine(writer)
         if chosen is not None:
@@ -65,7 +65,7 @@ def test_copies_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hot_rule, "REACTS_S", 0.1)
     monkeypatch.setattr(hot_rule, "DROP_S", 0.3)
     monkeypatch.setattr(hot_copies, "UNLISTED_S", 0.3)
-    monkeypatch.setattr(hot_home, "REFUSED_S", 0.1)
+    monkeypatch.setattr(hot_directory, "REFUSED_S", 0.1)
     monkeypatch.setattr(hot, "KEPT_S", 0.5)
     monkeypatch.setattr(turns, "FEW", 1)
     run_state_machine_as_test(HotMachine, settings=settings(max_examples=40, stateful_step_count=30))

@@ -16,10 +16,10 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.sim.test_cluster_machine import ClusterMachine
 from tokenlake.core.advertising import Advertising
 from tokenlake.core.checks import Checks
+from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.events import PeerSaid, Requested
 from tokenlake.core.failure import HandlerFailed
 from tokenlake.core.fetches import Fetches
-from tokenlake.core.home import Home
 from tokenlake.core.instructions import AbortFetch
 from tokenlake.core.node import NodeCore
 from tokenlake.core.peers import Peers
@@ -114,7 +114,7 @@ def dead_engine_frees_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def write_of_two_held_by_one(patch: pytest.MonkeyPatch) -> None:
-    """A second process that fills shards of a write is not counted as its holder."""
+    """A second process that fills shards of a write is not counted as its owner."""
     patch.setattr(Sessions, "attach", lambda self, write, connection: None)
 
 
@@ -133,7 +133,7 @@ def push_delivered_twice(patch: pytest.MonkeyPatch) -> None:
     original = Fetches.bring
 
     def bring(self: Fetches, node: NodeId, tenant: Any, wanted: Any, *, kind: Kind, **how: Any) -> None:
-        for key, _, _ in wanted if kind is Kind.HOME else ():
+        for key, _, _ in wanted if kind is Kind.PRIMARY else ():
             self._context.store.index(tenant).pop(key, None)
         original(self, node, tenant, wanted, kind=kind, **how)
 
@@ -151,21 +151,21 @@ def send_unpinned(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Serving, "pull", pull)
 
 
-def home_restarted_empty(patch: pytest.MonkeyPatch) -> None:
-    """Nobody advertises to a home that came back, and it answers MISSING."""
+def directory_node_restarted_empty(patch: pytest.MonkeyPatch) -> None:
+    """Nobody advertises to a directory node that came back, and it answers MISSING."""
     patch.setattr(Advertising, "begin", lambda self, node: None)
-    patch.setattr(Home, "complete", property(lambda self: True))
+    patch.setattr(DirectoryNode, "complete", property(lambda self: True))
 
 
-def second_home_copy_kept(patch: pytest.MonkeyPatch) -> None:
+def second_primary_copy_kept(patch: pytest.MonkeyPatch) -> None:
     """Whoever says that it keeps a segment is believed, and told nothing."""
 
-    def held(self: Home, node: NodeId, tenant: Any, keys: Any) -> peer.Redundant:
+    def held(self: DirectoryNode, node: NodeId, tenant: Any, keys: Any) -> peer.Redundant:
         for key in keys:
             self._context.directory.held(tenant, key, node, self._life(node))
         return peer.Redundant(tenant, b"", ())
 
-    patch.setattr(Home, "held", held)
+    patch.setattr(DirectoryNode, "held", held)
 
 
 def peer_lease_kept(patch: pytest.MonkeyPatch) -> None:
@@ -223,7 +223,7 @@ def transfer_not_checked(patch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_copy_kept(patch: pytest.MonkeyPatch) -> None:
-    """A copy that a check found wrong stays in the index; only its home is told."""
+    """A copy that a check found wrong stays in the index; only its directory node is told."""
     patch.setattr(SegmentStore, "drop", lambda self, segment, now: self.evicted.append(segment))
 
 
@@ -243,8 +243,8 @@ SEEN_BY_ENGINES = (
 SEEN_INSIDE = (
     push_delivered_twice,
     dead_engine_frees_nothing,
-    home_restarted_empty,
-    second_home_copy_kept,
+    directory_node_restarted_empty,
+    second_primary_copy_kept,
     peer_lease_kept,
     heard_before_it_is_checked,
     renewed_before_it_is_checked,

@@ -96,8 +96,8 @@ def _check_together(config: ServerConfig, origin: Mapping[str, str]) -> None:
         raise refuse("region_size", f"at most memory, {format_size(config.memory)}")
     if config.huge_pages and config.region_size % HUGE_PAGE:
         raise refuse("region_size", f"a multiple of {format_size(HUGE_PAGE)} with huge_pages")
-    if config.staged_share + config.dirty_share + config.replica_share > 0.95 + 1e-9:
-        raise refuse("staged_share", "at most 0.95 with dirty_share and replica_share: the rest is for home copies")
+    if config.cached_share + config.dirty_share + config.replica_share > 0.95 + 1e-9:
+        raise refuse("cached_share", "at most 0.95 with dirty_share and replica_share: the rest is for primary copies")
     if config.metrics == config.listen and parse_address(config.listen).port:
         raise refuse("metrics", f"another address than listen, {config.listen}")
 

@@ -41,7 +41,7 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Setting(
             kinds.one_of(*POLICIES),
-            "policy that chooses which home copies a full node evicts first and what it does not store; see "
+            "policy that chooses which primary copies a full node evicts first and what it does not store; see "
             "operations.md. Give all nodes the same: nodes compare the worth of their victims",
             why="on eight nodes it keeps at least what the other policies keep, in each trace that we tried",
         ),
@@ -55,12 +55,12 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
             why="without copies one template that all requests share makes its node the bottleneck",
         ),
     ] = "on"
-    staged_share: Annotated[
+    cached_share: Annotated[
         float,
         Setting(
             _SHARE,
-            "staged copies may displace home copies up to this share; beyond it only when all staged copies are in use",
-            why="the segments that an engine reads and writes at a time have a place; each staged copy takes the place "
+            "share up to which cached copies may displace primary copies; beyond it only when all of them are in use",
+            why="the segments that an engine reads and writes at a time have a place; each cached copy takes the place "
             "of a segment that could be found",
         ),
     ] = 0.03

@@ -1,4 +1,4 @@
-"""Telling a home what this node holds, after the home may have missed it."""
+"""Telling a directory node what this node holds, after the directory node may have missed it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SLOTS = 512
 
 
 class Advertising:
-    """One walk over the home copies per peer; a new one replaces an unfinished one."""
+    """One walk over the primary copies per peer; a new one replaces an unfinished one."""
 
     def __init__(self, context: Context, peers: Peers) -> None:
         self._context = context
@@ -24,7 +24,8 @@ class Advertising:
         self._walks: dict[NodeId, int] = {}
 
     def begin(self, node: NodeId) -> None:
-        """Tell `node` all home copies here whose home it is, then `Advertised`. It can be reached, so it is told of
+        """Tell `node` all primary copies here whose directory node it is, then `Advertised`. It can be reached, so it
+        is told of
         those that come meanwhile like any home."""
         number = self._context.next_id()
         self._walks[node] = number
@@ -49,12 +50,12 @@ class Advertising:
         segments, following = self._context.store.walk(start, SLOTS)
         by_tenant: dict[TenantId, list[SegmentKey]] = {}
         for segment in segments:
-            if segment.state is State.READY and segment.kind is Kind.HOME:
+            if segment.state is State.READY and segment.kind is Kind.PRIMARY:
                 by_tenant.setdefault(segment.tenant, []).append(segment.key)
         for tenant, keys in by_tenant.items():
-            homed = self._context.by_home(keys).get(node)
-            if homed:
-                self._peers.tell(node, wire.Held(tenant, join_keys(homed)))
+            its_keys = self._context.by_directory_node(keys).get(node)
+            if its_keys:
+                self._peers.tell(node, wire.Held(tenant, join_keys(its_keys)))
         return following
 
     def census(self) -> dict[str, int]:

@@ -81,7 +81,7 @@ class Checks:
             peer.Pong: lambda node, m: self._reply(node, m, 0),
             peer.Redundant: lambda node, m: self._names(m, m.nodes),
             peer.Evicted: lambda node, m: self._names(m, (m.node,)),
-            peer.Replicate: lambda node, m: self._names(m, (m.source, m.holder)),
+            peer.Replicate: lambda node, m: self._names(m, (m.source, m.owner)),
             peer.Reads: self._reads,
             peer.HotSet: self._hot_set,
         }
@@ -155,7 +155,7 @@ class Checks:
     def _ready_reply(self, node: NodeId, message: peer.ReadyReply) -> None:
         self._reply(node, message, len(message.codes))
         self._names(message, message.firsts)
-        self._names(message, [former for former in message.formers if former])
+        self._names(message, [previous_owner for previous_owner in message.previous_owners if previous_owner])
 
     def _reads(self, node: NodeId, message: peer.Reads) -> None:
         if len(message.depths) > COUNTERS:

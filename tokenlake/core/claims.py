@@ -1,4 +1,4 @@
-"""What the homes are told of segments that engines here write, or are about to.
+"""What the directory nodes are told of segments that engines here write, or are about to.
 
 A match that may wait claims the first segment that it misses (`pendings`). An engine that computes a prompt in several
 steps stores a part of it after each, so it claims the rest as well: else whoever waits would be told to compute what
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenlake.core.context import Context
-from tokenlake.core.home import Home
+from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.peers import Peers
-from tokenlake.core.pendings import MAX_PENDING_S
+from tokenlake.core.pendings import MAX_IN_FLIGHT_WAIT_S
 from tokenlake.core.sessions import Process
 from tokenlake.identity import ConnectionId, SegmentKey, TenantId
 from tokenlake.wire import engine
@@ -26,13 +26,14 @@ MAX_CLAIMED = 1024
 
 
 class Claims:
-    """Claimed by engines, until they take it back or end. A home forgets a claim when its time is over, or when the
+    """Claimed by engines, until they take it back or end. A directory node forgets a claim when its time is over, or
+    when the
     segment is there."""
 
-    def __init__(self, context: Context, peers: Peers, home: Home) -> None:
+    def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode) -> None:
         self._context = context
         self._peers = peers
-        self._home = home
+        self._directory_node = directory_node
         self._claimed: dict[ConnectionId, tuple[TenantId, dict[SegmentKey, None]]] = {}
 
     def claim(self, process: Process, request: engine.Claim) -> None:
@@ -50,7 +51,7 @@ class Claims:
             del mine[key]
         self._end(tenant, over)
         absent = [key for key in keys if self._context.store.get(tenant, key) is None]
-        self.announce(tenant, absent, min(request.seconds, MAX_PENDING_S))
+        self.announce(tenant, absent, min(request.seconds, MAX_IN_FLIGHT_WAIT_S))
 
     def gone(self, connection: ConnectionId) -> None:
         """The process is dead, or left."""
@@ -58,22 +59,22 @@ class Claims:
         self._end(tenant, list(mine))
 
     def announce(self, tenant: TenantId, keys: Sequence[SegmentKey], deadline_s: float) -> None:
-        """Tell their homes that they are PENDING here, for so long at most."""
-        for home, homed in self._context.by_home(keys).items():
-            message = wire.Announce(tenant, join_keys(homed), deadline_s)
-            if home == self._context.node:
-                self._home.announce(home, message, homed)
+        """Tell their directory nodes that they are PENDING here, for so long at most."""
+        for directory_node, its_keys in self._context.by_directory_node(keys).items():
+            message = wire.Announce(tenant, join_keys(its_keys), deadline_s)
+            if directory_node == self._context.node:
+                self._directory_node.announce(directory_node, message, its_keys)
             else:
-                self._peers.tell(home, message)
+                self._peers.tell(directory_node, message)
 
     def withdraw(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> None:
-        """Tell their homes that nobody writes them here any more."""
-        for home, homed in self._context.by_home(keys).items():
-            if home == self._context.node:
-                for key in homed:
-                    self._context.directory.withdraw(tenant, key, home)
+        """Tell their directory nodes that nobody writes them here any more."""
+        for directory_node, its_keys in self._context.by_directory_node(keys).items():
+            if directory_node == self._context.node:
+                for key in its_keys:
+                    self._context.directory.withdraw(tenant, key, directory_node)
             else:
-                self._peers.tell(home, wire.Withdraw(tenant, join_keys(homed)))
+                self._peers.tell(directory_node, wire.Withdraw(tenant, join_keys(its_keys)))
 
     def _end(self, tenant: TenantId, keys: list[SegmentKey]) -> None:
         """What is here, or being written, is not claimed any more but announced."""

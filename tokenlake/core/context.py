@@ -54,7 +54,7 @@ class CoreConfig(RuleSettings, frozen=True):
     peer_lease_s: float = 30.0
     """A lease to another node ends then, unless renewed; the sends it started hold their own pins."""
     sync_grace_s: float = 5.0
-    """A home that started answers UNKNOWN until every peer advertised, at most this long."""
+    """A directory node that started answers UNKNOWN until every peer advertised, at most this long."""
     directory_limit: int = 1 << 20
 
 
@@ -72,7 +72,7 @@ class Context:
         self.store = SegmentStore(
             range(config.regions),
             config.region_bytes,
-            Budgets(staged=config.staged_share, dirty=config.dirty_share, replica=config.replica_share),
+            Budgets(cached=config.cached_share, dirty=config.dirty_share, replica=config.replica_share),
             self.counters,
             policy=policy_named(config.eviction),
             quotas=config.quotas,
@@ -85,7 +85,7 @@ class Context:
         self.started = 0.0
         """When this node's rules began: the time of `NodeCore.start`."""
         self.hot_version = 0
-        """Of what this node, as a home, last told everybody of its hot segments."""
+        """Of what this node, as a directory node, last told everybody of its hot segments."""
         self.out: list[Instruction] = []
         # They begin elsewhere in each life, so that what refers to an earlier one fits nothing.
         self._ids = itertools.count(((config.incarnation & 0x7FFFFFFF) << 31) + 1)
@@ -125,13 +125,13 @@ class Context:
         if work():
             self.after(PAUSE_S, lambda: self.in_slices(work))
 
-    def by_home(self, keys: Iterable[SegmentKey]) -> Mapping[NodeId, list[SegmentKey]]:
-        """Keys grouped by their home, in order."""
+    def by_directory_node(self, keys: Iterable[SegmentKey]) -> Mapping[NodeId, list[SegmentKey]]:
+        """Keys grouped by their directory node, in order."""
         keys = list(keys)
         grouped: dict[NodeId, list[SegmentKey]] = {}
         if keys:
-            for key, (home, _) in zip(keys, self.ring.candidates(b"".join(keys)), strict=True):
-                grouped.setdefault(home, []).append(key)
+            for key, (directory_node, _) in zip(keys, self.ring.candidates(b"".join(keys)), strict=True):
+                grouped.setdefault(directory_node, []).append(key)
         return grouped
 
     def ready(self, tenant: TenantId, keys: Iterable[SegmentKey]) -> list[Segment | None]:

@@ -5,7 +5,8 @@
     report of a node, or of an engine here -> queue of the reporter -> CheckSlot -> SlotChecked
                                                                                       | right: the copy stays
                                                                                       | wrong: out of the index at once,
-                                                                                      v        its home is told
+                                                                                      v        its directory node is
+                                                                                      told
                                                                                     a miss, until it is computed again
 
 The report of a reader proves nothing: only the check drops a copy. One copy is checked at a time, reporters take turns,

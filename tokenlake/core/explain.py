@@ -5,7 +5,7 @@
     Match --> trail, in a ring --> what is fetched, given back, lost
                                         |  Asked
                                         v
-                   history of this node --- not there ---> AskWhy to the homes of what was missing
+                   history of this node --- not there ---> AskWhy to the directory nodes of what was missing
                                         v
                                      Explained
 """
@@ -22,7 +22,7 @@ from tokenlake.core.instructions import Answer
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
-from tokenlake.store.history import STAGED_RULE, Gone
+from tokenlake.store.history import CACHED_RULE, Gone
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.funnel import Funnel, Missed, Why
 from tokenlake.wire.slots import join_keys, split_keys
@@ -36,7 +36,7 @@ MAX_KEYS = 1 << 16
 MISSING_EACH = 1024
 """Of one of them."""
 WHY_S = 0.1
-"""A home that does not say within this what became of a segment does not know."""
+"""A directory node that does not say within this what became of a segment does not know."""
 NAMES = 3
 """Nodes that a reason lists."""
 
@@ -91,7 +91,7 @@ class Trail:
         return len(self.missing) + len(self.beyond) // KEY_BYTES
 
     def given_back(self, read: int, shipped: int, unfetched: Iterable[NodeId | None]) -> None:
-        """Nobody holds these any more: what was here, what was attended to where it lay, and the holders of the
+        """Nobody holds these any more: what was here, what was attended to where it lay, and the owners of the
         rest."""
         self.useful += read + shipped
         for node in unfetched:
@@ -144,9 +144,9 @@ class Explain:
                 trail.missing.append(key)
                 if len(trail.missing) == MISSING_EACH:
                     break
-        former = self._trails.pop((tenant, trail.name), None)
+        previous_owner = self._trails.pop((tenant, trail.name), None)
         self._trails[tenant, trail.name] = trail
-        self._keys += trail.keys - (former.keys if former is not None else 0)
+        self._keys += trail.keys - (previous_owner.keys if previous_owner is not None else 0)
         while len(self._trails) > MAX_TRAILS or self._keys > MAX_KEYS:
             _, oldest = self._trails.popitem(last=False)
             self._keys -= oldest.keys
@@ -154,7 +154,7 @@ class Explain:
     # -- questions
 
     def asked(self, connection: int, tenant: TenantId, message: engine.Explain) -> None:
-        """Answered when all homes said what became of what was missing, after `WHY_S` at the latest."""
+        """Answered when all directory nodes said what became of what was missing, after `WHY_S` at the latest."""
         trail = self._trails.get((tenant, message.request))
         if trail is None:
             self._context.emit(Answer(connection, engine.Explained(message.id, None)))
@@ -165,19 +165,19 @@ class Explain:
             gone = self._context.history.get(tenant, key)
             if gone is not None:
                 question.found[key] = self._told(gone)
-            if gone is None or gone.rule == STAGED_RULE:
-                # That its home copy went as well says more.
+            if gone is None or gone.rule == CACHED_RULE:
+                # That its primary copy went as well says more.
                 unknown.append(key)
-        homes = dict(self._context.by_home(unknown))
-        homes.pop(self._context.node, None)
-        waiting = len(homes)
+        directory_nodes = dict(self._context.by_directory_node(unknown))
+        directory_nodes.pop(self._context.node, None)
+        waiting = len(directory_nodes)
 
-        def heard(home: NodeId, keys: list[SegmentKey], reply: Reply | None) -> None:
+        def heard(directory_node: NodeId, keys: list[SegmentKey], reply: Reply | None) -> None:
             nonlocal waiting
             waiting -= 1
             told = (reply.rules, reply.nodes, reply.ago_s) if isinstance(reply, peer.ToldWhy) else ()
             if [len(each) for each in told] != 3 * [len(keys)]:
-                question.silent[home] = None
+                question.silent[directory_node] = None
             else:
                 for key, (rule, node, ago) in zip(keys, zip(*told, strict=True), strict=True):
                     if rule:
@@ -185,10 +185,10 @@ class Explain:
             if not waiting:
                 self._answer(question)
 
-        for home, keys in homes.items():
+        for directory_node, keys in directory_nodes.items():
             ask = partial(_ask_why, tenant=tenant, keys=join_keys(keys))
-            self._peers.call(home, ask, WHY_S, partial(heard, home, keys), proves_life=False)
-        if not homes:
+            self._peers.call(directory_node, ask, WHY_S, partial(heard, directory_node, keys), proves_life=False)
+        if not directory_nodes:
             self._answer(question)
 
     def _told(self, gone: Gone) -> tuple[str, str, float, float]:
@@ -203,7 +203,7 @@ class Explain:
         self._peers.tell(node, peer.ToldWhy(message.call, rules, nodes, ago_s))
 
     def gone(self, tenant: TenantId, keys: Iterable[SegmentKey], message: peer.Evicted) -> None:
-        """A node told this one, their home, by which rule these left it."""
+        """A node told this one, their directory node, by which rule these left it."""
         if message.rule:
             for key in keys:
                 self._context.history.add(tenant, key, Gone(self._context.now, message.rule, message.node))
@@ -273,15 +273,23 @@ class Explain:
         """What nobody remembers, of so many that are missing."""
         trail = question.trail
         keys = [key for key in trail.missing if key not in question.found]
-        homes: dict[NodeId, int] = {home: len(homed) for home, homed in self._context.by_home(keys).items()}
-        silent = {home: homes.pop(home) for home in question.silent if home in homes}
+        directory_nodes: dict[NodeId, int] = {
+            directory_node: len(its_keys) for directory_node, its_keys in self._context.by_directory_node(keys).items()
+        }
+        silent = {
+            directory_node: directory_nodes.pop(directory_node)
+            for directory_node in question.silent
+            if directory_node in directory_nodes
+        }
         pools = {pool.slot_bytes: pool for pool in self._context.store.pools() if pool.tenant == question.tenant}
         mine = pools.pop(trail.slot_bytes, None)
         other_layout = (mine is None or not any(mine.counts)) and any(any(pool.counts) for pool in pools.values())
         reasons: list[tuple[Why, str, int]] = []
-        if homes:
-            detail = f"not known to {_names(homes)}"
-            reasons.append((Why.OTHER_LAYOUT if other_layout else Why.NEVER_STORED, detail, sum(homes.values())))
+        if directory_nodes:
+            detail = f"not known to {_names(directory_nodes)}"
+            reasons.append(
+                (Why.OTHER_LAYOUT if other_layout else Why.NEVER_STORED, detail, sum(directory_nodes.values()))
+            )
         if silent:
             reasons.append((Why.UNKNOWN, f"no answer from {_names(silent)}", sum(silent.values())))
         if missing > len(trail.missing):

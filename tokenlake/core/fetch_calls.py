@@ -105,12 +105,12 @@ class FetchCall:
                 node,
                 session.tenant,
                 wanted,
-                kind=Kind.STAGED,
+                kind=Kind.CACHED,
                 slot_bytes=session.slot_bytes,
                 shards=session.shards,
                 wait_s=limit_s,
                 request=self.request.request,
-                advice=lease.advice,
+                hints=lease.hints,
             )
 
     def _bound(self, by_node: dict[NodeId, list[int]]) -> None:

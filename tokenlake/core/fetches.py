@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from tokenlake.advice import NO_ADVICE, Advice
 from tokenlake.core.background import Background
 from tokenlake.core.context import Context
 from tokenlake.core.instructions import AbortFetch, Note, StartFetch
 from tokenlake.core.packing import CHECKSUM_BYTES
 from tokenlake.core.peers import Peers
 from tokenlake.core.timers import Timer
+from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind, Segment, State
@@ -57,7 +57,7 @@ class _Flight:
     @property
     def background(self) -> bool:
         """No engine waits for it."""
-        return self.kind is not Kind.STAGED
+        return self.kind is not Kind.CACHED
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +89,7 @@ class Fetches:
         shards: int,
         wait_s: float,
         request: str = "",
-        advice: Advice | None = None,
+        hints: Hints | None = None,
     ) -> None:
         """Fetch (key, depth) each from `node` as copies of `kind`. Those that are here or on their way already
         are not fetched again; those without a slot are refused at once. `wait_s`: give up after this."""
@@ -105,12 +105,12 @@ class Fetches:
                     self._leave_queue(self._queued[known])
                 continue
             segment = self._context.store.reserve(
-                tenant, slot_bytes, key, kind, depth, self._context.now, advice or NO_ADVICE
+                tenant, slot_bytes, key, kind, depth, self._context.now, hints or NO_HINTS
             )
             if isinstance(segment, Code):
                 refused.append((on_arrival, segment))
                 continue
-            segment.source = node if kind is Kind.STAGED else None
+            segment.source = node if kind is Kind.CACHED else None
             self._waiters[segment] = [on_arrival]
             flight.segments.append(segment)
         if flight.segments and flight.background:

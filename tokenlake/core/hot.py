@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from tokenlake.core.context import Context
 from tokenlake.core.fetches import Fetches
 from tokenlake.core.hot_copies import HotCopies
-from tokenlake.core.hot_home import CROWD_READS, HotHome
+from tokenlake.core.hot_directory import CROWD_READS, HotDirectory
 from tokenlake.core.peers import Peers
 from tokenlake.core.turns import Turns
 from tokenlake.hot import COUNTERS, HotItem, KnownSets, draws, less_loaded_of_two
@@ -28,7 +28,7 @@ MAX_COUNTED = 4096
 """Segments whose reads are counted between two reports, and of one hot set."""
 CHECKSUM_BYTES = 8
 KEPT_S = 60.0
-"""A home that cannot be reached keeps its set for so long: its copies are read meanwhile."""
+"""A directory node that cannot be reached keeps its set for so long: its copies are read meanwhile."""
 
 
 class Hot:
@@ -39,7 +39,7 @@ class Hot:
         self._peers = peers
         self._known = KnownSets()
         self.copies = HotCopies(context, peers, fetches, self._known)
-        self.home = HotHome(context, peers, self._known, self.copies)
+        self.directory_node = HotDirectory(context, peers, self._known, self.copies)
         self.turns = Turns(context, peers)
         self._counted: dict[Segment, int] = {}
         """Reads since the last report."""
@@ -57,7 +57,7 @@ class Hot:
 
     def _turn(self) -> None:
         self._report()
-        self.home.decide()
+        self.directory_node.decide()
         self.copies.sweep()
         self.turns.sweep()
         self._forget_silent()
@@ -86,7 +86,7 @@ class Hot:
             self._count([segment for segment in segments if segment is not None and segment.kind is Kind.REPLICA])
 
     def _report(self) -> None:
-        """Tell the homes what was read most."""
+        """Tell the directory nodes what was read most."""
         counted, self._counted = self._counted, {}
         by_shape: dict[tuple[TenantId, int, int], list[Segment]] = {}
         for segment in counted:
@@ -94,60 +94,66 @@ class Hot:
             by_shape.setdefault((segment.tenant, segment.slot_bytes, shards), []).append(segment)
         for (tenant, slot_bytes, shards), segments in by_shape.items():
             by_key = {segment.key: segment for segment in segments}
-            for home, keys in self._context.by_home(by_key).items():
-                # More than a home counts need not be told.
+            for directory_node, keys in self._context.by_directory_node(by_key).items():
+                # More than a directory node counts need not be told.
                 most = sorted(keys, key=lambda key: -counted[by_key[key]])[:COUNTERS]
                 depths = tuple(by_key[key].depth for key in most)
                 times = tuple(counted[by_key[key]] for key in most)
                 message = wire.Reads(tenant, join_keys(most), depths, times, slot_bytes, shards)
-                if home == self._context.node:
-                    self.home.reads(message)
+                if directory_node == self._context.node:
+                    self.directory_node.reads(message)
                 else:
-                    self._peers.tell(home, message)
+                    self._peers.tell(directory_node, message)
 
     # -- sets
 
-    def told(self, home: NodeId, message: wire.HotSet) -> None:
-        """The set of `home`."""
+    def told(self, directory_node: NodeId, message: wire.HotSet) -> None:
+        """The set of `directory node`."""
         members = self._context.ring.members
-        peer = self._peers.get(home)
+        peer = self._peers.get(directory_node)
         if peer is None or not self._on:
             return
-        mine = dict.fromkeys(self._context.by_home(SegmentKey(e.key) for e in message.entries).get(home, ()))
+        mine = dict.fromkeys(
+            self._context.by_directory_node(SegmentKey(e.key) for e in message.entries).get(directory_node, ())
+        )
         nodes: dict[HotItem, tuple[NodeId, ...]] = {
             (TenantId(entry.tenant), SegmentKey(entry.key)): tuple(members[index] for index in entry.nodes)
             for entry in message.entries
             if entry.key in mine and entry.nodes
         }
-        if self._known.learn(home, peer.incarnation, message.version, nodes):
-            self.copies.learned(home)
+        if self._known.learn(directory_node, peer.incarnation, message.version, nodes):
+            self.copies.learned(directory_node)
 
-    def heard_version(self, home: NodeId, version: int) -> None:
-        """`home` says which set it has: ask for one that was missed, forget one of an earlier life."""
-        peer = self._peers.get(home)
+    def heard_version(self, directory_node: NodeId, version: int) -> None:
+        """`directory node` says which set it has: ask for one that was missed, forget one of an earlier life."""
+        peer = self._peers.get(directory_node)
         if peer is None or not self._on:
             return
-        known = self._known.version(home, peer.incarnation)
+        known = self._known.version(directory_node, peer.incarnation)
         if version > known:
-            self._peers.tell(home, wire.HotWanted())
+            self._peers.tell(directory_node, wire.HotWanted())
         elif not version and not known:
-            self._known.drop(home)
+            self._known.drop(directory_node)
 
     def _forget_silent(self) -> None:
         now, here = self._context.now, self._context.node
-        silent = [home for home in self._known.homes() if home != here and not self._peers.reachable(home)]
-        self._silent = {home: self._silent.get(home, now) for home in silent}
-        for home, since in self._silent.items():
+        silent = [
+            directory_node
+            for directory_node in self._known.directory_nodes()
+            if directory_node != here and not self._peers.reachable(directory_node)
+        ]
+        self._silent = {directory_node: self._silent.get(directory_node, now) for directory_node in silent}
+        for directory_node, since in self._silent.items():
             if now >= since + KEPT_S:
-                self._known.drop(home)
+                self._known.drop(directory_node)
 
     def gone(self, tenant: TenantId, keys: Sequence[SegmentKey], node: NodeId) -> None:
-        """`node` does not have these, whose home this node may be."""
+        """`node` does not have these, whose directory node this node may be."""
         for key in keys:
-            self.home.gone(tenant, key, node)
+            self.directory_node.gone(tenant, key, node)
 
     def copies_of(self, tenant: TenantId, key: SegmentKey) -> Sequence[NodeId]:
-        """Nodes that have a copy as some home's hot set says, the holder first; none where it is not hot."""
+        """Nodes that have a copy as some directory node's hot set says, the owner first; none where it is not hot."""
         return self._known.nodes((tenant, key))
 
     # -- choosing
@@ -194,13 +200,13 @@ class Hot:
 
     def missed(self, tenant: TenantId, missed: int, denied: Sequence[SegmentKey], node: NodeId) -> None:
         """So many that `node` was asked for are asked elsewhere. `denied`: it said that it does not have these; their
-        homes are told."""
+        directory nodes are told."""
         self._context.counters.add(MISSED, missed)
-        for home, homed in self._context.by_home(denied).items():
-            if home == self._context.node:
-                self.gone(tenant, homed, node)
+        for directory_node, its_keys in self._context.by_directory_node(denied).items():
+            if directory_node == self._context.node:
+                self.gone(tenant, its_keys, node)
             else:
-                self._peers.tell(home, wire.Evicted(tenant, join_keys(homed), node))
+                self._peers.tell(directory_node, wire.Evicted(tenant, join_keys(its_keys), node))
 
     # -- checks
 
@@ -209,16 +215,20 @@ class Hot:
         return {
             "reads to count": len(self._counted),
             "segments with readers": len(self.turns),
-            "hot homes silent": len(self._silent),
+            "hot directory nodes silent": len(self._silent),
         }
 
     def gauges(self) -> dict[str, int]:
-        """Hot segments: known of all homes, of this home, and copies of them here."""
-        return {"known": len(self._known), "of this home": len(self.home), "copies": len(self.copies)}
+        """Hot segments: known of all directory nodes, of this directory node, and copies of them here."""
+        return {
+            "known": len(self._known),
+            "of this directory node": len(self.directory_node),
+            "copies": len(self.copies),
+        }
 
     def check_integrity(self) -> None:
         """AssertionError when sets, copies and what is looked after do not add up."""
         self._known.check_integrity()
         self.copies.check_integrity()
-        self.home.check_integrity()
+        self.directory_node.check_integrity()
         self.turns.check_integrity()

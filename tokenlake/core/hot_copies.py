@@ -2,9 +2,10 @@
 
 ::
 
-    Replicate -> here? yes: staged -> REPLICA;  no: one transfer -> REPLICA -> Replicated
-    listed by its home: stays.  Not listed for UNLISTED_S, or the home's set is gone: STAGED, first to be evicted
-    listed and not here: the home is told
+    Replicate -> here? yes: cached -> REPLICA;  no: one transfer -> REPLICA -> Replicated
+    listed by its directory node: stays.  Not listed for UNLISTED_S, or the directory node's set is gone: CACHED, first
+    to be evicted
+    listed and not here: the directory node is told
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class HotCopies:
         return len(self._unlisted)
 
     def asked(self, node: NodeId, message: wire.Replicate) -> None:
-        """A home wants copies here: bring them, answer."""
+        """A directory node wants copies here: bring them, answer."""
 
         def done(codes: bytes) -> None:
             self._peers.tell(node, wire.Replicated(message.call, codes))
@@ -60,7 +61,7 @@ class HotCopies:
 
     def bring(self, message: wire.Replicate, done: Callable[[bytes], None]) -> None:
         """As `Replicate` says; `done` gets one code per key."""
-        tenant, source, holder = TenantId(message.tenant), NodeId(message.source), NodeId(message.holder)
+        tenant, source, owner = TenantId(message.tenant), NodeId(message.source), NodeId(message.owner)
         keys = split_keys(message.keys)
         if self._context.config.hot != "on" or self._peers.get(source) is None:
             done(bytes([Code.REPLICA_BUDGET]) * len(keys))
@@ -78,7 +79,7 @@ class HotCopies:
         def arrived(index: int, was_here: bool, segment: Segment | None, code: Code) -> None:
             if segment is not None:
                 self._context.store.unpin(segment)
-                code = self._keep(segment, holder)
+                code = self._keep(segment, owner)
                 self._context.counters.add(COPIED, code is Code.COMMITTED and not was_here)
             settle(index, code)
 
@@ -98,32 +99,32 @@ class HotCopies:
             wait_s=deadline_s(predicted) + GRACE_S / 2,
         )
 
-    def _keep(self, segment: Segment, holder: NodeId) -> Code:
+    def _keep(self, segment: Segment, owner: NodeId) -> Code:
         """A segment that is here becomes a replica, unless it is more than that already."""
         if segment.state is not State.READY:
             return Code.LOST
-        if segment.kind is Kind.STAGED:
+        if segment.kind is Kind.CACHED:
             if not self._context.store.replica_room(segment.pool):
                 return Code.REPLICA_BUDGET
             self._context.store.become(segment, Kind.REPLICA, self._context.now)
         if segment.kind is Kind.REPLICA:
-            segment.source = holder
+            segment.source = owner
             self._unlisted.setdefault((segment.tenant, segment.key), self._context.now)
         return Code.COMMITTED
 
     def inherit(self, tenant: TenantId, key: SegmentKey) -> None:
-        """This node is the home: its copy, if it is there, is the home copy from now on."""
+        """This node is the directory node: its copy, if it is there, is the primary copy from now on."""
         segment = self._context.store.get(tenant, key)
-        if segment is not None and segment.state is State.READY and segment.kind in (Kind.STAGED, Kind.REPLICA):
+        if segment is not None and segment.state is State.READY and segment.kind in (Kind.CACHED, Kind.REPLICA):
             segment.source = None
-            self._context.store.become(segment, Kind.HOME, self._context.now)
+            self._context.store.become(segment, Kind.PRIMARY, self._context.now)
             self._context.directory.held(tenant, key, self._context.node, self._context.incarnation)
 
-    def learned(self, home: NodeId) -> None:
-        """The set of `home` changed: what it names here stays, or is missed."""
+    def learned(self, directory_node: NodeId) -> None:
+        """The set of `directory node` changed: what it names here stays, or is missed."""
         absent: dict[TenantId, list[SegmentKey]] = {}
         here = self._context.node
-        for (tenant, key), nodes in self._known.of(home).items():
+        for (tenant, key), nodes in self._known.of(directory_node).items():
             if here not in nodes:
                 continue
             segment = self._context.store.get(tenant, key)
@@ -132,10 +133,10 @@ class HotCopies:
             elif nodes[0] != here:
                 self._keep(segment, nodes[0])
         for tenant, keys in absent.items():
-            self._peers.tell(home, wire.Evicted(tenant, join_keys(keys), here))
+            self._peers.tell(directory_node, wire.Evicted(tenant, join_keys(keys), here))
 
     def sweep(self) -> None:
-        """Of those that were looked at longest ago: replicas that no set names any more become staged copies."""
+        """Of those that were looked at longest ago: replicas that no set names any more become cached copies."""
         now = self._context.now
         for item in list(islice(self._unlisted, SWEPT)):
             since = self._unlisted.pop(item)
@@ -147,7 +148,7 @@ class HotCopies:
             elif since is None or now < since + UNLISTED_S:
                 self._unlisted[item] = now if since is None else since
             else:
-                self._context.store.become(segment, Kind.STAGED, self._context.now)
+                self._context.store.become(segment, Kind.CACHED, self._context.now)
 
     def check_integrity(self) -> None:
         """AssertionError when a replica is in nobody's care."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from tokenlake.core.access import KnownAccess
 from tokenlake.core.pendings import Waiting
 from tokenlake.core.sessions import Process
-from tokenlake.core.uses import Past
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.store import Segment
 from tokenlake.wire import Code
@@ -27,7 +27,7 @@ class MatchUnderWay:
         self.codes = bytearray([Code.LOCAL]) * len(keys)
         """The most telling of the answers: LOCAL, REMOTE, PENDING, MISSING, UNKNOWN, ..."""
         self.leases: dict[NodeId, list[int]] = {}
-        self.pasts: list[Past] = []
+        self.known_accesses: list[KnownAccess] = []
         """Of each answer its deepest key that is known there."""
         self.silent: list[NodeId] = []
         """Who did not answer."""
@@ -50,7 +50,7 @@ class MatchUnderWay:
         self.denied: set[tuple[int, NodeId]] = set()
         """(key index, who does not have it though it may be elsewhere); only ever tested for membership."""
         self.hints: dict[int, tuple[NodeId, NodeId]] = {}
-        """Per key index, (home that named a node, the node named)."""
+        """Per key index, (directory node that named a node, the node named)."""
         self.hot: dict[int, NodeId] = {}
         """Per key index, who was asked instead of the candidates and has not answered."""
         self.rather: dict[int, NodeId] = {}

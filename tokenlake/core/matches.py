@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from tokenlake.advice import Use
+from tokenlake.core.access import access_of, with_access
 from tokenlake.core.context import Context
+from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.explain import Explain, Trail
 from tokenlake.core.fetch_calls import MISSING
-from tokenlake.core.home import Home
 from tokenlake.core.hot import Hot
 from tokenlake.core.instructions import Answer
 from tokenlake.core.match_under_way import MatchUnderWay
@@ -32,7 +32,7 @@ from tokenlake.core.peers import Peers
 from tokenlake.core.pendings import Pendings, Waiting
 from tokenlake.core.rounds import Rounds
 from tokenlake.core.sessions import Lease, Process, Sessions
-from tokenlake.core.uses import use_of, with_use
+from tokenlake.hints import AccessRecord
 from tokenlake.identity import LeaseId, NodeId, SegmentKey
 from tokenlake.metrics import Metric
 from tokenlake.store import Segment, State
@@ -61,17 +61,17 @@ class Matches:
         context: Context,
         sessions: Sessions,
         peers: Peers,
-        home: Home,
+        directory_node: DirectoryNode,
         hot: Hot,
         explain: Explain,
     ) -> None:
         self._context = context
         self._hot = hot
-        self._pendings = Pendings(context, peers, home)
+        self._pendings = Pendings(context, peers, directory_node)
         self._explain = explain
         self._sessions = sessions
         self._peers = peers
-        self._rounds = Rounds(context, peers, home, hot, self._pendings, self._end)
+        self._rounds = Rounds(context, peers, directory_node, hot, self._pendings, self._end)
         self._under_way: dict[MatchUnderWay, None] = {}
 
     def match(self, process: Process, request: wire.Match) -> None:
@@ -91,8 +91,10 @@ class Matches:
 
     def _ask(self, match: MatchUnderWay) -> None:
         """First round: of every key that is not here a copy where it is hot, else both candidates, this node last."""
-        if match.request.pending_s:
-            match.waits = Waiting(self._context.now, match.request.pending_s, match.request.pending_segment_s)
+        if match.request.in_flight_wait_s:
+            match.waits = Waiting(
+                self._context.now, match.request.in_flight_wait_s, match.request.in_flight_wait_per_segment_s
+            )
         match.arrivals = self._context.store.arrivals
         missing = match.missing()
         candidates = self._context.ring.candidates(join_keys([match.keys[index] for index in missing]))
@@ -128,7 +130,7 @@ class Matches:
         self._pendings.wait(waits, lambda: self._look(match, waits, gap))
 
     def _look(self, match: MatchUnderWay, waits: Waiting, gap: int) -> None:
-        """Is `gap` still being computed? As long as nothing else has changed only its home is asked."""
+        """Is `gap` still being computed? As long as nothing else has changed only its directory node is asked."""
         self._recheck(match)
         whole = all(node is None or self._peers.usable(node) for node in match.remotes)
         if whole and match.found(len(match.keys)) == gap and self._patient(match, waits, gap):
@@ -141,7 +143,7 @@ class Matches:
 
         def claimed(code: Code) -> None:
             if code is Code.LOCAL or (code is Code.UNKNOWN and waited):
-                # It is there; or its home does not say, and its other candidate may know more.
+                # It is there; or its directory node does not say, and its other candidate may know more.
                 self._again(match)
                 return
             match.codes[gap] = code
@@ -150,8 +152,8 @@ class Matches:
             else:
                 self._finish(match)
 
-        key, home = match.keys[gap], match.candidates[gap][0]
-        self._pendings.claim(waits, match.process.session.tenant, key, home, claimed)
+        key, directory_node = match.keys[gap], match.candidates[gap][0]
+        self._pendings.claim(waits, match.process.session.tenant, key, directory_node, claimed)
 
     def _again(self, match: MatchUnderWay) -> None:
         """Ask anew about all that is not here: what was found elsewhere then is what many read there by now."""
@@ -181,10 +183,10 @@ class Matches:
         if hits == limit < len(match.keys) and match.codes[limit] <= Code.REMOTE:
             match.codes[limit] = Code.SESSION_LIMIT
         self._context.store.unpin(*(segment for segment in match.segments[hits:] if segment is not None))
-        use = use_of(match, hits, self._context.store, self._context.now)
+        access = access_of(match, hits, self._context.store, self._context.now)
         if hits < len(match.keys):
-            session.recent.add(match.request.keys, use)
-        lease = self._make_lease(match, hits, use)
+            session.recent.add(match.request.keys, access)
+        lease = self._make_lease(match, hits, access)
         self._count(match, hits)
         codes = bytes(match.codes)
         if match.request.request and session.segment_tokens:
@@ -232,12 +234,12 @@ class Matches:
                 match.codes[index] = _MISSING
                 self._context.store.unpin(segment)
 
-    def _make_lease(self, match: MatchUnderWay, hits: int, use: Use) -> Lease | None:
+    def _make_lease(self, match: MatchUnderWay, hits: int, access: AccessRecord) -> Lease | None:
         lease: Lease | None = None
         if hits:
             lease = Lease(LeaseId(self._context.next_id()), match.keys[:hits], match.process.connection)
             lease.segments = match.segments[:hits]
-            lease.advice = with_use(match.request.advice, use)
+            lease.hints = with_access(match.request.hints, access)
             if match.candidates:
                 places = zip(lease.segments, match.remotes, strict=False)
                 lease.remotes = [remote if segment is None else None for segment, remote in places]
@@ -250,19 +252,19 @@ class Matches:
         return lease
 
     def _report_stale(self, match: MatchUnderWay) -> None:
-        """A home named a node that does not have it: tell the home, or the key stays lost."""
+        """A directory node named a node that does not have it: tell the directory node, or the key stays lost."""
         stale: dict[tuple[NodeId, NodeId], list[SegmentKey]] = {}
-        for index, (home, named) in match.hints.items():
+        for index, (directory_node, named) in match.hints.items():
             if match.codes[index] > _REMOTE and (index, named) in match.denied:
                 match.codes[index] = min(match.codes[index], _MISSING)
-                stale.setdefault((home, named), []).append(match.keys[index])
+                stale.setdefault((directory_node, named), []).append(match.keys[index])
         tenant = match.process.session.tenant
-        for (home, named), keys in stale.items():
-            if home == self._context.node:
+        for (directory_node, named), keys in stale.items():
+            if directory_node == self._context.node:
                 for key in keys:
                     self._context.directory.gone(tenant, key, named)
             else:
-                self._peers.tell(home, peer_wire.Evicted(tenant, join_keys(keys), named))
+                self._peers.tell(directory_node, peer_wire.Evicted(tenant, join_keys(keys), named))
 
     def _count(self, match: MatchUnderWay, hits: int) -> None:
         """Every token asked for is counted once: now, or when its fetch ends or is skipped."""

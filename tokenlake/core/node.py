@@ -18,10 +18,10 @@ from tokenlake.core.checks import Checks
 from tokenlake.core.claims import Claims
 from tokenlake.core.context import Context, CoreConfig
 from tokenlake.core.corruption import Corruption
+from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.explain import Explain
 from tokenlake.core.failure import HandlerFailed
 from tokenlake.core.fetches import Fetches
-from tokenlake.core.home import Home
 from tokenlake.core.hot import Hot
 from tokenlake.core.instructions import Answer, Instruction, Say, Stamp, Welcomed
 from tokenlake.core.learned import Learned
@@ -53,17 +53,17 @@ class NodeCore:
         self._peers = Peers(context, self._lost, self._suspected, self._restored)
         self._touches = Touches(context, self._peers, lambda segments: self._pushes.again(segments))
         self._sessions = Sessions(context, self._touches)
-        self._home = Home(context, self._peers)
+        self._directory_node = DirectoryNode(context, self._peers)
         self._fetches = Fetches(context, self._peers)
         self._hot = Hot(context, self._peers, self._fetches)
         self._regions = Regions(context, self._sessions)
-        self._serving = Serving(context, self._peers, self._home, self._hot)
-        self._pushes = Pushes(context, self._peers, self._home, self._fetches)
+        self._serving = Serving(context, self._peers, self._directory_node, self._hot)
+        self._pushes = Pushes(context, self._peers, self._directory_node, self._fetches)
         self._explain = Explain(context, self._peers)
-        self._matches = Matches(context, self._sessions, self._peers, self._home, self._hot, self._explain)
+        self._matches = Matches(context, self._sessions, self._peers, self._directory_node, self._hot, self._explain)
         self._corruption = Corruption(context, self._pushes.dropped)
         self._reads = Reads(context, self._sessions, self._peers, self._fetches, self._touches, self._copies_of)
-        self._claims = Claims(context, self._peers, self._home)
+        self._claims = Claims(context, self._peers, self._directory_node)
         self._writes = Writes(context, self._sessions, self._claims, self._pushes, self._touches)
         self._advertising = Advertising(context, self._peers)
         self._learned = Learned(context, self._peers)
@@ -95,7 +95,7 @@ class NodeCore:
             peer.ToldWhy: self._peers.replied,
             peer.ReleaseLease: self._on_release,
             peer.RenewLease: lambda node, m: self._serving.renew(node, m.leases),
-            peer.Announce: lambda node, m: self._home.announce(node, m, split_keys(m.keys)),
+            peer.Announce: lambda node, m: self._directory_node.announce(node, m, split_keys(m.keys)),
             peer.Withdraw: self._on_withdraw,
             peer.Ready: self._on_ready,
             peer.Offer: self._pushes.offered,
@@ -104,13 +104,13 @@ class NodeCore:
             peer.Evicted: self._on_evicted,
             peer.Corrupt: self._corruption.node_reports,
             peer.Touched: self._on_touched,
-            peer.Advertised: lambda node, m: self._home.advertised(node),
+            peer.Advertised: lambda node, m: self._directory_node.advertised(node),
             peer.Ping: self._on_ping,
             peer.Pong: self._on_pong,
-            peer.Reads: lambda node, m: self._hot.home.reads(m),
+            peer.Reads: lambda node, m: self._hot.directory_node.reads(m),
             peer.Replicate: self._hot.copies.asked,
             peer.HotSet: self._hot.told,
-            peer.HotWanted: lambda node, m: self._hot.home.wanted(node),
+            peer.HotWanted: lambda node, m: self._hot.directory_node.wanted(node),
             peer.Learned: lambda node, m: self._learned.heard(m),
             peer.AskWhy: self._explain.ask,
         }
@@ -121,7 +121,7 @@ class NodeCore:
             engine.Release: self._reads.release,
             engine.Where: self._reads.where,
             engine.Shipped: self._reads.shipped,
-            engine.Advise: self._reads.advise,
+            engine.Hint: self._reads.hint,
             engine.Corrupt: self._corruption.engine_reports,
             engine.Prepare: self._writes.prepare,
             engine.Commit: self._writes.commit,
@@ -282,8 +282,10 @@ class NodeCore:
             self._serving.release(LeaseId(lease), node)
 
     def _on_ready(self, node: NodeId, message: peer.Ready) -> None:
-        codes, firsts, formers = self._home.ready(node, TenantId(message.tenant), split_keys(message.keys))
-        self._peers.tell(node, peer.ReadyReply(message.call, codes, tuple(firsts), tuple(formers)))
+        codes, firsts, previous_owners = self._directory_node.ready(
+            node, TenantId(message.tenant), split_keys(message.keys)
+        )
+        self._peers.tell(node, peer.ReadyReply(message.call, codes, tuple(firsts), tuple(previous_owners)))
 
     def _on_ping(self, node: NodeId, message: peer.Ping) -> None:
         self._hot.heard_version(node, message.hot_version)
@@ -298,29 +300,32 @@ class NodeCore:
             self._context.directory.withdraw(TenantId(message.tenant), key, node)
 
     def _on_held(self, node: NodeId, message: peer.Held) -> None:
-        redundant = self._home.held(node, TenantId(message.tenant), split_keys(message.keys))
+        redundant = self._directory_node.held(node, TenantId(message.tenant), split_keys(message.keys))
         if redundant.keys:
             self._peers.tell(node, redundant)
 
     def _on_evicted(self, node: NodeId, message: peer.Evicted) -> None:
         keys = split_keys(message.keys)
-        self._home.left(NodeId(message.node), TenantId(message.tenant), keys, message.rule)
+        self._directory_node.left(NodeId(message.node), TenantId(message.tenant), keys, message.rule)
         self._hot.gone(TenantId(message.tenant), keys, NodeId(message.node))
         self._explain.gone(TenantId(message.tenant), keys, message)
 
     def _on_touched(self, node: NodeId, message: peer.Touched) -> None:
-        """Reads of copies elsewhere keep the home copies alive, and words about them reach them; the keys come deepest
+        """Reads of copies elsewhere keep the primary copies alive, and words about them reach them; the keys come
+        deepest
         first."""
         found = self._context.ready(TenantId(message.tenant), split_keys(message.keys))
-        homes = [segment for segment in reversed(found) if segment is not None and segment.kind is Kind.HOME]
+        directory_nodes = [
+            segment for segment in reversed(found) if segment is not None and segment.kind is Kind.PRIMARY
+        ]
         if message.used:
-            self._context.store.touch(homes, self._context.now, message.advice)
+            self._context.store.touch(directory_nodes, self._context.now, message.hints)
             self._pushes.again([segment for segment in reversed(found) if segment is not None])
-        elif message.advice is not None:
-            self._context.store.advise(homes, message.advice, self._context.now)
-        copies = [segment for segment in found if segment is not None and segment.kind is not Kind.HOME]
+        elif message.hints is not None:
+            self._context.store.hint(directory_nodes, message.hints, self._context.now)
+        copies = [segment for segment in found if segment is not None and segment.kind is not Kind.PRIMARY]
         if copies and not message.relayed:
-            self._touches.relay(copies, message.advice, used=message.used)
+            self._touches.relay(copies, message.hints, used=message.used)
 
     def _tell_evicted(self) -> None:
         evicted, self._context.store.evicted = self._context.store.evicted, []
@@ -329,18 +334,18 @@ class NodeCore:
             gone = self._context.history.get(segment.tenant, segment.key)
             by_rule.setdefault((segment.tenant, gone.rule if gone is not None else ""), []).append(segment)
         for (tenant, rule), segments in by_rule.items():
-            for home, keys in self._context.by_home(segment.key for segment in segments).items():
-                if home == self._context.node:
-                    self._home.left(home, tenant, keys, rule)
+            for directory_node, keys in self._context.by_directory_node(segment.key for segment in segments).items():
+                if directory_node == self._context.node:
+                    self._directory_node.left(directory_node, tenant, keys, rule)
                     if rule == CORRUPT_RULE:
-                        self._hot.gone(tenant, keys, home)
+                        self._hot.gone(tenant, keys, directory_node)
                 else:
-                    self._peers.tell(home, peer.Evicted(tenant, join_keys(keys), self._context.node, rule))
+                    self._peers.tell(directory_node, peer.Evicted(tenant, join_keys(keys), self._context.node, rule))
 
     def _copies_of(self, tenant: TenantId, key: SegmentKey) -> list[NodeId]:
         """Other nodes that may have a copy, the likeliest first: what its hot set or this node's directory says, then
         its candidates."""
-        named = self._home.ask(tenant, [key])[0][1]
+        named = self._directory_node.ask(tenant, [key])[0][1]
         pair = self._context.ring.candidates(key)[0]
         nodes = [*self._hot.copies_of(tenant, key), *([named] if named is not None else []), *pair]
         return [node for node in dict.fromkeys(nodes) if self._peers.usable(node)]

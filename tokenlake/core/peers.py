@@ -6,7 +6,7 @@ engine at most one deadline. A ping that stays unanswered for `suspect_s` makes 
 log and the metrics speak of.
 
 After a connection came up, or a suspect peer spoke again, frames may have been lost: both sides advertise
-their home copies anew.
+their primary copies anew.
 
 Pings cost a node the same however many others there are: a few peers have their turn in each gossip interval, and are
 pinged unless they told their load since the last one. Who is in doubt (overdue or SUSPECT) is pinged every time. So in

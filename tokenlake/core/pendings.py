@@ -2,9 +2,11 @@
 
 ::
 
-    first gap PENDING ----> its home is asked again, at growing intervals, until it is there, given up, or `pending_s`
+    first gap PENDING ----> its directory node is asked again, at growing intervals, until it is there, given up, or
+    `in_flight_wait_s`
                             have passed
-    first gap MISSING ----> claimed at its home: granted -> answered, the engine computes; others find it PENDING
+    first gap MISSING ----> claimed at its directory node: granted -> answered, the engine computes; others find it
+    PENDING
                                                  PENDING -> somebody was faster: wait
 """
 
@@ -14,19 +16,19 @@ from collections.abc import Callable
 from functools import partial
 
 from tokenlake.core.context import Context
-from tokenlake.core.home import Home
+from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
 
-__all__ = ["MAX_PENDING_S", "Pendings", "Waiting"]
+__all__ = ["MAX_IN_FLIGHT_WAIT_S", "Pendings", "Waiting"]
 
 WAITED = Metric("tokenlake_pending_waits_total", "Matches that waited for somebody who was computing what they missed")
 CLAIMED = Metric("tokenlake_pending_claims_total", "Matches whose engine was told to compute while others wait for it")
 
-MAX_PENDING_S = 10.0
+MAX_IN_FLIGHT_WAIT_S = 10.0
 """What is found meanwhile stays leased at other nodes, whose leases last `peer_lease_s`."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.05
 
@@ -34,11 +36,11 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.05
 class Waiting:
     """One match's patience."""
 
-    def __init__(self, now: float, pending_s: float, segment_s: float = 0.0) -> None:
-        """`segment_s`: of `pending_s`, for each segment that is missing; 0: all of it."""
+    def __init__(self, now: float, in_flight_wait_s: float, segment_s: float = 0.0) -> None:
+        """`segment_s`: of `in_flight_wait_s`, for each segment that is missing; 0: all of it."""
         self._segment_s = segment_s
-        self.pending_s = min(pending_s, MAX_PENDING_S)
-        self.until = now + self.pending_s
+        self.in_flight_wait_s = min(in_flight_wait_s, MAX_IN_FLIGHT_WAIT_S)
+        self.until = now + self.in_flight_wait_s
         self.pause_s = FIRST_PAUSE_S
         self.waited = False
 
@@ -46,18 +48,18 @@ class Waiting:
         """So many are missing. Only what is said first counts: the fewer are left, the longer it has waited."""
         segment_s, self._segment_s = self._segment_s, 0.0
         if segment_s:
-            less = max(0.0, self.pending_s - segments * segment_s)
-            self.pending_s -= less
+            less = max(0.0, self.in_flight_wait_s - segments * segment_s)
+            self.in_flight_wait_s -= less
             self.until -= less
 
 
 class Pendings:
     """Who waits, and who computes."""
 
-    def __init__(self, context: Context, peers: Peers, home: Home) -> None:
+    def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode) -> None:
         self._context = context
         self._peers = peers
-        self._home = home
+        self._directory_node = directory_node
 
     def patient(self, waiting: Waiting, code: int) -> bool:
         """May a match whose first gap is `code` be answered later?"""
@@ -76,32 +78,33 @@ class Pendings:
         waiting.pause_s = min(LONGEST_PAUSE_S, 2 * waiting.pause_s)
 
     def claim(
-        self, waiting: Waiting, tenant: TenantId, key: SegmentKey, home: NodeId, done: Callable[[Code], None]
+        self, waiting: Waiting, tenant: TenantId, key: SegmentKey, directory_node: NodeId, done: Callable[[Code], None]
     ) -> None:
-        """Nobody has `key`: ask its home whether this node is the one to write it. `done` is called once: PENDING when
+        """Nobody has `key`: ask its directory node whether this node is the one to write it. `done` is called once:
+        PENDING when
         another is, LOCAL when it came meanwhile, else MISSING: compute it."""
 
         def answered(code: Code) -> None:
             self._context.counters.add(CLAIMED, code is Code.MISSING)
             done(code)
 
-        if home == self._context.node:
-            code, elsewhere = self._home.ask(tenant, [key])[0]
+        if directory_node == self._context.node:
+            code, elsewhere = self._directory_node.ask(tenant, [key])[0]
             if code is Code.MISSING:
-                self._home.claim(home, tenant, key, waiting.pending_s)
+                self._directory_node.claim(directory_node, tenant, key, waiting.in_flight_wait_s)
             answered(Code.LOCAL if elsewhere is not None else code)
             return
         self._peers.call(
-            home,
-            lambda call: wire.Lookup(call, tenant, key, "", waiting.pending_s),
+            directory_node,
+            lambda call: wire.Lookup(call, tenant, key, "", waiting.in_flight_wait_s),
             self._context.config.match_deadline_s,
-            partial(self._heard, home, answered),
+            partial(self._heard, directory_node, answered),
         )
 
-    def _heard(self, home: NodeId, answered: Callable[[Code], None], reply: Reply | None) -> None:
+    def _heard(self, directory_node: NodeId, answered: Callable[[Code], None], reply: Reply | None) -> None:
         code = Code.UNKNOWN
         if isinstance(reply, wire.LookupReply) and len(reply.codes) == 1:
             if reply.lease:
-                self._peers.tell(home, wire.ReleaseLease((reply.lease,)))
+                self._peers.tell(directory_node, wire.ReleaseLease((reply.lease,)))
             code = Code(reply.codes[0]) if reply.codes[0] in (Code.PENDING, Code.MISSING) else Code.LOCAL
         answered(code)

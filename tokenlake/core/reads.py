@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenlake.advice import NO_USE
+from tokenlake.core.access import with_access
 from tokenlake.core.context import Context
 from tokenlake.core.fetch_calls import CopiesOf, FetchCall, FetchParts
 from tokenlake.core.fetches import Fetches
@@ -11,7 +11,7 @@ from tokenlake.core.packing import pack
 from tokenlake.core.peers import Peers
 from tokenlake.core.sessions import Process, Sessions
 from tokenlake.core.touches import Touches
-from tokenlake.core.uses import with_use
+from tokenlake.hints import NO_ACCESS
 from tokenlake.identity import LeaseId, NodeId
 from tokenlake.store import Segment
 from tokenlake.wire import Code
@@ -76,15 +76,15 @@ class Reads:
         if lease is not None:
             lease.shipped = max(lease.shipped, request.stop)
 
-    def advise(self, process: Process, request: wire.Advise) -> None:
+    def hint(self, process: Process, request: wire.Hint) -> None:
         """A word that came late."""
-        tenant, advice = process.session.tenant, with_use(request.advice, NO_USE)
-        self._touches.advise(tenant, split_keys(request.keys), advice)
+        tenant, hints = process.session.tenant, with_access(request.hints, NO_ACCESS)
+        self._touches.hint(tenant, split_keys(request.keys), hints)
         lease = process.session.leases.get(LeaseId(request.lease))
         if lease is not None:
             # What is still to be read of it, and given back, goes by the newest word.
-            lease.advice = advice if lease.advice is None else advice.over(lease.advice)
-            self._touches.advise(tenant, lease.keys, advice)
+            lease.hints = hints if lease.hints is None else hints.over(lease.hints)
+            self._touches.hint(tenant, lease.keys, hints)
 
     def release(self, process: Process, request: wire.Release) -> None:
         """This process no longer looks at these."""

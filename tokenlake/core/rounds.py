@@ -7,7 +7,7 @@
        |
        v
     own directory: what nobody was found to have
-       |  a home names another node, or who has it names one that many should rather read
+       |  a directory node names another node, or who has it names one that many should rather read
        v
     Lookup there (same deadline)
 
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import partial
 
 from tokenlake.core.context import Context
-from tokenlake.core.home import Home
+from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.hot import Hot
 from tokenlake.core.match_under_way import MatchUnderWay
 from tokenlake.core.peers import Peers, Reply
@@ -37,7 +37,7 @@ __all__ = ["Rounds"]
 OWN_SHARE = 0.25
 """Of a match's deadline: so long the own directory waits for the first answer of another node, and what was found
 for the answer of whoever is to be asked rather."""
-_HOME_ANSWERS = (Code.PENDING, Code.MISSING, Code.UNKNOWN)
+_DIRECTORY_ANSWERS = (Code.PENDING, Code.MISSING, Code.UNKNOWN)
 """What a lookup says of a key that is neither leased nor elsewhere."""
 _NOT_THERE = (Code.PENDING, Code.MISSING, Code.ELSEWHERE)
 """What it says of a key of which there is no copy."""
@@ -52,14 +52,14 @@ class Rounds:
         self,
         context: Context,
         peers: Peers,
-        home: Home,
+        directory_node: DirectoryNode,
         hot: Hot,
         pendings: Pendings,
         ended: Callable[[MatchUnderWay], None],
     ) -> None:
         self._context = context
         self._peers = peers
-        self._home = home
+        self._directory_node = directory_node
         self._hot = hot
         self._pendings = pendings
         self._ended = ended
@@ -94,13 +94,13 @@ class Rounds:
     def _round(self, match: MatchUnderWay, indices: list[int]) -> None:
         wanted: defaultdict[NodeId, list[int]] = defaultdict(list)
         for index in indices:
-            home, other = match.candidates[index]
+            directory_node, other = match.candidates[index]
             match.codes[index] = _UNKNOWN
             if index in match.hot:
                 wanted[match.hot[index]].append(index)
                 continue
-            wanted[home].append(index)
-            if other != home:
+            wanted[directory_node].append(index)
+            if other != directory_node:
                 wanted[other].append(index)
         match.own = wanted.pop(self._context.node, [])
         match.round, match.asking = wanted, True
@@ -154,7 +154,7 @@ class Rounds:
         if not indices:
             return
         node, codes = self._context.node, match.codes
-        answers = self._home.ask(match.process.session.tenant, [match.keys[index] for index in indices])
+        answers = self._directory_node.ask(match.process.session.tenant, [match.keys[index] for index in indices])
         for index, (code, elsewhere) in zip(indices, answers, strict=True):
             candidates = match.candidates[index]
             if candidates[0] == node:
@@ -169,7 +169,7 @@ class Rounds:
                     self._aim(match, index, elsewhere, wanted)
 
     def _aim(self, match: MatchUnderWay, index: int, node: NodeId, wanted: dict[NodeId, list[int]]) -> None:
-        """Ask the `node` that a home named, unless it was asked."""
+        """Ask the `node` that a directory node named, unless it was asked."""
         if node in match.candidates[index] or (index, node) in match.asked:
             return
         match.asked.add((index, node))
@@ -212,7 +212,7 @@ class Rounds:
             match.silent.append(node)
         if isinstance(reply, wire.LookupReply) and len(reply.codes) == len(indices) >= reply.known:
             if reply.known:
-                match.pasts.append((indices[reply.known - 1], reply.past, reply.past_age_s))
+                match.known_accesses.append((indices[reply.known - 1], reply.last_access, reply.last_access_age_s))
             if reply.lease:
                 match.leases.setdefault(node, []).append(reply.lease)
             missed = [i for i, code in zip(indices, reply.codes, strict=True) if i in match.hot and code != _LOCAL]
@@ -254,7 +254,7 @@ class Rounds:
                     self._aim(match, index, elsewhere, second)
             elif code == _MISSING and match.candidates[index][0] != node:
                 match.denied.add((index, node))
-            elif code in _HOME_ANSWERS and code < codes[index]:
+            elif code in _DIRECTORY_ANSWERS and code < codes[index]:
                 codes[index] = code
         rather = NodeId(reply.rather)
         # A candidate was asked, and has answered or will.

@@ -7,13 +7,13 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from tokenlake.advice import NO_USE, Use
 from tokenlake.core.context import Context
-from tokenlake.core.home import Home
+from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.hot import Hot
 from tokenlake.core.instructions import SendBulk
 from tokenlake.core.peers import Peers
 from tokenlake.core.timers import Timer
+from tokenlake.hints import NO_ACCESS, AccessRecord
 from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.store import Segment
@@ -52,11 +52,11 @@ class _PeerLease:
 class Serving:
     """Leases to nodes, and the sends under way."""
 
-    def __init__(self, context: Context, peers: Peers, home: Home, hot: Hot) -> None:
+    def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode, hot: Hot) -> None:
         self._context = context
         self._hot = hot
         self._peers = peers
-        self._home = home
+        self._directory_node = directory_node
         self._leases: dict[LeaseId, _PeerLease] = {}
         self._leased: Counter[SlotPool] = Counter()
         """Pins of the leases, by pool."""
@@ -70,35 +70,37 @@ class Serving:
         tenant = TenantId(message.tenant)
         found = self._context.ready(tenant, keys)
         codes = bytearray([_LOCAL]) * len(keys)
-        nodes = self._ask_home(tenant, keys, found, codes) if None in found else []
+        nodes = self._ask_directory_node(tenant, keys, found, codes) if None in found else []
         if message.claim_s:
             missing = [key for key, code in zip(keys, codes, strict=True) if code == _MISSING]
-            for key in self._context.by_home(missing).get(self._context.node, ()):
-                self._home.claim(node, tenant, key, message.claim_s)
+            for key in self._context.by_directory_node(missing).get(self._context.node, ()):
+                self._directory_node.claim(node, tenant, key, message.claim_s)
         leased = self._within_room(found, codes)
         rather = self._hot.turns.look(node, leased, patient=message.patient) if leased else None
         if rather == node:
             codes, leased, rather = codes.replace(bytes([_LOCAL]), bytes([Code.PENDING])), [], None
         lease = self._grant(node, leased) if leased else LeaseId(0)
         vacancy, load = self._context.vacancy(), self._context.load()
-        known, past, age_s = self._deepest(tenant, keys, found)
+        known, last_access, age_s = self._deepest(tenant, keys, found)
         return wire.LookupReply(
-            message.call, lease, bytes(codes), tuple(nodes), vacancy, load, known, past, age_s, rather or ""
+            message.call, lease, bytes(codes), tuple(nodes), vacancy, load, known, last_access, age_s, rather or ""
         )
 
-    def _deepest(self, tenant: TenantId, keys: list[SegmentKey], found: list[Segment | None]) -> tuple[int, Use, float]:
+    def _deepest(
+        self, tenant: TenantId, keys: list[SegmentKey], found: list[Segment | None]
+    ) -> tuple[int, AccessRecord, float]:
         """Of the last key that is here, or that is remembered: as `LookupReply` tells it."""
         known = len(found)
         while known and found[known - 1] is None:
             known -= 1
         remembered = self._context.store.remembers(tenant, keys[known:], self._context.now)
         if remembered is not None:
-            index, use, age_s = remembered
-            return known + index + 1, use, min(MAX_SECONDS, age_s)
+            index, access, age_s = remembered
+            return known + index + 1, access, min(MAX_SECONDS, age_s)
         here = found[known - 1] if known else None
-        return (0, NO_USE, 0.0) if here is None else (known, here.advice.use, self._context.since(here.touched))
+        return (0, NO_ACCESS, 0.0) if here is None else (known, here.hints.access, self._context.since(here.touched))
 
-    def _ask_home(
+    def _ask_directory_node(
         self, tenant: TenantId, keys: list[SegmentKey], found: list[Segment | None], codes: bytearray
     ) -> list[NodeId]:
         """What the directory knows of the keys that are not here goes into `codes`; the nodes it names, in order."""
@@ -108,20 +110,20 @@ class Serving:
         nodes: list[NodeId] = []
         unasked: list[SegmentKey] = []
         candidates = self._context.ring.candidates(join_keys(missing))
-        answers = self._home.ask(tenant, missing)
-        for index, (home, other), (code, elsewhere) in zip(absent, candidates, answers, strict=True):
+        answers = self._directory_node.ask(tenant, missing)
+        for index, (directory_node, other), (code, elsewhere) in zip(absent, candidates, answers, strict=True):
             codes[index] = _MISSING
-            if here not in (home, other):
+            if here not in (directory_node, other):
                 # Asked only because a candidate named this node: what it knows is out of date.
                 unasked.append(keys[index])
             elif elsewhere is not None:
                 codes[index] = code
                 nodes.append(elsewhere)
-            elif home == here:
+            elif directory_node == here:
                 # The other candidate knows only what it was told in place of the home.
                 codes[index] = code
-        for home, gone in self._context.by_home(unasked).items():
-            self._peers.tell(home, wire.Evicted(tenant, join_keys(gone), here))
+        for directory_node, gone in self._context.by_directory_node(unasked).items():
+            self._peers.tell(directory_node, wire.Evicted(tenant, join_keys(gone), here))
         return nodes
 
     def _within_room(self, found: list[Segment | None], codes: bytearray) -> list[Segment]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from tokenlake.advice import Advice
+from tokenlake.core.access import RecentMatches
 from tokenlake.core.context import Context
 from tokenlake.core.explain import Trail
 from tokenlake.core.timers import Timer
 from tokenlake.core.touches import Touches
-from tokenlake.core.uses import RecentMatches
+from tokenlake.hints import Hints
 from tokenlake.identity import ConnectionId, LeaseId, NodeId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.metrics import Metric
 from tokenlake.store import Segment, State
@@ -52,7 +52,7 @@ class Lease:
         self.coming: dict[int, int] = {}
         """Items on their way here: how many fetches wait for each."""
         self.remote_leases: list[tuple[NodeId, int]] = []
-        self.advice: Advice | None = None
+        self.hints: Hints | None = None
         """Of the request, for every read of its items."""
         self.trail: Trail | None = None
         """What is noted for `Explain`."""
@@ -97,7 +97,7 @@ class Write:
         self.timer: Timer | None = None
         self.request = ""
         """What the logs call it by."""
-        self.advice: Advice | None = None
+        self.hints: Hints | None = None
         """Of that request."""
 
 
@@ -334,7 +334,7 @@ class Sessions:
             if stop - start < len(lease.keys):
                 # It was given back in parts, perhaps parents first: once more as one prompt.
                 found = self._context.ready(session.tenant, lease.keys)
-                self._touches.read([segment for segment in found if segment is not None], lease.advice)
+                self._touches.read([segment for segment in found if segment is not None], lease.hints)
 
     def _drop(self, session: Session, lease: Lease, start: int, stop: int, count: int) -> None:
         """A range of which nobody holds any more the `count` items that are left in it."""
@@ -352,7 +352,7 @@ class Sessions:
         lease.remotes[start:stop] = [None] * (stop - start)
         self._context.store.unpin(*dropped)
         # Until now they were in use, and nothing could displace them: their turn is counted from here.
-        self._touches.read(dropped, lease.advice)
+        self._touches.read(dropped, lease.hints)
 
     def take_peer_releases(self) -> dict[NodeId, list[int]]:
         """Leases at other nodes that nobody needs any more; the caller gives them back."""
@@ -431,7 +431,7 @@ class Sessions:
                 write.timer.cancel()
 
     def take_given_up(self) -> list[tuple[TenantId, SegmentKey]]:
-        """Segments that nobody writes here any more; the caller tells their homes."""
+        """Segments that nobody writes here any more; the caller tells their directory nodes."""
         taken, self.given_up = self.given_up, []
         return taken
 

@@ -1,12 +1,12 @@
-"""Reads keep segments alive: here at once, at the holders of copies in batches."""
+"""Reads keep segments alive: here at once, at the owners of copies in batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from tokenlake.advice import Advice
 from tokenlake.core.context import Context
 from tokenlake.core.peers import Peers
+from tokenlake.hints import Hints
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.store import Kind, Segment, State
 from tokenlake.wire import peer as wire
@@ -15,16 +15,16 @@ from tokenlake.wire.slots import join_keys
 __all__ = ["Touches"]
 
 MAX_TOUCHED = 4096
-"""Keys in one report to one holder; more reads of copies in one gossip interval are not reported."""
-_READY, _HOME = State.READY, Kind.HOME
+"""Keys in one report to one owner; more reads of copies in one gossip interval are not reported."""
+_READY, _PRIMARY = State.READY, Kind.PRIMARY
 
 
-Word = tuple[Advice | None, bool, bool]
-"""(advice, was it a use, is it relayed?): what is told of a segment."""
+Word = tuple[Hints | None, bool, bool]
+"""(hints, was it a use, is it relayed?): what is told of a segment."""
 
 
 class _Batch:
-    """What there is to tell one holder."""
+    """What there is to tell one owner."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -32,7 +32,7 @@ class _Batch:
 
 
 class Touches:
-    """What was read here of copies whose home copy is elsewhere, and words that came late, until it is reported."""
+    """What was read here of copies whose primary copy is elsewhere, and words that came late, until it is reported."""
 
     def __init__(self, context: Context, peers: Peers, on_read: Callable[[list[Segment]], None]) -> None:
         """`on_read`: called with READY segments of one prompt, in its order, after they were touched."""
@@ -41,21 +41,21 @@ class Touches:
         self._peers = peers
         self._batches: dict[tuple[NodeId, TenantId], _Batch] = {}
 
-    def read(self, segments: list[Segment], advice: Advice | None = None) -> None:
-        """Segments of one prompt, in its order, were read until now, or were written again, here. `advice`: of the
+    def read(self, segments: list[Segment], hints: Hints | None = None) -> None:
+        """Segments of one prompt, in its order, were read until now, or were written again, here. `hints`: of the
         request that did."""
         segments = [segment for segment in segments if segment.state is _READY]
-        self._context.store.touch(segments, self._context.now, advice)
-        self._note(segments, (advice, True, False))
+        self._context.store.touch(segments, self._context.now, hints)
+        self._note(segments, (hints, True, False))
         self._on_read(segments)
 
-    def advise(self, tenant: TenantId, keys: list[SegmentKey], advice: Advice) -> None:
+    def hint(self, tenant: TenantId, keys: list[SegmentKey], hints: Hints) -> None:
         """A word that came late about segments of one prompt, in its order. What is not here is told to both
-        candidates: the holder is one of them, unless a run was kept together."""
+        candidates: the owner is one of them, unless a run was kept together."""
         found = self._context.ready(tenant, keys)
         here = [segment for segment in found if segment is not None]
-        self._context.store.advise(here, advice, self._context.now)
-        word = (advice, False, False)
+        self._context.store.hint(here, hints, self._context.now)
+        word = (hints, False, False)
         self._note(here, word)
         absent = [key for key, segment in zip(keys, found, strict=True) if segment is None]
         elsewhere: dict[NodeId, list[SegmentKey]] = {}
@@ -67,16 +67,16 @@ class Touches:
             self._tell(node, tenant, word, told)
 
     def _note(self, segments: list[Segment], word: Word) -> None:
-        by_holder: dict[NodeId, list[SegmentKey]] = {}
+        by_owner: dict[NodeId, list[SegmentKey]] = {}
         for segment in reversed(segments):
-            if segment.kind is not _HOME and segment.source is not None:
-                by_holder.setdefault(segment.source, []).append(segment.key)
-        for node, keys in by_holder.items():
+            if segment.kind is not _PRIMARY and segment.source is not None:
+                by_owner.setdefault(segment.source, []).append(segment.key)
+        for node, keys in by_owner.items():
             self._tell(node, segments[0].tenant, word, keys)
 
-    def relay(self, copies: list[Segment], advice: Advice | None, *, used: bool) -> None:
+    def relay(self, copies: list[Segment], hints: Hints | None, *, used: bool) -> None:
         """Copies here, deepest first, were read by engines of other nodes, which know of no other."""
-        self._note(copies[::-1], (advice, used, True))
+        self._note(copies[::-1], (hints, used, True))
 
     def _tell(self, node: NodeId, tenant: TenantId, word: Word, keys: list[SegmentKey]) -> None:
         batch = self._batches.setdefault((node, tenant), _Batch())
@@ -89,8 +89,8 @@ class Touches:
         """Send the batches, deepest segments of each prompt first."""
         batches, self._batches = self._batches, {}
         for (node, tenant), batch in batches.items():
-            for (advice, used, relayed), keys in batch.by_word.items():
-                self._peers.tell(node, wire.Touched(tenant, join_keys(keys), advice, used, relayed))
+            for (hints, used, relayed), keys in batch.by_word.items():
+                self._peers.tell(node, wire.Touched(tenant, join_keys(keys), hints, used, relayed))
 
     def census(self) -> dict[str, int]:
         """Entries of each map."""

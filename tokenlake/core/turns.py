@@ -29,7 +29,7 @@ DELAYED = Metric("tokenlake_delayed_turns_total", "Lookups that were told to com
 FEW = 2
 """Readers that one copy is sent to."""
 KEPT_S = 2.0
-"""So long after it was sent last it is known to whom. Staged copies do not stay for long."""
+"""So long after it was sent last it is known to whom. Cached copies do not stay for long."""
 MAX_KEPT = 4096
 """Segments."""
 _HAS_IT = float("inf")

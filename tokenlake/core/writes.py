@@ -1,12 +1,13 @@
-"""Writing: prepare, commit, and what the homes are told.
+"""Writing: prepare, commit, and what the directory nodes are told.
 
-Prepare reserves slots and tells each home that the segments are PENDING here; commit publishes them at once as
+Prepare reserves slots and tells each directory node that the segments are PENDING here; commit publishes them at once
+as
 dirty copies and hands them to `Pushes`. Nothing here waits for the network.
 """
 
 from __future__ import annotations
 
-from tokenlake.advice import NO_ADVICE, Advice
+from tokenlake.core.access import with_access
 from tokenlake.core.claims import Claims
 from tokenlake.core.context import Context
 from tokenlake.core.instructions import Answer
@@ -14,7 +15,7 @@ from tokenlake.core.packing import CHECKSUM_BYTES
 from tokenlake.core.pushes import Pushes
 from tokenlake.core.sessions import Process, Session, Sessions, Write
 from tokenlake.core.touches import Touches
-from tokenlake.core.uses import with_use
+from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.identity import SegmentKey, TenantId, WriteId
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind, Segment, State
@@ -51,8 +52,8 @@ class Writes:
         session = process.session
         keys = split_keys(request.keys)
         write = Write(WriteId(self._context.next_id()), session.tenant, request.first, process.connection)
-        advice = with_use(request.advice, session.recent.use(keys, request.first))
-        write.request, write.advice = request.request, advice
+        hints = with_access(request.hints, session.recent.access(keys, request.first))
+        write.request, write.hints = request.request, hints
         codes = bytearray()
         slots: list[bytes] = []
         room = self._sessions.reserve_room(session)
@@ -66,7 +67,7 @@ class Writes:
                 # Nothing comes free meanwhile.
                 outcome = refusal
             else:
-                outcome = self._reserve(session, key, request.first + index, room - len(write.open), advice)
+                outcome = self._reserve(session, key, request.first + index, room - len(write.open), hints)
             if isinstance(outcome, Segment):
                 write.open[index] = outcome
                 codes.append(Code.RESERVED)
@@ -81,7 +82,7 @@ class Writes:
         # since a later key of the same request may have taken its slot.
         existing = [key for key, code in zip(keys, codes, strict=True) if code == Code.EXISTS]
         found = self._context.ready(session.tenant, existing)
-        self._touches.read([segment for segment in found if segment is not None], advice)
+        self._touches.read([segment for segment in found if segment is not None], hints)
         if write.open:
             self._sessions.add_write(session, write)
             announced = [segment.key for segment in write.open.values()]
@@ -90,16 +91,14 @@ class Writes:
         reply = wire.Prepared(request.id, number, bytes(codes), b"".join(slots))
         self._context.emit(Answer(process.connection, reply))
 
-    def _reserve(
-        self, session: Session, key: SegmentKey, depth: int, room: int, advice: Advice | None
-    ) -> Segment | Code:
+    def _reserve(self, session: Session, key: SegmentKey, depth: int, room: int, hints: Hints | None) -> Segment | Code:
         if room <= 0:
             pool = self._context.store.pool(session.tenant, session.slot_bytes)
             if pool is None:
                 return self._context.store.refusal(session.tenant, Code.NO_REGION)
             return Code.SESSION_LIMIT
         segment = self._context.store.reserve(
-            session.tenant, session.slot_bytes, key, Kind.DIRTY, depth, self._context.now, advice or NO_ADVICE
+            session.tenant, session.slot_bytes, key, Kind.DIRTY, depth, self._context.now, hints or NO_HINTS
         )
         if isinstance(segment, Segment):
             segment.missing_shards = (1 << session.shards) - 1
@@ -163,7 +162,7 @@ class Writes:
             self._sessions.give_back(process.session, write, process.connection)
 
     def withdraw_given_up(self) -> None:
-        """Tell the homes which segments nobody writes here any more."""
+        """Tell the directory nodes which segments nobody writes here any more."""
         by_tenant: dict[TenantId, list[SegmentKey]] = {}
         for tenant, key in self._sessions.take_given_up():
             by_tenant.setdefault(tenant, []).append(key)

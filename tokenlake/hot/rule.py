@@ -1,4 +1,5 @@
-"""How many copies of which segments: what a home decides from how often they are read and how busy the nodes are.
+"""How many copies of which segments: what a directory node decides from how often they are read and how busy the nodes
+are.
 
 The rule is that of the design's simulations, over reads that a copy elsewhere could take: when the load of a segment's
 node is above (1 + eps) x the mean, the segment that is read most there gets as many copies as bring each of them to a
@@ -32,7 +33,7 @@ HotItem = tuple[TenantId, SegmentKey]
 
 EPSILON = 0.1
 COUNTERS = 64
-"""Segments that a home counts at a time; 16 suffice, 8 thrash."""
+"""Segments that a directory node counts at a time; 16 suffice, 8 thrash."""
 REACTS_S, DECIDES_S = 2.0, 60.0
 """Half-lives of the two counts: the first sees a crowd come, the second knows what is read at all times."""
 GROWTH = 1.5
@@ -46,7 +47,7 @@ MOST_COPIES = 1.25
 """Times as many as its rate needs. A node may stay above the mean for what its own engines read there, which no copy
 takes from it."""
 MOST_HOT = 2 * COUNTERS
-"""Segments of a home that have copies: what is read beyond is reported by nodes that lie."""
+"""Segments of a directory node that have copies: what is read beyond is reported by nodes that lie."""
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -58,7 +59,7 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 class Change(msgspec.Struct, frozen=True):
-    """`item` is to be on `copies` nodes in all, its holder among them; 1: no copies any more."""
+    """`item` is to be on `copies` nodes in all, its owner among them; 1: no copies any more."""
 
     item: HotItem
     copies: int
@@ -134,7 +135,7 @@ class HotRule:
         loads: Mapping[NodeId, float],
         nodes_of: Callable[[HotItem], Sequence[NodeId]],
     ) -> list[Change]:
-        """What changes. `loads`: bytes per second of every node that can be reached. `nodes_of`: who has it, holder
+        """What changes. `loads`: bytes per second of every node that can be reached. `nodes_of`: who has it, owner
         first; empty when nobody is known to."""
         mean = fair_mean(list(loads.values()))
         changes = [self._drop(item, hot, mean, now) for item, hot in list(self._hot.items())]
@@ -163,7 +164,8 @@ class HotRule:
         return 1 if hot is None else hot.copies
 
     def _over(self, loads: Mapping[NodeId, float], read: list[_Read], limit: float) -> dict[NodeId, float]:
-        """By how much which nodes are above `limit`. A load is late; what this home knows to be read there is not."""
+        """By how much which nodes are above `limit`. A load is late; what this directory node knows to be read there
+        is not."""
         known: dict[NodeId, float] = {}
         for each in read:
             for node in each.nodes:

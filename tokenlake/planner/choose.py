@@ -57,7 +57,7 @@ class _Options(NamedTuple):
     moved: _Option
     """Here, or fetched from where that is cheapest."""
     shipped: Mapping[NodeId, float]
-    """Per holder that is a peer worth asking."""
+    """Per owner that is a peer worth asking."""
     recomputed: float
     """With everything behind it; infinite where that is not known."""
 
@@ -66,7 +66,7 @@ def choose(costs: Costs, sharers: Sequence[int] | None = None, *, ship: bool = T
     """Decisions for all runs of the batch, parents first, and their cost in seconds. `sharers`: per run of the tree,
     how many batches on this node read it (default: this one alone). `ship`: can queries of this model be shipped?
 
-    While the time of a prefill is not known runs are read here or fetched. Of several holders the one that is cheapest
+    While the time of a prefill is not known runs are read here or fetched. Of several owners the one that is cheapest
     to fetch from, or to ship to, is taken, the first where they are equal.
     """
     options = _options(costs, sharers)
@@ -92,10 +92,10 @@ def _options(costs: Costs, sharers: Sequence[int] | None) -> dict[int, _Options]
     options: dict[int, _Options] = {}
     behind = dict.fromkeys(costs.batch.readers, 0.0)
     for run in reversed(costs.batch.readers):
-        holders = costs.tree.runs[run].holders
-        others = [holder for holder in holders if holder != costs.node] if costs.node in holders else holders
+        owners = costs.tree.runs[run].owners
+        others = [owner for owner in owners if owner != costs.node] if costs.node in owners else owners
         moved = _Option(costs.local(run), Way.LOCAL, costs.node)
-        if len(others) == len(holders):
+        if len(others) == len(owners):
             shared = 1 if sharers is None else sharers[run]
             fetched = [costs.fetch(run, each, shared) for each in others]
             least = min(fetched)

@@ -15,8 +15,8 @@ __all__ = ["cache_load"]
 def cache_load(
     requests: Sequence[int], tree: PrefixTree, instances: Mapping[str, NodeId], layers: int, rates: Rates
 ) -> dict[NodeId, float]:
-    """Per node of `instances` or of a holder, 0 to 1: what the pool itself needs there if all `requests` (indices into
-    the tree's) are prefilled at once, in the worst case, where each run is attended at its first holder.
+    """Per node of `instances` or of a owner, 0 to 1: what the pool itself needs there if all `requests` (indices into
+    the tree's) are prefilled at once, in the worst case, where each run is attended at its first owner.
 
     The paper's `L = max(M / (M + N B T), F / (F + N P T))` with M / B and F / P measured as one, the seconds of
     attention `a`, and taken per node: `a / (a + T)`. T is the least time that the instances need for the new tokens
@@ -25,9 +25,9 @@ def cache_load(
     batch = Batch(tree, requests, rates)
     seconds = dict.fromkeys(instances.values(), 0.0)
     for run, queries in batch.queries.items():
-        holder = tree.runs[run].holders[0]
-        layer = rates.peer(holder).queries.seconds(len(batch.readers[run]), queries, 0, tree.tokens[run])
-        seconds[holder] = seconds.get(holder, 0.0) + layers * layer
+        owner = tree.runs[run].owners[0]
+        layer = rates.peer(owner).queries.seconds(len(batch.readers[run]), queries, 0, tree.tokens[run])
+        seconds[owner] = seconds.get(owner, 0.0) + layers * layer
     least = 0.0
     if rates.prefill.known:
         least = sum(rates.prefill.seconds(new, 0) for new in batch.new.values()) / max(1, len(instances))

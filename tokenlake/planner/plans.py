@@ -29,7 +29,7 @@ class QueryPlan(msgspec.Struct, frozen=True):
 
 class TransferPlan(msgspec.Struct, frozen=True):
     """New cache of one batch: per request of the batch, (its index in the tree, first segment, number of segments) that
-    its prefill completes. It is put where the batch runs; from there the pool moves it to its holders."""
+    its prefill completes. It is put where the batch runs; from there the pool moves it to its owners."""
 
     node: NodeId
     segments: tuple[tuple[int, int, int], ...]
@@ -67,15 +67,18 @@ def gen_plans(
     by_node = np.stack([_bytes(tree, batch, nodes, model) for batch in made]) if made else np.zeros((0, len(nodes)))
     places = _match(by_node[:, [nodes.index(instances[name]) for name in names]], dops)
     groups = tuple(tuple(names[place] for place in group) for group in places)
-    homes = [instances[group[0]] for group in groups]
+    instances_of = [instances[group[0]] for group in groups]
     sharers = {
-        node: _sharers(tree, [batch for batch, at in zip(made, homes, strict=True) if at == node]) for node in nodes
+        node: _sharers(tree, [batch for batch, at in zip(made, instances_of, strict=True) if at == node])
+        for node in nodes
     }
     queries = []
-    for batch, home in zip(made, homes, strict=True):
-        decisions, seconds = choose(Costs(tree, batch, home, model, rates), sharers[home])
-        queries.append(QueryPlan(home, tuple(decisions), seconds))
-    transfers = [TransferPlan(home, _new_segments(tree, batch)) for batch, home in zip(made, homes, strict=True)]
+    for batch, instance in zip(made, instances_of, strict=True):
+        decisions, seconds = choose(Costs(tree, batch, instance, model, rates), sharers[instance])
+        queries.append(QueryPlan(instance, tuple(decisions), seconds))
+    transfers = [
+        TransferPlan(instance, _new_segments(tree, batch)) for batch, instance in zip(made, instances_of, strict=True)
+    ]
     return Plans(tuple(queries), tuple(transfers), groups)
 
 
@@ -98,9 +101,9 @@ def _bytes(tree: PrefixTree, batch: Batch, nodes: Sequence[NodeId], model: Model
         queries = model.layers * (batch.queries[run] + batch.decoded[run]) * model.query_bytes
         nbytes = min(len(tree.runs[run].keys) * model.segment_bytes, queries)
         total += nbytes
-        for holder in tree.runs[run].holders:
-            if holder in held:
-                held[holder] += nbytes
+        for owner in tree.runs[run].owners:
+            if owner in held:
+                held[owner] += nbytes
     return total - np.array(list(held.values()))
 
 

@@ -24,19 +24,19 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """Consecutive segments with the same readers and the same holders."""
+    """Consecutive segments with the same readers and the same owners."""
 
     parent: int
     """Index of the run before it; -1 for the first of a prompt."""
     keys: tuple[SegmentKey, ...]
-    holders: tuple[NodeId, ...]
+    owners: tuple[NodeId, ...]
     """Nodes that have all of it, in the order given for its keys; never empty."""
     requests: tuple[int, ...]
     """Indices of the requests whose prefix it is part of, ascending."""
 
 
 class PrefixTree:
-    """What is cached of the prefixes of `requests`. Only what `holders` said when it was grown: a plan made from it may
+    """What is cached of the prefixes of `requests`. Only what `owners` said when it was grown: a plan made from it may
     meet segments that are gone. Not to be changed."""
 
     def __init__(self, requests: Sequence[Request], segment_tokens: int, runs: Sequence[Run]) -> None:
@@ -63,7 +63,7 @@ class PrefixTree:
         """Segments of the tree that each node holds, by node."""
         held: dict[NodeId, int] = {}
         for run in self.runs:
-            for node in run.holders:
+            for node in run.owners:
                 held[node] = held.get(node, 0) + len(run.keys)
         return held
 
@@ -71,25 +71,25 @@ class PrefixTree:
 class _Node:
     """One segment while the tree grows."""
 
-    __slots__ = ("children", "holders", "key", "requests")
+    __slots__ = ("children", "key", "owners", "requests")
 
-    def __init__(self, key: SegmentKey, holders: tuple[NodeId, ...]) -> None:
+    def __init__(self, key: SegmentKey, owners: tuple[NodeId, ...]) -> None:
         self.key = key
-        self.holders = holders
+        self.owners = owners
         self.children: dict[SegmentKey, _Node] = {}
         self.requests: list[int] = []
 
 
 def grow(
-    requests: Sequence[Request], holders: Mapping[SegmentKey, tuple[NodeId, ...]], segment_tokens: int
+    requests: Sequence[Request], owners: Mapping[SegmentKey, tuple[NodeId, ...]], segment_tokens: int
 ) -> PrefixTree:
-    """The tree of `requests`. `holders`: the nodes that have each segment; a prefix ends at the first that nobody has,
+    """The tree of `requests`. `owners`: the nodes that have each segment; a prefix ends at the first that nobody has,
     and leaves at least one token of its prompt to compute."""
     top: dict[SegmentKey, _Node] = {}
     for index, request in enumerate(requests):
         level = top
         for key in request.keys[: max(0, request.tokens - 1) // segment_tokens]:
-            where = holders.get(key, ())
+            where = owners.get(key, ())
             if not where:
                 break
             node = level.setdefault(key, _Node(key, where))
@@ -103,10 +103,10 @@ def grow(
         last = node
         while len(last.children) == 1:
             (child,) = last.children.values()
-            if child.requests != node.requests or child.holders != node.holders:
+            if child.requests != node.requests or child.owners != node.owners:
                 break
             keys.append(child.key)
             last = child
         waiting += [(len(runs), child) for child in reversed(last.children.values())]
-        runs.append(Run(parent, tuple(keys), node.holders, tuple(node.requests)))
+        runs.append(Run(parent, tuple(keys), node.owners, tuple(node.requests)))
     return PrefixTree(requests, segment_tokens, runs)

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from tokenlake.identity import SegmentKey, TenantId
 
-__all__ = ["CORRUPT_RULE", "MAX_REMEMBERED", "RECLAIMED_RULE", "STAGED_RULE", "UNWORTHY_RULE", "Gone", "History"]
+__all__ = ["CORRUPT_RULE", "MAX_REMEMBERED", "RECLAIMED_RULE", "CACHED_RULE", "NOT_ADMITTED_RULE", "Gone", "History"]
 
-STAGED_RULE = "least recently used of the staged copies"
+CACHED_RULE = "least recently used of the cached copies"
 RECLAIMED_RULE = "its memory went to another tenant or layout"
-UNWORTHY_RULE = "not worth storing"
+NOT_ADMITTED_RULE = "not worth storing"
 CORRUPT_RULE = "its bytes were wrong"
 """Of what went by no policy of eviction."""
 

@@ -21,9 +21,10 @@ __all__ = ["Budgets", "SlotPool"]
 class Budgets(msgspec.Struct, frozen=True):
     """Shares of a pool's slots; each is at least two slots, so that a tiny arena works."""
 
-    staged: float = 0.10
-    """Staged copies may displace home copies up to this share. Beyond it they may use free slots, and displace home
-    copies when all staged ones are in use."""
+    cached: float = 0.10
+    """Cached copies may displace primary copies up to this share. Beyond it they may use free slots, and displace
+    directory node
+    copies when all cached ones are in use."""
     dirty: float = 0.10
     """Segments being written or waiting to be pushed."""
     replica: float = 0.05
@@ -33,7 +34,9 @@ class Budgets(msgspec.Struct, frozen=True):
 class SlotPool:
     """Free slots, and the evictable segments in order. Changed by `SegmentStore` alone."""
 
-    def __init__(self, tenant: TenantId, slot_bytes: int, budgets: Budgets, home: Callable[[], EvictionPolicy]):
+    def __init__(
+        self, tenant: TenantId, slot_bytes: int, budgets: Budgets, directory_node: Callable[[], EvictionPolicy]
+    ):
         self.tenant = tenant
         self.slot_bytes = slot_bytes
         self.budgets = budgets
@@ -42,8 +45,8 @@ class SlotPool:
         self.free: list[tuple[int, int]] = []
         """(region, slot), taken from the end."""
         # By kind, in lists: hashing an enum member for a dict runs Python code, and this is the hot path.
-        self.retention = Retention(home(), lambda: self.budget(HIGH_SHARE, self.slots))
-        """Of the home copies."""
+        self.retention = Retention(directory_node(), lambda: self.budget(HIGH_SHARE, self.slots))
+        """Of the primary copies."""
         self.order: list[EvictionPolicy] = [
             LeastRecentlyUsed(),
             LeastRecentlyUsed(),

@@ -1,4 +1,4 @@
-"""Priority and time to live of home copies: a layer over whatever policy orders them.
+"""Priority and time to live of primary copies: a layer over whatever policy orders them.
 
 ::
 
@@ -17,7 +17,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from tokenlake.advice import Advice, Use
+from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.store.eviction import EvictionPolicy, LeastRecentlyUsed
 from tokenlake.store.segment import Segment
@@ -55,28 +55,28 @@ class Retention:
 
     def insert(self, segment: Segment, now: float) -> None:
         """See `EvictionPolicy`."""
-        advice = segment.advice
-        if not (advice.priority or advice.ttl_s):
+        hints = segment.hints
+        if not (hints.priority or hints.ttl_s):
             segment.lane = NORMAL
             self.policy.insert(segment, now)
             return
-        self._put(segment, _lane_of(advice), now)
+        self._put(segment, _lane_of(hints), now)
         self._watch(segment, now)
 
     def touch(self, segment: Segment, now: float) -> None:
         """See `EvictionPolicy`."""
-        advice = segment.advice
-        if segment.lane == NORMAL and not (advice.priority or advice.ttl_s):
+        hints = segment.hints
+        if segment.lane == NORMAL and not (hints.priority or hints.ttl_s):
             self.policy.touch(segment, now)
             return
         if not self._moved(segment, now) or segment.lane == NORMAL:
             self._lanes[segment.lane].touch(segment, now)
             self._watch(segment, now)
 
-    def advised(self, segment: Segment, now: float) -> None:
+    def hinted(self, segment: Segment, now: float) -> None:
         """See `EvictionPolicy`. The time to live begins anew."""
         if not self._moved(segment, now):
-            self._lanes[segment.lane].advised(segment, now)
+            self._lanes[segment.lane].hinted(segment, now)
             self._watch(segment, now)
 
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
@@ -102,24 +102,24 @@ class Retention:
         """By which of its own rules `segment`, which is in order, would go; empty: by the policy's."""
         return {_OVERDUE: "time to live", _LOW: "low priority"}.get(segment.lane, "")
 
-    def worth(self, segment: Segment, now: float) -> float:
+    def retention_value(self, segment: Segment, now: float) -> float:
         """See `EvictionPolicy`; of a segment of high priority, as of one that is new."""
         if segment.lane == NORMAL:
-            return self.policy.worth(segment, now)
-        return self.policy.worth_of_new(segment.key, segment.advice, now) if segment.lane == _HIGH else 0.0
+            return self.policy.retention_value(segment, now)
+        return self.policy.retention_value_of_new(segment.key, segment.hints, now) if segment.lane == _HIGH else 0.0
 
-    def worth_of_new(self, key: SegmentKey, advice: Advice, now: float) -> float:
+    def retention_value_of_new(self, key: SegmentKey, hints: Hints, now: float) -> float:
         """See `EvictionPolicy`."""
-        return self.policy.worth_of_new(key, advice, now) if advice.priority >= 0 else 0.0
+        return self.policy.retention_value_of_new(key, hints, now) if hints.priority >= 0 else 0.0
 
-    def admits(self, key: SegmentKey, advice: Advice, now: float) -> bool:
+    def admits(self, key: SegmentKey, hints: Hints, now: float) -> bool:
         """See `EvictionPolicy`. What is overdue or of low priority gives way to anybody; high priority is let in."""
         self._lapse(now)
-        if advice.priority > 0 or len(self._lanes[_OVERDUE]) or len(self._lanes[_LOW]):
+        if hints.priority > 0 or len(self._lanes[_OVERDUE]) or len(self._lanes[_LOW]):
             return True
-        return self.policy.admits(key, advice, now)
+        return self.policy.admits(key, hints, now)
 
-    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, Use, float] | None:
+    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, AccessRecord, float] | None:
         """See `EvictionPolicy`."""
         return self.policy.remembers(keys, now)
 
@@ -151,8 +151,8 @@ class Retention:
             self._leave(self._lanes[_HIGH].coldest(now), NORMAL)
 
     def _moved(self, segment: Segment, now: float) -> bool:
-        """Its advice, or a use, brought it to another lane."""
-        lane = _lane_of(segment.advice)
+        """Its hints, or a use, brought it to another lane."""
+        lane = _lane_of(segment.hints)
         if lane == segment.lane:
             return False
         self._lanes[segment.lane].remove(segment, now, evicted=False)
@@ -171,7 +171,7 @@ class Retention:
 
     def _watch(self, segment: Segment, now: float) -> None:
         """Note when it leaves its lane unless it is used."""
-        stay_s = segment.advice.ttl_s
+        stay_s = segment.hints.ttl_s
         if segment.lane == _HIGH:
             stay_s = min(stay_s or HIGH_S, HIGH_S)
         if not stay_s or segment.lane == _OVERDUE:
@@ -197,10 +197,10 @@ class Retention:
                 heapq.heappush(self._due, (until, next(self._numbers), segment))
                 continue
             # The same sum as in `_watch`, so that it is rounded alike.
-            overdue = segment.advice.ttl_s > 0 and segment.touched + segment.advice.ttl_s <= now
+            overdue = segment.hints.ttl_s > 0 and segment.touched + segment.hints.ttl_s <= now
             del self._until[segment]
             self._leave(segment, _OVERDUE if overdue else NORMAL)
 
 
-def _lane_of(advice: Advice) -> int:
-    return 1 + advice.priority
+def _lane_of(hints: Hints) -> int:
+    return 1 + hints.priority

@@ -15,7 +15,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from tokenlake.advice import NO_ADVICE
+from tokenlake.hints import NO_HINTS
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.wire.slots import SlotRef
 
@@ -38,24 +38,23 @@ class Kind(IntEnum):
 
     DIRTY = 0
     """Written here, not yet pushed: never a victim."""
-    STAGED = 1
+    CACHED = 1
     """Kept because a local engine wrote or fetched it; first victim."""
-    HOME = 2
+    PRIMARY = 2
     """The copy the pool relies on; victim by policy."""
     REPLICA = 3
-    """An extra copy of a hot segment, on purpose: never a victim; it becomes STAGED when its home says so."""
+    """An extra copy of a hot segment, on purpose: never a victim; it becomes CACHED when its directory node says so."""
 
 
 class Segment:
     """Mutable; changed by `SegmentStore` alone, but for `checksums`, `missing_shards`, `source` and
-    `former`."""
+    `previous_owner`."""
 
     __slots__ = (
-        "advice",
         "aside",
         "checksums",
         "depth",
-        "former",
+        "hints",
         "key",
         "kind",
         "lane",
@@ -64,6 +63,7 @@ class Segment:
         "pins",
         "place",
         "pool",
+        "previous_owner",
         "record",
         "slot_bytes",
         "source",
@@ -99,18 +99,18 @@ class Segment:
         self.touched = now
         self.checksums = b""
         """8 bytes per shard once READY."""
-        self.advice = NO_ADVICE
+        self.hints = NO_HINTS
         """The newest word of those that wrote or read it."""
         self.lane = 1
         """Of `Retention`: 1 is the policy's."""
         self.record: object = None
-        """What the policy of eviction of home copies knows of it."""
+        """What the policy of eviction of primary copies knows of it."""
         self.missing_shards = 0
         """Bit mask of the shards not committed yet."""
-        self.former: NodeId | None = None
+        self.previous_owner: NodeId | None = None
         """Of a copy written here: the candidate that remembers it."""
         self.source: NodeId | None = None
-        """Of a staged copy or a replica: the node that keeps the home copy."""
+        """Of a cached copy or a replica: the node that keeps the primary copy."""
 
     def __repr__(self) -> str:
         return (

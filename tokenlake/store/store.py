@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
 
-from tokenlake.advice import NO_ADVICE, Advice, Use
+from tokenlake.hints import NO_HINTS, AccessRecord, Hints
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters, Metric
-from tokenlake.placement import MOST_WORTH, Vacancy
+from tokenlake.placement import MAX_RETENTION_VALUE, Vacancy
 from tokenlake.store.eviction import POLICIES, EvictionPolicy, LeastRecentlyUsed
-from tokenlake.store.history import CORRUPT_RULE, RECLAIMED_RULE, STAGED_RULE, UNWORTHY_RULE, Gone, History
+from tokenlake.store.history import CACHED_RULE, CORRUPT_RULE, NOT_ADMITTED_RULE, RECLAIMED_RULE, Gone, History
 from tokenlake.store.places import Cursor, Places
 from tokenlake.store.pool import Budgets, SlotPool
 from tokenlake.store.quota import Quotas
@@ -25,10 +25,10 @@ from tokenlake.wire.slots import SlotRef
 
 __all__ = ["Budgets", "SegmentStore"]
 
-UNWORTHY = Metric(
+NOT_ADMITTED_RULE_NAME = Metric(
     "tokenlake_unworthy_segments_total", "Segments not kept since what would have gone for them was worth more"
 )
-EVICTED = Metric("tokenlake_evicted_segments_total", "Segments that gave their slot to another, staged ones included")
+EVICTED = Metric("tokenlake_evicted_segments_total", "Segments that gave their slot to another, cached ones included")
 QUARANTINED = Metric(
     "tokenlake_quarantined_segments_total",
     "Segments that left the index while somebody could still touch the slot",
@@ -60,7 +60,8 @@ class SegmentStore:
     """All changes are synchronous: a reservation takes a slot, evicting if it must, or is refused at once.
 
     `reissued` and `evicted` collect what the caller has to make known (generations of slots that changed
-    hands, copies that left and that a home may think are here: home copies, staged ones of which no holder is
+    hands, copies that left and that a directory node may think are here: primary copies, cached ones of which no owner
+    is
     known, and whatever had wrong bytes); the caller empties them.
     """
 
@@ -155,13 +156,13 @@ class SegmentStore:
         return max(0, pool.budget(pool.budgets.replica, self.capacity(pool)) - pool.counts[Kind.REPLICA])
 
     def vacancy(self, now: float) -> Vacancy:
-        """Free memory, and of the home copies that pools would evict next the greatest age and the least worth."""
+        """Free memory, and of the primary copies that pools would evict next the greatest age and the least worth."""
         total = self._regions * self.region_bytes
         free = len(self._spare) * self.region_bytes
-        age, worth = 0.0, MOST_WORTH
+        age, retention_value = 0.0, MAX_RETENTION_VALUE
         for pool in self._pools.values():
             free += len(pool.free) * pool.slot_bytes
-            if not len(order := pool.order[Kind.HOME]):
+            if not len(order := pool.order[Kind.PRIMARY]):
                 continue
             # Only a look, with every answer to a peer: what is pinned on the way stays where it is in the order. A pool
             # whose coldest segments are all in use has no victim to offer now.
@@ -170,8 +171,8 @@ class SegmentStore:
                 coldest = next((segment for segment in islice(order, LOOKED_AT) if not segment.pins), None)
             if coldest is not None:
                 age = max(age, now - coldest.touched)
-                worth = min(worth, order.worth(coldest, now))
-        return Vacancy(free / total if total else 0.0, min(MAX_SECONDS, max(0.0, age)), worth)
+                retention_value = min(retention_value, order.retention_value(coldest, now))
+        return Vacancy(free / total if total else 0.0, min(MAX_SECONDS, max(0.0, age)), retention_value)
 
     # -- life of a segment
 
@@ -183,13 +184,13 @@ class SegmentStore:
         kind: Kind,
         depth: int,
         now: float,
-        advice: Advice = NO_ADVICE,
+        hints: Hints = NO_HINTS,
     ) -> Segment | Code:
         """A slot for a new segment, RESERVED, indexed and pinned once for the caller; or the reason why not.
 
-        The key must not be indexed. Victims: staged copies beyond their budget, then home copies by policy. A staged
-        copy within its budget takes a home copy's slot first, else the budget would never fill; beyond it, only when
-        all staged copies are in use, else what is leased of a prompt could keep the rest of it from being read
+        The key must not be indexed. Victims: cached copies beyond their budget, then primary copies by policy. A cached
+        copy within its budget takes a primary copy's slot first, else the budget would never fill; beyond it, only when
+        all cached copies are in use, else what is leased of a prompt could keep the rest of it from being read
         (test_a_tail_that_is_here_keeps_nobody_from_reading_its_head).
         """
         pool = self.pool(tenant, slot_bytes)
@@ -208,24 +209,24 @@ class SegmentStore:
             victim = self._victim(pool, kind, now)
             if victim is None:
                 return self.refusal(tenant, Code.NO_SLOT)
-            # Home copies compete with home copies; what an engine writes or reads needs a slot in any case.
-            if kind is victim.kind is Kind.HOME and not self._admits(pool, key, advice, now):
-                return Code.NOT_WORTH
+            # Primary copies compete with primary copies; what an engine writes or reads needs a slot in any case.
+            if kind is victim.kind is Kind.PRIMARY and not self._admits(pool, key, hints, now):
+                return Code.NOT_ADMITTED
             self._evict(victim, now)
         segment = Segment(pool, key, pool.take(self._generations), kind, depth, now)
         segment.pins = 1
-        segment.advice = advice
+        segment.hints = hints
         pool.counts[kind] += 1
         self._index.setdefault(tenant, {})[key] = segment
         self._places.of[segment.place.region][segment.place.slot] = segment
         self.reissued.append(segment.place)
         return segment
 
-    def worth_keeping(self, segment: Segment, now: float) -> bool:
-        """Should this dirty copy become a home copy here? Not where memory is full and what would go next is worth
+    def admits_primary(self, segment: Segment, now: float) -> bool:
+        """Should this dirty copy become a primary copy here? Not where memory is full and what would go next is worth
         more."""
         pool = segment.pool
-        return bool(pool.free or self._room(pool.tenant)) or self._admits(pool, segment.key, segment.advice, now)
+        return bool(pool.free or self._room(pool.tenant)) or self._admits(pool, segment.key, segment.hints, now)
 
     def publish(self, segment: Segment, checksums: bytes, now: float) -> None:
         """RESERVED -> READY. The caller's pin stays."""
@@ -256,7 +257,7 @@ class SegmentStore:
 
     def drop(self, segment: Segment, now: float) -> None:
         """The bytes of a READY segment are wrong: it leaves the index at once, whatever its kind and its pins, and
-        its home is told as of an eviction."""
+        its directory node is told as of an eviction."""
         self.found_corrupt(segment.tenant, segment.key)
         self._history.add(segment.tenant, segment.key, Gone(now, CORRUPT_RULE))
         self.evicted.append(segment)
@@ -297,26 +298,28 @@ class SegmentStore:
             elif segment.state is _GONE:
                 self._leave_quarantine(segment)
 
-    def touch(self, segments: Sequence[Segment], now: float, advice: Advice | None = None) -> None:
+    def touch(self, segments: Sequence[Segment], now: float, hints: Hints | None = None) -> None:
         """The READY segments of one prompt were read; given in prompt order, touched deepest first, so that a
-        parent outlives its children. `advice`: of the request that read them, if it gave any."""
-        if advice is not None:
-            _take_word(segments, advice)
+        parent outlives its children. `hints`: of the request that read them, if it gave any."""
+        if hints is not None:
+            _take_word(segments, hints)
         for segment in reversed(segments):
             if segment.aside:
                 segment.pool.come_back(segment)
             segment.pool.order[segment.kind].touch(segment, now)
 
-    def advise(self, segments: Sequence[Segment], advice: Advice, now: float) -> None:
+    def hint(self, segments: Sequence[Segment], hints: Hints, now: float) -> None:
         """A word about the READY segments of one prompt that came late; no use."""
-        _take_word(segments, advice)
+        _take_word(segments, hints)
         for segment in reversed(segments):
             if not segment.aside:
-                segment.pool.order[segment.kind].advised(segment, now)
+                segment.pool.order[segment.kind].hinted(segment, now)
 
     # -- what was learned
 
-    def remembers(self, tenant: TenantId, keys: Sequence[SegmentKey], now: float) -> tuple[int, Use, float] | None:
+    def remembers(
+        self, tenant: TenantId, keys: Sequence[SegmentKey], now: float
+    ) -> tuple[int, AccessRecord, float] | None:
         """Of the last of these keys that was evicted or refused and is not forgotten: its index, how it was used last,
         and how long ago."""
         if not keys:
@@ -327,7 +330,7 @@ class SegmentStore:
         return max(told, default=None, key=operator.itemgetter(0))
 
     def learned(self) -> dict[tuple[TenantId, int], bytes]:
-        """By tenant and slot size: what the policies learned of their home copies, also of pools that are gone."""
+        """By tenant and slot size: what the policies learned of their primary copies, also of pools that are gone."""
         live = {at: pool.retention.save() for at, pool in self._pools.items()}
         return {at: data for at, data in (self._learned | live).items() if data}
 
@@ -467,30 +470,30 @@ class SegmentStore:
     def _grow(self, pool: SlotPool) -> None:
         """By a spare region, which there is and which its tenant may take."""
         region = self._spare.pop(0)
-        former = max(self._generations.get(region, [0]))
+        previous_owner = max(self._generations.get(region, [0]))
         slots = RegionShape(self.region_bytes, pool.slot_bytes).slots
-        self._generations[region] = [former] * slots
+        self._generations[region] = [previous_owner] * slots
         self._places.add_region(region, slots)
         self._owned[pool.tenant] = self._owned.get(pool.tenant, 0) + 1
         pool.add_region(region, self.region_bytes)
 
-    def _admits(self, pool: SlotPool, key: SegmentKey, advice: Advice, now: float) -> bool:
-        admitted = pool.order[Kind.HOME].admits(key, advice, now)
-        self._counters.add(UNWORTHY, not admitted)
+    def _admits(self, pool: SlotPool, key: SegmentKey, hints: Hints, now: float) -> bool:
+        admitted = pool.order[Kind.PRIMARY].admits(key, hints, now)
+        self._counters.add(NOT_ADMITTED_RULE_NAME, not admitted)
         if not admitted:
-            self._history.add(pool.tenant, key, Gone(now, UNWORTHY_RULE))
+            self._history.add(pool.tenant, key, Gone(now, NOT_ADMITTED_RULE))
         return admitted
 
     def _victim(self, pool: SlotPool, kind: Kind, now: float) -> Segment | None:
         """Which segment goes so that one of `kind` can come.
 
-        A home copy displaces a staged one only where those are beyond their budget: else what other nodes push here
+        A primary copy displaces a cached one only where those are beyond their budget: else what other nodes push here
         would drive out what this node's engines read, and each read would travel again.
         """
-        room = pool.budget(pool.budgets.staged, pool.slots) - pool.counts[Kind.STAGED]
-        spares_staged = room > 0 if kind is Kind.STAGED else room >= 0 and kind is Kind.HOME
-        homes_first = spares_staged or pool.retention.overdue(now)
-        for victims in (Kind.HOME, Kind.STAGED) if homes_first else (Kind.STAGED, Kind.HOME):
+        room = pool.budget(pool.budgets.cached, pool.slots) - pool.counts[Kind.CACHED]
+        spares_cached = room > 0 if kind is Kind.CACHED else room >= 0 and kind is Kind.PRIMARY
+        primaries_first = spares_cached or pool.retention.overdue(now)
+        for victims in (Kind.PRIMARY, Kind.CACHED) if primaries_first else (Kind.CACHED, Kind.PRIMARY):
             victim = pool.victim(victims, now)
             if victim is not None:
                 return victim
@@ -499,10 +502,10 @@ class SegmentStore:
     def _evict(self, segment: Segment, now: float, rule: str = "") -> None:
         self._counters.add(EVICTED)
         if not rule:
-            rule = segment.pool.retention.rule(segment) if segment.kind is Kind.HOME else STAGED_RULE
+            rule = segment.pool.retention.rule(segment) if segment.kind is Kind.PRIMARY else CACHED_RULE
         gone = Gone(now, rule or self._rule, unused_s=max(0.0, now - segment.touched))
         self._history.add(segment.tenant, segment.key, gone)
-        if segment.kind is Kind.HOME or (segment.kind is Kind.STAGED and segment.source is None):
+        if segment.kind is Kind.PRIMARY or (segment.kind is Kind.CACHED and segment.source is None):
             self.evicted.append(segment)
         self.discard(segment, now, evicted=True)
 
@@ -523,11 +526,11 @@ class SegmentStore:
         assert sum(len(p.regions) for p in self._pools.values()) + len(self._spare) <= self._regions
 
 
-def _take_word(segments: Sequence[Segment], advice: Advice) -> None:
-    """`advice` is the newest of these. Segments of one prompt mostly had the same word before: merged once for each."""
-    former, merged = NO_ADVICE, advice
+def _take_word(segments: Sequence[Segment], hints: Hints) -> None:
+    """`hints` is the newest of these. Segments of one prompt mostly had the same word before: merged once for each."""
+    previous_owner, merged = NO_HINTS, hints
     for segment in segments:
-        if segment.advice is not former:
-            former = segment.advice
-            merged = advice.over(former)
-        segment.advice = merged
+        if segment.hints is not previous_owner:
+            previous_owner = segment.hints
+            merged = hints.over(previous_owner)
+        segment.hints = merged

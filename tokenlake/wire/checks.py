@@ -109,7 +109,7 @@ _REQUESTS: dict[type, Callable[[Any], None]] = {
     engine.Release: _release,
     engine.Where: _nothing,
     engine.Shipped: _nothing,
-    engine.Advise: _keys,
+    engine.Hint: _keys,
     engine.Corrupt: _nothing,
     engine.Prepare: _prepare,
     engine.Commit: _commit,
@@ -134,8 +134,8 @@ def _ready_reply(message: peer.ReadyReply) -> None:
     _codes(message, _READY_CODES)
     exist = message.codes.count(_EXISTS)
     _agree(message, exist, "segments that exist", "firsts")
-    if message.formers:
-        _agree(message, len(message.codes) - exist, "segments that were committed", "formers")
+    if message.previous_owners:
+        _agree(message, len(message.codes) - exist, "segments that were committed", "previous_owners")
 
 
 def _known_codes(message: peer.OfferReply | peer.Replicated) -> None:

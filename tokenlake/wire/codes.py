@@ -19,11 +19,11 @@ class Code(IntEnum):
     MISSING = 4
     """Nobody has it."""
     UNKNOWN = 5
-    """Its home does not answer, or came back and does not know yet what others hold."""
+    """Its directory node does not answer, or came back and does not know yet what others hold."""
     LOST = 6
     """It was promised and is gone, or did not arrive whole within the deadline."""
     ELSEWHERE = 7
-    """Between nodes: the home names the node that has it."""
+    """Between nodes: the directory node names the node that has it."""
 
     RESERVED = 16
     """A slot to fill, then commit."""
@@ -44,7 +44,7 @@ class Code(IntEnum):
     """Refused: no region of this slot size, and none free to become one."""
     BAD_CHECKSUM = 36
     """Refused: the bytes that arrived are not those that were written."""
-    NOT_WORTH = 37
+    NOT_ADMITTED = 37
     """Refused: memory is full, and what would go for it is worth more."""
     QUOTA = 38
     """Refused: the tenant has as much of this node's memory as it may have, and nothing of it can go now."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import msgspec
 
-from tokenlake.advice import Advice
+from tokenlake.hints import Hints
 from tokenlake.wire.fields import Index, RequestName, Seconds, SlotBytes
 from tokenlake.wire.funnel import Funnel
 
 __all__ = [
     "HERE",
     "Abort",
-    "Advise",
+    "Hint",
     "Attach",
     "Bye",
     "Claim",
@@ -112,17 +112,17 @@ class Match(_Message, frozen=True, tag=4):
     checksums: bool = True
     """Does the caller want them?"""
     request: RequestName = ""
-    advice: Advice | None = None
+    hints: Hints | None = None
     """What is known of the request already; it goes with every read of the lease."""
     tokens: Index = 0
     """Of the prompt, for `Explain`; 0: as many as the keys stand for."""
-    pending_s: Seconds = 0.0
+    in_flight_wait_s: Seconds = 0.0
     """So long the answer may wait for somebody who is about to write the first segment that is missing; where nobody
     is, the others wait so long for the caller."""
     planned: bool = False
     """It is one of a batch that one scheduler plans: hot segments are spread over their copies exactly."""
-    pending_segment_s: Seconds = 0.0
-    """Of `pending_s`, so much for each segment that is missing; 0: all of it."""
+    in_flight_wait_per_segment_s: Seconds = 0.0
+    """Of `in_flight_wait_s`, so much for each segment that is missing; 0: all of it."""
 
 
 class Matched(_Message, frozen=True, tag=5):
@@ -185,7 +185,7 @@ class Prepare(_Message, frozen=True, tag=10):
     keys: bytes
     first: Index
     request: RequestName = ""
-    advice: Advice | None = None
+    hints: Hints | None = None
     """What is known of the request already."""
 
 
@@ -302,12 +302,12 @@ class Holds(_Message, frozen=True, tag=24):
     writes: tuple[int, ...]
 
 
-class Advise(_Message, frozen=True, tag=26):
+class Hint(_Message, frozen=True, tag=26):
     """A word that came late, about consecutive segments of one prompt and, unless `lease` is 0, those of a lease. It
     reaches whoever keeps them, and is no use of them. Not answered."""
 
     keys: bytes
-    advice: Advice
+    hints: Hints
     lease: int = 0
 
 
@@ -358,7 +358,7 @@ EngineRequest = (
     | Shipped
     | OpenQuery
     | Holds
-    | Advise
+    | Hint
     | Claim
     | Corrupt
     | Explain

@@ -26,7 +26,7 @@ __all__ = [
     "SlotBytes",
     "Statistics",
     "Version",
-    "Worth",
+    "RetentionValue",
 ]
 
 MAX_AMOUNT = 1e15
@@ -68,7 +68,7 @@ Statistics = Annotated[bytes, Meta(max_length=1 << 18)]
 Version = Annotated[int, Meta(ge=0)]
 """Of what a node tells everybody; 0: nothing yet."""
 
-Worth = Annotated[float, Meta(ge=0, le=1e9)]
+RetentionValue = Annotated[float, Meta(ge=0, le=1e9)]
 """What keeping a segment is worth to the policy of eviction."""
 
 SlotBytes = Annotated[int, Meta(ge=1, le=MAX_SEGMENT_BYTES)]

@@ -24,7 +24,7 @@ class Why(StrEnum):
     """Tokens were missed because ..."""
 
     NEVER_STORED = "never_stored"
-    """their segments' homes know nothing of them: nobody stored them, or they went long ago."""
+    """their segments' directory nodes know nothing of them: nobody stored them, or they went long ago."""
     EVICTED = "evicted"
     """their segments went for others, or were not worth keeping: the detail has the rule."""
     OTHER_LAYOUT = "other_layout"
@@ -36,7 +36,7 @@ class Why(StrEnum):
     TOO_SLOW = "too_slow"
     """a node did not answer, or did not send, within the deadline."""
     UNKNOWN = "unknown"
-    """their home came back and does not know yet what others hold, or cannot be asked now."""
+    """their directory node came back and does not know yet what others hold, or cannot be asked now."""
     BEHIND_A_GAP = "behind_a_gap"
     """they are there, but something before them is not."""
     LIMIT = "limit"

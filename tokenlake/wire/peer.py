@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from tokenlake.advice import NO_USE, Advice, Use
+from tokenlake.hints import NO_ACCESS, AccessRecord, Hints
 from tokenlake.wire.fields import (
     Amount,
     Index,
@@ -21,13 +21,13 @@ from tokenlake.wire.fields import (
     Nonce,
     Proof,
     RequestName,
+    RetentionValue,
     Seconds,
     Shards,
     Share,
     SlotBytes,
     Statistics,
     Version,
-    Worth,
 )
 
 __all__ = [
@@ -125,7 +125,7 @@ class PeerRefused(_Message, frozen=True, tag=3):
 
 
 class Lookup(_Message, frozen=True, tag=4):
-    """Which of these keys do you have, or know of as their home? What is there is leased to the caller."""
+    """Which of these keys do you have, or know of as their directory node? What is there is leased to the caller."""
 
     call: int
     tenant: str
@@ -145,15 +145,15 @@ class LookupReply(_Message, frozen=True, tag=5):
     codes: bytes
     nodes: tuple[str, ...]
     """One for each ELSEWHERE, in order."""
-    vacancy: tuple[Share, Seconds, Worth]
+    vacancy: tuple[Share, Seconds, RetentionValue]
     """The sender's."""
     load: Amount
     """Bytes read from the sender's arena per second, lately."""
     known: Index = 0
     """Keys up to the last that is there, or that the sender remembers; 0: none."""
-    past: Use = NO_USE
+    last_access: AccessRecord = NO_ACCESS
     """How that one was used before."""
-    past_age_s: Seconds = 0.0
+    last_access_age_s: Seconds = 0.0
     """How long ago."""
     rather: str = ""
     """Who was sent what is leased here, of late, and is to be asked for it: many read it here. Empty: nobody."""
@@ -172,7 +172,7 @@ class RenewLease(_Message, frozen=True, tag=30):
 
 
 class Announce(_Message, frozen=True, tag=7):
-    """To the home: the sender is writing these."""
+    """To the directory node: the sender is writing these."""
 
     tenant: str
     keys: bytes
@@ -180,14 +180,14 @@ class Announce(_Message, frozen=True, tag=7):
 
 
 class Withdraw(_Message, frozen=True, tag=8):
-    """To the home: the sender gave up writing these."""
+    """To the directory node: the sender gave up writing these."""
 
     tenant: str
     keys: bytes
 
 
 class Ready(_Message, frozen=True, tag=9):
-    """To the home: the sender has these, not yet pushed."""
+    """To the directory node: the sender has these, not yet pushed."""
 
     call: int
     tenant: str
@@ -201,13 +201,13 @@ class ReadyReply(_Message, frozen=True, tag=10):
     codes: bytes
     firsts: tuple[str, ...]
     """One node for each EXISTS, in order."""
-    formers: tuple[str, ...] = ()
+    previous_owners: tuple[str, ...] = ()
     """For each COMMITTED, in order, the candidate that had it before, or refused it, and remembers it; "" for none.
     Empty: for none of them."""
 
 
 class Offer(_Message, frozen=True, tag=11):
-    """To the chosen holder: pull these from the sender and keep them."""
+    """To the chosen owner: pull these from the sender and keep them."""
 
     call: int
     tenant: str
@@ -218,7 +218,7 @@ class Offer(_Message, frozen=True, tag=11):
     shards: Shards
     request: RequestName = ""
     """That wrote them."""
-    advice: Advice | None = None
+    hints: Hints | None = None
     """Of that request."""
 
 
@@ -227,21 +227,21 @@ class OfferReply(_Message, frozen=True, tag=12):
 
     call: int
     codes: bytes
-    vacancy: tuple[Share, Seconds, Worth]
+    vacancy: tuple[Share, Seconds, RetentionValue]
     """The sender's."""
     load: Amount
     """As in `LookupReply`."""
 
 
 class Held(_Message, frozen=True, tag=13):
-    """To the home: the sender keeps the home copy of these."""
+    """To the directory node: the sender keeps the primary copy of these."""
 
     tenant: str
     keys: bytes
 
 
 class Redundant(_Message, frozen=True, tag=14):
-    """From the home: another node keeps the home copy; yours may go. One node per key in `nodes`."""
+    """From the directory node: another node keeps the primary copy; yours may go. One node per key in `nodes`."""
 
     tenant: str
     keys: bytes
@@ -249,7 +249,7 @@ class Redundant(_Message, frozen=True, tag=14):
 
 
 class Evicted(_Message, frozen=True, tag=15):
-    """To the home: `node` does not have these (any more). Said by the node itself, or by whoever asked it."""
+    """To the directory node: `node` does not have these (any more). Said by the node itself, or by whoever asked it."""
 
     tenant: str
     keys: bytes
@@ -267,7 +267,7 @@ class Corrupt(_Message, frozen=True, tag=48):
 
 
 class AskWhy(_Message, frozen=True, tag=45):
-    """To the home: somebody missed these. What became of them?"""
+    """To the directory node: somebody missed these. What became of them?"""
 
     call: int
     tenant: str
@@ -291,11 +291,11 @@ class ToldWhy(_Message, frozen=True, tag=46):
 
 
 class Touched(_Message, frozen=True, tag=16):
-    """To the holder: copies of these were read elsewhere. Deepest first."""
+    """To the owner: copies of these were read elsewhere. Deepest first."""
 
     tenant: str
     keys: bytes
-    advice: Advice | None = None
+    hints: Hints | None = None
     """Of the requests that read them; one message for each that differs."""
     used: bool = True
     """False: a word that came after the use."""
@@ -304,11 +304,12 @@ class Touched(_Message, frozen=True, tag=16):
 
 
 class Advertised(_Message, frozen=True, tag=17):
-    """The sender has told its home copies to this incarnation of the receiver, all of them."""
+    """The sender has told its primary copies to this incarnation of the receiver, all of them."""
 
 
 class Reads(_Message, frozen=True, tag=40):
-    """To the home: these were read from the sender's arena since it last said so, and could have been elsewhere."""
+    """To the directory node: these were read from the sender's arena since it last said so, and could have been
+    elsewhere."""
 
     tenant: str
     keys: bytes
@@ -320,7 +321,8 @@ class Reads(_Message, frozen=True, tag=40):
 
 
 class Replicate(_Message, frozen=True, tag=41):
-    """From the home: take copies of these from `source`, and keep them while the sender's hot set names you."""
+    """From the directory node: take copies of these from `source`, and keep them while the sender's hot set names
+    you."""
 
     call: int
     tenant: str
@@ -329,8 +331,8 @@ class Replicate(_Message, frozen=True, tag=41):
     slot_bytes: SlotBytes
     shards: Shards
     source: str
-    holder: str
-    """It keeps the home copies."""
+    owner: str
+    """It keeps the primary copies."""
 
 
 class Replicated(_Message, frozen=True, tag=42):
@@ -341,7 +343,7 @@ class Replicated(_Message, frozen=True, tag=42):
 
 
 class HotEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A hot segment, and who has a copy: positions in the ring's sorted members, the holder's first."""
+    """A hot segment, and who has a copy: positions in the ring's sorted members, the owner's first."""
 
     tenant: str
     key: Key
@@ -349,21 +351,22 @@ class HotEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class HotSet(_Message, frozen=True, tag=43):
-    """From a home: all its hot segments. A greater version of the same incarnation replaces an earlier one."""
+    """From a directory node: all its hot segments. A greater version of the same incarnation replaces an earlier
+    one."""
 
     version: Version
     entries: tuple[HotEntry, ...]
 
 
 class HotWanted(_Message, frozen=True, tag=44):
-    """To a home: send your `HotSet`; one was missed."""
+    """To a directory node: send your `HotSet`; one was missed."""
 
 
 class Ping(_Message, frozen=True, tag=18):
     """Are you there? `vacancy` and `load` (as in `LookupReply`) are the sender's."""
 
     call: int
-    vacancy: tuple[Share, Seconds, Worth]
+    vacancy: tuple[Share, Seconds, RetentionValue]
     load: Amount
     hot_version: Version
     """Of the sender's `HotSet`; 0: it has none."""
@@ -373,7 +376,7 @@ class Pong(_Message, frozen=True, tag=19):
     """Answers `Ping`."""
 
     call: int
-    vacancy: tuple[Share, Seconds, Worth]
+    vacancy: tuple[Share, Seconds, RetentionValue]
     load: Amount
     hot_version: Version
 

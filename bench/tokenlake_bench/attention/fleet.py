@@ -161,7 +161,7 @@ def _open_view(pool: Pool, keys: Sequence[SegmentKey], shape: AttentionShape, no
         lease = pool.match(keys, deadline_s=STEP_S)
         try:
             view = pool.open_view(lease, shape.q_heads, shape.scale)
-            # A holder that was late was passed over for another copy.
+            # A owner that was late was passed over for another copy.
             if view.hits == len(keys) and set(lease.nodes()) == nodes:
                 return view
             view.close()

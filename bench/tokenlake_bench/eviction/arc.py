@@ -10,9 +10,9 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from tokenlake.advice import Advice, Use
+from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import SegmentKey
-from tokenlake.store.eviction.base import SAME_USE_S, recency, refuse
+from tokenlake.store.eviction.base import SAME_ACCESS_S, recency, refuse
 from tokenlake.store.segment import Segment
 
 __all__ = ["AdaptiveReplacement"]
@@ -62,7 +62,7 @@ class AdaptiveReplacement:
 
     def touch(self, segment: Segment, now: float) -> None:
         """See `EvictionPolicy`."""
-        counts = now - segment.touched >= SAME_USE_S
+        counts = now - segment.touched >= SAME_ACCESS_S
         if segment in self._again:
             self._again.move_to_end(segment)
         elif counts:
@@ -74,8 +74,8 @@ class AdaptiveReplacement:
         if counts:
             segment.touched = now
 
-    def advised(self, segment: Segment, now: float) -> None:
-        """Advice changes nothing here."""
+    def hinted(self, segment: Segment, now: float) -> None:
+        """Hints changes nothing here."""
 
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
         """See `EvictionPolicy`."""
@@ -98,19 +98,19 @@ class AdaptiveReplacement:
     def _once_first(self) -> bool:
         return bool(self._once) and (not self._again or len(self._once) > self._for_once)
 
-    def worth(self, segment: Segment, now: float) -> float:
+    def retention_value(self, segment: Segment, now: float) -> float:
         """See `EvictionPolicy`."""
         return recency(segment, now)
 
-    def worth_of_new(self, key: SegmentKey, advice: Advice, now: float) -> float:
+    def retention_value_of_new(self, key: SegmentKey, hints: Hints, now: float) -> float:
         """See `EvictionPolicy`."""
         return 1.0
 
-    def admits(self, key: SegmentKey, advice: Advice, now: float) -> bool:
+    def admits(self, key: SegmentKey, hints: Hints, now: float) -> bool:
         """See `EvictionPolicy`."""
         return True
 
-    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, Use, float] | None:
+    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, AccessRecord, float] | None:
         """Not how it was used."""
         return None
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from tokenlake.advice import Advice, Outlook
 from tokenlake.errors import ConfigurationError
+from tokenlake.hints import Hints, Outlook
 from tokenlake_bench.baselines import Prompt
 
 __all__ = ["hints"]
 
 
-def hints(prompts: Sequence[Prompt], accuracy: float | None, seed: int) -> list[Advice]:
+def hints(prompts: Sequence[Prompt], accuracy: float | None, seed: int) -> list[Hints]:
     """One for each prompt: the length of the answer where the trace has it, and a hint that is true with probability
     `accuracy`, as `seed` draws; None: no hint.
 
@@ -30,6 +30,6 @@ def hints(prompts: Sequence[Prompt], accuracy: float | None, seed: int) -> list[
         return Outlook.GOES_ON if (last[conversation] > index) == (rng.random() < accuracy) else Outlook.OVER
 
     return [
-        Advice(outlook(index, prompt.conversation), output_tokens=prompt.output_tokens or -1)
+        Hints(outlook(index, prompt.conversation), output_tokens=prompt.output_tokens or -1)
         for index, prompt in enumerate(prompts)
     ]

@@ -9,16 +9,16 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from tokenlake.advice import Advice, Use
+from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import SegmentKey
-from tokenlake.store.eviction.base import SAME_USE_S, recency, refuse
+from tokenlake.store.eviction.base import SAME_ACCESS_S, recency, refuse
 from tokenlake.store.segment import Segment
 
 __all__ = ["S3Fifo"]
 
 SMALL_SHARE = 0.1
 """Of all segments, on probation; those beyond it go first."""
-MOST_USES = 3
+MAX_ACCESSES = 3
 """Counted; as many rounds a segment stays in the main queue without another."""
 MOST_PASSED = 1024
 """Segments that were used and are passed over in search of one that was not: each costs some 200 ns."""
@@ -27,12 +27,12 @@ MOST_PASSED = 1024
 class _Record:
     """What the policy knows of a segment, also while it is out of order."""
 
-    __slots__ = ("main", "uses")
+    __slots__ = ("accesses", "main")
 
     def __init__(self, main: bool) -> None:
         self.main = main
-        self.uses = 0
-        """Since it came or went round, at most `MOST_USES`."""
+        self.accesses = 0
+        """Since it came or went round, at most `MAX_ACCESSES`."""
 
 
 class S3Fifo:
@@ -56,13 +56,13 @@ class S3Fifo:
 
     def touch(self, segment: Segment, now: float) -> None:
         """See `EvictionPolicy`. Changes no order."""
-        if now - segment.touched >= SAME_USE_S:
+        if now - segment.touched >= SAME_ACCESS_S:
             segment.touched = now
             record = self._main.get(segment) or self._small[segment]
-            record.uses = min(record.uses + 1, MOST_USES)
+            record.accesses = min(record.accesses + 1, MAX_ACCESSES)
 
-    def advised(self, segment: Segment, now: float) -> None:
-        """Advice changes nothing here."""
+    def hinted(self, segment: Segment, now: float) -> None:
+        """Hints changes nothing here."""
 
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
         """See `EvictionPolicy`."""
@@ -79,31 +79,31 @@ class S3Fifo:
         while self._small or self._main:
             on_probation = not self._main or len(self._small) > SMALL_SHARE * len(self)
             segment, record = next(iter((self._small if on_probation else self._main).items()))
-            if not record.uses or passed == MOST_PASSED:
+            if not record.accesses or passed == MOST_PASSED:
                 return segment
             passed += 1
             if on_probation:
                 del self._small[segment]
-                record.main, record.uses = True, 0
+                record.main, record.accesses = True, 0
                 self._main[segment] = record
             else:
-                record.uses -= 1
+                record.accesses -= 1
                 self._main.move_to_end(segment)
         raise KeyError("no segment")
 
-    def worth(self, segment: Segment, now: float) -> float:
+    def retention_value(self, segment: Segment, now: float) -> float:
         """See `EvictionPolicy`."""
         return recency(segment, now)
 
-    def worth_of_new(self, key: SegmentKey, advice: Advice, now: float) -> float:
+    def retention_value_of_new(self, key: SegmentKey, hints: Hints, now: float) -> float:
         """See `EvictionPolicy`."""
         return 1.0
 
-    def admits(self, key: SegmentKey, advice: Advice, now: float) -> bool:
+    def admits(self, key: SegmentKey, hints: Hints, now: float) -> bool:
         """See `EvictionPolicy`."""
         return True
 
-    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, Use, float] | None:
+    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, AccessRecord, float] | None:
         """Not how it was used."""
         return None
 

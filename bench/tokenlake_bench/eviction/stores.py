@@ -1,11 +1,11 @@
 """The segments of some nodes without their bytes: the daemons' stores, eviction and placement, asked prompt by prompt.
 
 Prompts are served one at a time, each as the nodes would: what is found is pinned while the rest is computed; each
-segment that is not there asks its holder for a slot, which evicts or refuses; what got one is published, deepest first;
+segment that is not there asks its owner for a slot, which evicts or refuses; what got one is published, deepest first;
 then what was found is unpinned and touched, deepest first. What lies beyond the first missing segment was computed
 again although it is here: it is touched as well.
 
-Left out: dirty and staged copies, and time. Bytes are where they belong at once, and every node knows how full the
+Left out: dirty and cached copies, and time. Bytes are where they belong at once, and every node knows how full the
 others are.
 """
 
@@ -14,13 +14,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable
 
-from tokenlake.advice import Advice, Use
+from tokenlake.core.access import access_after, with_access
 from tokenlake.core.learned import TELL_S
-from tokenlake.core.uses import use_after, with_use
 from tokenlake.errors import ConfigurationError
+from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Counters
-from tokenlake.placement import Vacancy, choose_holder, default_run_length, lean_of, runs
+from tokenlake.placement import Vacancy, choose_owner, default_run_length, lean_of, runs
 from tokenlake.ring import Ring
 from tokenlake.store import Budgets, EvictionPolicy, Kind, Segment, SegmentStore
 from tokenlake.store.region import GENERATION_BYTES
@@ -49,45 +49,45 @@ class NodeStores:
         self._node: list[int] = [0] * len(self._keys)
         """That holds it, or did last."""
         self._names = [NodeId(f"node-{node}") for node in range(nodes)]
-        self._former: list[NodeId | None] = [None] * len(self._keys)
-        """That had it, or refused it, last: as the home tells a writer."""
+        self._previous_owner: list[NodeId | None] = [None] * len(self._keys)
+        """That had it, or refused it, last: as the directory node tells a writer."""
         self._numbers = {name: number for number, name in enumerate(self._names)}
         self._told_at, self._turn = 0.0, 0
         self._ring = Ring(dict.fromkeys(self._names, slots), default_run_length(nodes))
         self._candidates = self._ring.candidates(b"".join(self._keys))
 
-    def serve(self, prompt: Prompt, advice: Advice) -> int:
+    def serve(self, prompt: Prompt, hints: Hints) -> int:
         """How many segments of the prompt were found: its longest prefix."""
         now, chain, held = prompt.at_s, prompt.chain, self._held
         self._tell_each_other(now)
         hits = next((depth for depth, segment in enumerate(chain) if held[segment] is None), len(chain))
-        advice = with_use(advice, self._use(chain, hits, now))
+        hints = with_access(hints, self._access(chain, hits, now))
         found = self._by_node(chain[:hits])
         for node, segments in found.items():
             self._stores[node].pin(*segments)
-        created = self._store_new(chain, hits, advice, now)
+        created = self._store_new(chain, hits, hints, now)
         for node, segments in self._by_node(chain[hits:]).items():
-            self._stores[node].touch([segment for segment in segments if not segment.pins], now, advice)
+            self._stores[node].touch([segment for segment in segments if not segment.pins], now, hints)
         for node, segment in reversed(created):
             self._stores[node].publish(segment, b"", now)
             self._stores[node].unpin(segment)
         for node, segments in found.items():
             self._stores[node].unpin(*segments)
-            self._stores[node].touch(segments, now, advice)
+            self._stores[node].touch(segments, now, hints)
         return hits
 
-    def _use(self, chain: tuple[int, ...], hits: int, now: float) -> Use:
+    def _access(self, chain: tuple[int, ...], hits: int, now: float) -> AccessRecord:
         """As a match learns it from whoever has the deepest known segment, or remembers it."""
         for index in range(len(chain) - 1, -1, -1):
             segment = self._held[chain[index]]
             if segment is not None:
-                return use_after([(index, segment.advice.use, now - segment.touched)], len(chain), hits)
+                return access_after([(index, segment.hints.access, now - segment.touched)], len(chain), hits)
             remembered = self._remembered(chain[index], now)
             if remembered:
-                return use_after([(index, use, age_s) for _, use, age_s in remembered], len(chain), hits)
-        return use_after([], len(chain), hits)
+                return access_after([(index, access, age_s) for _, access, age_s in remembered], len(chain), hits)
+        return access_after([], len(chain), hits)
 
-    def _remembered(self, segment: int, now: float) -> list[tuple[int, Use, float]]:
+    def _remembered(self, segment: int, now: float) -> list[tuple[int, AccessRecord, float]]:
         """By its candidates."""
         asked = [self._stores[self._numbers[name]] for name in dict.fromkeys(self._candidates[segment])]
         told = [store.remembers(_TENANT, [self._keys[segment]], now) for store in asked]
@@ -128,19 +128,19 @@ class NodeStores:
             (node, id(segment)) for node, segment in zip(self._node, self._held, strict=True) if segment is not None
         }
 
-    def _store_new(self, chain: tuple[int, ...], hits: int, advice: Advice, now: float) -> list[tuple[int, Segment]]:
+    def _store_new(self, chain: tuple[int, ...], hits: int, hints: Hints, now: float) -> list[tuple[int, Segment]]:
         """Slots for what is not there, in prompt order: (node, segment), pinned once."""
         missing = [depth for depth in range(hits, len(chain)) if self._held[chain[depth]] is None]
         # As a writer does: asked once for all that it stores of a prompt.
         vacancies = self._vacancies(now) if missing else {}
         created: list[tuple[int, Segment]] = []
         for run in runs(missing, self._ring.run_length):
-            holder = self._holder(chain[missing[run.start]], vacancies)
+            owner = self._owner(chain[missing[run.start]], vacancies)
             for index in run:
                 depth = missing[index]
-                made = self._reserve(holder, chain[depth], depth, advice, now)
+                made = self._reserve(owner, chain[depth], depth, hints, now)
                 if made is not None:
-                    created.append((holder, made))
+                    created.append((owner, made))
         return created
 
     def _vacancies(self, now: float) -> dict[NodeId, Vacancy]:
@@ -148,22 +148,22 @@ class NodeStores:
             return {}
         return {name: self._stores[number].vacancy(now) for name, number in self._numbers.items()}
 
-    def _holder(self, segment: int, vacancies: dict[NodeId, Vacancy]) -> int:
+    def _owner(self, segment: int, vacancies: dict[NodeId, Vacancy]) -> int:
         if not vacancies:
             return 0
         candidates = [(name, vacancies[name]) for name in self._candidates[segment]]
-        return self._numbers[choose_holder(candidates, lean_of(self._keys[segment]), self._former[segment])]
+        return self._numbers[choose_owner(candidates, lean_of(self._keys[segment]), self._previous_owner[segment])]
 
-    def _reserve(self, node: int, number: int, depth: int, advice: Advice, now: float) -> Segment | None:
+    def _reserve(self, node: int, number: int, depth: int, hints: Hints, now: float) -> Segment | None:
         store = self._stores[node]
-        made = store.reserve(_TENANT, _SLOT_BYTES, self._keys[number], Kind.HOME, depth, now, advice)
+        made = store.reserve(_TENANT, _SLOT_BYTES, self._keys[number], Kind.PRIMARY, depth, now, hints)
         store.reissued.clear()
         for gone in store.evicted:
             self._held[self._ids[gone.key]] = None
-            self._former[self._ids[gone.key]] = self._names[node]
+            self._previous_owner[self._ids[gone.key]] = self._names[node]
         store.evicted.clear()
         if not isinstance(made, Segment):
-            self._former[number] = self._names[node]
+            self._previous_owner[number] = self._names[node]
             return None
         self._held[number] = made
         self._node[number] = node

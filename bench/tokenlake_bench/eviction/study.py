@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tokenlake.advice import Advice
+from tokenlake.hints import Hints
 from tokenlake.store.eviction import EvictionPolicy
 from tokenlake_bench.baselines import Accesses
 from tokenlake_bench.eviction.bounds import Bounds
@@ -84,7 +84,7 @@ class _Run:
         self._policies.append(Timed(STUDIED[self._name]()))
         return self._policies[-1]
 
-    def serve(self, said: Sequence[Advice], start: int, stop: int) -> None:
+    def serve(self, said: Sequence[Hints], start: int, stop: int) -> None:
         """Some prompts more."""
         prompts = self._accesses.prompts
         cpu, wall = time.process_time(), time.perf_counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from time import perf_counter_ns
 
-from tokenlake.advice import Advice, Use
+from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.store import EvictionPolicy, Segment
 
@@ -32,10 +32,10 @@ class Timed:
         self._policy.touch(segment, now)
         self.taken_ns += perf_counter_ns() - began
 
-    def advised(self, segment: Segment, now: float) -> None:
+    def hinted(self, segment: Segment, now: float) -> None:
         """See `EvictionPolicy`."""
         began = perf_counter_ns()
-        self._policy.advised(segment, now)
+        self._policy.hinted(segment, now)
         self.taken_ns += perf_counter_ns() - began
 
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
@@ -52,28 +52,28 @@ class Timed:
         finally:
             self.taken_ns += perf_counter_ns() - began
 
-    def worth(self, segment: Segment, now: float) -> float:
+    def retention_value(self, segment: Segment, now: float) -> float:
         """See `EvictionPolicy`."""
         began = perf_counter_ns()
-        worth = self._policy.worth(segment, now)
+        retention_value = self._policy.retention_value(segment, now)
         self.taken_ns += perf_counter_ns() - began
-        return worth
+        return retention_value
 
-    def worth_of_new(self, key: SegmentKey, advice: Advice, now: float) -> float:
+    def retention_value_of_new(self, key: SegmentKey, hints: Hints, now: float) -> float:
         """See `EvictionPolicy`."""
         began = perf_counter_ns()
-        worth = self._policy.worth_of_new(key, advice, now)
+        retention_value = self._policy.retention_value_of_new(key, hints, now)
         self.taken_ns += perf_counter_ns() - began
-        return worth
+        return retention_value
 
-    def admits(self, key: SegmentKey, advice: Advice, now: float) -> bool:
+    def admits(self, key: SegmentKey, hints: Hints, now: float) -> bool:
         """See `EvictionPolicy`."""
         began = perf_counter_ns()
-        admitted = self._policy.admits(key, advice, now)
+        admitted = self._policy.admits(key, hints, now)
         self.taken_ns += perf_counter_ns() - began
         return admitted
 
-    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, Use, float] | None:
+    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, AccessRecord, float] | None:
         """See `EvictionPolicy`."""
         began = perf_counter_ns()
         remembered = self._policy.remembers(keys, now)

@@ -21,7 +21,7 @@ from tokenlake.planner import Model, Rates
 from tokenlake_bench.planner.judging import Prediction, Result, Row, Totals, predict, result_of, row_of
 from tokenlake_bench.planner.measuring import measure
 from tokenlake_bench.planner.picture import check_plot, plot_regions
-from tokenlake_bench.planner.rig import HOLDER, READER, SEGMENT_TOKENS, Rig, Timed, Use, Work
+from tokenlake_bench.planner.rig import OWNER, READER, SEGMENT_TOKENS, AccessRecord, Rig, Timed, Work
 from tokenlake_bench.planner.shaping import Shape
 from tokenlake_bench.report import format_bytes
 
@@ -139,19 +139,19 @@ class _Bench:
     def learn_here(self) -> None:
         """What does not depend on a link."""
         # The first also sets up torch and the connections.
-        self._turn(LEARNT[0], (Use.LOCAL, Use.RECOMPUTE))
+        self._turn(LEARNT[0], (AccessRecord.LOCAL, AccessRecord.RECOMPUTE))
         for work in LEARNT * LEARNING_TURNS:
-            self._here += self._turn(work, (Use.LOCAL, Use.RECOMPUTE)).values()
+            self._here += self._turn(work, (AccessRecord.LOCAL, AccessRecord.RECOMPUTE)).values()
 
     def learn_link(self, link: Shape) -> Rates:
         """All inputs, those of the peer measured over `link`, which is as it is from now on."""
         self._rig.shape(link)
         for _ in range(MISSES):
-            if self._turn(DOCUMENT, (Use.FETCH,))[Use.FETCH].served:
+            if self._turn(DOCUMENT, (AccessRecord.FETCH,))[AccessRecord.FETCH].served:
                 break
         timed: list[Timed] = []
         for work in LEARNT * LEARNING_TURNS:
-            timed += self._turn(work, (Use.FETCH, Use.SHIP)).values()
+            timed += self._turn(work, (AccessRecord.FETCH, AccessRecord.SHIP)).values()
         rates = Rates()
         measure(rates, self._model, [*self._here, *timed])
         return rates
@@ -159,32 +159,36 @@ class _Bench:
     def judge(self, link: Shape, work: Work, rates: Rates, turns: int) -> list[Row]:
         """Two rows: for a prefix at the other node, and for one here. Chosen by what `rates` said before; what is
         measured here is added afterwards, as an engine adds what it serves."""
-        predictions = [predict(work, self._rig.keys(work), at, self._model, rates) for at in (HOLDER, READER)]
+        predictions = [predict(work, self._rig.keys(work), at, self._model, rates) for at in (OWNER, READER)]
         timed: list[Timed] = []
         for turn in range(turns):
             # Whoever is first finds other caches warm than the next.
-            uses = list(Use)[turn % 4 :] + list(Use)[: turn % 4]
+            uses = list(AccessRecord)[turn % 4 :] + list(AccessRecord)[: turn % 4]
             taken = self._turn(work, uses)
             self.unequal += len({one.tokens for one in taken.values()}) > 1
             timed += taken.values()
-        seconds = {use: [one.seconds for one in timed if one.use is use] for use in Use}
-        self._here += [one for one in timed if one.use in (Use.LOCAL, Use.RECOMPUTE)]
+        seconds = {use: [one.seconds for one in timed if one.use is use] for use in AccessRecord}
+        self._here += [one for one in timed if one.use in (AccessRecord.LOCAL, AccessRecord.RECOMPUTE)]
         measure(rates, self._model, timed)
         rows = []
         for prediction in predictions:
-            ways = [Use(way) for way in prediction.seconds]
+            ways = [AccessRecord(way) for way in prediction.seconds]
             unserved = sum(not one.served for one in timed if one.use in ways)
             rows.append(row_of((link.bytes_per_s, link.delay_s), work, prediction, seconds, unserved))
         return rows
 
     def documents(self, link: Shape, rates: Rates) -> Iterator[Totals]:
         """The demo's documents: always fetched, always shipped, and as the planner chooses."""
-        prediction: Prediction = predict(DOCUMENT, self._rig.keys(DOCUMENT), HOLDER, self._model, rates)
-        taken: dict[Use, list[Timed]] = {}
+        prediction: Prediction = predict(DOCUMENT, self._rig.keys(DOCUMENT), OWNER, self._model, rates)
+        taken: dict[AccessRecord, list[Timed]] = {}
         for _ in range(QUESTIONS):
-            for use, one in self._turn(DOCUMENT, {Use.FETCH, Use.SHIP, prediction.chosen}).items():
+            for use, one in self._turn(DOCUMENT, {AccessRecord.FETCH, AccessRecord.SHIP, prediction.chosen}).items():
                 taken.setdefault(use, []).append(one)
-        for name, use in (("fetch only", Use.FETCH), ("ship only", Use.SHIP), ("planner", prediction.chosen)):
+        for name, use in (
+            ("fetch only", AccessRecord.FETCH),
+            ("ship only", AccessRecord.SHIP),
+            ("planner", prediction.chosen),
+        ):
             yield Totals(
                 megabytes_per_s=link.bytes_per_s / 1e6,
                 delay_ms=link.delay_s * 1e3,
@@ -194,7 +198,7 @@ class _Bench:
                 ways={use.value: QUESTIONS},
             )
 
-    def _turn(self, work: Work, uses: Sequence[Use] | set[Use]) -> dict[Use, Timed]:
+    def _turn(self, work: Work, uses: Sequence[AccessRecord] | set[AccessRecord]) -> dict[AccessRecord, Timed]:
         suffixes = [self._rig.draw(work.new) for _ in range(work.sharing)]
         ordered = sorted(uses, key=lambda use: use.value) if isinstance(uses, set) else uses
         return {use: self._rig.run(use, work, suffixes) for use in ordered}
@@ -208,7 +212,7 @@ def _numbers(field: str, text: str) -> list[int]:
 
 
 def _coefficients(rates: Rates) -> dict[str, list[float]]:
-    peer = rates.peer(NodeId(HOLDER))
+    peer = rates.peer(NodeId(OWNER))
     fits = {"copy": rates.copy, "prefill": rates.prefill, "decode": rates.decode}
     fits |= {"fetch": peer.fetch, "queries": peer.queries}
     return {name: list(fit.coefficients) for name, fit in fits.items()} | {"open_s": [peer.open_s.value]}
@@ -231,7 +235,10 @@ def _show(console: Console, result: Result) -> None:
         table.add_column(title, justify="left" if title == "link" else "right")
     for link, grouped in itertools.groupby(there, key=lambda row: (row.megabytes_per_s, row.delay_ms)):
         rows = list(grouped)
-        counts = [str(sum(row.best == way.value for row in rows)) for way in (Use.FETCH, Use.SHIP, Use.RECOMPUTE)]
+        counts = [
+            str(sum(row.best == way.value for row in rows))
+            for way in (AccessRecord.FETCH, AccessRecord.SHIP, AccessRecord.RECOMPUTE)
+        ]
         mean, worst = statistics.mean(row.regret for row in rows), max(row.regret for row in rows)
         name = f"{link[0]:.0f} MB/s, {link[1]:g} ms"
         table.add_row(name, str(len(rows)), *counts, f"{mean:.1%}", f"{worst:.0%}")

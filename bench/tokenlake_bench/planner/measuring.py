@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tokenlake.identity import NodeId
 from tokenlake.planner import Model, Rates
 from tokenlake_bench.planner.passes import Pass, mean_pass
-from tokenlake_bench.planner.rig import HOLDER, SEGMENT_TOKENS, Timed, Use
+from tokenlake_bench.planner.rig import OWNER, SEGMENT_TOKENS, AccessRecord, Timed
 
 __all__ = ["measure"]
 
@@ -21,16 +21,16 @@ def measure(rates: Rates, model: Model, timed: Sequence[Timed]) -> None:
     """
     whole = [one for one in timed if one.served]
     for one in whole:
-        if one.use is not Use.SHIP:
+        if one.use is not AccessRecord.SHIP:
             _own(rates, one)
-        if one.use is Use.LOCAL:
+        if one.use is AccessRecord.LOCAL:
             rates.copy.add(_nbytes(model, one, 1), one.pool_s / one.work.sharing, time.monotonic())
-    peer = rates.peer(NodeId(HOLDER))
+    peer = rates.peer(NodeId(OWNER))
     for one in whole:
-        if one.use is Use.FETCH:
+        if one.use is AccessRecord.FETCH:
             here = rates.copy.seconds(_nbytes(model, one, one.work.sharing), one.work.sharing)
             peer.fetch.add(_nbytes(model, one, 1), one.pool_s - here, time.monotonic())
-        elif one.use is Use.SHIP:
+        elif one.use is AccessRecord.SHIP:
             peer.open_s.add(one.pool_s, time.monotonic())
             prefill, decode = _passes(one)
             if prefill is not None:
@@ -55,7 +55,7 @@ def _queries(rates: Rates, model: Model, one: Timed, passes: Pass, own_s: float)
     queries = round(passes.rows * passes.tokens)
     seconds = (passes.seconds - own_s) / model.layers
     nbytes = queries * model.query_bytes
-    rates.peer(NodeId(HOLDER)).queries.add(queries, nbytes, one.work.prefix, seconds, time.monotonic())
+    rates.peer(NodeId(OWNER)).queries.add(queries, nbytes, one.work.prefix, seconds, time.monotonic())
 
 
 def _passes(one: Timed) -> tuple[Pass | None, Pass | None]:

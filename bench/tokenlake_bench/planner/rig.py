@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from tokenlake.advice import Advice
 from tokenlake.attention import AttentionShape
 from tokenlake.errors import TokenLakeError
+from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix, TokenIds
 from tokenlake.layout import Layout
@@ -44,12 +44,12 @@ from tokenlake_client.lease import Lease
 from tokenlake_testing.cluster import Cluster, Node, free_port
 from tokenlake_testing.tiny_model import save_tiny_model
 
-__all__ = ["HOLDER", "READER", "SEGMENT_TOKENS", "Rig", "Timed", "Use", "Work"]
+__all__ = ["OWNER", "READER", "SEGMENT_TOKENS", "Rig", "Timed", "AccessRecord", "Work"]
 
-HOLDER: Final = "node0"
+OWNER: Final = "node0"
 READER: Final = "node1"
 SEGMENT_TOKENS: Final = 256
-STAGED_BYTES: Final = 16 << 20
+CACHED_BYTES: Final = 16 << 20
 """Copies that the reader's node keeps: more than the longest document, or its end would evict its beginning."""
 MEMORY: Final = 384 << 20
 REGIONS: Final = 8
@@ -63,7 +63,7 @@ LONGEST: Final = 4864
 SEED: Final = 5
 
 
-class Use(Enum):
+class AccessRecord(Enum):
     """How a cached prefix is used."""
 
     LOCAL = "local"
@@ -90,7 +90,7 @@ class Work:
 class Timed:
     """One batch served in one way."""
 
-    use: Use
+    use: AccessRecord
     work: Work
     seconds: float
     """To the last token."""
@@ -128,13 +128,13 @@ class _SaltedPool:
         keys: Sequence[SegmentKey],
         *,
         request: str | None = None,
-        advice: Advice | None = None,
+        hints: Hints | None = None,
         tokens: int = 0,
-        pending_s: float = 0.0,
-        pending_segment_s: float = 0.0,
+        in_flight_wait_s: float = 0.0,
+        in_flight_wait_per_segment_s: float = 0.0,
     ) -> Lease:
         # Nothing that is computed is stored here, so nobody is waited for.
-        return self._pool.match(keys, deadline_s=PATIENT_S, request=request, advice=advice, tokens=tokens)
+        return self._pool.match(keys, deadline_s=PATIENT_S, request=request, hints=hints, tokens=tokens)
 
     def prefix(self, tokens: TokenIds = (), *, adapter: str | None = None, salt: str | None = None) -> Prefix:
         return self._pool.prefix(tokens, adapter=adapter, salt=self.salt)
@@ -147,7 +147,7 @@ class _SaltedPool:
         patience: float = 0.0,
         *,
         request: str | None = None,
-        advice: Advice | None = None,
+        hints: Hints | None = None,
     ) -> bytes:
         # What a request adds would be evicted by nobody and stand in the way of the documents.
         return bytes([Code.EXISTS]) * len(keys)
@@ -155,7 +155,7 @@ class _SaltedPool:
     def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
         pass
 
-    def advise(self, keys: Sequence[SegmentKey], advice: Advice) -> None:
+    def hint(self, keys: Sequence[SegmentKey], hints: Hints) -> None:
         pass
 
     def close(self) -> None:
@@ -215,7 +215,7 @@ class Rig:
         ports = {free_port(), free_port()}
         while len(ports) < 2:
             ports.add(free_port())
-        via = dict(zip(((HOLDER, READER), (READER, HOLDER)), sorted(ports), strict=True))
+        via = dict(zip(((OWNER, READER), (READER, OWNER)), sorted(ports), strict=True))
         self.cluster = Cluster(
             2,
             str(MEMORY),
@@ -223,34 +223,37 @@ class Rig:
             via,
             query_engine="true",
             suspect_ms=str(round(PATIENT_S * 5e3)),
-            # Beyond it copies take free room only, and no home copy's.
-            staged_share=str(STAGED_BYTES / 2 / MEMORY),
-            # One holder for all of a document.
+            # Beyond it copies take free room only, and no primary copy's.
+            cached_share=str(CACHED_BYTES / 2 / MEMORY),
+            # One owner for all of a document.
             run_length=str(LONGEST // SEGMENT_TOKENS),
         )
         self._stack.callback(self.cluster.close)
         routes = [Route(node, other, port, self.cluster.ports[other]) for (node, other), port in via.items()]
         self._shaping = Shaping(routes)
         self._stack.callback(self._shaping.close)
-        holder, reader = self.cluster.nodes
+        owner, reader = self.cluster.nodes
         reader.start()
         self._reader = self._stack.enter_context(self.cluster.connect(1, self.layout))
         # Alone, it keeps what is written there; once it is full, the other one keeps what is written at the other.
         for document in self._documents.values():
             self._store(self._reader, document, "here")
         self._fill(reader)
-        holder.start()
+        owner.start()
         self.cluster.wait_ready()
         self._writer = self._stack.enter_context(self.cluster.connect(0, self.layout))
         for document in self._documents.values():
             # So many that all but the first fill what the reader's node keeps.
-            room = STAGED_BYTES + 2 * FILLING * self.layout.segment_bytes
+            room = CACHED_BYTES + 2 * FILLING * self.layout.segment_bytes
             document.there += [f"there {number}" for number in range(2 + room // self._nbytes(document))]
             for salt in document.there:
                 self._store(self._writer, document, salt)
         self._pool = _SaltedPool(self._reader)
         digest = self.layout.weights_digest
-        modes: tuple[tuple[Use, Literal["fetch", "ship"]], ...] = ((Use.FETCH, "fetch"), (Use.SHIP, "ship"))
+        modes: tuple[tuple[AccessRecord, Literal["fetch", "ship"]], ...] = (
+            (AccessRecord.FETCH, "fetch"),
+            (AccessRecord.SHIP, "ship"),
+        )
         self._engines = {
             use: self._stack.enter_context(
                 TokenLakeEngine(
@@ -261,7 +264,7 @@ class Rig:
             )
             for use, mode in modes
         }
-        self._engines[Use.LOCAL] = self._engines[Use.FETCH]
+        self._engines[AccessRecord.LOCAL] = self._engines[AccessRecord.FETCH]
 
     def shape(self, shape: Shape) -> None:
         """All links, from now on."""
@@ -284,7 +287,7 @@ class Rig:
         size = self.layout.segment_bytes
         noise = draw.standard_normal((FILLING, size // 4), np.float32).view(np.uint8)
         slots = MEMORY // REGIONS // size * REGIONS
-        while slots - _held(node) > STAGED_BYTES // size + FILLING:
+        while slots - _held(node) > CACHED_BYTES // size + FILLING:
             keys = self._reader.prefix(self.draw(FILLING * SEGMENT_TOKENS)).keys
             self._reader.store_all(keys, list(noise), patience=PATIENCE_S)
             settle(self.cluster)
@@ -303,11 +306,11 @@ class Rig:
         """Of the prefix of `work`, as any copy of it."""
         return tuple(self._keys(self._documents[work.prefix], ""))
 
-    def run(self, use: Use, work: Work, suffixes: Sequence[Sequence[int]]) -> Timed:
+    def run(self, use: AccessRecord, work: Work, suffixes: Sequence[Sequence[int]]) -> Timed:
         """Serve one batch, whose rows end with `suffixes`. Raises TokenLakeError where no copy lies where it has to."""
         document = self._documents[work.prefix]
-        wanted = Code.LOCAL if use is Use.LOCAL else Code.REMOTE
-        if use is not Use.RECOMPUTE:
+        wanted = Code.LOCAL if use is AccessRecord.LOCAL else Code.REMOTE
+        if use is not AccessRecord.RECOMPUTE:
             self._pool.salt = self._copy(document, wanted)
         ids = torch.tensor([[*document.tokens, *suffix] for suffix in suffixes])
         first = FirstToken()
@@ -335,7 +338,7 @@ class Rig:
             counts = engine.counts
             pool_s = counts.pool_seconds - before.pool_seconds
             queries = counts.bytes_sent + counts.bytes_received - before.bytes_sent - before.bytes_received
-            name = "tokens_shipped" if use is Use.SHIP else "tokens_hit"
+            name = "tokens_shipped" if use is AccessRecord.SHIP else "tokens_hit"
             served = getattr(counts, name) - getattr(before, name) == work.prefix * work.sharing
         return Timed(
             use=use,

@@ -21,7 +21,7 @@ class TrackedCaches:
         self._caches = [Lru(capacity) for capacity in capacities]
         self._promised: list[Counter[int]] = [Counter() for _ in capacities]
         """Per instance, how many of the prompts that it has still to compute have a segment."""
-        self._holders: dict[int, int] = {}
+        self._owners: dict[int, int] = {}
         """Bit set of the instances that hold a segment or were promised it; no entry without a bit."""
 
     def match(self, chain: tuple[int, ...], instance: int) -> int:
@@ -30,13 +30,13 @@ class TrackedCaches:
 
     def touch(self, chain: tuple[int, ...], instance: int) -> None:
         """Hold all of it there, its first segment as the most recent."""
-        self._note_holder(chain, instance)
+        self._note_owner(chain, instance)
         self._drop(self._caches[instance].touch(chain), instance)
 
     def promise(self, chain: tuple[int, ...], instance: int) -> None:
         """The instance is going to compute what it does not hold of it."""
         self._promised[instance].update(chain)
-        self._note_holder(chain, instance)
+        self._note_owner(chain, instance)
 
     def keep(self, chain: tuple[int, ...], instance: int) -> None:
         """It has: what was promised is touched."""
@@ -54,14 +54,14 @@ class TrackedCaches:
     def copies_per_segment(self) -> float:
         """Mean over the segments that are held; 0 when none is."""
         held = sum(len(cache) for cache in self._caches)
-        return held / len(self._holders) if self._holders else 0.0
+        return held / len(self._owners) if self._owners else 0.0
 
     def depths(self, chain: tuple[int, ...]) -> list[int]:
         """See `Knowledge`."""
         depths = [0] * len(self._caches)
         still = (1 << len(self._caches)) - 1
         for depth, segment in enumerate(chain):
-            here = self._holders.get(segment, 0)
+            here = self._owners.get(segment, 0)
             if depth:
                 _note(depths, still & ~here, depth)
             still &= here
@@ -81,21 +81,21 @@ class TrackedCaches:
     def sent(self, chain: tuple[int, ...], instance: int) -> None:
         """The caches themselves tell."""
 
-    def _note_holder(self, chain: Iterable[int], instance: int) -> None:
+    def _note_owner(self, chain: Iterable[int], instance: int) -> None:
         bit = 1 << instance
         for segment in chain:
-            self._holders[segment] = self._holders.get(segment, 0) | bit
+            self._owners[segment] = self._owners.get(segment, 0) | bit
 
     def _drop(self, segments: Iterable[int], instance: int) -> None:
         bit, promised = 1 << instance, self._promised[instance]
         for segment in segments:
             if segment in promised:
                 continue
-            left = self._holders[segment] & ~bit
+            left = self._owners[segment] & ~bit
             if left:
-                self._holders[segment] = left
+                self._owners[segment] = left
             else:
-                del self._holders[segment]
+                del self._owners[segment]
 
 
 class OwnRecord(TrackedCaches):

@@ -108,8 +108,8 @@ class Cluster:
             for other in self.nodes:
                 if other is not node:
                     node.deliver(events.PeerUp(other.name, 1))
-        share = self.nodes[0].core.config.staged_share
-        # What is fetched has to fit among the staged copies.
+        share = self.nodes[0].core.config.cached_share
+        # What is fetched has to fit among the cached copies.
         window = int(share * self.size.node_segments)
         self.engines = [engine(node, window, finished) for node in self.nodes]
 

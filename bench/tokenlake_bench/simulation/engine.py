@@ -121,8 +121,8 @@ class Engine:
 
     def _read(self, served: Served, keys: bytes) -> Steps:
         # Whoever computes the same began earlier; what it has to tell comes a little later than it is done.
-        pending_s = 1.5 * self._compute_s(len(keys) // KEY_BYTES)
-        matched = yield engine.Match(next(self._numbers), keys, 0.0, False, pending_s=pending_s)
+        in_flight_wait_s = 1.5 * self._compute_s(len(keys) // KEY_BYTES)
+        matched = yield engine.Match(next(self._numbers), keys, 0.0, False, in_flight_wait_s=in_flight_wait_s)
         assert isinstance(matched, engine.Matched)
         if matched.hits < len(matched.codes):
             served.cut_by = Code(matched.codes[matched.hits])

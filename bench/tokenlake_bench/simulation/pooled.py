@@ -229,7 +229,7 @@ class PooledEngine(Engine):
         self._release(memory.own, len(memory.own) + len(memory.shared) - memory.slots)
         while len(memory.own) + len(memory.shared) < memory.slots:
             key = SegmentKey(self._run.next_number().to_bytes(KEY_BYTES, "big"))
-            segment = store.reserve(TenantId(TENANT), slot_bytes, key, Kind.STAGED, 0, now)
+            segment = store.reserve(TenantId(TENANT), slot_bytes, key, Kind.CACHED, 0, now)
             if not isinstance(segment, Segment):
                 break
             store.discard(segment, now)

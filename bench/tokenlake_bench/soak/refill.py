@@ -23,7 +23,7 @@ from tokenlake_testing.cluster import Cluster, Node
 __all__ = ["Refilled", "displace", "refill"]
 
 SEGMENTS: Final = 2
-"""Of a fresh prompt: no more than the least budget of staged copies. With more, the lease of the last ones, staged
+"""Of a fresh prompt: no more than the least budget of cached copies. With more, the lease of the last ones, cached
 here, could hold the places that the first ones need to be fetched into."""
 LIMIT_S: Final = 15.0
 """For one prompt. A write budget that is used up, or a region that changes hands, makes a store wait."""
@@ -60,7 +60,7 @@ def refill(cluster: Cluster, seed: int) -> Refilled:
 def displace(node: Node, seed: int) -> int:
     """How many of the segments that it had are still there after it took as many others as it has slots. The other
     nodes have ended, so that it keeps all it is given. Raises TokenLakeError when it does not answer."""
-    _await_home_copies(node)
+    _await_primary_copies(node)
     stayed = 0
     for group in GROUPS:
         with Pool.connect(node.socket, group.layout, group.credential) as pool:
@@ -72,8 +72,8 @@ def displace(node: Node, seed: int) -> int:
     return stayed
 
 
-def _await_home_copies(node: Node) -> None:
-    """Copies of what others hold are no victims of what is stored; they become home copies once the others are taken
+def _await_primary_copies(node: Node) -> None:
+    """Copies of what others hold are no victims of what is stored; they become primary copies once the others are taken
     for dead. What does not become one within the limit stays, and is found."""
     until = time.monotonic() + DEAD_S
     while time.monotonic() < until:

@@ -23,7 +23,7 @@ ALONE_WINDOWS = 2 * WINDOWS + 2
 KEEPER_WINDOWS = ALONE_WINDOWS
 ASKER_WINDOWS = 5
 """Less than the keeper's: what was fetched is evicted before it is asked for again."""
-ASKER_STAGED = "0.45"
+ASKER_CACHED = "0.45"
 
 
 def layout_of(size: Size) -> Layout:
@@ -65,8 +65,8 @@ class Daemons:
                     # A machine that stands still for a moment is no frozen peer.
                     "suspect-ms": "5000",
                     "match-deadline-ms": "1000",
-                    # The asker would refuse to stage once home copies fill it; here it must stage in every turn.
-                    "staged-share": ASKER_STAGED if name == "asker" else "0.1",
+                    # The asker would refuse to stage once primary copies fill it; here it must stage in every turn.
+                    "staged-share": ASKER_CACHED if name == "asker" else "0.1",
                     "peers": f"alone=127.0.0.1:{port}" if name == "alone" else pair,
                 },
             )

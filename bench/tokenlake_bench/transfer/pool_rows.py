@@ -192,13 +192,13 @@ class PoolRows:
     def _fetch_single(self, turn: int) -> list[float]:
         window = self._remote_window(turn)
         taken = self._fetch(window, 0, 1)
-        # The rest too, so that windows are staged and evicted whole.
+        # The rest too, so that windows are cached and evicted whole.
         with self._asker.match(self._sets[window], deadline_s=MATCH_S) as lease:
             lease.fetch(deadline_s=FETCH_S)
         return taken
 
     def _remote_window(self, turn: int) -> int:
-        """A window of which the asker has staged nothing.."""
+        """A window of which the asker has cached nothing.."""
         for number in range(turn, turn + WINDOWS):
             with self._asker.match(self._sets[number % WINDOWS], deadline_s=MATCH_S) as lease:
                 if lease.codes.count(Code.REMOTE) == self._size.count:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenlake.advice import Advice
+from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix, TokenIds
 from tokenlake.layout import Layout
@@ -71,14 +71,16 @@ class CachePool(Protocol):
         keys: Sequence[SegmentKey],
         *,
         request: str | None = None,
-        advice: Advice | None = None,
+        hints: Hints | None = None,
         tokens: int = 0,
-        pending_s: float = 0.0,
-        pending_segment_s: float = 0.0,
+        in_flight_wait_s: float = 0.0,
+        in_flight_wait_per_segment_s: float = 0.0,
     ) -> CacheLease:
         """Lease the longest run of present segments from the first key on. `request`: its name in logs and for
-        `tokenlake explain`. `tokens`: of the prompt. `pending_s`: wait so long for whoever is about to write what comes
-        next; where nobody is, others wait for the caller. `pending_segment_s`: of it, for each missing segment."""
+        `tokenlake explain`. `tokens`: of the prompt. `in_flight_wait_s`: wait so long for whoever is about to write
+        what comes
+        next; where nobody is, others wait for the caller. `in_flight_wait_per_segment_s`: of it, for each missing
+        segment."""
         ...
 
     def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
@@ -94,7 +96,7 @@ class CachePool(Protocol):
         patience: float = 0.0,
         *,
         request: str | None = None,
-        advice: Advice | None = None,
+        hints: Hints | None = None,
     ) -> bytes:
         """Store consecutive segments of one prompt, the first at index `first`; one `Code` per key.
 
@@ -103,7 +105,7 @@ class CachePool(Protocol):
         """
         ...
 
-    def advise(self, keys: Sequence[SegmentKey], advice: Advice) -> None:
+    def hint(self, keys: Sequence[SegmentKey], hints: Hints) -> None:
         """A word about consecutive segments of one prompt that came late. Never waits, never raises."""
         ...
 
@@ -117,7 +119,7 @@ class Asked(NamedTuple):
 
     name: str | None = None
     """Of the request, in logs and for `tokenlake explain`; None: the pool makes one up."""
-    advice: Advice | None = None
+    hints: Hints | None = None
     tokens: int = 0
     """Of the prompt."""
 

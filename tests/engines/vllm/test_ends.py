@@ -11,7 +11,7 @@ pytest.importorskip("vllm", exc_type=ImportError)
 from vllm.v1.request import RequestStatus
 
 from tests.connector.side import Bench, blocks_of, request
-from tokenlake.advice import Advice, Outlook
+from tokenlake.hints import Hints, Outlook
 from tokenlake_client.engines.vllm import TokenLakeConnector
 from tokenlake_client.engines.vllm.trouble import Trouble
 
@@ -21,15 +21,15 @@ REASONS = {
     RequestStatus.FINISHED_ABORTED: "abort",
     RequestStatus.FINISHED_REPETITION: "repetition",
 }
-SAID = Advice(Outlook.GOES_ON, "agent", priority=1)
+SAID = Hints(Outlook.GOES_ON, "agent", priority=1)
 
 
-def ended(bench: Bench, status: RequestStatus, advice: Advice | None, *, stored: bool = True) -> None:
+def ended(bench: Bench, status: RequestStatus, hints: Hints | None, *, stored: bool = True) -> None:
     """A request ends as vLLM says it does."""
     connector = TokenLakeConnector.__new__(TokenLakeConnector)
     connector._scheduler, connector._connection, connector._trouble = bench.side, None, Trouble(bench.counters)
     asked: Any = request(33)
-    bench.side.new_request(asked, advice)
+    bench.side.new_request(asked, hints)
     assert bench.side.matched(asked, 0) == 0
     bench.side.allocated(asked, blocks_of(asked), 0)
     if stored:
@@ -40,16 +40,16 @@ def ended(bench: Bench, status: RequestStatus, advice: Advice | None, *, stored:
 
 
 @pytest.mark.parametrize("status", [status for status in RequestStatus if RequestStatus.is_finished(status)])
-@pytest.mark.parametrize("advice", [None, SAID])
-def test_one_word_about_the_end_beside_what_the_request_said(status: RequestStatus, advice: Advice | None) -> None:
+@pytest.mark.parametrize("hints", [None, SAID])
+def test_one_word_about_the_end_beside_what_the_request_said(status: RequestStatus, hints: Hints | None) -> None:
     bench = Bench()
-    ended(bench, status, advice)
-    said = [word for _, word in bench.pool.advised]
-    expected = (advice or Advice()).ended(REASONS[status], 5) if status in REASONS else None
+    ended(bench, status, hints)
+    said = [word for _, word in bench.pool.hinted]
+    expected = (hints or Hints()).ended(REASONS[status], 5) if status in REASONS else None
     assert said == ([] if expected is None else [expected])
 
 
 def test_nothing_is_said_of_what_is_not_in_the_pool() -> None:
     bench = Bench()
     ended(bench, RequestStatus.FINISHED_ABORTED, SAID, stored=False)
-    assert bench.pool.advised == []
+    assert bench.pool.hinted == []

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tokenlake.store.eviction.base import SAME_USE_S, EvictionPolicy
+from tokenlake.store.eviction.base import SAME_ACCESS_S, EvictionPolicy
 from tokenlake.store.eviction.forecast import Forecast
 from tokenlake.store.eviction.lru import LeastRecentlyUsed
 from tokenlake.store.eviction.reuse import LearnedReuse
 
-__all__ = ["POLICIES", "SAME_USE_S", "EvictionPolicy", "LeastRecentlyUsed", "policy_named"]
+__all__ = ["POLICIES", "SAME_ACCESS_S", "EvictionPolicy", "LeastRecentlyUsed", "policy_named"]
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "reuse": LearnedReuse,

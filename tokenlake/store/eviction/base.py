@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from tokenlake.advice import Advice, Use
+from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.store.segment import Segment
 
-__all__ = ["SAME_USE_S", "EvictionPolicy", "recency", "refuse"]
+__all__ = ["SAME_ACCESS_S", "EvictionPolicy", "recency", "refuse"]
 
-SAME_USE_S = 1.0
+SAME_ACCESS_S = 1.0
 """Touches of a segment within this time are one use: a lease that is released in parts touches twice."""
 
 
@@ -27,10 +27,10 @@ class EvictionPolicy(Protocol):
         removed without being evicted (a pin, another kind for a while), it is none."""
 
     def touch(self, segment: Segment, now: float) -> None:
-        """`segment`, which is in order, was used. Touches within `SAME_USE_S` are one use."""
+        """`segment`, which is in order, was used. Touches within `SAME_ACCESS_S` are one use."""
 
-    def advised(self, segment: Segment, now: float) -> None:
-        """`segment.advice` of `segment`, which is in order, changed; no use."""
+    def hinted(self, segment: Segment, now: float) -> None:
+        """`segment.hints` of `segment`, which is in order, changed; no use."""
 
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
         """`segment` left. `evicted`: for good, for want of memory; else it may be inserted again."""
@@ -38,18 +38,18 @@ class EvictionPolicy(Protocol):
     def coldest(self, now: float) -> Segment:
         """The next victim, which stays. KeyError when empty."""
 
-    def worth(self, segment: Segment, now: float) -> float:
+    def retention_value(self, segment: Segment, now: float) -> float:
         """Of keeping `segment`, which is in order: what is worth more stays longer. At least 0. Comparable between
         the nodes of a cluster, which all run the same policy."""
 
-    def worth_of_new(self, key: SegmentKey, advice: Advice, now: float) -> float:
+    def retention_value_of_new(self, key: SegmentKey, hints: Hints, now: float) -> float:
         """Of a segment that would be stored now, with what is remembered of evicted ones."""
 
-    def admits(self, key: SegmentKey, advice: Advice, now: float) -> bool:
+    def admits(self, key: SegmentKey, hints: Hints, now: float) -> bool:
         """Memory is full and `key` would be stored: is it worth more than what would go? Asked once for each try;
         a refusal is remembered like a use, so that what is wanted again comes in. Always, when the order is empty."""
 
-    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, Use, float] | None:
+    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, AccessRecord, float] | None:
         """Of the last of these that was evicted or refused and is not forgotten: its index, how it was used last, and
         how long ago. None where there is none, or nothing is ever remembered."""
 

@@ -16,9 +16,9 @@ import operator
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from tokenlake.advice import Advice, Use
+from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import SegmentKey
-from tokenlake.store.eviction.base import SAME_USE_S
+from tokenlake.store.eviction.base import SAME_ACCESS_S
 from tokenlake.store.eviction.odds import AGES, EDGES, Features, Odds
 from tokenlake.store.eviction.remembering import Record, Remembering
 from tokenlake.store.segment import Segment
@@ -39,12 +39,23 @@ class _Run:
     """Segments of one use of one prompt with equal features."""
 
     __slots__ = (
-        "_order", "age", "at", "features", "here", "joined", "number", "prompt", "turn", "unused", "used", "worth"
+        "_order",
+        "age",
+        "at",
+        "features",
+        "here",
+        "joined",
+        "number",
+        "prompt",
+        "retention_value",
+        "turn",
+        "unused",
+        "used"
     )  # fmt: skip
 
-    def __init__(self, features: Features, worth: list[float], at: float, number: int) -> None:
+    def __init__(self, features: Features, retention_value: list[float], at: float, number: int) -> None:
         self.features = features
-        self.worth = worth
+        self.retention_value = retention_value
         """By age, as foretold when it was made."""
         self.at = at
         self.number = number
@@ -116,23 +127,23 @@ class Forecast(Remembering[_Run]):
             raise KeyError("no segment")
         return self._heap[0][-1].deepest()
 
-    def worth(self, segment: Segment, now: float) -> float:
+    def retention_value(self, segment: Segment, now: float) -> float:
         """See `EvictionPolicy`: uses per second."""
         self._advance(now)
         run = self._record(segment).group
         assert run is not None
-        return run.worth[run.age]
+        return run.retention_value[run.age]
 
-    def worth_of_new(self, key: SegmentKey, advice: Advice, now: float) -> float:
+    def retention_value_of_new(self, key: SegmentKey, hints: Hints, now: float) -> float:
         """See `EvictionPolicy`."""
-        return self._odds.worth(self._odds.features(self._uses_of_new(key), advice))[0]
+        return self._odds.retention_value(self._odds.features(self._accesses_of_new(key), hints))[0]
 
-    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, Use, float] | None:
+    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, AccessRecord, float] | None:
         """See `EvictionPolicy`."""
         for index in range(len(keys) - 1, -1, -1):
             ghost = self._ghosts.get(keys[index])
             if ghost is not None:
-                return index, ghost.use, max(0.0, now - ghost.counted)
+                return index, ghost.access, max(0.0, now - ghost.counted)
         return None
 
     def __iter__(self) -> Iterator[Segment]:
@@ -167,7 +178,7 @@ class Forecast(Remembering[_Run]):
         run = record.group
         if not again or run is None:
             self._leave_group(record)
-            run = self._join_group(record, segment.advice)
+            run = self._join_group(record, segment.hints)
         if not run.here:
             self._live += 1
             self._push(run)
@@ -194,7 +205,7 @@ class Forecast(Remembering[_Run]):
     def _push(self, run: _Run) -> None:
         run.turn += 1
         # Of equals the older goes first, and of one request the deeper, which came first.
-        heapq.heappush(self._heap, (run.worth[run.age], run.at, run.number, run.turn, run))
+        heapq.heappush(self._heap, (run.retention_value[run.age], run.at, run.number, run.turn, run))
         if len(self._heap) > 4 * self._live + 256:
             self._heap = [entry for entry in self._heap if entry[3] == entry[4].turn]
             heapq.heapify(self._heap)
@@ -216,25 +227,25 @@ class Forecast(Remembering[_Run]):
             record.group.unused -= 1
             record.group = None
 
-    def _join_group(self, record: _Record, advice: Advice) -> _Run:
-        features = self._odds.features(record.uses, advice)
+    def _join_group(self, record: _Record, hints: Hints) -> _Run:
+        features = self._odds.features(record.accesses, hints)
         run = self._young.get(features)
         if run is None:
             self._runs += 1
-            run = self._young[features] = _Run(features, self._odds.worth(features), self._now, self._runs)
+            run = self._young[features] = _Run(features, self._odds.retention_value(features), self._now, self._runs)
             self._ages[0].append(run)
             self._ripe = min(self._ripe, self._now + EDGES[1])
         run.unused += 1
         run.joined += 1
-        use = advice.use
-        run.prompt = max(run.prompt, use.segments - use.known if record.uses == 1 else use.known)
+        access = hints.access
+        run.prompt = max(run.prompt, access.segments - access.known if record.accesses == 1 else access.known)
         record.group = run
         return run
 
     # -- time
 
     def _time_passed(self, now: float) -> None:
-        if now - self._young_since >= SAME_USE_S:
+        if now - self._young_since >= SAME_ACCESS_S:
             self._young.clear()
             self._young_since = now
         if now >= self._ripe:

@@ -16,19 +16,19 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenlake.advice import Advice
+from tokenlake.hints import Hints
 
-__all__ = ["AGES", "EDGES", "UNLABELLED", "USES", "Hazards", "worth_table"]
+__all__ = ["AGES", "EDGES", "UNLABELLED", "ACCESSES", "Hazards", "retention_values"]
 
 AGES = 32
 EDGES = [0.0, *(1.25**step for step in range(AGES - 1))]
 """Where each bucket of age begins, in seconds. The last one has no end."""
 _WIDTHS = np.append(np.diff(EDGES), EDGES[-1] * 0.5)
 
-_USES_FROM = (1, 2, 3, 5, 9, 33)
-USES = len(_USES_FROM)
+_ACCESSES_FROM = (1, 2, 3, 5, 9, 33)
+ACCESSES = len(_ACCESSES_FROM)
 """Buckets of use counts."""
-_BUCKET = [max(0, bisect_right(_USES_FROM, uses) - 1) for uses in range(_USES_FROM[-1] + 1)]
+_BUCKET = [max(0, bisect_right(_ACCESSES_FROM, accesses) - 1) for accesses in range(_ACCESSES_FROM[-1] + 1)]
 
 LABELS = 12
 """With counts of their own; of what comes later only the outlook counts."""
@@ -61,7 +61,7 @@ _decoder = msgspec.msgpack.Decoder(_Saved)
 
 
 class Hazards:
-    """Counts of a pool, and the tables made of them. Bounded: `USES` x `LABELS` classes of `AGES` buckets.
+    """Counts of a pool, and the tables made of them. Bounded: `ACCESSES` x `LABELS` classes of `AGES` buckets.
 
     Worth never rises with age and never falls with uses (of one label): a prompt's prefix was used at least as often
     and as lately as what follows it, so it is worth at least as much at every node that has learned the same.
@@ -69,37 +69,37 @@ class Hazards:
 
     def __init__(self) -> None:
         self._labels: dict[tuple[int, str, str], int] = {(0, "", ""): UNLABELLED}
-        self._ended: Table = np.zeros((USES, AGES))
-        self._used: Table = np.zeros((USES, AGES))
+        self._ended: Table = np.zeros((ACCESSES, AGES))
+        self._used: Table = np.zeros((ACCESSES, AGES))
         self.ended: list[list[float]] = []
         """Since the tables were made, by class and bucket; the owner adds to it."""
         self.used: list[list[float]] = []
-        self.worth: list[list[float]] = []
+        self.retention_value: list[list[float]] = []
         """By class and bucket of age."""
         self._tables()
 
-    def label(self, advice: Advice) -> int:
-        """Of a request with this advice."""
-        said = (advice.outlook, advice.category, advice.stop_reason)
+    def label(self, hints: Hints) -> int:
+        """Of a request with this hints."""
+        said = (hints.outlook, hints.category, hints.stop_reason)
         label = self._labels.get(said)
         if label is None:
-            named = bool(advice.category or advice.stop_reason)
+            named = bool(hints.category or hints.stop_reason)
             # Room is left for both other outlooks: whoever makes up categories does not hide what they say.
             if len(self._labels) >= LABELS - 2 * named:
-                return self.label(Advice(advice.outlook)) if named else UNLABELLED
+                return self.label(Hints(hints.outlook)) if named else UNLABELLED
             label = self._labels[said] = len(self._labels)
-            fresh = np.zeros((USES, AGES))
+            fresh = np.zeros((ACCESSES, AGES))
             self._ended, self._used = np.vstack([self._ended, fresh]), np.vstack([self._used, fresh])
-            self.ended += [[0.0] * AGES for _ in range(USES)]
-            self.used += [[0.0] * AGES for _ in range(USES)]
+            self.ended += [[0.0] * AGES for _ in range(ACCESSES)]
+            self.used += [[0.0] * AGES for _ in range(ACCESSES)]
             # Until the tables are made again it is worth what anything is.
-            self.worth += self.worth[:USES]
+            self.retention_value += self.retention_value[:ACCESSES]
         return label
 
     @staticmethod
-    def class_of(uses: int, label: int) -> int:
+    def class_of(accesses: int, label: int) -> int:
         """Index of the class."""
-        return label * USES + _BUCKET[min(uses, len(_BUCKET) - 1)]
+        return label * ACCESSES + _BUCKET[min(accesses, len(_BUCKET) - 1)]
 
     def learn(self) -> None:
         """Old counts fade, new ones are added, the tables are made."""
@@ -111,11 +111,11 @@ class Hazards:
         classes = len(self._ended)
         self.ended = [[0.0] * AGES for _ in range(classes)]
         self.used = [[0.0] * AGES for _ in range(classes)]
-        self.worth = worth_table(self._hazards()).tolist()
+        self.retention_value = retention_values(self._hazards()).tolist()
 
     def _hazards(self) -> Table:
         """[labels, USES, AGES]; each is drawn to the more general one, the more so the less was counted."""
-        ended, used = self._ended.reshape(-1, USES, AGES), self._used.reshape(-1, USES, AGES)
+        ended, used = self._ended.reshape(-1, ACCESSES, AGES), self._used.reshape(-1, ACCESSES, AGES)
         hazard: Table = np.full((1, 1, AGES), PRIOR_HAZARD)
         axes: tuple[tuple[int, ...], ...] = ((0, 1), (0,), ())
         for axis in axes:
@@ -140,14 +140,17 @@ class Hazards:
         added since the tables were made stays to be counted."""
         labels, ended, used = _decoded(learned)
         for said, theirs in labels.items():
-            self.label(Advice(*said))
+            self.label(Hints(*said))
             mine = self._labels.get(said)
             if mine is None:
                 continue
-            here, there = slice(mine * USES, (mine + 1) * USES), slice(theirs * USES, (theirs + 1) * USES)
+            here, there = (
+                slice(mine * ACCESSES, (mine + 1) * ACCESSES),
+                slice(theirs * ACCESSES, (theirs + 1) * ACCESSES),
+            )
             self._ended[here] = (self._ended[here] + ended[there]) / 2
             self._used[here] = (self._used[here] + used[there]) / 2
-        self.worth = worth_table(self._hazards()).tolist()
+        self.retention_value = retention_values(self._hazards()).tolist()
 
 
 def _decoded(learned: bytes) -> tuple[dict[tuple[int, str, str], int], Table, Table]:
@@ -157,14 +160,14 @@ def _decoded(learned: bytes) -> tuple[dict[tuple[int, str, str], int], Table, Ta
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ValueError(f"these are no statistics of re-use: {error}") from error
     labels = dict(zip(saved.labels, range(len(saved.labels)), strict=True))
-    shape = (len(labels) * USES, AGES)
+    shape = (len(labels) * ACCESSES, AGES)
     known = len(labels) == len(saved.labels) <= LABELS and labels.get((0, "", "")) == UNLABELLED
     if saved.version != _VERSION or not known:
         raise ValueError(f"statistics of re-use of version {saved.version} with {len(saved.labels)} labels")
     if len(labels) < len(saved.labels):
         raise ValueError("statistics of re-use with a label twice")
     for outlook, category, stop_reason in labels:
-        Advice(outlook, category, stop_reason)
+        Hints(outlook, category, stop_reason)
     if not len(saved.ended) == len(saved.used) == shape[0] * shape[1] * 8:
         raise ValueError(f"statistics of re-use with {len(saved.ended)} bytes for {len(labels)} labels")
     ended = np.frombuffer(saved.ended, "<f8").reshape(shape).astype(np.float64)
@@ -174,7 +177,7 @@ def _decoded(learned: bytes) -> tuple[dict[tuple[int, str, str], int], Table, Ta
     return labels, ended, used
 
 
-def worth_table(hazards: Table) -> Table:
+def retention_values(hazards: Table) -> Table:
     """Gittins index of [labels, USES, AGES] hazards, as [labels * USES, AGES].
 
     With S[k] the share that is unused until bucket k ends and T[k] the time that all were held by then, the index at

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from tokenlake.advice import Advice, Use
+from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.store.eviction.base import recency, refuse
 from tokenlake.store.segment import Segment
@@ -29,8 +29,8 @@ class LeastRecentlyUsed:
         segment.touched = now
         self._order.move_to_end(segment)
 
-    def advised(self, segment: Segment, now: float) -> None:
-        """Advice changes nothing here."""
+    def hinted(self, segment: Segment, now: float) -> None:
+        """Hints changes nothing here."""
 
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
         """See `EvictionPolicy`."""
@@ -42,19 +42,19 @@ class LeastRecentlyUsed:
             return segment
         raise KeyError("no segment")
 
-    def worth(self, segment: Segment, now: float) -> float:
+    def retention_value(self, segment: Segment, now: float) -> float:
         """See `EvictionPolicy`."""
         return recency(segment, now)
 
-    def worth_of_new(self, key: SegmentKey, advice: Advice, now: float) -> float:
+    def retention_value_of_new(self, key: SegmentKey, hints: Hints, now: float) -> float:
         """See `EvictionPolicy`."""
         return 1.0
 
-    def admits(self, key: SegmentKey, advice: Advice, now: float) -> bool:
+    def admits(self, key: SegmentKey, hints: Hints, now: float) -> bool:
         """See `EvictionPolicy`."""
         return True
 
-    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, Use, float] | None:
+    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, AccessRecord, float] | None:
         """Not how it was used."""
         return None
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenlake.advice import NEVER, Advice
+from tokenlake.hints import NEVER, Hints
 
 __all__ = ["AGES", "EDGES", "COUNTS", "Odds"]
 
@@ -27,7 +27,7 @@ _REGIMES = 5
 
 _COUNTS_FROM = (1, 2, 3, 5, 9, 33)
 COUNTS = len(_COUNTS_FROM)
-_COUNT = [max(0, bisect_right(_COUNTS_FROM, uses) - 1) for uses in range(_COUNTS_FROM[-1] + 1)]
+_COUNT = [max(0, bisect_right(_COUNTS_FROM, accesses) - 1) for accesses in range(_COUNTS_FROM[-1] + 1)]
 _NEW_FROM = (0, 1, 2, 3, 5, 8, 13, 25, 49, 129)
 _NEW = len(_NEW_FROM)
 _TURN_FROM = (0, 1, 2, 3, 4, 5, 7, 11, 21)
@@ -83,39 +83,39 @@ class Odds:
         self._rows: list[tuple[Features, int, float, float]] = []
         self._known: dict[Features, list[float]] = {}
 
-    def features(self, uses: int, advice: Advice) -> Features:
+    def features(self, accesses: int, hints: Hints) -> Features:
         """Of a segment that was used so often, by a request of which this is known."""
-        use = advice.use
-        count = _COUNT[min(uses, len(_COUNT) - 1)]
-        known = use.known
-        new = bisect_right(_NEW_FROM, max(0, use.segments - known)) - 1
-        kind = 0 if known <= 1 or use.left < 0 else 1 if use.left <= 1 else 2
-        gap, before = _gap(use.gap_s), _gap(use.previous_gap_s)
+        access = hints.access
+        count = _COUNT[min(accesses, len(_COUNT) - 1)]
+        known = access.known
+        new = bisect_right(_NEW_FROM, max(0, access.segments - known)) - 1
+        kind = 0 if known <= 1 or access.left < 0 else 1 if access.left <= 1 else 2
+        gap, before = _gap(access.gap_s), _gap(access.previous_gap_s)
         return (
             _OFFSETS[0] + count,
             _OFFSETS[1] + new * COUNTS + count,
             _OFFSETS[2] + new,
             _OFFSETS[3] + kind * _NEW + new,
             _OFFSETS[4] + gap,
-            _OFFSETS[5] + bisect_right(_TURN_FROM, use.turn) - 1,
+            _OFFSETS[5] + bisect_right(_TURN_FROM, access.turn) - 1,
             _OFFSETS[6] + before,
-            _OFFSETS[7] + (gap * 10 + min(9, before) if use.turn else 0),
-            _OFFSETS[8] + min(_GAPS - 1, (advice.output_tokens + 1).bit_length()),
-            _OFFSETS[9] + self._label(advice),
+            _OFFSETS[7] + (gap * 10 + min(9, before) if access.turn else 0),
+            _OFFSETS[8] + min(_GAPS - 1, (hints.output_tokens + 1).bit_length()),
+            _OFFSETS[9] + self._label(hints),
         )
 
-    def _label(self, advice: Advice) -> int:
-        said = (advice.outlook, advice.category, advice.stop_reason)
+    def _label(self, hints: Hints) -> int:
+        said = (hints.outlook, hints.category, hints.stop_reason)
         label = self._labels.get(said)
         if label is None:
-            named = bool(advice.category or advice.stop_reason)
+            named = bool(hints.category or hints.stop_reason)
             # Room is left for both other outlooks: whoever makes up categories does not hide what they say.
             if len(self._labels) >= LABELS - 2 * named:
-                return self._label(Advice(advice.outlook)) if named else 0
+                return self._label(Hints(hints.outlook)) if named else 0
             label = self._labels[said] = len(self._labels)
         return label
 
-    def worth(self, features: Features) -> list[float]:
+    def retention_value(self, features: Features) -> list[float]:
         """By bucket of age: the greatest rate of uses for the time held, over all times to be held (Gittins)."""
         known = self._known.get(features)
         if known is None:
@@ -180,7 +180,7 @@ class Odds:
         labels, (age, age_sum, all_ages, all_sum, regime, regime_sum) = _decoded(learned)
         places, theirs = list(range(_OFFSETS[-2])), list(range(_OFFSETS[-2]))
         for said, number in labels.items():
-            self._label(Advice(*said))
+            self._label(Hints(*said))
             if said in self._labels:
                 places.append(_OFFSETS[-2] + self._labels[said])
                 theirs.append(_OFFSETS[-2] + number)
@@ -214,7 +214,7 @@ def _decoded(learned: bytes) -> tuple[dict[tuple[int, str, str], int], list[Vect
     if len(labels) < len(saved.labels):
         raise ValueError("statistics of re-use with a label twice")
     for outlook, category, stop_reason in labels:
-        Advice(outlook, category, stop_reason)
+        Hints(outlook, category, stop_reason)
     shapes = [(AGES,), (AGES,), (_WEIGHTS,), (_WEIGHTS,), (_WEIGHTS, _REGIMES), (_WEIGHTS, _REGIMES)]
     sizes = [math.prod(shape) for shape in shapes]
     if len(saved.weights) != 8 * sum(sizes):

@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from typing import Generic, TypeVar
 
-from tokenlake.advice import NO_USE, Advice, Use
+from tokenlake.hints import NO_ACCESS, AccessRecord, Hints
 from tokenlake.identity import SegmentKey
-from tokenlake.store.eviction.base import SAME_USE_S
+from tokenlake.store.eviction.base import SAME_ACCESS_S
 from tokenlake.store.segment import Segment
 
 __all__ = ["GHOSTS_EACH", "GHOST_S", "LEAST_GHOSTS", "Record", "Remembering"]
@@ -27,15 +27,15 @@ Group = TypeVar("Group")
 class Record(Generic[Group]):
     """What is known of a segment: in order, set aside, or gone."""
 
-    __slots__ = ("counted", "gone", "group", "use", "uses")
+    __slots__ = ("access", "accesses", "counted", "gone", "group")
 
     def __init__(self, now: float) -> None:
-        self.uses = 0
-        self.counted = now - SAME_USE_S
+        self.accesses = 0
+        self.counted = now - SAME_ACCESS_S
         """When its last use was."""
         self.gone = 0.0
         """When it was evicted or refused."""
-        self.use: Use = NO_USE
+        self.access: AccessRecord = NO_ACCESS
         """Of what is gone: how it was used last."""
         self.group: Group | None = None
 
@@ -63,18 +63,18 @@ class Remembering(ABC, Generic[Group]):
             return
         ghost = self._ghosts.pop(segment.key, None)
         record = segment.record = Record(now) if ghost is None else ghost
-        self._count_use(record, now)
+        self._count_access(record, now)
         self._enter(segment, record)
 
     def touch(self, segment: Segment, now: float) -> None:
         """See `EvictionPolicy`."""
         now = self._advance(now) if now > self._now else self._now
         record = self._leave(segment)
-        if now - record.counted >= SAME_USE_S:
-            self._count_use(record, now)
+        if now - record.counted >= SAME_ACCESS_S:
+            self._count_access(record, now)
         self._enter(segment, record)
 
-    def advised(self, segment: Segment, now: float) -> None:
+    def hinted(self, segment: Segment, now: float) -> None:
         """See `EvictionPolicy`; whoever speaks of it had it in use until now."""
         self._advance(now)
         self._enter(segment, self._leave(segment))
@@ -85,20 +85,22 @@ class Remembering(ABC, Generic[Group]):
         # It ages on: whether it is used again while it is away, and after how long, is to be learned in any case.
         record = self._leave(segment)
         if evicted:
-            self._remember(segment.key, record, segment.advice, now)
+            self._remember(segment.key, record, segment.hints, now)
 
-    def admits(self, key: SegmentKey, advice: Advice, now: float) -> bool:
+    def admits(self, key: SegmentKey, hints: Hints, now: float) -> bool:
         """See `EvictionPolicy`."""
         now = self._advance(now)
-        if not self._size or self.worth_of_new(key, advice, now) >= self.worth(self.coldest(now), now):
+        if not self._size or self.retention_value_of_new(key, hints, now) >= self.retention_value(
+            self.coldest(now), now
+        ):
             return True
         ghost = self._ghosts.pop(key, None)
         record = Record[Group](now) if ghost is None else ghost
-        if now - record.counted >= SAME_USE_S:
-            self._count_use(record, now)
+        if now - record.counted >= SAME_ACCESS_S:
+            self._count_access(record, now)
         self._leave_group(record)
-        self._join_group(record, advice)
-        self._remember(key, record, advice, now)
+        self._join_group(record, hints)
+        self._remember(key, record, hints, now)
         return False
 
     def __len__(self) -> int:
@@ -109,20 +111,20 @@ class Remembering(ABC, Generic[Group]):
         """See `EvictionPolicy`."""
 
     @abstractmethod
-    def worth(self, segment: Segment, now: float) -> float:
+    def retention_value(self, segment: Segment, now: float) -> float:
         """See `EvictionPolicy`: uses per second."""
 
     @abstractmethod
-    def worth_of_new(self, key: SegmentKey, advice: Advice, now: float) -> float:
+    def retention_value_of_new(self, key: SegmentKey, hints: Hints, now: float) -> float:
         """See `EvictionPolicy`."""
 
     # -- inside
 
-    def _count_use(self, record: Record[Group], now: float) -> None:
+    def _count_access(self, record: Record[Group], now: float) -> None:
         """A use of it, which is a re-use if it ages in some group; not any more."""
         if record.group is not None:
             self._used_again(record)
-        record.uses += 1
+        record.accesses += 1
         record.counted = now
         if now > self._moment:
             self._moment = now
@@ -136,12 +138,12 @@ class Remembering(ABC, Generic[Group]):
         assert isinstance(record, Record)
         return record
 
-    def _uses_of_new(self, key: SegmentKey) -> int:
+    def _accesses_of_new(self, key: SegmentKey) -> int:
         ghost = self._ghosts.get(key)
-        return ghost.uses + 1 if ghost is not None else 1
+        return ghost.accesses + 1 if ghost is not None else 1
 
-    def _remember(self, key: SegmentKey, record: Record[Group], advice: Advice, now: float) -> None:
-        record.gone, record.use = now, advice.use
+    def _remember(self, key: SegmentKey, record: Record[Group], hints: Hints, now: float) -> None:
+        record.gone, record.access = now, hints.access
         self._ghosts[key] = record
         limit = max(LEAST_GHOSTS, GHOSTS_EACH * self._size)
         forgotten = 0
@@ -169,8 +171,8 @@ class Remembering(ABC, Generic[Group]):
         """Out of order; it ages on in its group."""
 
     @abstractmethod
-    def _join_group(self, record: Record[Group], advice: Advice) -> Group:
-        """That of what is used now, by a request with this advice; returns it."""
+    def _join_group(self, record: Record[Group], hints: Hints) -> Group:
+        """That of what is used now, by a request with this hints; returns it."""
 
     @abstractmethod
     def _leave_group(self, record: Record[Group]) -> None:

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 
-from tokenlake.advice import NO_ADVICE, Advice, Use
+from tokenlake.hints import NO_HINTS, AccessRecord, Hints
 from tokenlake.identity import SegmentKey
-from tokenlake.store.eviction.hazard import AGES, EDGES, UNLABELLED, USES, Hazards
+from tokenlake.store.eviction.hazard import ACCESSES, AGES, EDGES, UNLABELLED, Hazards
 from tokenlake.store.eviction.remembering import Record, Remembering
 from tokenlake.store.segment import Segment
 
@@ -55,15 +55,15 @@ _Record = Record[_Batch]
 class _Queue:
     """Segments of one class, and what the first of them is worth."""
 
-    __slots__ = ("head", "order", "uses", "worth")
+    __slots__ = ("accesses", "head", "order", "retention_value")
 
-    def __init__(self, uses: int) -> None:
-        self.uses = uses
+    def __init__(self, accesses: int) -> None:
+        self.accesses = accesses
         """Bucket."""
         self.order: OrderedDict[Segment, _Record] = OrderedDict()
         self.head: Segment | None = None
         """None: to be looked at."""
-        self.worth = 0.0
+        self.retention_value = 0.0
 
 
 class LearnedReuse(Remembering[_Batch]):
@@ -78,7 +78,7 @@ class LearnedReuse(Remembering[_Batch]):
         """By class the newest batch."""
         self._ripe = float("inf")
         """When the next batch comes of age."""
-        self._advice, self._label = NO_ADVICE, UNLABELLED
+        self._hints, self._label = NO_HINTS, UNLABELLED
         self._grow()
 
     # -- what goes
@@ -93,27 +93,27 @@ class LearnedReuse(Remembering[_Batch]):
             if queue.head is None:
                 self._look_at(queue)
             # Of equals those used less: a child is in the class of its parent, where it is older, or in one before.
-            if coldest is None or (queue.worth, queue.uses) < (coldest.worth, coldest.uses):
+            if coldest is None or (queue.retention_value, queue.accesses) < (coldest.retention_value, coldest.accesses):
                 coldest = queue
         if coldest is None or coldest.head is None:
             raise KeyError("no segment")
         return coldest.head
 
-    def worth(self, segment: Segment, now: float) -> float:
+    def retention_value(self, segment: Segment, now: float) -> float:
         """See `EvictionPolicy`: uses per second."""
         self._advance(now)
-        return self._worth_of(self._record(segment))
+        return self._retention_value_of(self._record(segment))
 
-    def worth_of_new(self, key: SegmentKey, advice: Advice, now: float) -> float:
+    def retention_value_of_new(self, key: SegmentKey, hints: Hints, now: float) -> float:
         """See `EvictionPolicy`."""
-        return self._hazards.worth[self._class_of(self._uses_of_new(key), advice)][0]
+        return self._hazards.retention_value[self._class_of(self._accesses_of_new(key), hints)][0]
 
-    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, Use, float] | None:
+    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, AccessRecord, float] | None:
         """Not how it was used."""
         return None
 
     def __iter__(self) -> Iterator[Segment]:
-        for queue in sorted((queue for queue in self._queues if queue.order), key=self._first_worth):
+        for queue in sorted((queue for queue in self._queues if queue.order), key=self._first_value):
             yield from queue.order
 
     def save(self) -> bytes:
@@ -134,26 +134,26 @@ class LearnedReuse(Remembering[_Batch]):
 
     # -- inside
 
-    def _class_of(self, uses: int, advice: Advice) -> int:
-        if advice is not self._advice:
+    def _class_of(self, accesses: int, hints: Hints) -> int:
+        if hints is not self._hints:
             # Mostly that of the segment before: both are of one prompt.
-            self._advice, self._label = advice, self._hazards.label(advice)
+            self._hints, self._label = hints, self._hazards.label(hints)
             self._grow()
-        return self._hazards.class_of(uses, self._label)
+        return self._hazards.class_of(accesses, self._label)
 
     def _grow(self) -> None:
         """There are new labels."""
-        while len(self._queues) < len(self._hazards.worth):
-            self._queues.append(_Queue(len(self._queues) % USES))
+        while len(self._queues) < len(self._hazards.retention_value):
+            self._queues.append(_Queue(len(self._queues) % ACCESSES))
             self._young.append(None)
 
     def _enter(self, segment: Segment, record: _Record, again: bool = False) -> None:
         """To the young end of its class. `again`: as old as it is, if the class is still the same."""
         segment.touched = self._now
-        cls = self._class_of(record.uses, segment.advice)
+        cls = self._class_of(record.accesses, segment.hints)
         if not again or record.group is None or record.group.cls != cls:
             self._leave_group(record)
-            self._join_group(record, segment.advice)
+            self._join_group(record, segment.hints)
         queue = self._queues[cls]
         if not queue.order:
             queue.head = None
@@ -197,8 +197,8 @@ class LearnedReuse(Remembering[_Batch]):
             record.group.members -= 1
             record.group = None
 
-    def _join_group(self, record: _Record, advice: Advice) -> _Batch:
-        cls = self._class_of(record.uses, advice)
+    def _join_group(self, record: _Record, hints: Hints) -> _Batch:
+        cls = self._class_of(record.accesses, hints)
         batch = self._young[cls]
         if batch is None or self._now >= batch.at + MOMENT_S:
             batch = self._young[cls] = _Batch(cls, self._now)
@@ -211,14 +211,14 @@ class LearnedReuse(Remembering[_Batch]):
 
     def _look_at(self, queue: _Queue) -> None:
         queue.head, record = next(iter(queue.order.items()))
-        queue.worth = self._worth_of(record)
+        queue.retention_value = self._retention_value_of(record)
 
-    def _first_worth(self, queue: _Queue) -> float:
-        return self._worth_of(next(iter(queue.order.values())))
+    def _first_value(self, queue: _Queue) -> float:
+        return self._retention_value_of(next(iter(queue.order.values())))
 
-    def _worth_of(self, record: _Record) -> float:
+    def _retention_value_of(self, record: _Record) -> float:
         assert record.group is not None
-        return self._hazards.worth[record.group.cls][record.group.age]
+        return self._hazards.retention_value[record.group.cls][record.group.age]
 
     # -- time
 

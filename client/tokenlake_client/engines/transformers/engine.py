@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
 
-from tokenlake.advice import Advice
 from tokenlake.attention import AttentionShape
 from tokenlake.errors import LayoutRefused, Refused
+from tokenlake.hints import Hints
 from tokenlake.layout import Layout
 from tokenlake.planner import Rates
 from tokenlake_client.engines.base import Asked, CachePool, QueryPool
@@ -100,10 +100,10 @@ class TokenLakeEngine:
         """A copy of the counts so far."""
         return self._counters.read()
 
-    def prefill(self, token_ids: Sequence[int], *, request: str | None = None, advice: Advice | None = None) -> Prefill:
+    def prefill(self, token_ids: Sequence[int], *, request: str | None = None, hints: Hints | None = None) -> Prefill:
         """The cache of `token_ids` (at least one) without the last; its new segments are stored behind it. It holds
         all of them, also in mode `ship`. `request`: what the logs of all nodes and `tokenlake explain` are to call it
-        by. `advice`: what is known of the request (`tokenlake.advice`).
+        by. `hints`: what is known of the request (`tokenlake.hints`).
 
         With no pool, or a model that it cannot serve, the cache is computed. Raises only what the model
         raises, and ValueError for an empty prompt.
@@ -116,7 +116,7 @@ class TokenLakeEngine:
         pool = self._usable_pool()
         shape = self._shape if self._placed == _placement(self.model) else cache_shape(self.model)
         storage = allocate(shape, 1, len(tokens))
-        row = Row(tokens, name=self._named(request), advice=advice)
+        row = Row(tokens, name=self._named(request), hints=hints)
         place_rows([row], storage, 0, len(tokens) - 1)
         if pool is not None:
             self._filler.hash(pool, [row])
@@ -131,16 +131,16 @@ class TokenLakeEngine:
         attention_mask: Any = None,
         *,
         request: str | None = None,
-        advice: Advice | None = None,
+        hints: Hints | None = None,
         **generate_kwargs: Any,
     ) -> Any:
-        """What `model.generate` returns for the same arguments. `request` and `advice` as of `prefill`, of all rows;
+        """What `model.generate` returns for the same arguments. `request` and `hints` as of `prefill`, of all rows;
         with several, their names end in `/0`, `/1` and so on.
 
         Calls that the pool cannot serve (beam search, assisted decoding, a cache or embeddings of the
         caller's, padding that is not on the left) go to the model unchanged.
         """
-        named = Asked(self._named(request), advice)
+        named = Asked(self._named(request), hints)
         batch = self._prepare(input_ids, attention_mask, generate_kwargs, named)
         if batch is None:
             self._counters.add(requests_without_pool=1)
@@ -170,16 +170,16 @@ class TokenLakeEngine:
             self._failed("storing what decode completed", error)
         return output
 
-    def advise(self, token_ids: Sequence[int], advice: Advice) -> None:
+    def hint(self, token_ids: Sequence[int], hints: Hints) -> None:
         """A word that came late about a conversation, all of whose tokens these are: that it goes on, or is over. It
         follows what was computed so far to the pool; without one it is lost. Raises nothing."""
         try:
             pool, layout = self._connection.get(), self.layout
             if pool is not None and layout is not None:
                 chain = pool.prefix(list(token_ids), adapter=self.options.adapter, salt=self.options.salt)
-                self._writer.submit(task_of(pool, layout, (), 0, (), asked=Asked(advice=advice), told=chain.keys))
+                self._writer.submit(task_of(pool, layout, (), 0, (), asked=Asked(hints=hints), told=chain.keys))
         except Exception as error:
-            self._pool_failed("passing on advice", error)
+            self._pool_failed("passing on hints", error)
 
     def new_weights(self, version: str, pool: CachePool | None = None) -> None:
         """The model's weights were changed in place: share from now on only with engines that started from
@@ -298,7 +298,7 @@ class TokenLakeEngine:
         ship = True
         try:
             request = read_request(self.model, input_ids, attention_mask, arguments)
-            rows = [Row(*row, asked.name, asked.advice) for row in zip(request.tokens, request.padding, strict=True)]
+            rows = [Row(*row, asked.name, asked.hints) for row in zip(request.tokens, request.padding, strict=True)]
             for index, row in enumerate(rows if len(rows) > 1 else ()):
                 row.name = f"{asked.name}/{index}"
             self._filler.hash(pool, rows)

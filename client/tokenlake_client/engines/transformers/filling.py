@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from tokenlake.advice import NO_ADVICE, Advice
+from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.keys import Prefix
 from tokenlake_client.engines.base import CachePool
 from tokenlake_client.engines.transformers.cache import RoomyCache, RoomyLayer
@@ -101,7 +101,7 @@ class Filler:
             chain = row.chain if request.copies == 1 else self._chain(batch.pool, row.tokens)
             chain.extend(fed[prompt:])
             layers = cache.row(index, row.padding + row.start)
-            ended = replace(row, advice=_ended(row.advice, reason, len(answer)))
+            ended = replace(row, hints=_ended(row.hints, reason, len(answer)))
             tell = index % request.copies == 0
             self._store(batch.pool, ended, chain, prompt - 1, len(fed), layers, tell=tell)
 
@@ -136,7 +136,7 @@ class Filler:
         tell: bool = False,
     ) -> None:
         """Queue the full segments after the first `known` tokens of a sequence that begins as `row`, and whose first
-        `tokens` tokens are in `layers`, but for the `row.start` before them. `tell`: the row's advice goes to the
+        `tokens` tokens are in `layers`, but for the `row.start` before them. `tell`: the row's hints goes to the
         segments before these as well."""
         first = known // pool.layout.segment_tokens
         keys = chain.keys[first : tokens // pool.layout.segment_tokens]
@@ -147,7 +147,7 @@ class Filler:
             self._writer.submit(task_of(pool, pool.layout, keys, first, kept, row.start, row.asked, told))
 
 
-def _ended(advice: Advice | None, reason: str, output_tokens: int) -> Advice:
+def _ended(hints: Hints | None, reason: str, output_tokens: int) -> Hints:
     """What is known of a request at its end. What its caller said of that counts."""
-    said = advice or NO_ADVICE
+    said = hints or NO_HINTS
     return said.ended(said.stop_reason or reason, output_tokens if said.output_tokens < 0 else -1)

@@ -27,13 +27,13 @@ LATE = 1.5
 class Patience(NamedTuple):
     """How long a match may wait for whoever computes what it misses."""
 
-    pending_s: float
+    in_flight_wait_s: float
     segment_s: float
     """Of it, for each segment that is missing."""
 
     def seconds(self, missing: int) -> float:
         """For so many."""
-        return min(self.pending_s, missing * self.segment_s)
+        return min(self.in_flight_wait_s, missing * self.segment_s)
 
 
 IMPATIENT = Patience(0.0, 0.0)

@@ -74,7 +74,7 @@ class Planning:
             requests.append(Request(name=str(number), keys=keys, tokens=len(row.tokens), answer_tokens=steps))
             if not keys:
                 continue
-            row.lease = lease = pool.match(keys, request=row.name, advice=row.advice, tokens=len(row.tokens))
+            row.lease = lease = pool.match(keys, request=row.name, hints=row.hints, tokens=len(row.tokens))
             nodes = lease.nodes() if lease.local_hits < lease.hits else [pool.node] * lease.hits
             if len(rows) > 1:
                 row.give_back()
@@ -94,7 +94,7 @@ class Planning:
                 for number in decision.requests:
                     limits[number] = start + count
             if decision.way is Way.FETCH and ship:
-                # Attended here, once it is here: the view is opened over what is staged then.
+                # Attended here, once it is here: the view is opened over what is cached then.
                 keys = tree.requests[decision.requests[0]].keys[: start + count]
                 with pool.match(keys) as lease:
                     lease.fetch(start, start + count)

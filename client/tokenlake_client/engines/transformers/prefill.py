@@ -100,10 +100,10 @@ def _lease(
             lease = pool.match(
                 keys,
                 request=asked.name,
-                advice=asked.advice,
+                hints=asked.hints,
                 tokens=asked.tokens,
-                pending_s=patience.pending_s,
-                pending_segment_s=patience.segment_s,
+                in_flight_wait_s=patience.in_flight_wait_s,
+                in_flight_wait_per_segment_s=patience.segment_s,
             )
     finally:
         # Not before: what was given back was used, and would be found as used twice.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from tokenlake.advice import Advice
+from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix
 from tokenlake_client.engines.base import Asked, CacheLease
@@ -24,7 +24,7 @@ class Row:
     padding: int = 0
     name: str | None = None
     """Of the request, in logs."""
-    advice: Advice | None = None
+    hints: Hints | None = None
     """What the caller knows of it."""
     layers: list[LayerPair] = field(default_factory=list)
     chain: Prefix | None = None
@@ -67,7 +67,7 @@ class Row:
     @property
     def asked(self) -> Asked:
         """On whose behalf it is read."""
-        return Asked(self.name, self.advice, len(self.tokens))
+        return Asked(self.name, self.hints, len(self.tokens))
 
     @property
     def start(self) -> int:

@@ -88,7 +88,7 @@ class Shipping:
             return True
         try:
             row.give_back()
-            lease = pool.match(wanted, request=row.name, advice=row.advice, tokens=len(row.tokens))
+            lease = pool.match(wanted, request=row.name, hints=row.hints, tokens=len(row.tokens))
         except Exception as error:
             self._pool_failed("reading segments", error)
             return False

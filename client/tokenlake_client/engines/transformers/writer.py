@@ -40,7 +40,7 @@ class StoreTask:
     """Events of the accelerators that computed `layers`."""
     asked: Asked = NOBODY
     told: Sequence[SegmentKey] = ()
-    """Segments of the request before these: once these are stored, the advice in `asked` reaches them as well."""
+    """Segments of the request before these: once these are stored, the hints in `asked` reaches them as well."""
 
 
 def task_of(
@@ -130,8 +130,8 @@ class Writer:
             try:
                 if task.keys:
                     self._store(task)
-                if task.told and task.asked.advice is not None:
-                    task.pool.advise(task.told, task.asked.advice)
+                if task.told and task.asked.hints is not None:
+                    task.pool.hint(task.told, task.asked.hints)
             except Exception as error:
                 self._report("storing segments", error)
             # The cache that the task owns must not live until the next one arrives.
@@ -150,8 +150,8 @@ class Writer:
 
         codes = b""
         try:
-            name, advice, _ = task.asked
-            codes = task.pool.store_all(task.keys, fill, task.first, self._patience, request=name, advice=advice)
+            name, hints, _ = task.asked
+            codes = task.pool.store_all(task.keys, fill, task.first, self._patience, request=name, hints=hints)
         finally:
             done, refused = codes.count(Code.COMMITTED), [Code(code) for code in codes if Code(code).refused]
             self._counters.add(

@@ -21,8 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
-from tokenlake.advice import Advice
 from tokenlake.errors import ConfigurationError, LayoutRefused, Refused
+from tokenlake.hints import Hints
 from tokenlake.identity import SessionId
 from tokenlake.layout import Layout
 from tokenlake_client.engines.connection import Connection
@@ -30,7 +30,7 @@ from tokenlake_client.engines.slots import TORCH_DTYPES
 from tokenlake_client.engines.vllm.counters import Counters, Counts
 from tokenlake_client.engines.vllm.entry import Scheduled
 from tokenlake_client.engines.vllm.epoch import WeightsEpoch
-from tokenlake_client.engines.vllm.hints import advice_of
+from tokenlake_client.engines.vllm.hints import hints_of
 from tokenlake_client.engines.vllm.host_copy import HostCopy
 from tokenlake_client.engines.vllm.identity import block_tokens_of, layout_of
 from tokenlake_client.engines.vllm.membership import Membership
@@ -127,7 +127,7 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         reason = _not_served(request)
         if reason is None:
-            self._scheduler.new_request(request, self._advice(request))
+            self._scheduler.new_request(request, self._hints(request))
         else:
             self._counters.add(requests_not_served=1)
             self._trouble.say(f"served without the pool: {reason}")
@@ -220,9 +220,9 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             digest = self._epoch.reset(empty=False)
         self._scheduler.new_weights(digest)
 
-    def _advice(self, request: Any) -> Advice | None:
+    def _hints(self, request: Any) -> Hints | None:
         try:
-            return advice_of(request.kv_transfer_params)
+            return hints_of(request.kv_transfer_params)
         except ValueError as error:
             self._trouble.say(f"a hint is not passed on: {error}")
             return None

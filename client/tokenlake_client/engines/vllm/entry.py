@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tokenlake.advice import Advice
+from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix
 from tokenlake_client.engines.vllm.lookup import Lookup, LookupPool
@@ -52,7 +52,7 @@ class Entry:
 
     request: EngineRequest
     progress: Progress
-    advice: Advice | None = None
+    hints: Hints | None = None
     """What it said of itself."""
     weights: str | None = None
     """Digest of weights that were changed in place, as part of its keys; None: the layout's."""

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokenlake.advice import Advice, Outlook
+from tokenlake.hints import Hints, Outlook
 
-__all__ = ["KEY", "advice_of"]
+__all__ = ["KEY", "hints_of"]
 
 KEY = "tokenlake"
 _OUTLOOKS = {outlook.name.lower(): outlook for outlook in Outlook}
 _FIELDS = {"outlook": str, "category": str, "priority": int, "ttl_s": int | float}
 
 
-def advice_of(params: Mapping[str, Any] | None) -> Advice | None:
+def hints_of(params: Mapping[str, Any] | None) -> Hints | None:
     """None where nothing is said. Raises `ValueError` naming the field that has no meaning."""
     said = (params or {}).get(KEY)
     if said is None:
@@ -35,4 +35,4 @@ def advice_of(params: Mapping[str, Any] | None) -> Advice | None:
     if outlook not in _OUTLOOKS:
         raise ValueError(f"field 'outlook' of {KEY!r} in kv_transfer_params is {outlook!r}; {', '.join(_OUTLOOKS)}")
     rest = {name: value for name, value in said.items() if name != "outlook"}
-    return Advice(_OUTLOOKS[outlook], **rest)
+    return Hints(_OUTLOOKS[outlook], **rest)

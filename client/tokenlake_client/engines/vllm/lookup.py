@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from tokenlake.advice import Advice
 from tokenlake.errors import TokenLakeError
+from tokenlake.hints import Hints
 from tokenlake.identity import LeaseId, SegmentKey, WriteId
 from tokenlake.keys import Prefix, TokenIds
 
@@ -120,13 +120,15 @@ class LookupPool(Protocol):
         *,
         deadline_s: float = ...,
         request: str | None = None,
-        advice: Advice | None = None,
+        hints: Hints | None = None,
         tokens: int = 0,
-        pending_s: float = 0.0,
-        pending_segment_s: float = 0.0,
+        in_flight_wait_s: float = 0.0,
+        in_flight_wait_per_segment_s: float = 0.0,
     ) -> _Pending:
-        """Ask which of these the pool has. `request`: its name in the logs. `tokens`: of the prompt. `pending_s`: how
-        long the answer may wait for somebody who computes what is missing; `pending_segment_s`: of that, for each
+        """Ask which of these the pool has. `request`: its name in the logs. `tokens`: of the prompt.
+        `in_flight_wait_s`: how
+        long the answer may wait for somebody who computes what is missing; `in_flight_wait_per_segment_s`: of that,
+        for each
         segment that is."""
         ...
 
@@ -141,7 +143,7 @@ class LookupPool(Protocol):
         *,
         deadline_s: float = ...,
         request: str | None = None,
-        advice: Advice | None = None,
+        hints: Hints | None = None,
     ) -> Reserved:
         """Reserve slots for other processes of the session."""
         ...
@@ -150,7 +152,7 @@ class LookupPool(Protocol):
         """They are computed here, and others wait so long for them; 0: not any more. Never waits, never raises."""
         ...
 
-    def advise(self, keys: Sequence[SegmentKey], advice: Advice) -> None:
+    def hint(self, keys: Sequence[SegmentKey], hints: Hints) -> None:
         """A word that came late. Never waits, never raises."""
         ...
 
@@ -170,14 +172,15 @@ class Lookup:
         here: str,
         deadline_s: float,
         clock: Callable[[], float],
-        pending_s: float = 0.0,
+        in_flight_wait_s: float = 0.0,
         segment_s: float = 0.0,
     ) -> None:
-        """`keys`: that it asks for. `here`: this node's name. `pending_s`: so long the answer may wait for somebody who
+        """`keys`: that it asks for. `here`: this node's name. `in_flight_wait_s`: so long the answer may wait for
+        somebody who
         computes what is missing; `segment_s`: of that, for each segment that is."""
         self.pending = pending
         self.keys = keys
-        self.pending_s = pending_s
+        self.in_flight_wait_s = in_flight_wait_s
         self._segment_s = segment_s
         self._here = here
         self._deadline_s = deadline_s
@@ -196,12 +199,12 @@ class Lookup:
     @property
     def waits(self) -> bool:
         """May the first answer still be waiting for somebody who computes what is missing?"""
-        return self.pending_s > 0 and self.lease is None
+        return self.in_flight_wait_s > 0 and self.lease is None
 
     @property
     def missing_s(self) -> float:
-        """Of `pending_s`, once the answer is here, what is due to the segments that are missing."""
-        return min(self.pending_s, self._segment_s * (len(self.keys) - self.hits))
+        """Of `in_flight_wait_s`, once the answer is here, what is due to the segments that are missing."""
+        return min(self.in_flight_wait_s, self._segment_s * (len(self.keys) - self.hits))
 
     def poll(self) -> bool:
         """Is the answer here? Raises `TokenLakeError` when it will never be."""
@@ -289,12 +292,13 @@ class Desk:
         pool: LookupPool,
         keys: Sequence[SegmentKey],
         request: str,
-        advice: Advice | None = None,
+        hints: Hints | None = None,
         tokens: int = 0,
-        pending_s: float = 0.0,
+        in_flight_wait_s: float = 0.0,
         segment_s: float = 0.0,
     ) -> Lookup | None:
-        """None while an answer is owed. `request`: its name in the logs. `tokens`: of the prompt. `pending_s`: how long
+        """None while an answer is owed. `request`: its name in the logs. `tokens`: of the prompt. `in_flight_wait_s`:
+        how long
         the answer may wait for somebody who computes what is missing; `segment_s`: of that, for each segment that is.
         Raises `TokenLakeError`."""
         if self._owed is not None and not self._settled(self._owed):
@@ -304,14 +308,14 @@ class Desk:
             keys,
             deadline_s=deadline_s,
             request=request,
-            advice=advice,
+            hints=hints,
             tokens=tokens,
-            pending_s=pending_s,
-            pending_segment_s=segment_s,
+            in_flight_wait_s=in_flight_wait_s,
+            in_flight_wait_per_segment_s=segment_s,
         )
-        if pending_s:
+        if in_flight_wait_s:
             self._pulse.ask(pool)
-        return Lookup(pending, keys, pool.node, deadline_s, self._clock, pending_s, segment_s)
+        return Lookup(pending, keys, pool.node, deadline_s, self._clock, in_flight_wait_s, segment_s)
 
     def late(self, lookup: Lookup) -> bool:
         """Give `lookup` up if its time is over; True then. Raises `TokenLakeError`."""
@@ -320,7 +324,7 @@ class Desk:
             return False
         if lookup.waits and self._pulse.beats():
             # One deadline more: what came meanwhile is asked for again before it is answered.
-            if now < lookup.until + lookup.pending_s + self._deadline_s:
+            if now < lookup.until + lookup.in_flight_wait_s + self._deadline_s:
                 return False
             lookup.drop()
         elif self._owed is None:

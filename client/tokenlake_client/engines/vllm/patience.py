@@ -46,12 +46,12 @@ class Patience:
         zeros where it does not."""
         if len(self._waiting) >= MOST_WAITING or self.computed_here(keys):
             return 0.0, 0.0
-        pending_s = self.seconds(total, local)
-        if not pending_s:
+        in_flight_wait_s = self.seconds(total, local)
+        if not in_flight_wait_s:
             return 0.0, 0.0
         self._waiting[request] = None
         # As for the last segment, which is computed behind all others.
-        return pending_s, PATIENCE * (self._worth.prefill_s(total, max(0, total - self._segment)) or 0.0)
+        return in_flight_wait_s, PATIENCE * (self._worth.prefill_s(total, max(0, total - self._segment)) or 0.0)
 
     def answered(self, request: str) -> None:
         """Its question waits no longer."""

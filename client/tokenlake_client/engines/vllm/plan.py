@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from tokenlake.advice import Advice
+from tokenlake.hints import Hints
 
 __all__ = ["LoadPlan", "LoadTime", "SavePlan", "StepPlan", "StepReport"]
 
@@ -42,7 +42,7 @@ class SavePlan:
     """The reservation whose slots the ranks fill, each its shards; 0: the one rank reserves them."""
     incarnation: int = 0
     """Of the daemon that granted it."""
-    advice: Advice | None = None
+    hints: Hints | None = None
     """Of the request, where the rank reserves the slots."""
     claimed: bool = False
     """Others wait for it, where the rank reserves the slots: what is refused it takes back."""

@@ -16,8 +16,8 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
-from tokenlake.advice import NO_ADVICE, Advice
 from tokenlake.errors import TokenLakeError
+from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.planner import Rates
 from tokenlake_client.engines.vllm.counters import Counters
 from tokenlake_client.engines.vllm.entry import EngineRequest, Entry, Scheduled
@@ -87,9 +87,9 @@ class SchedulerSide:
 
     # -- a request on its way in
 
-    def new_request(self, request: EngineRequest, advice: Advice | None = None) -> None:
-        """A request that can be served with the pool has arrived. `advice`: what it says of itself."""
-        entry = self._entries[request.request_id] = Entry(request, Progress(self._segment), advice, self._weights)
+    def new_request(self, request: EngineRequest, hints: Hints | None = None) -> None:
+        """A request that can be served with the pool has arrived. `hints`: what it says of itself."""
+        entry = self._entries[request.request_id] = Entry(request, Progress(self._segment), hints, self._weights)
         waiting = sum(other.lookup is not None and not other.placed for other in self._entries.values())
         if waiting < EARLY_LOOKUPS:
             self._ask(entry)
@@ -120,7 +120,7 @@ class SchedulerSide:
         self._patience.answered(request.request_id)
         if lookup.hits < len(lookup.keys):
             self._patience.computes(request.request_id, lookup.hits, lookup.keys[lookup.hits])
-            if lookup.pending_s:
+            if lookup.in_flight_wait_s:
                 entry.gap, entry.claim_s = lookup.hits, lookup.missing_s
         return self._weigh(entry, lookup)
 
@@ -266,7 +266,7 @@ class SchedulerSide:
         self._patience.ended(request.request_id)
         if entry.lookup is not None:
             entry.lookup.drop()
-        self._advise(entry, (entry.advice or NO_ADVICE).ended(stop_reason, output_tokens))
+        self._hint(entry, (entry.hints or NO_HINTS).ended(stop_reason, output_tokens))
         if not complete:
             self._claim(entry, 0.0)
             return False
@@ -317,7 +317,7 @@ class SchedulerSide:
         name = entry.request.request_id
         self._patience.answered(name)
         waits = self._patience.begin(name, keys, total, entry.local) if patient else (0.0, 0.0)
-        entry.lookup = self._desk.begin(pool, keys, name, entry.advice, total, *waits)
+        entry.lookup = self._desk.begin(pool, keys, name, entry.hints, total, *waits)
         return entry.lookup is not None
 
     def _claim(self, entry: Entry, seconds: float) -> None:
@@ -333,14 +333,14 @@ class SchedulerSide:
         except Exception as error:
             self._report("claiming what is computed", error)
 
-    def _advise(self, entry: Entry, advice: Advice) -> None:
+    def _hint(self, entry: Entry, hints: Hints) -> None:
         """What is in the pool of it learns how it ended; what is still to be stored brings that along."""
         pool = self._pool()
-        known, entry.advice = entry.advice or NO_ADVICE, advice
-        if pool is None or self._stopped or entry.prefix is None or advice == known or not entry.progress.saved:
+        known, entry.hints = entry.hints or NO_HINTS, hints
+        if pool is None or self._stopped or entry.prefix is None or hints == known or not entry.progress.saved:
             return
         try:
-            pool.advise(entry.keys(pool, self._settings.salt)[: entry.progress.saved], advice)
+            pool.hint(entry.keys(pool, self._settings.salt)[: entry.progress.saved], hints)
         except Exception as error:
             self._report("passing a hint on", error)
 

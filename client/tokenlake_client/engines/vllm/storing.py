@@ -37,7 +37,7 @@ class Storing:
         reserved = None
         if self._shared:
             deadline_s = self._settings.match_ms / 1e3
-            reserved = pool.reserve(keys, segments.start, deadline_s=deadline_s, request=name, advice=entry.advice)
+            reserved = pool.reserve(keys, segments.start, deadline_s=deadline_s, request=name, hints=entry.hints)
             refused = next((at for at, code in enumerate(reserved.codes) if Code(code).refused), len(keys))
             # What was refused is asked for again with the request's next segment.
             entry.progress.saved = segments.start + refused
@@ -50,9 +50,7 @@ class Storing:
         self._blocks[self._last] = frozenset(blocks)
         if reserved is None:
             claimed = entry.gap is not None
-            return [
-                SavePlan(self._last, name, segments.start, tuple(keys), blocks, advice=entry.advice, claimed=claimed)
-            ]
+            return [SavePlan(self._last, name, segments.start, tuple(keys), blocks, hints=entry.hints, claimed=claimed)]
         self._reservations[self._last] = reserved
         write = int(reserved.id), reserved.incarnation
         return [SavePlan(self._last, name, segments.start, tuple(keys), blocks, *write)]

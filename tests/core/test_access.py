@@ -8,8 +8,8 @@ from tests.core.scenes import answer, calm, copies, fetch, match, prepare, store
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
 from tests.sim.prompts import prompt
-from tokenlake.advice import NEVER, Advice, Outlook, Use
-from tokenlake.core.uses import REMEMBERED, RecentMatches, use_after
+from tokenlake.core.access import REMEMBERED, RecentMatches, access_after
+from tokenlake.hints import NEVER, AccessRecord, Hints, Outlook
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.store import Kind
 from tokenlake.wire import Code, engine, peer
@@ -32,30 +32,32 @@ def turn(cluster: Cluster, reader: Engine, keys: list[SegmentKey], window: int =
     return int(reply.hits)
 
 
-def uses(cluster: Cluster, keys: list[SegmentKey]) -> list[Use]:
+def accesses(cluster: Cluster, keys: list[SegmentKey]) -> list[AccessRecord]:
     """As the keeper of each segment knows it."""
-    homes = [[each for each in copies(cluster, key).values() if each.kind is Kind.HOME] for key in keys]
-    return [home[0].advice.use for home in homes]
+    directory_nodes = [[each for each in copies(cluster, key).values() if each.kind is Kind.PRIMARY] for key in keys]
+    return [directory_node[0].hints.access for directory_node in directory_nodes]
 
 
 def test_the_second_turn_reaches_every_keeper_through_another_node() -> None:
     cluster = calm(regions=16)
     first, second = cluster.join(0), cluster.join(1)
     assert turn(cluster, first, KEYS[:4]) == 0
-    assert uses(cluster, KEYS[:4]) == [Use(4, 0)] * 4
+    assert accesses(cluster, KEYS[:4]) == [AccessRecord(4, 0)] * 4
     cluster.run_for(2.0)
     assert turn(cluster, second, KEYS[:7], window=2) == 4
-    known = uses(cluster, KEYS[:7])
-    assert [use.segments for use in known] == [7] * 7
-    assert [(use.hits, use.turn, use.left, use.previous_gap_s) for use in known] == [(4, 1, 0, NEVER)] * 7
+    known = accesses(cluster, KEYS[:7])
+    assert [access.segments for access in known] == [7] * 7
+    assert [(access.hits, access.turn, access.left, access.previous_gap_s) for access in known] == [
+        (4, 1, 0, NEVER)
+    ] * 7
     gap = known[0].gap_s
     assert 2.0 < gap < 5.0
-    assert known == [Use(7, 4, 1, gap, NEVER, 0)] * 7
+    assert known == [AccessRecord(7, 4, 1, gap, NEVER, 0)] * 7
     cluster.run_for(1.0)
     assert turn(cluster, first, KEYS[:9]) == 7
-    third = uses(cluster, KEYS[:9])
-    assert {(use.turn, use.previous_gap_s) for use in third} == {(2, gap)}
-    assert all(use.gap_s < gap for use in third)
+    third = accesses(cluster, KEYS[:9])
+    assert {(access.turn, access.previous_gap_s) for access in third} == {(2, gap)}
+    assert all(access.gap_s < gap for access in third)
 
 
 def test_a_branch_starts_anew_and_the_trunk_remembers_only_the_branch() -> None:
@@ -64,14 +66,14 @@ def test_a_branch_starts_anew_and_the_trunk_remembers_only_the_branch() -> None:
     turn(cluster, first, KEYS[:8])
     branch = [*KEYS[:3], *prompt("branch", 2)]
     assert turn(cluster, second, branch) == 3
-    known = uses(cluster, branch)
-    assert {(use.segments, use.hits, use.turn, use.left) for use in known} == {(5, 3, 0, 5)}
-    assert uses(cluster, KEYS[3:8]) == [Use(8, 0)] * 5
+    known = accesses(cluster, branch)
+    assert {(access.segments, access.hits, access.turn, access.left) for access in known} == {(5, 3, 0, 5)}
+    assert accesses(cluster, KEYS[3:8]) == [AccessRecord(8, 0)] * 5
 
 
-def last_use(cluster: Cluster, key: SegmentKey) -> Use:
+def last_access(cluster: Cluster, key: SegmentKey) -> AccessRecord:
     """As any copy of it shows."""
-    return next(iter(copies(cluster, key).values())).advice.use
+    return next(iter(copies(cluster, key).values())).hints.access
 
 
 def test_what_lies_behind_a_gap_is_known() -> None:
@@ -83,9 +85,9 @@ def test_what_lies_behind_a_gap_is_known() -> None:
         reader = cluster.join(node)
         assert turn(cluster, reader, KEYS[:known]) == (0 if node == 0 else known - 1)
         if node == 0:
-            use = last_use(cluster, KEYS[0])
-            assert (use.segments, use.hits, use.remembered, use.turn, use.left) == (5, 0, 5, 1, 0)
-            assert 1.0 < use.gap_s < 3.0
+            access = last_access(cluster, KEYS[0])
+            assert (access.segments, access.hits, access.remembered, access.turn, access.left) == (5, 0, 5, 1, 0)
+            assert 1.0 < access.gap_s < 3.0
 
 
 @pytest.mark.parametrize("asker", [0, 1], ids=["the node that wrote it", "another"])
@@ -100,29 +102,37 @@ def test_a_conversation_goes_on_after_all_of_it_was_evicted(asker: int) -> None:
     assert not any(copies(cluster, key) for key in KEYS[:6])
     stores = [cluster.core(node).store for node in (0, 1)]
     remembered = [store.remembers(TenantId("red"), KEYS[:6], cluster.clock.now) for store in stores]
-    # What nobody took as a home copy nobody remembers.
+    # What nobody took as a primary copy nobody remembers.
     depth = max(each[0] for each in remembered if each is not None) + 1
     assert depth > 1
     assert turn(cluster, engines[asker], KEYS[:8]) == 0
     kept = [key for key in KEYS[:8] if copies(cluster, key)]
-    known = last_use(cluster, kept[0])
+    known = last_access(cluster, kept[0])
     assert (known.segments, known.hits, known.remembered, known.left) == (8, 0, depth, 6 - depth)
     assert known.gap_s >= PATIENCE_S
 
 
 def test_of_two_who_remember_the_same_segment_the_later_word_counts() -> None:
-    old, new = (4, Use(9, 2, 3), 50.0), (4, Use(5, 3, 7), 2.0)
-    shallow = (1, Use(2, 0, 1), 1.0)
-    assert use_after([old, shallow, new], 6, 1) == Use(6, 1, 8, 2.0, NEVER, 0, remembered=4)
-    assert use_after([shallow], 6, 4) == Use.after(shallow[1], 1.0, 6, 4, 4)
-    assert use_after([], 6, 4) == Use(6, 4)
+    old, new = (4, AccessRecord(9, 2, 3), 50.0), (4, AccessRecord(5, 3, 7), 2.0)
+    shallow = (1, AccessRecord(2, 0, 1), 1.0)
+    assert access_after([old, shallow, new], 6, 1) == AccessRecord(6, 1, 8, 2.0, NEVER, 0, remembered=4)
+    assert access_after([shallow], 6, 4) == AccessRecord.after(shallow[1], 1.0, 6, 4, 4)
+    assert access_after([], 6, 4) == AccessRecord(6, 4)
 
 
 def test_a_node_that_knows_of_more_keys_than_it_was_asked_for_is_refused() -> None:
     cluster = calm(2, regions=16)
     reader = cluster.join(0)
     cluster.core(1)._serving.lookup = lambda node, message, keys: peer.LookupReply(  # type: ignore[method-assign]
-        message.call, 0, bytes([Code.MISSING]) * len(keys), (), (0.0, 0.0, 0.0), 0.0, len(keys) + 1, Use(9, 9), 1.0
+        message.call,
+        0,
+        bytes([Code.MISSING]) * len(keys),
+        (),
+        (0.0, 0.0, 0.0),
+        0.0,
+        len(keys) + 1,
+        AccessRecord(9, 9),
+        1.0,
     )
     with pytest.raises(ValueError, match="knows of key 5 of 4"):
         match(cluster, reader, KEYS[:4])
@@ -133,39 +143,41 @@ def test_what_is_stored_without_a_match_says_what_it_shows() -> None:
     writer = cluster.join(0)
     prepare(cluster, writer, KEYS[2:5], 2)
     reserved = [next(iter(copies(cluster, key).values())) for key in KEYS[2:5]]
-    assert [segment.advice.use for segment in reserved] == [Use(5, 2)] * 3
+    assert [segment.hints.access for segment in reserved] == [AccessRecord(5, 2)] * 3
 
 
 def test_what_an_engine_says_of_its_use_is_not_listened_to() -> None:
     cluster = calm(regions=16)
     writer = cluster.join(0)
     store(cluster, writer, KEYS[:2])
-    lie = Advice(Outlook.GOES_ON, output_tokens=7, use=Use(900, 800, 70))
+    lie = Hints(Outlook.GOES_ON, output_tokens=7, access=AccessRecord(900, 800, 70))
     reply = answer(cluster, writer.processes[0], engine.Match, join_keys(KEYS[:2]), 0.0, True, "", lie)
-    tell(cluster, writer.processes[0], engine.Advise(join_keys(KEYS[:2]), lie, reply.lease))
+    tell(cluster, writer.processes[0], engine.Hint(join_keys(KEYS[:2]), lie, reply.lease))
     tell(cluster, writer.processes[0], engine.Release(((reply.lease, 0, 2),)))
     cluster.run_for(PATIENCE_S)
-    told = [segment.advice for key in KEYS[:2] for segment in copies(cluster, key).values()]
-    assert {(advice.outlook, advice.output_tokens) for advice in told} == {(Outlook.GOES_ON, 7)}
-    assert {(advice.use.segments, advice.use.turn) for advice in told} == {(2, 1)}
+    told = [segment.hints for key in KEYS[:2] for segment in copies(cluster, key).values()]
+    assert {(hints.outlook, hints.output_tokens) for hints in told} == {(Outlook.GOES_ON, 7)}
+    assert {(hints.access.segments, hints.access.turn) for hints in told} == {(2, 1)}
 
 
 @pytest.mark.parametrize("between", [0, REMEMBERED - 1, REMEMBERED])
 def test_a_session_remembers_its_last_matches(between: int) -> None:
     recent = RecentMatches()
-    recent.add(join_keys(KEYS), Use(12, 3, 2))
+    recent.add(join_keys(KEYS), AccessRecord(12, 3, 2))
     for number in range(between):
-        recent.add(join_keys(prompt(f"other {number}", 5)), Use(5, 0))
+        recent.add(join_keys(prompt(f"other {number}", 5)), AccessRecord(5, 0))
     known = between < REMEMBERED
-    assert recent.use(KEYS[3:6], 3) == (Use(12, 3, 2) if known else Use(6, 3))
-    assert recent.use(KEYS[6:], 6) == (Use(12, 3, 2) if known else Use(12, 6))
-    assert recent.use(KEYS[3:6], 4) == Use(7, 4)
+    assert recent.access(KEYS[3:6], 3) == (AccessRecord(12, 3, 2) if known else AccessRecord(6, 3))
+    assert recent.access(KEYS[6:], 6) == (AccessRecord(12, 3, 2) if known else AccessRecord(12, 6))
+    assert recent.access(KEYS[3:6], 4) == AccessRecord(7, 4)
 
 
 def test_what_a_node_that_lies_says_of_a_turn_can_be_told_on() -> None:
     """Else whoever is told it would take this node for a liar."""
-    lie = peer.LookupReply(1, 0, b"", (), (0.0, 0.0, 0.0), 0.0, 4, Use(4, 4, (1 << 32) - 1, 1e9, 1e9, 4), 1e9)
+    lie = peer.LookupReply(1, 0, b"", (), (0.0, 0.0, 0.0), 0.0, 4, AccessRecord(4, 4, (1 << 32) - 1, 1e9, 1e9, 4), 1e9)
     heard = decode(peer.peer_decoder, encode(lie))
     assert isinstance(heard, peer.LookupReply)
-    told = peer.Touched("red", bytes(32), Advice(use=Use.after(heard.past, heard.past_age_s, 5, 4, 4)))
+    told = peer.Touched(
+        "red", bytes(32), Hints(access=AccessRecord.after(heard.last_access, heard.last_access_age_s, 5, 4, 4))
+    )
     assert decode(peer.peer_decoder, encode(told)) == told

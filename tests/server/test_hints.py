@@ -12,7 +12,7 @@ import pytest
 
 from tests.robustness.live import LAYOUT, Prompt, daemons, outcomes, read, store, total
 from tests.server.raw import Raw, hello
-from tokenlake.advice import NO_ADVICE, Advice, Outlook
+from tokenlake.hints import NO_HINTS, Hints, Outlook
 from tokenlake.wire import HEADER_BYTES, Code, engine
 from tokenlake_client import Pool
 from tokenlake_server.engines import MAX_KEYS
@@ -48,9 +48,9 @@ def node(one: Cluster) -> Node:
     return one.nodes[0]
 
 
-def advised(**fields: Any) -> bytes:
-    """The frame of an `Advise` that no constructor would make."""
-    values = {name: getattr(NO_ADVICE, name) for name in NO_ADVICE.__struct_fields__} | fields
+def hinted(**fields: Any) -> bytes:
+    """The frame of an `Hint` that no constructor would make."""
+    values = {name: getattr(NO_HINTS, name) for name in NO_HINTS.__struct_fields__} | fields
     body = msgspec.msgpack.encode([26, bytes(32), list(values.values()), 0])
     return len(body).to_bytes(HEADER_BYTES, "little") + body
 
@@ -60,8 +60,8 @@ def test_a_hint_without_meaning_ends_the_connection_by_name(node: Node, field: s
     with Raw(node.socket) as raw:
         raw.send(hello())
         assert isinstance(raw.reply(), engine.Welcome)
-        raw.write(advised())
-        raw.write(advised(**{field: BAD[field]}))
+        raw.write(hinted())
+        raw.write(hinted(**{field: BAD[field]}))
         failed = raw.reply()
         assert isinstance(failed, engine.Failed)
         assert f"'{field}'" in failed.reason
@@ -73,7 +73,7 @@ def test_a_hint_about_too_much_ends_the_connection(node: Node) -> None:
     with Raw(node.socket) as raw:
         raw.send(hello())
         assert isinstance(raw.reply(), engine.Welcome)
-        raw.send(engine.Advise(bytes(32) * (MAX_KEYS + 1), Advice(Outlook.OVER)))
+        raw.send(engine.Hint(bytes(32) * (MAX_KEYS + 1), Hints(Outlook.OVER)))
         failed = raw.reply()
         assert isinstance(failed, engine.Failed)
         assert "'max_keys'" in failed.reason
@@ -84,7 +84,7 @@ def test_a_hint_about_too_much_ends_the_connection(node: Node) -> None:
 def test_a_client_is_told_before_anything_is_sent() -> None:
     for field, value in BAD.items():
         with pytest.raises(ValueError, match=f"'{field}'"):
-            Advice(**{field: value})
+            Hints(**{field: value})
 
 
 def test_what_is_said_to_stay_outlives_what_is_not(one: Cluster) -> None:
@@ -92,17 +92,17 @@ def test_what_is_said_to_stay_outlives_what_is_not(one: Cluster) -> None:
     prompts = [Prompt(100 + number, 2) for number in range(3)]
     with one.connect(0, LAYOUT) as pool:
         keys = [pool.prefix(prompt.tokens).keys for prompt in prompts]
-        high = Advice(priority=1)
-        pool.store_all(keys[0], prompts[0].fill, patience=20.0, advice=high)
+        high = Hints(priority=1)
+        pool.store_all(keys[0], prompts[0].fill, patience=20.0, hints=high)
         pool.store_all(keys[1], prompts[1].fill, patience=20.0)
-        with pool.match(keys[1], advice=high) as lease:
+        with pool.match(keys[1], hints=high) as lease:
             assert lease.hits == 2
         pool.store_all(keys[2], prompts[2].fill, patience=20.0)
-        pool.advise(keys[2], high)
+        pool.hint(keys[2], high)
         low = Prompt(200, 2)
         pool.store_all(pool.prefix(low.tokens).keys, low.fill, patience=20.0)
         with pool.match(pool.prefix(low.tokens).keys) as lease:
-            lease.advise(Advice(Outlook.OVER, priority=-1))
+            lease.hint(Hints(Outlook.OVER, priority=-1))
         slots = int(total(one.nodes[0], "tokenlake_slots"))
         plain = Prompt(300, 2)
         store(pool, plain)

@@ -2,8 +2,8 @@
 request it is, how it ended, and how long its cache is to be kept. By the pool: how much of the prompt it had, and when
 that was used before.
 
-Advice changes the order of eviction and nothing else: it is never a promise, and never a use. The newest word wins;
-what a later request does not speak about stays (`Advice.over`).
+Hints changes the order of eviction and nothing else: it is never a promise, and never a use. The newest word wins;
+what a later request does not speak about stays (`Hints.over`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from tokenlake.wire.fields import Index
 
-__all__ = ["MAX_LABEL", "MAX_TTL_S", "NEVER", "NO_ADVICE", "NO_USE", "Advice", "Outlook", "Use"]
+__all__ = ["MAX_LABEL", "MAX_TTL_S", "NEVER", "NO_HINTS", "NO_ACCESS", "Hints", "Outlook", "AccessRecord"]
 
 MAX_LABEL = 32
 """Characters of a category or a stop reason, all printable: policies keep statistics by them."""
@@ -38,7 +38,7 @@ NEVER = -1.0
 Gap = Annotated[float, Meta(ge=NEVER, le=1e9)]
 
 
-class Use(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class AccessRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How one request used its segments. Times are seconds of the workload."""
 
     segments: Index = 0
@@ -63,24 +63,24 @@ class Use(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.hits + self.remembered
 
     @classmethod
-    def after(cls, past: Use, age_s: float, segments: int, hits: int, known: int) -> Use:
+    def after(cls, last_access: AccessRecord, age_s: float, segments: int, hits: int, known: int) -> AccessRecord:
         """Of a request that found `hits` of its `segments` while `known` were used before, the deepest of them `age_s`
-        ago as in `past` (`NO_USE` where that is not known)."""
+        ago as in `last_access` (`NO_ACCESS` where that is not known)."""
         remembered = known - hits
-        if not known or not past.segments:
+        if not known or not last_access.segments:
             return cls(segments, hits, remembered=remembered)
-        left = max(0, past.segments - known)
+        left = max(0, last_access.segments - known)
         # The last segment may hold a part of the answer, and so be another one; a first segment may be everybody's.
         if left > 1 or known == 1:
             return cls(segments, hits, 0, age_s, NEVER, left, remembered)
         # Bounded: what a node that lies makes of it would be refused wherever this one tells it.
-        return cls(segments, hits, min(past.turn + 1, MAX_TURN), age_s, past.gap_s, left, remembered)
+        return cls(segments, hits, min(last_access.turn + 1, MAX_TURN), age_s, last_access.gap_s, left, remembered)
 
 
-NO_USE = Use()
+NO_ACCESS = AccessRecord()
 
 
-class Advice(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class Hints(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Of one request, for all its segments. ValueError for a value without meaning, naming the field."""
 
     outlook: int = Outlook.UNKNOWN
@@ -94,48 +94,50 @@ class Advice(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """From the last use or word on: what nobody touched for so long goes first. 0: no such time."""
     output_tokens: int = -1
     """Of the answer, once it is known; -1: not known."""
-    use: Use = NO_USE
+    access: AccessRecord = NO_ACCESS
     """By the pool; what an engine says here is not listened to."""
 
     def __post_init__(self) -> None:
         if not Outlook.UNKNOWN <= self.outlook <= Outlook.OVER:
-            raise ValueError(f"advice field 'outlook' is {self.outlook}; 0 (unknown), 1 (goes on) or 2 (over)")
+            raise ValueError(f"hints field 'outlook' is {self.outlook}; 0 (unknown), 1 (goes on) or 2 (over)")
         for name, label in (("category", self.category), ("stop_reason", self.stop_reason)):
             if len(label) > MAX_LABEL or not label.isprintable():
-                raise ValueError(f"advice field {name!r} has {len(label)} characters; at most {MAX_LABEL}, printable")
+                raise ValueError(f"hints field {name!r} has {len(label)} characters; at most {MAX_LABEL}, printable")
         if not -1 <= self.priority <= 1:
-            raise ValueError(f"advice field 'priority' is {self.priority}; -1 (low), 0 or 1 (high)")
+            raise ValueError(f"hints field 'priority' is {self.priority}; -1 (low), 0 or 1 (high)")
         if not 0 <= self.ttl_s <= MAX_TTL_S:
-            raise ValueError(f"advice field 'ttl_s' is {self.ttl_s}; 0 (none) to {MAX_TTL_S:.0f} seconds")
+            raise ValueError(f"hints field 'ttl_s' is {self.ttl_s}; 0 (none) to {MAX_TTL_S:.0f} seconds")
         if not -1 <= self.output_tokens < 1 << 32:
-            raise ValueError(f"advice field 'output_tokens' is {self.output_tokens}; -1 (not known) or a count")
+            raise ValueError(f"hints field 'output_tokens' is {self.output_tokens}; -1 (not known) or a count")
 
-    def ended(self, stop_reason: str, output_tokens: int = -1) -> Advice:
+    def ended(self, stop_reason: str, output_tokens: int = -1) -> Hints:
         """The same of a request that ended so, after so many tokens; -1 leaves what was said."""
         output = self.output_tokens if output_tokens < 0 else output_tokens
         return msgspec.structs.replace(self, stop_reason=stop_reason, output_tokens=output)
 
-    def over(self, former: Advice) -> Advice:
-        """This word after `former`: outlook and stop reason are new, an empty category leaves the former, and so does
+    def over(self, previous: Hints) -> Hints:
+        """This word after `previous`: outlook and stop reason are new, an empty category leaves the former, and so does
         a retention (priority and time to live) that says nothing, and a word without a use. A use of which the engine
         says nothing leaves all that it said."""
-        if former is NO_ADVICE or former == self:
+        if previous is NO_HINTS or previous == self:
             return self
-        use, output = (self.use, self.output_tokens) if self.use.segments else (former.use, former.output_tokens)
+        access, output = (
+            (self.access, self.output_tokens) if self.access.segments else (previous.access, previous.output_tokens)
+        )
         if self.output_tokens >= 0:
             output = self.output_tokens
         if not (self.outlook or self.category or self.stop_reason or self.priority or self.ttl_s):
-            return msgspec.structs.replace(former, output_tokens=output, use=use)
+            return msgspec.structs.replace(previous, output_tokens=output, access=access)
         silent = not (self.priority or self.ttl_s)
-        return Advice(
+        return Hints(
             self.outlook,
-            self.category or former.category,
+            self.category or previous.category,
             self.stop_reason,
-            former.priority if silent else self.priority,
-            former.ttl_s if silent else self.ttl_s,
+            previous.priority if silent else self.priority,
+            previous.ttl_s if silent else self.ttl_s,
             output,
-            use,
+            access,
         )
 
 
-NO_ADVICE = Advice()
+NO_HINTS = Hints()

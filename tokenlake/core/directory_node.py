@@ -1,4 +1,4 @@
-"""This node as a home: what it answers about the segments that hash to it."""
+"""This node as a directory node: what it answers about the segments that hash to it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
 from tokenlake.wire.slots import join_keys
 
-__all__ = ["Home"]
+__all__ = ["DirectoryNode"]
 
 _PENDING = Standing.PENDING
 
 
-class Home:
+class DirectoryNode:
     """Directory, and whether it can be trusted yet.
 
-    A home that started knows nothing of what others hold: until they all advertised it answers UNKNOWN where
+    A directory node that started knows nothing of what others hold: until they all advertised it answers UNKNOWN where
     it would say MISSING.
     """
 
@@ -32,7 +32,7 @@ class Home:
         self._complete = False
 
     def advertised(self, node: NodeId) -> None:
-        """`node` told all its home copies."""
+        """`node` told all its primary copies."""
         peer = self._peers.get(node)
         if peer is not None:
             self._advertised[node] = peer.incarnation
@@ -101,7 +101,7 @@ class Home:
         commit came first. A first that is down has nothing any more."""
         codes = bytearray()
         firsts: list[NodeId] = []
-        formers: list[NodeId] = []
+        previous_owners: list[NodeId] = []
         for key in keys:
             first = self._context.directory.ready(tenant, key, node, self._life(node))
             if first is not None and not self._lives(first):
@@ -111,22 +111,22 @@ class Home:
             if first is not None:
                 firsts.append(first)
             else:
-                formers.append(self._context.directory.former(tenant, key) or NodeId(""))
-        return bytes(codes), firsts, formers if any(formers) else []
+                previous_owners.append(self._context.directory.previous_owner(tenant, key) or NodeId(""))
+        return bytes(codes), firsts, previous_owners if any(previous_owners) else []
 
     def held(self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey]) -> wire.Redundant:
-        """`node` keeps the home copies of these. What to tell it: where another living node does."""
+        """`node` keeps the primary copies of these. What to tell it: where another living node does."""
         redundant: list[SegmentKey] = []
-        holders: list[str] = []
+        owners: list[str] = []
         for key in keys:
-            holder = self._context.directory.held(tenant, key, node, self._life(node))
-            if holder is not None and not self._lives(holder):
-                self._context.directory.gone(tenant, key, holder)
-                holder = self._context.directory.held(tenant, key, node, self._life(node))
-            if holder is not None:
+            owner = self._context.directory.held(tenant, key, node, self._life(node))
+            if owner is not None and not self._lives(owner):
+                self._context.directory.gone(tenant, key, owner)
+                owner = self._context.directory.held(tenant, key, node, self._life(node))
+            if owner is not None:
                 redundant.append(key)
-                holders.append(holder)
-        return wire.Redundant(tenant, join_keys(redundant), tuple(holders))
+                owners.append(owner)
+        return wire.Redundant(tenant, join_keys(redundant), tuple(owners))
 
     def _life(self, node: NodeId) -> Incarnation:
         peer = self._peers.get(node)

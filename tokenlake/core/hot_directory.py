@@ -1,4 +1,4 @@
-"""This node as a home of hot segments: who gets copies, and what everybody is told.
+"""This node as a directory node of hot segments: who gets copies, and what everybody is told.
 
 ::
 
@@ -7,7 +7,7 @@
                                                               v
                                               HotSet, a new version, to every node
 
-Copies are taken from the holder and from those that have one already, so that many come quickly and no node sends all.
+Copies are taken from the owner and from those that have one already, so that many come quickly and no node sends all.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
 from tokenlake.wire.slots import split_keys
 
-__all__ = ["HotHome"]
+__all__ = ["HotDirectory"]
 
-PROMOTED = Metric("tokenlake_hot_promotions_total", "Segments of this home that became hot")
-DEMOTED = Metric("tokenlake_hot_demotions_total", "Segments of this home that are not hot any more")
+PROMOTED = Metric("tokenlake_hot_promotions_total", "Segments of this directory node that became hot")
+DEMOTED = Metric("tokenlake_hot_demotions_total", "Segments of this directory node that are not hot any more")
 
 CROWD_READS = 8
 """Of one segment since the last report: reported at once, and decided about at once."""
@@ -50,18 +50,18 @@ class _Copies:
         self.order = order
         """In which the nodes get copies."""
         self.target = target
-        """Nodes in all, the holder included."""
+        """Nodes in all, the owner included."""
         self.nodes: dict[NodeId, None] = {}
-        """That have one, beside the holder."""
+        """That have one, beside the owner."""
         self.asked: dict[NodeId, None] = {}
         self.refused: dict[NodeId, float] = {}
         """Until when they are not asked again."""
         self.heir: NodeId | None = None
-        """Asked to keep the home copy from now on, and has not answered."""
+        """Asked to keep the primary copy from now on, and has not answered."""
 
 
-class HotHome:
-    """Decides for the segments whose home this node is."""
+class HotDirectory:
+    """Decides for the segments whose directory node this node is."""
 
     def __init__(self, context: Context, peers: Peers, known: KnownSets, copies: HotCopies) -> None:
         self._context = context
@@ -85,7 +85,7 @@ class HotHome:
         if self._context.config.hot == "off":
             return
         tenant, here = TenantId(message.tenant), self._context.node
-        mine = self._context.by_home(keys).get(here, [])
+        mine = self._context.by_directory_node(keys).get(here, [])
         told = {key: (depth, times) for key, depth, times in zip(keys, message.depths, message.times, strict=True)}
         for key in mine:
             depth, times = told[key]
@@ -129,7 +129,7 @@ class HotHome:
             self._context.counters.add(DEMOTED)
             self._say(item, "is not hot any more")
         elif hot is None:
-            others = [node for node in self._context.ring.members if node != self._holder(item)]
+            others = [node for node in self._context.ring.members if node != self._owner(item)]
             self._hot[item] = _Copies(by_a_further_hash(item[1], others), change.copies)
             self._context.counters.add(PROMOTED)
             self._say(item, f"is hot: {change.copies} copies")
@@ -142,38 +142,38 @@ class HotHome:
         depth = self._rule.shape(item).depth
         self._context.emit(Note(f"segment {depth} of a prompt of tenant {item[0]!r} {what}{observed}"))
 
-    def _holder(self, item: HotItem) -> NodeId | None:
+    def _owner(self, item: HotItem) -> NodeId | None:
         entry = self._context.directory.get(*item, self._context.now)
         return entry.node if entry is not None and entry.standing is not Standing.PENDING else None
 
     def _nodes(self, item: HotItem) -> list[NodeId]:
-        """Holder first; empty when nobody is known to have it."""
-        holder = self._holder(item)
-        if holder is None:
+        """Owner first; empty when nobody is known to have it."""
+        owner = self._owner(item)
+        if owner is None:
             return []
         hot = self._hot.get(item)
-        return [holder, *(node for node in hot.nodes if node != holder)] if hot is not None else [holder]
+        return [owner, *(node for node in hot.nodes if node != owner)] if hot is not None else [owner]
 
     def _look_after(self, item: HotItem, hot: _Copies) -> None:
         """One that has copies: are they there, and are they enough?"""
-        holder = self._holder(item)
-        if holder is None:
-            self._without_holder(item, hot)
+        owner = self._owner(item)
+        if owner is None:
+            self._without_owner(item, hot)
             return
         # A node that is gone reads nothing for anybody; should it come back as it was, its copy is only named again.
-        for node in [node for node in hot.nodes if node == holder or not self._reachable(node)]:
+        for node in [node for node in hot.nodes if node == owner or not self._reachable(node)]:
             del hot.nodes[node]
         while len(hot.nodes) > hot.target - 1:
             hot.nodes.popitem()
-        sources = [node for node in (holder, *hot.nodes) if self._present(node)]
+        sources = [node for node in (owner, *hot.nodes) if self._present(node)]
         room = min(hot.target - 1 - len(hot.nodes), FAN_OUT * len(sources)) - len(hot.asked)
         now = self._context.now
-        able = (node for node in hot.order if node != holder and self._able(node, hot, now))
+        able = (node for node in hot.order if node != owner and self._able(node, hot, now))
         for count, (node, _) in enumerate(zip(able, range(room), strict=False)):
-            self._ask(item, hot, node, sources[count % len(sources)], holder)
+            self._ask(item, hot, node, sources[count % len(sources)], owner)
 
-    def _without_holder(self, item: HotItem, hot: _Copies) -> None:
-        """The home copy was evicted: a copy takes its place, or there is nothing left to copy."""
+    def _without_owner(self, item: HotItem, hot: _Copies) -> None:
+        """The primary copy was evicted: a copy takes its place, or there is nothing left to copy."""
         if hot.heir is not None:
             return
         heir = next((node for node in hot.nodes if self._present(node)), None)
@@ -211,7 +211,7 @@ class HotHome:
             return False
         return node == self._context.node or self._peers.settled(node)
 
-    def _ask(self, item: HotItem, hot: _Copies, node: NodeId, source: NodeId, holder: NodeId) -> None:
+    def _ask(self, item: HotItem, hot: _Copies, node: NodeId, source: NodeId, owner: NodeId) -> None:
         (tenant, key), shape = item, self._rule.shape(item)
         hot.asked[node] = None
         make = partial(
@@ -222,7 +222,7 @@ class HotHome:
             slot_bytes=shape.slot_bytes,
             shards=shape.shards,
             source=source,
-            holder=holder,
+            owner=owner,
         )
 
         def done(codes: bytes) -> None:
