@@ -7,8 +7,8 @@ import random
 import msgspec
 import pytest
 
-from tokenlake.core.fetch_calls import FETCHED, MISSING
-from tokenlake.core.matches import ASKED, LOCAL, PENDING
+from tokenlake.core.fetch import FETCHED, MISSING
+from tokenlake.core.match import ASKED, LOCAL, PENDING
 from tokenlake.core.serving import SENT, SENT_BYTES
 from tokenlake.core.sessions import SKIPPED
 from tokenlake.core.writes import STORED

@@ -8,8 +8,7 @@ from tests.sim.engine import SEGMENT_TOKENS, Engine, Storing
 from tests.sim.prompts import prompt
 from tokenlake.core import events
 from tokenlake.core.corruption import CHECKING_SHARE, CONFIRMED, MAX_QUEUED, REPORTED
-from tokenlake.core.fetch_calls import FETCHED, MISSING
-from tokenlake.core.fetches import CORRUPT
+from tokenlake.core.fetch import CORRUPT, FETCHED, MISSING
 from tokenlake.core.instructions import CheckSlot, StartFetch
 from tokenlake.core.sessions import SKIPPED
 from tokenlake.identity import ConnectionId, LeaseId, SegmentKey, TenantId

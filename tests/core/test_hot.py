@@ -12,7 +12,7 @@ from tests.sim.arena import SHARDS, SLOT_BYTES
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
 from tokenlake.core import events, instructions
-from tokenlake.core.fetch_calls import FETCHED
+from tokenlake.core.fetch import FETCHED
 from tokenlake.core.hot import CHOSEN, MISSED
 from tokenlake.core.hot_copies import COPIED, UNLISTED_S
 from tokenlake.core.hot_directory import DEMOTED, PROMOTED, REFUSED_S

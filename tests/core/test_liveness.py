@@ -6,7 +6,7 @@ from tests.core.scenes import answer, ask, calm, copies, fetch, kinds, match, pl
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Storing
 from tokenlake.core import events, instructions
-from tokenlake.core.fetches import ABORTED, deadline_s
+from tokenlake.core.fetch import ABORTED, deadline_s
 from tokenlake.core.peers import SUSPECTED
 from tokenlake.identity import LeaseId, NodeId, SegmentKey
 from tokenlake.store import Kind

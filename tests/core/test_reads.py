@@ -7,9 +7,9 @@ import pytest
 from tests.core.scenes import answer, ask, calm, copies, fetch, kinds, match, placed, prepare, said, store, tell
 from tests.sim.arena import SHARDS, content
 from tokenlake.core import events, peers
-from tokenlake.core.fetch_calls import FETCHED, MISSING
+from tokenlake.core.fetch import FETCHED, MISSING
 from tokenlake.core.instructions import AbortFetch, StartFetch
-from tokenlake.core.matches import ASKED, LOCAL
+from tokenlake.core.match import ASKED, LOCAL
 from tokenlake.core.sessions import SHIPPED, SKIPPED
 from tokenlake.store import Kind
 from tokenlake.wire import Code, engine, peer

@@ -41,7 +41,7 @@ def busy() -> tuple[Cluster, NodeCore, int]:
     core.handle(events.Requested(connection, engine.Fetch(77, found.lease, 0, found.hits, 0.0)), now)
     core.handle(events.Requested(connection, engine.Match(78, join_keys(prompt("nowhere", 3)), 0.0)), now)
     core.handle(events.PullAsked(900, "n1", "red", join_keys(prompt("here", 4))), now)
-    assert all(core.census()[name] for name in ("flights", "matches", "sends", "writes", "leases"))
+    assert all(core.census()[name] for name in ("transfers", "matches", "sends", "writes", "leases"))
     return cluster, core, connection
 
 
@@ -260,4 +260,4 @@ def test_a_transfer_that_a_failed_handler_began_is_ordered(monkeypatch: pytest.M
     lost = bytes([Code.LOST]) * (len(ordered.keys) // KEY_BYTES)
     core.handle(events.FetchDone(ordered.fetch, lost, bytes(8 * ordered.shards * len(lost))), now)
     core.check_integrity()
-    assert not core.census()["flights"]
+    assert not core.census()["transfers"]

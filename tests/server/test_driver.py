@@ -147,7 +147,7 @@ def test_what_the_rules_changed_before_they_failed_is_carried_out_and_replayed(
     def fail(*of: object) -> None:
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr(type(core._claims), "announce", fail)
+    monkeypatch.setattr(type(core._markers), "announce", fail)
     try:
         driver.handle(events.Joined(1, 1, "t", LAYOUT.segment_bytes, LAYOUT.shards, LAYOUT.segment_tokens, 0, 0))
         carried.clear()

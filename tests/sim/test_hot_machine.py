@@ -15,11 +15,11 @@ from tests.sim.test_cluster_machine import NODES, ClusterMachine
 from tokenlake.core import hot, hot_copies, hot_directory, turns
 from tokenlake.core.hot_copies import COPIED
 from tokenlake.core.hot_directory import DEMOTED, PROMOTED
-from tokenlake.core.pendings import CLAIMED, WAITED
 from tokenlake.core.turns import DELAYED, NAMED
+from tokenlake.core.waiting import IN_FLIGHT_CLAIMS, IN_FLIGHT_WAITS
 from tokenlake.hot import rule as hot_rule
 
-SEEN = dict.fromkeys((PROMOTED, DEMOTED, COPIED, WAITED, CLAIMED, NAMED, DELAYED), 0)
+SEEN = dict.fromkeys((PROMOTED, DEMOTED, COPIED, IN_FLIGHT_WAITS, IN_FLIGHT_CLAIMS, NAMED, DELAYED), 0)
 """Over all examples: the machine must meet what it is for."""
 
 

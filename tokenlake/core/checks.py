@@ -18,7 +18,7 @@ from typing import Any
 
 from tokenlake.core import events
 from tokenlake.core.context import Context
-from tokenlake.core.fetches import Fetches
+from tokenlake.core.fetch import Transfers
 from tokenlake.core.hot import MAX_COUNTED
 from tokenlake.core.learned import Learned
 from tokenlake.core.peers import Peers
@@ -43,7 +43,7 @@ class Checks:
         context: Context,
         sessions: Sessions,
         peers: Peers,
-        fetches: Fetches,
+        transfers: Transfers,
         serving: Serving,
         regions: Regions,
         learned: Learned,
@@ -51,7 +51,7 @@ class Checks:
         self._context = context
         self._sessions = sessions
         self._peers = peers
-        self._fetches = fetches
+        self._transfers = transfers
         self._serving = serving
         self._regions = regions
         self._learned = learned
@@ -63,7 +63,7 @@ class Checks:
             events.PeerUp: lambda e: self._peer(e.node),
             events.PeerDown: lambda e: self._peer(e.node),
             events.PeerSaid: self._said,
-            events.FetchDone: lambda e: self._fetches.check_done(e.fetch, e.codes, e.checksums),
+            events.FetchDone: lambda e: self._transfers.check_done(e.fetch, e.codes, e.checksums),
             events.PullAsked: self._pull_asked,
             events.SendDone: _nothing,
             events.SlotChecked: _nothing,

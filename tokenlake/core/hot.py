@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from tokenlake.core.context import Context
-from tokenlake.core.fetches import Fetches
+from tokenlake.core.fetch import Transfers
 from tokenlake.core.hot_copies import HotCopies
 from tokenlake.core.hot_directory import CROWD_READS, HotDirectory
 from tokenlake.core.peers import Peers
@@ -34,11 +34,11 @@ KEPT_S = 60.0
 class Hot:
     """One of each node."""
 
-    def __init__(self, context: Context, peers: Peers, fetches: Fetches) -> None:
+    def __init__(self, context: Context, peers: Peers, transfers: Transfers) -> None:
         self._context = context
         self._peers = peers
         self._known = KnownSets()
-        self.copies = HotCopies(context, peers, fetches, self._known)
+        self.copies = HotCopies(context, peers, transfers, self._known)
         self.directory_node = HotDirectory(context, peers, self._known, self.copies)
         self.turns = Turns(context, peers)
         self._counted: dict[Segment, int] = {}

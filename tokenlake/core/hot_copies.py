@@ -15,7 +15,7 @@ from functools import partial
 from itertools import islice
 
 from tokenlake.core.context import Context
-from tokenlake.core.fetches import Fetches, deadline_s
+from tokenlake.core.fetch import Transfers, deadline_s
 from tokenlake.core.peers import Peers
 from tokenlake.hot import HotItem, KnownSets
 from tokenlake.identity import NodeId, SegmentKey, TenantId
@@ -40,10 +40,10 @@ SWEPT = 512
 class HotCopies:
     """The replicas of this node."""
 
-    def __init__(self, context: Context, peers: Peers, fetches: Fetches, known: KnownSets) -> None:
+    def __init__(self, context: Context, peers: Peers, transfers: Transfers, known: KnownSets) -> None:
         self._context = context
         self._peers = peers
-        self._fetches = fetches
+        self._transfers = transfers
         self._known = known
         self._unlisted: dict[HotItem, float | None] = {}
         """The replicas, and since when no set names them."""
@@ -89,7 +89,7 @@ class HotCopies:
             for index, (key, depth) in enumerate(zip(keys, message.depths, strict=True))
         ]
         predicted = self._peers.predict_s(source, message.slot_bytes * len(keys))
-        self._fetches.bring(
+        self._transfers.bring(
             source,
             tenant,
             wanted,

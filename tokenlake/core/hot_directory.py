@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 
 from tokenlake.core.context import Context
-from tokenlake.core.fetches import deadline_s
+from tokenlake.core.fetch import deadline_s
 from tokenlake.core.hot_copies import GRACE_S, HotCopies
 from tokenlake.core.instructions import Note
 from tokenlake.core.peers import Peers, Reply

@@ -13,26 +13,25 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tokenlake.core import events
+from tokenlake.core.access import Touches
 from tokenlake.core.advertising import Advertising
 from tokenlake.core.checks import Checks
-from tokenlake.core.claims import Claims
 from tokenlake.core.context import Context, CoreConfig
 from tokenlake.core.corruption import Corruption
 from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.explain import Explain
 from tokenlake.core.failure import HandlerFailed
-from tokenlake.core.fetches import Fetches
+from tokenlake.core.fetch import LeaseReads, Transfers
 from tokenlake.core.hot import Hot
 from tokenlake.core.instructions import Answer, Instruction, Say, Stamp, Welcomed
 from tokenlake.core.learned import Learned
-from tokenlake.core.matches import Matches
+from tokenlake.core.match import Matches
 from tokenlake.core.peers import Peer, Peers
 from tokenlake.core.pushes import Pushes
-from tokenlake.core.reads import Reads
 from tokenlake.core.regions import Regions
 from tokenlake.core.serving import Serving
 from tokenlake.core.sessions import Process, Session, Sessions
-from tokenlake.core.touches import Touches
+from tokenlake.core.waiting import InFlightMarkers, WaitingMatches
 from tokenlake.core.writes import Writes
 from tokenlake.identity import ConnectionId, Incarnation, LeaseId, NodeId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.metrics import Counters
@@ -51,24 +50,27 @@ class NodeCore:
     def __init__(self, config: CoreConfig) -> None:
         context = self._context = Context(config)
         self._peers = Peers(context, self._lost, self._suspected, self._restored)
-        self._touches = Touches(context, self._peers, lambda segments: self._pushes.again(segments))
-        self._sessions = Sessions(context, self._touches)
         self._directory_node = DirectoryNode(context, self._peers)
-        self._fetches = Fetches(context, self._peers)
-        self._hot = Hot(context, self._peers, self._fetches)
-        self._regions = Regions(context, self._sessions)
+        self._transfers = Transfers(context, self._peers)
+        self._hot = Hot(context, self._peers, self._transfers)
         self._serving = Serving(context, self._peers, self._directory_node, self._hot)
-        self._pushes = Pushes(context, self._peers, self._directory_node, self._fetches)
+        self._pushes = Pushes(context, self._peers, self._directory_node, self._transfers)
+        self._touches = Touches(context, self._peers, self._pushes.again)
+        self._sessions = Sessions(context, self._touches)
+        self._regions = Regions(context, self._sessions)
         self._explain = Explain(context, self._peers)
-        self._matches = Matches(context, self._sessions, self._peers, self._directory_node, self._hot, self._explain)
+        waiting = WaitingMatches(context, self._peers, self._directory_node)
+        self._matches = Matches(
+            context, self._sessions, self._peers, self._directory_node, self._hot, waiting, self._explain
+        )
         self._corruption = Corruption(context, self._pushes.dropped)
-        self._reads = Reads(context, self._sessions, self._peers, self._fetches, self._touches, self._copies_of)
-        self._claims = Claims(context, self._peers, self._directory_node)
-        self._writes = Writes(context, self._sessions, self._claims, self._pushes, self._touches)
+        self._reads = LeaseReads(context, self._sessions, self._peers, self._transfers, self._touches, self._copies_of)
+        self._markers = InFlightMarkers(context, self._peers, self._directory_node)
+        self._writes = Writes(context, self._sessions, self._markers, self._pushes, self._touches)
         self._advertising = Advertising(context, self._peers)
         self._learned = Learned(context, self._peers)
         self._checks = Checks(
-            context, self._sessions, self._peers, self._fetches, self._serving, self._regions, self._learned
+            context, self._sessions, self._peers, self._transfers, self._serving, self._regions, self._learned
         )
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.Joined: self._on_joined,
@@ -77,7 +79,7 @@ class NodeCore:
             events.PeerUp: lambda e: self._peers.came_up(NodeId(e.node), Incarnation(e.incarnation)),
             events.PeerDown: lambda e: self._peers.went_down(NodeId(e.node), Incarnation(e.incarnation)),
             events.PeerSaid: self._on_peer_said,
-            events.FetchDone: lambda e: self._fetches.done(e.fetch, e.codes, e.checksums),
+            events.FetchDone: lambda e: self._transfers.done(e.fetch, e.codes, e.checksums),
             events.PullAsked: self._on_pull_asked,
             events.SendDone: lambda e: self._serving.sent(e.stream),
             events.SlotChecked: lambda e: self._corruption.checked(e.check, right=e.right),
@@ -103,7 +105,7 @@ class NodeCore:
             peer.Redundant: lambda node, m: self._pushes.redundant(m),
             peer.Evicted: self._on_evicted,
             peer.Corrupt: self._corruption.node_reports,
-            peer.Touched: self._on_touched,
+            peer.Touched: lambda node, m: self._touches.touched(m),
             peer.Advertised: lambda node, m: self._directory_node.advertised(node),
             peer.Ping: self._on_ping,
             peer.Pong: self._on_pong,
@@ -126,7 +128,7 @@ class NodeCore:
             engine.Prepare: self._writes.prepare,
             engine.Commit: self._writes.commit,
             engine.Abort: self._writes.abort,
-            engine.Claim: self._claims.claim,
+            engine.Claim: self._markers.claim,
             engine.Holds: lambda process, m: self._sessions.keep(process, m.leases, m.writes),
         }
 
@@ -251,7 +253,7 @@ class NodeCore:
 
     def _on_process_gone(self, event: events.ProcessGone) -> None:
         self._sessions.gone(ConnectionId(event.connection))
-        self._claims.gone(ConnectionId(event.connection))
+        self._markers.process_gone(ConnectionId(event.connection))
 
     # -- peers
 
@@ -310,23 +312,6 @@ class NodeCore:
         self._hot.gone(TenantId(message.tenant), keys, NodeId(message.node))
         self._explain.gone(TenantId(message.tenant), keys, message)
 
-    def _on_touched(self, node: NodeId, message: peer.Touched) -> None:
-        """Reads of copies elsewhere keep the primary copies alive, and words about them reach them; the keys come
-        deepest
-        first."""
-        found = self._context.ready(TenantId(message.tenant), split_keys(message.keys))
-        directory_nodes = [
-            segment for segment in reversed(found) if segment is not None and segment.kind is Kind.PRIMARY
-        ]
-        if message.used:
-            self._context.store.touch(directory_nodes, self._context.now, message.hints)
-            self._pushes.again([segment for segment in reversed(found) if segment is not None])
-        elif message.hints is not None:
-            self._context.store.hint(directory_nodes, message.hints, self._context.now)
-        copies = [segment for segment in found if segment is not None and segment.kind is not Kind.PRIMARY]
-        if copies and not message.relayed:
-            self._touches.relay(copies, message.hints, used=message.used)
-
     def _tell_evicted(self) -> None:
         evicted, self._context.store.evicted = self._context.store.evicted, []
         by_rule: dict[tuple[TenantId, str], list[Segment]] = {}
@@ -370,14 +355,14 @@ class NodeCore:
             self._sessions,
             self._matches,
             self._touches,
-            self._fetches,
+            self._transfers,
             self._serving,
             self._pushes,
             self._peers,
             self._advertising,
             self._explain,
             self._hot,
-            self._claims,
+            self._markers,
             self._corruption,
         )
         counted = {name: count for part in parts for name, count in part.census().items()}
@@ -402,7 +387,7 @@ class NodeCore:
         self.store.check_integrity()
         self._sessions.check_integrity()
         self._serving.check_integrity()
-        self._fetches.check_integrity()
+        self._transfers.check_integrity()
         self._pushes.check_integrity()
         self._peers.check_integrity()
         self._hot.check_integrity()
@@ -419,5 +404,5 @@ class NodeCore:
         assert gone == sum(pool.quarantined for pool in self.store.pools()), "somebody left the quarantine pinned"
 
     def _pinned(self) -> Iterator[Segment]:
-        for part in (self._sessions, self._matches, self._fetches, self._serving, self._corruption):
+        for part in (self._sessions, self._matches, self._transfers, self._serving, self._corruption):
             yield from part.pinned()

@@ -27,7 +27,7 @@ from functools import partial
 
 from tokenlake.core.context import Context
 from tokenlake.core.directory_node import DirectoryNode
-from tokenlake.core.fetches import Fetches, deadline_s
+from tokenlake.core.fetch import Transfers, deadline_s
 from tokenlake.core.packing import CHECKSUM_BYTES
 from tokenlake.core.peers import Peer, Peers, Reply
 from tokenlake.hints import Hints
@@ -74,11 +74,11 @@ class _Parcel:
 class Pushes:
     """Dirty copies on their way, and offers from other nodes."""
 
-    def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode, fetches: Fetches) -> None:
+    def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode, transfers: Transfers) -> None:
         self._context = context
         self._peers = peers
         self._directory_node = directory_node
-        self._fetches = fetches
+        self._transfers = transfers
         self._queues: dict[NodeId, deque[_Parcel]] = {}
         self._offered: dict[NodeId, int] = {}
         self._asking: dict[Segment, None] = {}
@@ -338,7 +338,7 @@ class Pushes:
         ]
         # Nobody waits for a push: it may take its time, while its offerer still waits for the answer.
         predicted = self._peers.predict_s(node, message.slot_bytes * len(keys))
-        self._fetches.bring(
+        self._transfers.bring(
             node,
             tenant,
             wanted,

@@ -10,11 +10,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from tokenlake.core.access import RecentMatches
+from tokenlake.core.access import RecentMatches, Touches
 from tokenlake.core.context import Context
 from tokenlake.core.explain import Trail
 from tokenlake.core.timers import Timer
-from tokenlake.core.touches import Touches
 from tokenlake.hints import Hints
 from tokenlake.identity import ConnectionId, LeaseId, NodeId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.metrics import Metric
@@ -73,6 +72,18 @@ class Lease:
         bytes were wrong: these stay pinned until they are given back."""
         ready = State.READY
         return [s if s is not None and s.state is ready else None for s in self.segments[start:stop]]
+
+    def attach(self, connection: ConnectionId) -> None:
+        """Another process holds every item that some process still holds."""
+        self.held[connection] = bytearray(self.holders(index) > 0 for index in range(len(self.keys)))
+
+    def mark_shipped(self, stop: int) -> None:
+        """Attention over the items before `stop` was computed at their owners."""
+        self.shipped = max(self.shipped, stop)
+
+    def add_hints(self, hints: Hints) -> None:
+        """Newer hints of the request."""
+        self.hints = hints if self.hints is None else hints.over(self.hints)
 
     def holders(self, index: int) -> int:
         """How many processes hold an item."""
@@ -308,6 +319,28 @@ class Sessions:
         session.leases[lease.id] = lease
         session.leased += len(lease.keys)
         session.pinned += len(lease.segments) - lease.segments.count(None)
+
+    def item_expected(self, session: Session, lease: Lease, index: int) -> None:
+        """A fetch waits for an item. The item takes one slot, however many fetches wait for it."""
+        session.coming += index not in lease.coming
+        lease.coming[index] = lease.coming.get(index, 0) + 1
+
+    def item_settled(self, session: Session, lease: Lease, index: int) -> None:
+        """One of the fetches that wait for an item waits no longer."""
+        lease.coming[index] -= 1
+        if not lease.coming[index]:
+            del lease.coming[index]
+            session.coming -= 1
+
+    def item_arrived(self, session: Session, lease: Lease, index: int, segment: Segment) -> None:
+        """A remote item is here; the lease takes over the caller's pin."""
+        lease.segments[index] = segment
+        lease.remotes[index] = None
+        session.pinned += 1
+
+    def item_lost(self, lease: Lease, index: int) -> None:
+        """A remote item cannot be fetched from any node."""
+        lease.remotes[index] = None
 
     def release(self, session: Session, lease: Lease, connection: ConnectionId, start: int, stop: int) -> None:
         """`connection` gives back the items of a range that it holds."""

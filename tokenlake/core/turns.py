@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenlake.core.context import Context
-from tokenlake.core.fetches import deadline_s
+from tokenlake.core.fetch import deadline_s
 from tokenlake.core.peers import Peers
 from tokenlake.identity import NodeId
 from tokenlake.metrics import Metric

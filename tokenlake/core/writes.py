@@ -7,14 +7,13 @@ dirty copies and hands them to `Pushes`. Nothing here waits for the network.
 
 from __future__ import annotations
 
-from tokenlake.core.access import with_access
-from tokenlake.core.claims import Claims
+from tokenlake.core.access import Touches, with_access
 from tokenlake.core.context import Context
 from tokenlake.core.instructions import Answer
 from tokenlake.core.packing import CHECKSUM_BYTES
 from tokenlake.core.pushes import Pushes
 from tokenlake.core.sessions import Process, Session, Sessions, Write
-from tokenlake.core.touches import Touches
+from tokenlake.core.waiting import InFlightMarkers
 from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.identity import SegmentKey, TenantId, WriteId
 from tokenlake.metrics import Metric
@@ -37,14 +36,14 @@ class Writes:
         self,
         context: Context,
         sessions: Sessions,
-        claims: Claims,
+        markers: InFlightMarkers,
         pushes: Pushes,
         touches: Touches,
     ) -> None:
         self._context = context
         self._touches = touches
         self._sessions = sessions
-        self._claims = claims
+        self._markers = markers
         self._pushes = pushes
 
     def prepare(self, process: Process, request: wire.Prepare) -> None:
@@ -86,7 +85,7 @@ class Writes:
         if write.open:
             self._sessions.add_write(session, write)
             announced = [segment.key for segment in write.open.values()]
-            self._claims.announce(session.tenant, announced, self._context.config.reservation_s)
+            self._markers.announce(session.tenant, announced, self._context.config.reservation_s)
         number = write.id if write.open else 0
         reply = wire.Prepared(request.id, number, bytes(codes), b"".join(slots))
         self._context.emit(Answer(process.connection, reply))
@@ -167,7 +166,7 @@ class Writes:
         for tenant, key in self._sessions.take_given_up():
             by_tenant.setdefault(tenant, []).append(key)
         for tenant, keys in by_tenant.items():
-            self._claims.withdraw(tenant, keys)
+            self._markers.withdraw(tenant, keys)
 
 
 def _with_checksums(known: bytes, shards: list[int], mine: bytes) -> bytes:

@@ -25,6 +25,9 @@ class Code(IntEnum):
     ELSEWHERE = 7
     """Between nodes: the directory node names the node that has it."""
 
+    DEFERRED = 8
+    """The owner is sending it to other nodes: ask again."""
+
     RESERVED = 16
     """A slot to fill, then commit."""
     EXISTS = 17
