@@ -238,7 +238,7 @@ def test_a_failure_in_what_follows_leaves_nothing_for_the_next_event(monkeypatch
     found = prepare(cluster, writer, placed(cluster, 0, 1, 2))
     core, now = cluster.core(0), cluster.clock.now
     with monkeypatch.context() as patch:
-        failing(patch, type(core._claims), "withdraw")
+        failing(patch, type(core._markers), "withdraw")
         assert failed(core, events.Requested(writer.processes[0].connection, engine.Abort(found.write)), now) == []
     assert core.handle(events.SendDone(4711), now) == []
     assert not core._sessions.given_up
@@ -253,7 +253,7 @@ def test_a_transfer_that_a_failed_handler_began_is_ordered(monkeypatch: pytest.M
     found = match(cluster, reader, keys)
     core, now = cluster.core(0), cluster.clock.now
     with monkeypatch.context() as patch:
-        failing(patch, type(core._fetches), "bring", type(core._fetches).bring)
+        failing(patch, type(core._transfers), "bring", type(core._transfers).bring)
         request = engine.Fetch(1, found.lease, 0, found.hits, 0.0)
         out = failed(core, events.Requested(reader.processes[0].connection, request), now)
     [ordered] = [each for each in out if isinstance(each, StartFetch)]
