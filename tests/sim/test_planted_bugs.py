@@ -17,7 +17,7 @@ from tests.sim.test_cluster_machine import ClusterMachine
 from tokenlake.core.advertising import Advertising
 from tokenlake.core.checks import Checks
 from tokenlake.core.directory_node import DirectoryNode
-from tokenlake.core.events import PeerSaid, Requested
+from tokenlake.core.events import PeerSent, Requested
 from tokenlake.core.failure import HandlerFailed
 from tokenlake.core.fetches import Fetches
 from tokenlake.core.instructions import AbortFetch
@@ -184,7 +184,7 @@ def heard_before_it_is_checked(patch: pytest.MonkeyPatch) -> None:
     original = Checks.check
 
     def check(self: Checks, event: Any, now: float) -> None:
-        if isinstance(event, PeerSaid) and self._peers.get(NodeId(event.node)) is not None:
+        if isinstance(event, PeerSent) and self._peers.get(NodeId(event.node)) is not None:
             self._peers.heard(NodeId(event.node))
         original(self, event, now)
 

@@ -61,7 +61,7 @@ class Claims:
     def announce(self, tenant: TenantId, keys: Sequence[SegmentKey], deadline_s: float) -> None:
         """Tell their directory nodes that they are PENDING here, for so long at most."""
         for directory_node, its_keys in self._context.by_directory_node(keys).items():
-            message = wire.Announce(tenant, join_keys(its_keys), deadline_s)
+            message = wire.MarkInFlight(tenant, join_keys(its_keys), deadline_s)
             if directory_node == self._context.node:
                 self._directory_node.announce(directory_node, message, its_keys)
             else:
@@ -74,7 +74,7 @@ class Claims:
                 for key in its_keys:
                     self._context.directory.withdraw(tenant, key, directory_node)
             else:
-                self._peers.tell(directory_node, wire.Withdraw(tenant, join_keys(its_keys)))
+                self._peers.tell(directory_node, wire.ClearInFlight(tenant, join_keys(its_keys)))
 
     def _end(self, tenant: TenantId, keys: list[SegmentKey]) -> None:
         """What is here, or being written, is not claimed any more but announced."""

@@ -99,7 +99,7 @@ class Hot:
                 most = sorted(keys, key=lambda key: -counted[by_key[key]])[:COUNTERS]
                 depths = tuple(by_key[key].depth for key in most)
                 times = tuple(counted[by_key[key]] for key in most)
-                message = wire.Reads(tenant, join_keys(most), depths, times, slot_bytes, shards)
+                message = wire.ReadCounts(tenant, join_keys(most), depths, times, slot_bytes, shards)
                 if directory_node == self._context.node:
                     self.directory_node.reads(message)
                 else:
@@ -131,7 +131,7 @@ class Hot:
             return
         known = self._known.version(directory_node, peer.incarnation)
         if version > known:
-            self._peers.tell(directory_node, wire.HotWanted())
+            self._peers.tell(directory_node, wire.RequestHotSet())
         elif not version and not known:
             self._known.drop(directory_node)
 

@@ -23,7 +23,7 @@ from tokenlake.core.explain import Explain
 from tokenlake.core.failure import HandlerFailed
 from tokenlake.core.fetches import Fetches
 from tokenlake.core.hot import Hot
-from tokenlake.core.instructions import Answer, Instruction, Say, Stamp, Welcomed
+from tokenlake.core.instructions import Answer, Instruction, SendToPeer, Stamp, Welcomed
 from tokenlake.core.learned import Learned
 from tokenlake.core.matches import Matches
 from tokenlake.core.peers import Peer, Peers
@@ -76,14 +76,14 @@ class NodeCore:
             events.ProcessGone: self._on_process_gone,
             events.PeerUp: lambda e: self._peers.came_up(NodeId(e.node), Incarnation(e.incarnation)),
             events.PeerDown: lambda e: self._peers.went_down(NodeId(e.node), Incarnation(e.incarnation)),
-            events.PeerSaid: self._on_peer_said,
+            events.PeerSent: self._on_peer_said,
             events.FetchDone: lambda e: self._fetches.done(e.fetch, e.codes, e.checksums),
-            events.PullAsked: self._on_pull_asked,
+            events.PullRequested: self._on_pull_asked,
             events.SendDone: lambda e: self._serving.sent(e.stream),
             events.SlotChecked: lambda e: self._corruption.checked(e.check, right=e.right),
             events.RegionReady: lambda e: self._regions.ready(e.region),
-            events.LearnedBefore: lambda e: self._learned.restore(e.data),
-            events.Asked: lambda e: self._explain.asked(e.connection, TenantId(e.tenant), e.message),
+            events.StatisticsLoaded: lambda e: self._learned.restore(e.data),
+            events.ExplainRequested: lambda e: self._explain.asked(e.connection, TenantId(e.tenant), e.message),
             events.Tick: lambda e: context.timers.fire(context.now),
         }
         self._told: dict[type, Callable[[NodeId, Any], None]] = {
@@ -91,43 +91,43 @@ class NodeCore:
             peer.LookupReply: self._peers.replied,
             peer.ReadyReply: self._peers.replied,
             peer.OfferReply: self._peers.replied,
-            peer.Replicated: self._peers.replied,
-            peer.ToldWhy: self._peers.replied,
+            peer.ReplicateReply: self._peers.replied,
+            peer.ExplainMissingReply: self._peers.replied,
             peer.ReleaseLease: self._on_release,
             peer.RenewLease: lambda node, m: self._serving.renew(node, m.leases),
-            peer.Announce: lambda node, m: self._directory_node.announce(node, m, split_keys(m.keys)),
-            peer.Withdraw: self._on_withdraw,
+            peer.MarkInFlight: lambda node, m: self._directory_node.announce(node, m, split_keys(m.keys)),
+            peer.ClearInFlight: self._on_withdraw,
             peer.Ready: self._on_ready,
             peer.Offer: self._pushes.offered,
-            peer.Held: self._on_held,
+            peer.PrimaryCopies: self._on_held,
             peer.Redundant: lambda node, m: self._pushes.redundant(m),
             peer.Evicted: self._on_evicted,
             peer.Corrupt: self._corruption.node_reports,
             peer.Touched: self._on_touched,
-            peer.Advertised: lambda node, m: self._directory_node.advertised(node),
+            peer.AdvertisingDone: lambda node, m: self._directory_node.advertised(node),
             peer.Ping: self._on_ping,
             peer.Pong: self._on_pong,
-            peer.Reads: lambda node, m: self._hot.directory_node.reads(m),
+            peer.ReadCounts: lambda node, m: self._hot.directory_node.reads(m),
             peer.Replicate: self._hot.copies.asked,
             peer.HotSet: self._hot.told,
-            peer.HotWanted: lambda node, m: self._hot.directory_node.wanted(node),
-            peer.Learned: lambda node, m: self._learned.heard(m),
-            peer.AskWhy: self._explain.ask,
+            peer.RequestHotSet: lambda node, m: self._hot.directory_node.wanted(node),
+            peer.EvictionStatistics: lambda node, m: self._learned.heard(m),
+            peer.ExplainMissing: self._explain.ask,
         }
         self._requests: dict[type, Callable[[Process, Any], None]] = {
             engine.Match: self._matches.match,
             engine.Attach: self._attach,
             engine.Fetch: self._reads.fetch,
             engine.Release: self._reads.release,
-            engine.Where: self._reads.where,
-            engine.Shipped: self._reads.shipped,
+            engine.Locate: self._reads.where,
+            engine.AttendedInPlace: self._reads.shipped,
             engine.Hint: self._reads.hint,
             engine.Corrupt: self._corruption.engine_reports,
             engine.Prepare: self._writes.prepare,
             engine.Commit: self._writes.commit,
             engine.Abort: self._writes.abort,
             engine.Claim: self._claims.claim,
-            engine.Holds: lambda process, m: self._sessions.keep(process, m.leases, m.writes),
+            engine.ReconcileGrants: lambda process, m: self._sessions.keep(process, m.leases, m.writes),
         }
 
     # -- the driver's side
@@ -153,7 +153,7 @@ class NodeCore:
         return self._context.ring
 
     def learned(self) -> bytes:
-        """What the policy of eviction learned so far, for `events.LearnedBefore` of the next life. Changes nothing."""
+        """Statistics of the eviction policy, for `events.StatisticsLoaded` after a restart. Changes nothing."""
         return self._learned.save()
 
     def start(self, now: float) -> None:
@@ -265,27 +265,27 @@ class NodeCore:
     def _restored(self, peer_: Peer) -> None:
         self._advertising.begin(peer_.node)
 
-    def _on_peer_said(self, event: events.PeerSaid) -> None:
+    def _on_peer_said(self, event: events.PeerSent) -> None:
         node = NodeId(event.node)
         self._peers.heard(node)
         self._told[type(event.message)](node, event.message)
 
-    def _on_pull_asked(self, event: events.PullAsked) -> None:
+    def _on_pull_asked(self, event: events.PullRequested) -> None:
         keys = split_keys(event.keys)
         self._serving.pull(event.stream, NodeId(event.node), TenantId(event.tenant), keys, background=event.background)
 
     def _on_lookup(self, node: NodeId, message: peer.Lookup) -> None:
-        self._context.emit(Say(node, self._serving.lookup(node, message, split_keys(message.keys))))
+        self._context.emit(SendToPeer(node, self._serving.lookup(node, message, split_keys(message.keys))))
 
     def _on_release(self, node: NodeId, message: peer.ReleaseLease) -> None:
         for lease in message.leases:
             self._serving.release(LeaseId(lease), node)
 
     def _on_ready(self, node: NodeId, message: peer.Ready) -> None:
-        codes, firsts, previous_owners = self._directory_node.ready(
+        codes, first_writers, previous_owners = self._directory_node.ready(
             node, TenantId(message.tenant), split_keys(message.keys)
         )
-        self._peers.tell(node, peer.ReadyReply(message.call, codes, tuple(firsts), tuple(previous_owners)))
+        self._peers.tell(node, peer.ReadyReply(message.call, codes, tuple(first_writers), tuple(previous_owners)))
 
     def _on_ping(self, node: NodeId, message: peer.Ping) -> None:
         self._hot.heard_version(node, message.hot_version)
@@ -295,11 +295,11 @@ class NodeCore:
         self._hot.heard_version(node, message.hot_version)
         self._peers.replied(node, message)
 
-    def _on_withdraw(self, node: NodeId, message: peer.Withdraw) -> None:
+    def _on_withdraw(self, node: NodeId, message: peer.ClearInFlight) -> None:
         for key in split_keys(message.keys):
             self._context.directory.withdraw(TenantId(message.tenant), key, node)
 
-    def _on_held(self, node: NodeId, message: peer.Held) -> None:
+    def _on_held(self, node: NodeId, message: peer.PrimaryCopies) -> None:
         redundant = self._directory_node.held(node, TenantId(message.tenant), split_keys(message.keys))
         if redundant.keys:
             self._peers.tell(node, redundant)

@@ -55,7 +55,7 @@ class Reads:
             reply = wire.Matched(request.id, lease.id, len(codes), codes, *packed)
         self._context.emit(Answer(process.connection, reply))
 
-    def where(self, process: Process, request: wire.Where) -> None:
+    def where(self, process: Process, request: wire.Locate) -> None:
         """Where the segments of a lease lie, from the first on up to one that is lost."""
         lease = process.session.leases.get(LeaseId(request.lease))
         nodes: dict[NodeId, int] = {}
@@ -68,9 +68,9 @@ class Reads:
                 owners.append(nodes.setdefault(remote, len(nodes)))
             else:
                 break
-        self._context.emit(Answer(process.connection, wire.Placed(request.id, tuple(nodes), bytes(owners))))
+        self._context.emit(Answer(process.connection, wire.Located(request.id, tuple(nodes), bytes(owners))))
 
-    def shipped(self, process: Process, request: wire.Shipped) -> None:
+    def shipped(self, process: Process, request: wire.AttendedInPlace) -> None:
         """What is given back without having been fetched was of use all the same."""
         lease = process.session.leases.get(LeaseId(request.lease))
         if lease is not None:

@@ -210,9 +210,11 @@ class Rounds:
         denied: list[int] = []
         if reply is None:
             match.silent.append(node)
-        if isinstance(reply, wire.LookupReply) and len(reply.codes) == len(indices) >= reply.known:
-            if reply.known:
-                match.known_accesses.append((indices[reply.known - 1], reply.last_access, reply.last_access_age_s))
+        if isinstance(reply, wire.LookupReply) and len(reply.codes) == len(indices) >= reply.known_depth:
+            if reply.known_depth:
+                match.known_accesses.append(
+                    (indices[reply.known_depth - 1], reply.last_access, reply.last_access_age_s)
+                )
             if reply.lease:
                 match.leases.setdefault(node, []).append(reply.lease)
             missed = [i for i, code in zip(indices, reply.codes, strict=True) if i in match.hot and code != _LOCAL]
@@ -256,7 +258,7 @@ class Rounds:
                 match.denied.add((index, node))
             elif code in _DIRECTORY_ANSWERS and code < codes[index]:
                 codes[index] = code
-        rather = NodeId(reply.rather)
+        rather = NodeId(reply.redirect)
         # A candidate was asked, and has answered or will.
         for index in indices if self._peers.usable(rather) else ():
             if remotes[index] == node and rather not in match.candidates[index] and (index, rather) not in match.asked:
@@ -266,4 +268,4 @@ class Rounds:
 
 
 def _lookup(call: int, *, tenant: TenantId, keys: bytes, request: str, patient: bool) -> wire.Lookup:
-    return wire.Lookup(call, tenant, keys, request, patient=patient)
+    return wire.Lookup(call, tenant, keys, request, may_defer=patient)
