@@ -10,8 +10,8 @@ from tokenlake.core import events
 from tokenlake.core.corruption import CHECKING_SHARE, CONFIRMED, MAX_QUEUED, REPORTED
 from tokenlake.core.fetch_calls import FETCHED, MISSING
 from tokenlake.core.fetches import CORRUPT
+from tokenlake.core.grants import SKIPPED
 from tokenlake.core.instructions import CheckSlot, StartFetch
-from tokenlake.core.sessions import SKIPPED
 from tokenlake.identity import ConnectionId, LeaseId, SegmentKey, TenantId
 from tokenlake.store import Kind, State
 from tokenlake.store.history import CORRUPT_RULE

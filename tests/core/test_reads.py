@@ -8,9 +8,9 @@ from tests.core.scenes import answer, ask, calm, copies, fetch, kinds, match, pl
 from tests.sim.arena import SHARDS, content
 from tokenlake.core import events, peers
 from tokenlake.core.fetch_calls import FETCHED, MISSING
+from tokenlake.core.grants import SHIPPED, SKIPPED
 from tokenlake.core.instructions import AbortFetch, StartFetch
 from tokenlake.core.matches import ASKED, LOCAL
-from tokenlake.core.sessions import SHIPPED, SKIPPED
 from tokenlake.store import Kind
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import SLOT_BYTES, join_keys, unpack_slots

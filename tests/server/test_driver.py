@@ -10,8 +10,8 @@ import pytest
 from tests.robustness.live import LAYOUT
 from tokenlake.core import CoreConfig, NodeCore, events
 from tokenlake.core.events import Event
-from tokenlake.core.failure import HandlerFailed
 from tokenlake.core.instructions import Answer, Instruction, SendToPeer, Stamp, Welcomed
+from tokenlake.core.node import HandlerFailed
 from tokenlake.wire import Code, engine, peer
 from tokenlake_server.driver import Driver, Handle
 from tokenlake_server.recording import Recorder, replay

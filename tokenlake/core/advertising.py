@@ -24,8 +24,8 @@ class Advertising:
         self._walks: dict[NodeId, int] = {}
 
     def begin(self, node: NodeId) -> None:
-        """Send `node` the keys of all primary copies here whose directory node it is, then `AdvertisingDone`. The node is
-        reachable, so it hears of new primary copies meanwhile as every directory node does."""
+        """Send `node` the keys of all primary copies here whose directory node it is, then `AdvertisingDone`. The node
+        is reachable, so it hears of new primary copies meanwhile as every directory node does."""
         number = self._context.next_id()
         self._walks[node] = number
         cursor: Cursor | None = Cursor()

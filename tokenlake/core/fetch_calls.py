@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from tokenlake.core.context import Context
 from tokenlake.core.fetches import Fetches, deadline_s
+from tokenlake.core.grants import Grants, Lease, pack
 from tokenlake.core.instructions import Answer
-from tokenlake.core.packing import pack
 from tokenlake.core.peers import Peers
-from tokenlake.core.sessions import Lease, Process, Sessions
+from tokenlake.core.sessions import Process
 from tokenlake.core.timers import Timer
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
@@ -42,7 +42,7 @@ class FetchParts(NamedTuple):
     """What a call needs of its node."""
 
     context: Context
-    sessions: Sessions
+    grants: Grants
     peers: Peers
     fetches: Fetches
     copies_of: CopiesOf
@@ -95,8 +95,7 @@ class FetchCall:
         """These items are counted as waited for by the caller."""
         lease, session = self.lease, self.process.session
         for index in itertools.chain.from_iterable(by_node.values()):
-            session.coming += index not in lease.coming
-            lease.coming[index] = lease.coming.get(index, 0) + 1
+            self.parts.grants.expect(session, lease, index)
         for node, indices in by_node.items():
             wanted: list[tuple[SegmentKey, int, Callable[[Segment | None, Code], None]]] = [
                 (lease.keys[index], index, partial(self._arrived, node, index)) for index in indices
@@ -115,7 +114,7 @@ class FetchCall:
 
     def _bound(self, by_node: dict[NodeId, list[int]]) -> None:
         """What is beyond the slots that the session may still hold stays where it is: a later fetch may find some."""
-        room = self.parts.sessions.fetch_room(self.process.session)
+        room = self.parts.grants.fetch_room(self.process.session)
         if sum(map(len, by_node.values())) <= room:
             return
         # Each item has one slot, however many processes wait for it.
@@ -141,15 +140,9 @@ class FetchCall:
     def _arrived(self, node: NodeId, index: int, segment: Segment | None, code: Code) -> None:
         lease, session = self.lease, self.process.session
         self.waiting -= 1
-        lease.coming[index] -= 1
-        if not lease.coming[index]:
-            del lease.coming[index]
-            session.coming -= 1
-        wanted = lease.remotes[index] is not None and lease.segments[index] is None and lease.holders(index)
+        wanted = self.parts.grants.settle(session, lease, index)
         if segment is not None and wanted:
-            lease.segments[index] = segment
-            lease.remotes[index] = None
-            session.pinned += 1
+            self.parts.grants.place(session, lease, index, segment)
             self.parts.context.counters.add(FETCHED, session.segment_tokens)
             if lease.trail is not None:
                 lease.trail.fetched += 1
@@ -186,7 +179,7 @@ class FetchCall:
         left_s = 0.0 if self.answered else self.until - self.parts.context.now
         by_node: dict[NodeId, list[int]] = {}
         for index in wrong:
-            if lease.remotes[index] is None or not lease.holders(index):
+            if lease.remotes[index] is None or not lease.is_held(index):
                 # Another fetch of the lease has settled it, or it was given back meanwhile.
                 self.codes[index - self.request.start] = lease.code(index)
                 continue
@@ -212,7 +205,7 @@ class FetchCall:
         for offset, segment in enumerate(segments):
             if segment is None and self.codes[offset] in (Code.LOCAL, Code.REMOTE):
                 self.codes[offset] = Code.LOST
-        if self.parts.sessions.process(self.process.connection) is self.process:
+        if self.process.alive:
             packed = pack(segments, self.process.session.shards, checksums=request.checksums)
             self.parts.context.emit(
                 Answer(self.process.connection, wire.Fetched(request.id, bytes(self.codes), *packed))

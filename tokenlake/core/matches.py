@@ -24,14 +24,14 @@ from tokenlake.core.context import Context
 from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.explain import Explain, Trail
 from tokenlake.core.fetch_calls import MISSING
+from tokenlake.core.grants import Grants, Lease, pack
 from tokenlake.core.hot import Hot
 from tokenlake.core.instructions import Answer
 from tokenlake.core.match_under_way import MatchUnderWay
-from tokenlake.core.packing import pack
 from tokenlake.core.peers import Peers
 from tokenlake.core.pendings import Pendings, Waiting
 from tokenlake.core.rounds import Rounds
-from tokenlake.core.sessions import Lease, Process, Sessions
+from tokenlake.core.sessions import Process
 from tokenlake.hints import AccessRecord
 from tokenlake.identity import LeaseId, NodeId, SegmentKey
 from tokenlake.metrics import Metric
@@ -59,7 +59,7 @@ class Matches:
     def __init__(
         self,
         context: Context,
-        sessions: Sessions,
+        grants: Grants,
         peers: Peers,
         directory_node: DirectoryNode,
         hot: Hot,
@@ -69,7 +69,7 @@ class Matches:
         self._hot = hot
         self._pendings = Pendings(context, peers, directory_node)
         self._explain = explain
-        self._sessions = sessions
+        self._grants = grants
         self._peers = peers
         self._rounds = Rounds(context, peers, directory_node, hot, self._pendings, self._end)
         self._under_way: dict[MatchUnderWay, None] = {}
@@ -123,7 +123,7 @@ class Matches:
         self._finish(match)
 
     def _patient(self, match: MatchUnderWay, waits: Waiting, gap: int) -> bool:
-        alive = self._sessions.process(match.process.connection) is match.process
+        alive = match.process.alive
         return alive and gap < len(match.keys) and self._pendings.patient(waits, match.codes[gap])
 
     def _wait(self, match: MatchUnderWay, waits: Waiting, gap: int) -> None:
@@ -173,12 +173,12 @@ class Matches:
         del self._under_way[match]
         match.asking = False
         process, session = match.process, match.process.session
-        here = self._sessions.process(process.connection) is process
+        here = process.alive
         if match.candidates:
             self._recheck(match)
             self._leave_out_dropped(match)
             self._report_stale(match)
-        limit = self._sessions.may_lease(session, match.segments) if here else 0
+        limit = self._grants.may_lease(session, match.segments, len(session.processes)) if here else 0
         hits = match.found(limit) if match.candidates else limit
         if hits == limit < len(match.keys) and match.codes[limit] <= Code.REMOTE:
             match.codes[limit] = Code.SESSION_LIMIT
@@ -243,7 +243,7 @@ class Matches:
             if match.candidates:
                 places = zip(lease.segments, match.remotes, strict=False)
                 lease.remotes = [remote if segment is None else None for segment, remote in places]
-            self._sessions.add_lease(match.process.session, lease)
+            self._grants.add_lease(match.process.session, lease)
         for node, leases in match.leases.items():
             if lease is not None and node in lease.remotes:
                 lease.remote_leases += [(node, remote) for remote in leases]

@@ -6,10 +6,10 @@ from tokenlake.core.access import with_access
 from tokenlake.core.context import Context
 from tokenlake.core.fetch_calls import CopiesOf, FetchCall, FetchParts
 from tokenlake.core.fetches import Fetches
+from tokenlake.core.grants import Grants, pack
 from tokenlake.core.instructions import Answer
-from tokenlake.core.packing import pack
 from tokenlake.core.peers import Peers
-from tokenlake.core.sessions import Process, Sessions
+from tokenlake.core.sessions import Process
 from tokenlake.core.touches import Touches
 from tokenlake.hints import NO_ACCESS
 from tokenlake.identity import LeaseId, NodeId
@@ -30,7 +30,7 @@ class Reads:
     def __init__(
         self,
         context: Context,
-        sessions: Sessions,
+        grants: Grants,
         peers: Peers,
         fetches: Fetches,
         touches: Touches,
@@ -38,8 +38,8 @@ class Reads:
     ) -> None:
         self._context = context
         self._touches = touches
-        self._sessions = sessions
-        self._parts = FetchParts(context, sessions, peers, fetches, copies_of)
+        self._grants = grants
+        self._parts = FetchParts(context, grants, peers, fetches, copies_of)
 
     def attach(self, process: Process, request: wire.Attach) -> None:
         """Another process of the session holds the lease as well."""
@@ -48,8 +48,7 @@ class Reads:
         if lease is None:
             reply = wire.Matched(request.id, 0, 0, b"", b"", b"")
         else:
-            held = bytes(lease.holders(index) > 0 for index in range(len(lease.keys)))
-            lease.held[process.connection] = bytearray(held)
+            lease.attach(process.connection)
             codes = bytes(lease.code(index) for index in range(len(lease.keys)))
             packed = pack(lease.readable(0, len(codes)), session.shards, checksums=request.checksums)
             reply = wire.Matched(request.id, lease.id, len(codes), codes, *packed)
@@ -88,10 +87,9 @@ class Reads:
 
     def release(self, process: Process, request: wire.Release) -> None:
         """This process no longer looks at these."""
-        for lease_id, start, stop in request.ranges:
-            lease = process.session.leases.get(LeaseId(lease_id))
-            if lease is not None:
-                self._sessions.release(process.session, lease, process.connection, start, stop)
+        leases = process.session.leases
+        ranges = [(leases[LeaseId(lease)], start, stop) for lease, start, stop in request.ranges if lease in leases]
+        self._grants.release(process.session, process.connection, ranges)
 
     def fetch(self, process: Process, request: wire.Fetch) -> None:
         """Answered when the last segment of the range is here or given up, at the latest at the deadline."""
