@@ -15,10 +15,10 @@ from tokenlake.errors import TokenLakeError
 from tokenlake.wire import pack_frame
 from tokenlake.wire.frames import decode
 from tokenlake.wire.supervision import (
-    Connected,
     Dial,
-    EngineCame,
-    PeerCame,
+    DialSucceeded,
+    EngineConnected,
+    PeerConnected,
     ToDaemon,
     ToQueryEngine,
     query_engine_decoder,
@@ -46,7 +46,7 @@ class DaemonChannel:
         """The next message and the connection that came with it. Ends the process with the channel."""
         try:
             message = decode(query_engine_decoder, self._reader.frame())
-            if isinstance(message, EngineCame | PeerCame | Connected):
+            if isinstance(message, EngineConnected | PeerConnected | DialSucceeded):
                 return message, socket.socket(fileno=self._reader.descriptor())
             return message, None
         except (EOFError, OSError):

@@ -60,9 +60,9 @@ class QueryEngineProcess:
         self._report()
         while True:
             message, sock = self._channel.read()
-            if isinstance(message, supervision.Unreached):
+            if isinstance(message, supervision.DialFailed):
                 self._peers.unreached(message.node, message.reason)
-            elif sock is not None and isinstance(message, supervision.Connected):
+            elif sock is not None and isinstance(message, supervision.DialSucceeded):
                 self._peers.connected(message.node, sock)
             elif sock is not None:
                 self._came(message, sock)
@@ -71,7 +71,7 @@ class QueryEngineProcess:
         if self._tally["connections"] >= MAX_CONNECTIONS:
             log.error("refused a connection: %d are open", MAX_CONNECTIONS)
             sock.close()
-        elif isinstance(message, supervision.EngineCame):
+        elif isinstance(message, supervision.EngineConnected):
             try:
                 layout = Layout.decode(message.layout)
             except TokenLakeError as error:
@@ -82,7 +82,7 @@ class QueryEngineProcess:
             name = f"engine {next(self._names)}"
             self._tally.add(connections=1)
             EngineSide(sock, name, opener, self._opening, self._tools, self._tally)
-        elif isinstance(message, supervision.PeerCame):
+        elif isinstance(message, supervision.PeerConnected):
             self._tally.add(connections=1)
             Answerer(sock, message.node, self._pools, self._tools.worker, self._serving, self._tally)
 

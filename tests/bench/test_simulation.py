@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from tokenlake.core.fetch import FETCHED, MISSING
+from tokenlake.core.grants import SKIPPED
 from tokenlake.core.match import ASKED, LOCAL, PENDING
 from tokenlake.core.serving import SENT, SENT_BYTES
-from tokenlake.core.sessions import SKIPPED
 from tokenlake.core.writes import STORED
 from tokenlake.errors import ConfigurationError
 from tokenlake.metrics import Metric

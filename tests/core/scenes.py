@@ -103,5 +103,5 @@ def kinds(cluster: Cluster, key: SegmentKey) -> dict[int, Kind]:
 def said(cluster: Cluster, node: int, kind: type[T]) -> list[T]:
     """What a node's rules told its driver, or its peers, in this life."""
     emitted = [instruction for out in cluster.node(node).emitted for instruction in out]
-    frames = [i.message for i in emitted if isinstance(i, instructions.Say)]
+    frames = [i.message for i in emitted if isinstance(i, instructions.SendToPeer)]
     return [found for found in [*emitted, *frames] if isinstance(found, kind)]

@@ -61,10 +61,10 @@ def test_what_a_node_says_can_be_heard_however_much_is_read_and_however_long_ago
     core = cluster.core(keeper)
     later = cluster.clock.now + 2e9
     asker = f"n{(keeper + 1) % 3}"
-    asked = core.handle(events.PeerSaid(asker, peer.Lookup(1, "red", join_keys([key]))), later)
+    asked = core.handle(events.PeerSent(asker, peer.Lookup(1, "red", join_keys([key]))), later)
     core._context.served(copies(cluster, key)[keeper].tenant, 1 << 120)
-    pinged = core.handle(events.PeerSaid(asker, peer.Ping(2, (0.0, 0.0, 0.0), 0.0, 0)), later)
-    said = [each.message for each in (*asked, *pinged) if isinstance(each, instructions.Say)]
+    pinged = core.handle(events.PeerSent(asker, peer.Ping(2, (0.0, 0.0, 0.0), 0.0, 0)), later)
+    said = [each.message for each in (*asked, *pinged) if isinstance(each, instructions.SendToPeer)]
     assert {type(message) for message in said} >= {peer.LookupReply, peer.Pong}
     for message in said:
         assert decode(peer.peer_decoder, encode(message)) == message

@@ -97,8 +97,8 @@ def test_claims_end_with_their_time() -> None:
     assert max(said.deadline_s for said in announced(cluster)) == MAX_IN_FLIGHT_WAIT_S
 
 
-def announced(cluster: Cluster) -> list[peer.Announce]:
-    return said(cluster, 0, peer.Announce)
+def announced(cluster: Cluster) -> list[peer.MarkInFlight]:
+    return said(cluster, 0, peer.MarkInFlight)
 
 
 def test_one_process_claims_so_much_at_most_and_the_oldest_makes_room() -> None:

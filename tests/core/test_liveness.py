@@ -97,7 +97,7 @@ def test_advertising_goes_on_while_the_directory_node_is_overdue() -> None:
     assert peer_ is not None
     peer_.overdue = True
     node._advertising.begin(NodeId("n1"))
-    assert [type(i.message) for i in node._context.out] == [peer.Advertised]  # type: ignore[union-attr]
+    assert [type(i.message) for i in node._context.out] == [peer.AdvertisingDone]  # type: ignore[union-attr]
 
 
 def test_a_fetch_from_a_frozen_node_is_given_up_in_time() -> None:

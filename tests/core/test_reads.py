@@ -8,9 +8,9 @@ from tests.core.scenes import answer, ask, calm, copies, fetch, kinds, match, pl
 from tests.sim.arena import SHARDS, content
 from tokenlake.core import events, peers
 from tokenlake.core.fetch import FETCHED, MISSING
+from tokenlake.core.grants import SHIPPED, SKIPPED
 from tokenlake.core.instructions import AbortFetch, StartFetch
 from tokenlake.core.match import ASKED, LOCAL
-from tokenlake.core.sessions import SHIPPED, SKIPPED
 from tokenlake.store import Kind
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import SLOT_BYTES, join_keys, unpack_slots
@@ -59,15 +59,15 @@ def test_where_the_segments_of_a_lease_lie() -> None:
     keys = [*placed(cluster, 0, 1, 2), *placed(cluster, 1, 0, 1)]
     store(cluster, writer, keys)
     lease = match(cluster, reader, keys).lease
-    reply = answer(cluster, reader.processes[0], engine.Where, lease)
+    reply = answer(cluster, reader.processes[0], engine.Locate, lease)
     assert len(reply.owners) == 3
     for key, owner in zip(keys, reply.owners, strict=True):
         assert int(reply.nodes[owner].removeprefix("n")) in copies(cluster, key)
     fetch(cluster, reader, lease, 1)
-    later = answer(cluster, reader.processes[0], engine.Where, lease)
+    later = answer(cluster, reader.processes[0], engine.Locate, lease)
     assert later.owners[0] == engine.HERE
     assert [later.nodes[owner] for owner in later.owners[1:]] == [reply.nodes[owner] for owner in reply.owners[1:]]
-    assert not answer(cluster, reader.processes[0], engine.Where, 999).owners
+    assert not answer(cluster, reader.processes[0], engine.Locate, 999).owners
 
 
 def test_what_was_attended_elsewhere_is_not_counted_as_skipped() -> None:
@@ -76,7 +76,7 @@ def test_what_was_attended_elsewhere_is_not_counted_as_skipped() -> None:
     keys = placed(cluster, 0, 1, 3)
     store(cluster, writer, keys)
     lease = match(cluster, reader, keys).lease
-    tell(cluster, reader.processes[0], engine.Shipped(lease, 2))
+    tell(cluster, reader.processes[0], engine.AttendedInPlace(lease, 2))
     tell(cluster, reader.processes[0], engine.Release(((lease, 0, 1), (lease, 1, 3))))
     counters = cluster.core(2).counters
     size = counters[ASKED] // 3
@@ -238,7 +238,7 @@ def test_what_peers_lease_of_one_tenant_takes_no_room_from_another() -> None:
         store(cluster, cluster.join(0, tenant=tenant), keys)
     lent = []
     for call, tenant in enumerate(("red", "red", "blue")):
-        cluster.node(0).deliver(events.PeerSaid("n2", peer.Lookup(call, tenant, join_keys(keys))))
+        cluster.node(0).deliver(events.PeerSent("n2", peer.Lookup(call, tenant, join_keys(keys))))
         lent.append(said(cluster, 0, peer.LookupReply)[-1].codes.count(Code.LOCAL))
     assert lent == [3, 1, 3]
     cluster.check()

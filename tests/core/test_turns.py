@@ -209,8 +209,8 @@ def test_a_node_that_names_others_for_nothing_costs_a_question(named: str) -> No
     if named == "n4":
         # As a frame would say it: the rules of the sender cannot.
         liar.look = lambda node, segments, *, patient: None  # type: ignore[method-assign]
-        reply = peer.LookupReply(0, 0, b"", (), (0.0, 0.0, 0.0), 0.0, rather="n4")
-        cluster.node(4).deliver(events.PeerSaid("n0", reply))
+        reply = peer.LookupReply(0, 0, b"", (), (0.0, 0.0, 0.0), 0.0, redirect="n4")
+        cluster.node(4).deliver(events.PeerSent("n0", reply))
     for _ in range(3):
         found = match(cluster, engines[4], [key])
         assert found.hits == 1

@@ -17,14 +17,14 @@ from tests.sim.test_cluster_machine import ClusterMachine
 from tokenlake.core.advertising import Advertising
 from tokenlake.core.checks import Checks
 from tokenlake.core.directory_node import DirectoryNode
-from tokenlake.core.events import PeerSaid, Requested
-from tokenlake.core.failure import HandlerFailed
+from tokenlake.core.events import PeerSent, Requested
 from tokenlake.core.fetch import Transfers
+from tokenlake.core.grants import Grants, SessionGrants, Write
 from tokenlake.core.instructions import AbortFetch
-from tokenlake.core.node import NodeCore
+from tokenlake.core.node import HandlerFailed, NodeCore
 from tokenlake.core.peers import Peers
 from tokenlake.core.serving import Serving
-from tokenlake.core.sessions import Session, Sessions, Write
+from tokenlake.core.sessions import Sessions
 from tokenlake.identity import ConnectionId, NodeId
 from tokenlake.store import Kind, SegmentStore
 from tokenlake.store.pool import SlotPool
@@ -115,17 +115,17 @@ def dead_engine_frees_nothing(patch: pytest.MonkeyPatch) -> None:
 
 def write_of_two_held_by_one(patch: pytest.MonkeyPatch) -> None:
     """A second process that fills shards of a write is not counted as its owner."""
-    patch.setattr(Sessions, "attach", lambda self, write, connection: None)
+    patch.setattr(Grants, "attach", lambda self, write, connection: None)
 
 
 def expired_write_reused(patch: pytest.MonkeyPatch) -> None:
     """A reservation's deadline ends ownership, not only visibility."""
 
-    def expire(self: Sessions, session: Session, write: Write) -> None:
+    def expire(self: Grants, session: SessionGrants, write: Write) -> None:
         for connection in list(write.held):
             self.give_back(session, write, connection)
 
-    patch.setattr(Sessions, "expire", expire)
+    patch.setattr(Grants, "expire", expire)
 
 
 def push_delivered_twice(patch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def heard_before_it_is_checked(patch: pytest.MonkeyPatch) -> None:
     original = Checks.check
 
     def check(self: Checks, event: Any, now: float) -> None:
-        if isinstance(event, PeerSaid) and self._peers.get(NodeId(event.node)) is not None:
+        if isinstance(event, PeerSent) and self._peers.get(NodeId(event.node)) is not None:
             self._peers.heard(NodeId(event.node))
         original(self, event, now)
 

@@ -24,9 +24,8 @@ class Advertising:
         self._walks: dict[NodeId, int] = {}
 
     def begin(self, node: NodeId) -> None:
-        """Tell `node` all primary copies here whose directory node it is, then `Advertised`. It can be reached, so it
-        is told of
-        those that come meanwhile like any home."""
+        """Send `node` the keys of all primary copies here whose directory node it is, then `AdvertisingDone`. The node
+        is reachable, so it hears of new primary copies meanwhile as every directory node does."""
         number = self._context.next_id()
         self._walks[node] = number
         cursor: Cursor | None = Cursor()
@@ -41,7 +40,7 @@ class Advertising:
                 return True
             del self._walks[node]
             if reachable:
-                self._peers.tell(node, wire.Advertised())
+                self._peers.tell(node, wire.AdvertisingDone())
             return False
 
         self._context.in_slices(work)
@@ -55,7 +54,7 @@ class Advertising:
         for tenant, keys in by_tenant.items():
             its_keys = self._context.by_directory_node(keys).get(node)
             if its_keys:
-                self._peers.tell(node, wire.Held(tenant, join_keys(its_keys)))
+                self._peers.tell(node, wire.PrimaryCopies(tenant, join_keys(its_keys)))
         return following
 
     def census(self) -> dict[str, int]:

@@ -74,7 +74,7 @@ class DirectoryNode:
             return Code.PENDING, None
         return (Code.MISSING, None) if mine else (Code.ELSEWHERE, entry.node)
 
-    def announce(self, node: NodeId, message: wire.Announce, keys: Sequence[SegmentKey]) -> None:
+    def announce(self, node: NodeId, message: wire.MarkInFlight, keys: Sequence[SegmentKey]) -> None:
         """`node` writes these."""
         for key in keys:
             self.claim(node, TenantId(message.tenant), key, message.deadline_s)
@@ -100,7 +100,7 @@ class DirectoryNode:
         """`node` committed these: COMMITTED, with whoever remembers it ("" for nobody), or EXISTS with the node whose
         commit came first. A first that is down has nothing any more."""
         codes = bytearray()
-        firsts: list[NodeId] = []
+        first_writers: list[NodeId] = []
         previous_owners: list[NodeId] = []
         for key in keys:
             first = self._context.directory.ready(tenant, key, node, self._life(node))
@@ -109,10 +109,10 @@ class DirectoryNode:
                 first = self._context.directory.ready(tenant, key, node, self._life(node))
             codes.append(Code.COMMITTED if first is None else Code.EXISTS)
             if first is not None:
-                firsts.append(first)
+                first_writers.append(first)
             else:
                 previous_owners.append(self._context.directory.previous_owner(tenant, key) or NodeId(""))
-        return bytes(codes), firsts, previous_owners if any(previous_owners) else []
+        return bytes(codes), first_writers, previous_owners if any(previous_owners) else []
 
     def held(self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey]) -> wire.Redundant:
         """`node` keeps the primary copies of these. What to tell it: where another living node does."""

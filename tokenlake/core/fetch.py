@@ -25,10 +25,10 @@ from functools import partial
 
 from tokenlake.core.access import Touches, with_access
 from tokenlake.core.context import Context
+from tokenlake.core.grants import Grants, Lease, pack
 from tokenlake.core.instructions import AbortFetch, Answer, Note, StartFetch
-from tokenlake.core.packing import CHECKSUM_BYTES, pack
 from tokenlake.core.peers import Peers
-from tokenlake.core.sessions import Lease, Process, Sessions
+from tokenlake.core.sessions import Process
 from tokenlake.core.timers import Timer
 from tokenlake.hints import NO_ACCESS, NO_HINTS, Hints
 from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
@@ -37,6 +37,7 @@ from tokenlake.store import Kind, Segment, State
 from tokenlake.wire import Code, engine
 from tokenlake.wire import peer as wire
 from tokenlake.wire.checks import KNOWN_CODES
+from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import join_keys, split_keys
 
 __all__ = ["FETCHED", "MISSING", "BackgroundLimit", "CopiesOf", "LeaseReads", "OnArrival", "Transfers", "deadline_s"]
@@ -405,19 +406,19 @@ class _Fetch:
 
 
 class LeaseReads:
-    """Attach, Where, Shipped, Hint, Release and Fetch of the local engines."""
+    """Attach, Locate, AttendedInPlace, Hint, Release and Fetch of the local engines."""
 
     def __init__(
         self,
         context: Context,
-        sessions: Sessions,
+        grants: Grants,
         peers: Peers,
         transfers: Transfers,
         touches: Touches,
         copies_of: CopiesOf,
     ) -> None:
         self._context = context
-        self._sessions = sessions
+        self._grants = grants
         self._peers = peers
         self._transfers = transfers
         self._touches = touches
@@ -438,7 +439,7 @@ class LeaseReads:
             reply = engine.Matched(request.id, lease.id, len(codes), codes, *packed)
         self._context.emit(Answer(process.connection, reply))
 
-    def where(self, process: Process, request: engine.Where) -> None:
+    def where(self, process: Process, request: engine.Locate) -> None:
         """Answers with the node of each segment of a lease, from the first on up to one that is lost."""
         lease = process.session.leases.get(LeaseId(request.lease))
         nodes: dict[NodeId, int] = {}
@@ -451,9 +452,9 @@ class LeaseReads:
                 owners.append(nodes.setdefault(remote, len(nodes)))
             else:
                 break
-        self._context.emit(Answer(process.connection, engine.Placed(request.id, tuple(nodes), bytes(owners))))
+        self._context.emit(Answer(process.connection, engine.Located(request.id, tuple(nodes), bytes(owners))))
 
-    def shipped(self, process: Process, request: engine.Shipped) -> None:
+    def shipped(self, process: Process, request: engine.AttendedInPlace) -> None:
         """Attention over the first items of a lease was computed at their owners: they count as used when they are
         released without a fetch."""
         lease = process.session.leases.get(LeaseId(request.lease))
@@ -472,10 +473,9 @@ class LeaseReads:
 
     def release(self, process: Process, request: engine.Release) -> None:
         """This process does not read these items any more."""
-        for lease_id, start, stop in request.ranges:
-            lease = process.session.leases.get(LeaseId(lease_id))
-            if lease is not None:
-                self._sessions.release(process.session, lease, process.connection, start, stop)
+        leases = process.session.leases
+        ranges = [(leases[LeaseId(lease)], start, stop) for lease, start, stop in request.ranges if lease in leases]
+        self._grants.release(process.session, process.connection, ranges)
 
     # -- fetches
 
@@ -520,7 +520,7 @@ class LeaseReads:
     def _leave_beyond_room(self, fetch: _Fetch, by_node: dict[NodeId, list[int]]) -> None:
         """Remove from `by_node` the deepest items beyond the slots that the session may still hold. They stay leased at
         their nodes: a later fetch may find room."""
-        room = self._sessions.fetch_room(fetch.process.session)
+        room = self._grants.fetch_room(fetch.process.session)
         if sum(map(len, by_node.values())) <= room:
             return
         # An item needs one slot, however many processes fetch it.
@@ -548,7 +548,7 @@ class LeaseReads:
         lease, session = fetch.lease, fetch.process.session
         for index in itertools.chain.from_iterable(by_node.values()):
             fetch.awaited += 1
-            self._sessions.item_expected(session, lease, index)
+            self._grants.expect(session, lease, index)
         for node, indices in by_node.items():
             wanted: list[tuple[SegmentKey, int, OnArrival]] = [
                 (lease.keys[index], index, partial(self._arrived, fetch, node, index)) for index in indices
@@ -569,10 +569,9 @@ class LeaseReads:
         """The outcome of one item that was requested from `node`."""
         lease, session = fetch.lease, fetch.process.session
         fetch.awaited -= 1
-        self._sessions.item_settled(session, lease, index)
-        wanted = lease.remotes[index] is not None and lease.segments[index] is None and lease.holders(index)
+        wanted = self._grants.settle(session, lease, index)
         if segment is not None and wanted:
-            self._sessions.item_arrived(session, lease, index, segment)
+            self._grants.place(session, lease, index, segment)
             self._context.counters.add(FETCHED, session.segment_tokens)
             if lease.trail is not None:
                 lease.trail.fetched += 1
@@ -595,7 +594,7 @@ class LeaseReads:
 
     def _lost(self, fetch: _Fetch, index: int, node: NodeId) -> None:
         """An item leased at `node` cannot be had from any node."""
-        self._sessions.item_lost(fetch.lease, index)
+        fetch.lease.lose(index)
         self._context.counters.add(MISSING, fetch.process.session.segment_tokens)
         if fetch.lease.trail is not None:
             fetch.lease.trail.did_not_come(node, late=fetch.answered, wrong=index in fetch.tried)
@@ -608,7 +607,7 @@ class LeaseReads:
         left_s = 0.0 if fetch.answered else fetch.until - self._context.now
         by_node: dict[NodeId, list[int]] = {}
         for index in indices:
-            if lease.remotes[index] is None or not lease.holders(index):
+            if lease.remotes[index] is None or not lease.is_held(index):
                 # Another fetch of the lease has settled the item, or it was released meanwhile.
                 fetch.set_code(index, lease.code(index))
                 continue
@@ -633,7 +632,7 @@ class LeaseReads:
         for offset, segment in enumerate(segments):
             if segment is None and fetch.codes[offset] in (Code.LOCAL, Code.REMOTE):
                 fetch.codes[offset] = Code.LOST
-        if self._sessions.process(fetch.process.connection) is fetch.process:
+        if fetch.process.alive:
             packed = pack(segments, fetch.process.session.shards, checksums=request.checksums)
             fetched = engine.Fetched(request.id, bytes(fetch.codes), *packed)
             self._context.emit(Answer(fetch.process.connection, fetched))

@@ -17,6 +17,7 @@ from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind, Segment
 from tokenlake.wire import peer as wire
+from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import join_keys
 
 __all__ = ["MAX_COUNTED", "Hot"]
@@ -26,7 +27,6 @@ MISSED = Metric("tokenlake_hot_misses_total", "Segments that such a copy did not
 
 MAX_COUNTED = 4096
 """Segments whose reads are counted between two reports, and of one hot set."""
-CHECKSUM_BYTES = 8
 KEPT_S = 60.0
 """A directory node that cannot be reached keeps its set for so long: its copies are read meanwhile."""
 
@@ -99,7 +99,7 @@ class Hot:
                 most = sorted(keys, key=lambda key: -counted[by_key[key]])[:COUNTERS]
                 depths = tuple(by_key[key].depth for key in most)
                 times = tuple(counted[by_key[key]] for key in most)
-                message = wire.Reads(tenant, join_keys(most), depths, times, slot_bytes, shards)
+                message = wire.ReadCounts(tenant, join_keys(most), depths, times, slot_bytes, shards)
                 if directory_node == self._context.node:
                     self.directory_node.reads(message)
                 else:
@@ -131,7 +131,7 @@ class Hot:
             return
         known = self._known.version(directory_node, peer.incarnation)
         if version > known:
-            self._peers.tell(directory_node, wire.HotWanted())
+            self._peers.tell(directory_node, wire.RequestHotSet())
         elif not version and not known:
             self._known.drop(directory_node)
 

@@ -55,7 +55,7 @@ class HotCopies:
         """A directory node wants copies here: bring them, answer."""
 
         def done(codes: bytes) -> None:
-            self._peers.tell(node, wire.Replicated(message.call, codes))
+            self._peers.tell(node, wire.ReplicateReply(message.call, codes))
 
         self.bring(message, done)
 

@@ -79,20 +79,20 @@ class HotDirectory:
 
     # -- what is heard
 
-    def reads(self, message: wire.Reads) -> None:
+    def reads(self, message: wire.ReadCounts) -> None:
         """Somebody read these, here or elsewhere."""
         keys = split_keys(message.keys)
         if self._context.config.hot == "off":
             return
         tenant, here = TenantId(message.tenant), self._context.node
         mine = self._context.by_directory_node(keys).get(here, [])
-        told = {key: (depth, times) for key, depth, times in zip(keys, message.depths, message.times, strict=True)}
+        told = {key: (depth, times) for key, depth, times in zip(keys, message.depths, message.counts, strict=True)}
         for key in mine:
             depth, times = told[key]
             if times:
                 shape = Shape(depth, message.slot_bytes, message.shards)
                 self._rule.read((tenant, key), shape, times, self._context.now)
-        if any(times >= CROWD_READS for times in message.times):
+        if any(times >= CROWD_READS for times in message.counts):
             self.decide()
 
     def gone(self, tenant: TenantId, key: SegmentKey, node: NodeId) -> None:
@@ -283,4 +283,4 @@ class HotDirectory:
 
 
 def _codes(done: Callable[[bytes], None], reply: Reply | None) -> None:
-    done(reply.codes if isinstance(reply, wire.Replicated) else b"")
+    done(reply.codes if isinstance(reply, wire.ReplicateReply) else b"")

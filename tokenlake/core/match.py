@@ -39,11 +39,11 @@ from tokenlake.core.context import Context
 from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.explain import Explain, Trail
 from tokenlake.core.fetch import MISSING
+from tokenlake.core.grants import Grants, Lease, pack
 from tokenlake.core.hot import Hot
 from tokenlake.core.instructions import Answer
-from tokenlake.core.packing import pack
 from tokenlake.core.peers import Peers, Reply
-from tokenlake.core.sessions import Lease, Process, Sessions
+from tokenlake.core.sessions import Process
 from tokenlake.core.waiting import Wait, WaitingMatches
 from tokenlake.hints import AccessRecord
 from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
@@ -236,7 +236,7 @@ class Matches:
     def __init__(
         self,
         context: Context,
-        sessions: Sessions,
+        grants: Grants,
         peers: Peers,
         directory_node: DirectoryNode,
         hot: Hot,
@@ -244,7 +244,7 @@ class Matches:
         explain: Explain,
     ) -> None:
         self._context = context
-        self._sessions = sessions
+        self._grants = grants
         self._peers = peers
         self._directory_node = directory_node
         self._hot = hot
@@ -431,9 +431,9 @@ class Matches:
         absent: list[int] = []
         if reply is None:
             found.silent.append(call.node)
-        if isinstance(reply, wire.LookupReply) and len(reply.codes) == len(indices) >= reply.known:
-            if reply.known:
-                found.accesses.append((indices[reply.known - 1], reply.last_access, reply.last_access_age_s))
+        if isinstance(reply, wire.LookupReply) and len(reply.codes) == len(indices) >= reply.known_depth:
+            if reply.known_depth:
+                found.accesses.append((indices[reply.known_depth - 1], reply.last_access, reply.last_access_age_s))
             if reply.lease:
                 found.leases.setdefault(call.node, []).append(reply.lease)
             missed = [i for i, code in zip(indices, reply.codes, strict=True) if i in copies and code != _LOCAL]
@@ -472,7 +472,7 @@ class Matches:
                 found.absent.add((index, node))
             elif code in _NOT_LEASED and code < codes[index]:
                 codes[index] = code
-        redirect = NodeId(reply.rather)
+        redirect = NodeId(reply.redirect)
         # A candidate is not asked twice: it has answered, or will.
         for index in call.indices if self._peers.usable(redirect) else ():
             unasked = redirect not in search.candidates[index] and (index, redirect) not in search.asked
@@ -506,7 +506,7 @@ class Matches:
 
     def _may_wait(self, search: _Search, wait: Wait, gap: int) -> bool:
         codes = search.found.codes
-        return self._alive(search.match) and gap < len(codes) and self._waiting.may_wait(wait, codes[gap])
+        return search.match.process.alive and gap < len(codes) and self._waiting.may_wait(wait, codes[gap])
 
     def _pause(self, search: _Search, wait: Wait, gap: int) -> None:
         self._waiting.pause(wait, search.found.codes[gap], lambda: self._resume(search, wait, gap))
@@ -577,18 +577,15 @@ class Matches:
             if result.owners:
                 lease.remotes = list(result.owners)
             lease.remote_leases += result.leases
-            self._sessions.add_lease(session, lease)
+            self._grants.add_lease(session, lease)
         self._count(match, result)
         if match.request.request and session.segment_tokens:
             self._leave_trail(match, result, lease)
-        if self._alive(match):
+        if process.alive:
             packed = pack(result.segments, session.shards, checksums=match.request.checksums)
             number = lease.id if lease is not None else 0
             matched = engine.Matched(match.request.id, number, hits, result.codes, *packed)
             self._context.emit(Answer(process.connection, matched))
-
-    def _alive(self, match: _Match) -> bool:
-        return self._sessions.process(match.process.connection) is match.process
 
     def _conclude(self, match: _Match) -> MatchResult:
         """Decide the hits, unpin the segments beyond them, and release the leases at other nodes that no hit needs."""
@@ -598,7 +595,7 @@ class Matches:
             self._recheck(search)
             self._leave_out_dropped(found)
             self._report_stale(search)
-        limit = self._sessions.may_lease(session, found.segments) if self._alive(match) else 0
+        limit = self._grants.may_lease(session, found.segments, len(session.processes)) if match.process.alive else 0
         hits = found.prefix(limit) if search is not None else limit
         if hits == limit < len(match.keys) and found.codes[limit] <= _REMOTE:
             found.codes[limit] = Code.SESSION_LIMIT
@@ -678,4 +675,4 @@ class Matches:
 
 
 def _lookup(call: int, *, tenant: TenantId, keys: bytes, request: str, patient: bool) -> wire.Lookup:
-    return wire.Lookup(call, tenant, keys, request, patient=patient)
+    return wire.Lookup(call, tenant, keys, request, may_defer=patient)

@@ -22,7 +22,7 @@ from itertools import islice
 from typing import TypeVar
 
 from tokenlake.core.context import LOAD_HALF_LIFE_S, Context
-from tokenlake.core.instructions import Note, Say
+from tokenlake.core.instructions import Note, SendToPeer
 from tokenlake.core.timers import Timer
 from tokenlake.hot import Rate
 from tokenlake.identity import Incarnation, NodeId
@@ -38,7 +38,9 @@ CALLS = Metric("tokenlake_peer_calls_total", "Requests sent to other nodes")
 TIMEOUTS = Metric("tokenlake_peer_timeouts_total", "Requests to other nodes that missed their deadline")
 SUSPECTED = Metric("tokenlake_suspected_peers_total", "Times a peer became SUSPECT")
 
-Reply = wire.LookupReply | wire.ReadyReply | wire.OfferReply | wire.Replicated | wire.Pong | wire.ToldWhy
+Reply = (
+    wire.LookupReply | wire.ReadyReply | wire.OfferReply | wire.ReplicateReply | wire.Pong | wire.ExplainMissingReply
+)
 OnReply = Callable[[Reply | None], None]
 R = TypeVar("R")
 
@@ -186,7 +188,7 @@ class Peers:
         """One-way; dropped while the peer is down or SUSPECT (it will be told everything when it is back). One
         that is merely overdue is told: nobody would repeat it."""
         if self.reachable(node):
-            self._context.emit(Say(node, message))
+            self._context.emit(SendToPeer(node, message))
 
     def call(
         self,
@@ -231,7 +233,7 @@ class Peers:
         message = make(call)
         peer.calls[call] = (on_reply, self._context.after(deadline_s, expire), message)
         self._context.counters.add(CALLS)
-        self._context.emit(Say(peer.node, message))
+        self._context.emit(SendToPeer(peer.node, message))
 
     def check_reply(self, node: NodeId, message: Reply, count: int) -> None:
         """Raises `ValueError` where a call waits for this reply, and asked something else, or of other than `count`
@@ -249,7 +251,7 @@ class Peers:
     def replied(self, node: NodeId, message: Reply) -> None:
         """Hand a reply to its caller. A late `LookupReply` leased what nobody waits for: give it back."""
         peer = self._peers[node]
-        if not isinstance(message, wire.ReadyReply | wire.Replicated | wire.ToldWhy):
+        if not isinstance(message, wire.ReadyReply | wire.ReplicateReply | wire.ExplainMissingReply):
             self._told(peer, message)
         waiting = peer.calls.pop(message.call, None)
         if waiting is not None:
@@ -294,7 +296,7 @@ class Peers:
         """Answer, and learn how full it is."""
         self._told(self._peers[node], message)
         vacancy, load, hot = self._context.vacancy(), self._context.load(), self._context.hot_version
-        self._context.emit(Say(node, wire.Pong(message.call, vacancy, load, hot)))
+        self._context.emit(SendToPeer(node, wire.Pong(message.call, vacancy, load, hot)))
 
     def _told(self, peer: Peer, message: wire.Ping | wire.Pong | wire.LookupReply | wire.OfferReply) -> None:
         peer.told_at = self._context.now

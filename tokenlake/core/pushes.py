@@ -28,7 +28,6 @@ from functools import partial
 from tokenlake.core.context import Context
 from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.fetch import Transfers, deadline_s
-from tokenlake.core.packing import CHECKSUM_BYTES
 from tokenlake.core.peers import Peer, Peers, Reply
 from tokenlake.hints import Hints
 from tokenlake.identity import NodeId, SegmentKey, TenantId
@@ -38,6 +37,7 @@ from tokenlake.store import Cursor, Kind, Segment, State
 from tokenlake.store.history import NOT_ADMITTED_RULE
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
+from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import join_keys, split_keys
 
 __all__ = ["Pushes"]
@@ -95,11 +95,11 @@ class Pushes:
         waiting = len(grouped)
 
         def answered(
-            keys: list[SegmentKey], codes: bytes, firsts: Sequence[str], previous_owners: Sequence[str]
+            keys: list[SegmentKey], codes: bytes, first_writers: Sequence[str], previous_owners: Sequence[str]
         ) -> None:
             nonlocal waiting
             waiting -= 1
-            named, remembering = iter(firsts), iter(previous_owners)
+            named, remembering = iter(first_writers), iter(previous_owners)
             for key, code in zip(keys, codes, strict=True):
                 if code == Code.EXISTS:
                     self._make_cached(by_key.pop(key), NodeId(next(named, "")) or None)
@@ -258,7 +258,7 @@ class Pushes:
         if directory_node == self._context.node:
             self.redundant(self._directory_node.held(directory_node, tenant, keys))
         else:
-            self._peers.tell(directory_node, wire.Held(tenant, join_keys(keys)))
+            self._peers.tell(directory_node, wire.PrimaryCopies(tenant, join_keys(keys)))
 
     def lost(self, peer: Peer) -> None:
         """`peer` is gone or silent. Unless it comes back as it was, the copies here of what it keeps become directory
@@ -398,6 +398,6 @@ def _ready_codes(
 ) -> None:
     """No answer counts as COMMITTED: the segment is kept, and the directory node learns of it from the owner."""
     if isinstance(reply, wire.ReadyReply) and len(reply.codes) == count:
-        answered(reply.codes, reply.firsts, reply.previous_owners)
+        answered(reply.codes, reply.first_writers, reply.previous_owners)
     else:
         answered(bytes([Code.COMMITTED]) * count, (), ())

@@ -76,7 +76,7 @@ class Serving:
             for key in self._context.by_directory_node(missing).get(self._context.node, ()):
                 self._directory_node.claim(node, tenant, key, message.claim_s)
         leased = self._within_room(found, codes)
-        rather = self._hot.turns.look(node, leased, patient=message.patient) if leased else None
+        rather = self._hot.turns.look(node, leased, patient=message.may_defer) if leased else None
         if rather == node:
             codes, leased, rather = codes.replace(bytes([_LOCAL]), bytes([Code.PENDING])), [], None
         lease = self._grant(node, leased) if leased else LeaseId(0)

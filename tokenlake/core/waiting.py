@@ -169,7 +169,7 @@ class InFlightMarkers:
     def announce(self, tenant: TenantId, keys: Sequence[SegmentKey], deadline_s: float) -> None:
         """Set the markers of `keys` at their directory nodes, for at most `deadline_s`."""
         for directory_node, its_keys in self._context.by_directory_node(keys).items():
-            message = wire.Announce(tenant, join_keys(its_keys), deadline_s)
+            message = wire.MarkInFlight(tenant, join_keys(its_keys), deadline_s)
             if directory_node == self._context.node:
                 self._directory_node.announce(directory_node, message, its_keys)
             else:
@@ -182,7 +182,7 @@ class InFlightMarkers:
                 for key in its_keys:
                     self._context.directory.withdraw(tenant, key, directory_node)
             else:
-                self._peers.tell(directory_node, wire.Withdraw(tenant, join_keys(its_keys)))
+                self._peers.tell(directory_node, wire.ClearInFlight(tenant, join_keys(its_keys)))
 
     def _end(self, tenant: TenantId, keys: list[SegmentKey]) -> None:
         """Withdraw the claims of these. The marker of a segment that is stored or being written here stays."""
