@@ -95,7 +95,7 @@ class FetchCall:
         """These items are counted as waited for by the caller."""
         lease, session = self.lease, self.process.session
         for index in itertools.chain.from_iterable(by_node.values()):
-            self.parts.grants.expect(session, lease, index)
+            self.parts.grants.item_expected(session, lease, index)
         for node, indices in by_node.items():
             wanted: list[tuple[SegmentKey, int, Callable[[Segment | None, Code], None]]] = [
                 (lease.keys[index], index, partial(self._arrived, node, index)) for index in indices
@@ -140,9 +140,10 @@ class FetchCall:
     def _arrived(self, node: NodeId, index: int, segment: Segment | None, code: Code) -> None:
         lease, session = self.lease, self.process.session
         self.waiting -= 1
-        wanted = self.parts.grants.settle(session, lease, index)
+        self.parts.grants.item_settled(session, lease, index)
+        wanted = lease.remotes[index] is not None and lease.segments[index] is None and lease.is_held(index)
         if segment is not None and wanted:
-            self.parts.grants.place(session, lease, index, segment)
+            self.parts.grants.item_arrived(session, lease, index, segment)
             self.parts.context.counters.add(FETCHED, session.segment_tokens)
             if lease.trail is not None:
                 lease.trail.fetched += 1
@@ -166,7 +167,7 @@ class FetchCall:
     def _lost(self, index: int, node: NodeId) -> None:
         """It was leased at `node`, and comes from nowhere."""
         lease = self.lease
-        lease.remotes[index] = None
+        self.parts.grants.item_lost(lease, index)
         self.parts.context.counters.add(MISSING, self.process.session.segment_tokens)
         if lease.trail is not None:
             lease.trail.did_not_come(node, late=self.answered, wrong=index in self.tried)

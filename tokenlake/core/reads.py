@@ -73,7 +73,7 @@ class Reads:
         """What is given back without having been fetched was of use all the same."""
         lease = process.session.leases.get(LeaseId(request.lease))
         if lease is not None:
-            lease.shipped = max(lease.shipped, request.stop)
+            lease.mark_shipped(request.stop)
 
     def hint(self, process: Process, request: wire.Hint) -> None:
         """A word that came late."""
@@ -82,7 +82,7 @@ class Reads:
         lease = process.session.leases.get(LeaseId(request.lease))
         if lease is not None:
             # What is still to be read of it, and given back, goes by the newest word.
-            lease.hints = hints if lease.hints is None else hints.over(lease.hints)
+            lease.add_hints(hints)
             self._touches.hint(tenant, lease.keys, hints)
 
     def release(self, process: Process, request: wire.Release) -> None:
