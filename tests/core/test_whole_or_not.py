@@ -17,7 +17,7 @@ from tests.sim.prompts import prompt
 from tests.sim.snapshot import changes, snapshot
 from tokenlake.core import NodeCore, events
 from tokenlake.core.directory_node import DirectoryNode
-from tokenlake.core.instructions import Answer, Instruction, SendToPeer, Stamp, StartFetch
+from tokenlake.core.instructions import Answer, CheckSlot, Instruction, SendToPeer, Stamp, StartFetch
 from tokenlake.core.node import HandlerFailed
 from tokenlake.errors import ProtocolRefused
 from tokenlake.keys import KEY_BYTES
@@ -232,14 +232,17 @@ def test_what_a_failed_handler_made_comes_with_its_failure_and_not_with_the_next
     core.check_integrity()
 
 
-def test_a_failure_in_what_follows_leaves_nothing_for_the_next_event(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_report_of_evictions_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = calm(2)
-    writer = cluster.join(0)
-    found = prepare(cluster, writer, placed(cluster, 0, 1, 2))
-    core, now = cluster.core(0), cluster.clock.now
+    writer, keys = cluster.join(0), placed(cluster, 0, 1, 2)
+    store(cluster, writer, keys)
+    lease = match(cluster, writer, keys).lease
+    core, now, connection = cluster.core(0), cluster.clock.now, writer.processes[0].connection
+    [check] = core.handle(events.Requested(connection, engine.Corrupt(lease, 0)), now)
+    assert isinstance(check, CheckSlot)
     with monkeypatch.context() as patch:
-        failing(patch, type(core._markers), "withdraw")
-        assert failed(core, events.Requested(writer.processes[0].connection, engine.Abort(found.write)), now) == []
+        failing(patch, DirectoryNode, "left")
+        assert failed(core, events.SlotChecked(check.check, False), now) == []
     assert core.handle(events.SendDone(4711), now) == []
     core.check_integrity()
 

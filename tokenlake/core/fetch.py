@@ -548,7 +548,7 @@ class LeaseReads:
         lease, session = fetch.lease, fetch.process.session
         for index in itertools.chain.from_iterable(by_node.values()):
             fetch.awaited += 1
-            self._grants.expect(session, lease, index)
+            self._grants.item_expected(session, lease, index)
         for node, indices in by_node.items():
             wanted: list[tuple[SegmentKey, int, OnArrival]] = [
                 (lease.keys[index], index, partial(self._arrived, fetch, node, index)) for index in indices
@@ -569,9 +569,10 @@ class LeaseReads:
         """The outcome of one item that was requested from `node`."""
         lease, session = fetch.lease, fetch.process.session
         fetch.awaited -= 1
-        wanted = self._grants.settle(session, lease, index)
+        self._grants.item_settled(session, lease, index)
+        wanted = lease.remotes[index] is not None and lease.segments[index] is None and lease.is_held(index)
         if segment is not None and wanted:
-            self._grants.place(session, lease, index, segment)
+            self._grants.item_arrived(session, lease, index, segment)
             self._context.counters.add(FETCHED, session.segment_tokens)
             if lease.trail is not None:
                 lease.trail.fetched += 1
@@ -594,7 +595,7 @@ class LeaseReads:
 
     def _lost(self, fetch: _Fetch, index: int, node: NodeId) -> None:
         """An item leased at `node` cannot be had from any node."""
-        fetch.lease.lose(index)
+        self._grants.item_lost(fetch.lease, index)
         self._context.counters.add(MISSING, fetch.process.session.segment_tokens)
         if fetch.lease.trail is not None:
             fetch.lease.trail.did_not_come(node, late=fetch.answered, wrong=index in fetch.tried)

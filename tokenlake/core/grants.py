@@ -64,16 +64,12 @@ class Lease:
         self.held[connection] = bytearray(self.is_held(index) for index in range(len(self.keys)))
 
     def mark_shipped(self, stop: int) -> None:
-        """An engine computed attention over the items before `stop` in place."""
+        """An engine computed attention in place over the items before `stop`."""
         self.shipped = max(self.shipped, stop)
 
     def add_hints(self, hints: Hints) -> None:
-        """Hints of the request that came after its match."""
+        """Newer hints of the request."""
         self.hints = hints if self.hints is None else hints.over(self.hints)
-
-    def lose(self, index: int) -> None:
-        """A remote item cannot be fetched from any node."""
-        self.remotes[index] = None
 
     def is_held(self, index: int) -> bool:
         """Does a process hold this item?"""
@@ -229,24 +225,27 @@ class Grants:
         session.leased += len(lease.keys)
         session.pinned += len(lease.segments) - lease.segments.count(None)
 
-    def expect(self, session: SessionGrants, lease: Lease, index: int) -> None:
-        """A fetch of a remote item begins: a slot is counted for it. `settle` follows."""
+    def item_expected(self, session: SessionGrants, lease: Lease, index: int) -> None:
+        """A fetch of a remote item begins. The item counts as one slot, however many fetches wait for it."""
         session.coming += index not in lease.coming
         lease.coming[index] = lease.coming.get(index, 0) + 1
 
-    def settle(self, session: SessionGrants, lease: Lease, index: int) -> bool:
-        """A fetch of an item ended. Is the item still remote, and held by a process?"""
+    def item_settled(self, session: SessionGrants, lease: Lease, index: int) -> None:
+        """A fetch of an item ended."""
         lease.coming[index] -= 1
         if not lease.coming[index]:
             del lease.coming[index]
             session.coming -= 1
-        return lease.remotes[index] is not None and lease.segments[index] is None and lease.is_held(index)
 
-    def place(self, session: SessionGrants, lease: Lease, index: int, segment: Segment) -> None:
+    def item_arrived(self, session: SessionGrants, lease: Lease, index: int, segment: Segment) -> None:
         """A fetched item is local now; the lease takes over the caller's pin."""
         lease.segments[index] = segment
         lease.remotes[index] = None
         session.pinned += 1
+
+    def item_lost(self, lease: Lease, index: int) -> None:
+        """A remote item can be fetched from no node."""
+        lease.remotes[index] = None
 
     def release(
         self, session: SessionGrants, connection: ConnectionId, ranges: Iterable[tuple[Lease, int, int]]
