@@ -9,9 +9,9 @@ import pytest
 
 from tokenlake.core.fetch_calls import FETCHED, MISSING
 from tokenlake.core.matches import ASKED, LOCAL, PENDING
-from tokenlake.core.serving import SENT, SENT_BYTES
+from tokenlake.core.serve import SENT, SENT_BYTES
 from tokenlake.core.sessions import SKIPPED
-from tokenlake.core.writes import STORED
+from tokenlake.core.write import STORED
 from tokenlake.errors import ConfigurationError
 from tokenlake.metrics import Metric
 from tokenlake.wire import Code

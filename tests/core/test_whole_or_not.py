@@ -238,7 +238,7 @@ def test_a_failure_in_what_follows_leaves_nothing_for_the_next_event(monkeypatch
     found = prepare(cluster, writer, placed(cluster, 0, 1, 2))
     core, now = cluster.core(0), cluster.clock.now
     with monkeypatch.context() as patch:
-        failing(patch, type(core._claims), "withdraw")
+        failing(patch, DirectoryNode, "withdraw")
         assert failed(core, events.Requested(writer.processes[0].connection, engine.Abort(found.write)), now) == []
     assert core.handle(events.SendDone(4711), now) == []
     assert not core._sessions.given_up

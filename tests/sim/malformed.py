@@ -46,7 +46,7 @@ KEY = b"\1" * KEY_BYTES
 STRANGER = "nobody"
 _MORE = ("depths", "times", "nodes", "firsts", "previous_owners", "rules", "ago_s")
 """Fields with an entry for each key, or each that has a certain code."""
-_NAMES = ("node", "source", "owner", "rather")
+_NAMES = ("node", "source", "owner", "redirect")
 _RIGHT: dict[type, dict[str, Any]] = {
     peer.LookupReply: {"codes": bytes([Code.MISSING])},
     peer.ReadyReply: {"codes": bytes([Code.COMMITTED]), "previous_owners": ("",)},
@@ -74,7 +74,7 @@ def _value(field: types.Field) -> Any:
             return KEY
         case "node" | "source" | "owner":
             return "n0"
-        case "rather":
+        case "redirect":
             return ""
         case "depths":
             return (0,)

@@ -13,13 +13,13 @@ from tests.sim.engine import Reading, Storing
 from tests.sim.prompts import PROMPTS
 from tests.sim.test_cluster_machine import NODES, ClusterMachine
 from tokenlake.core import hot, hot_copies, hot_directory, turns
-from tokenlake.core.hot_copies import COPIED
-from tokenlake.core.hot_directory import DEMOTED, PROMOTED
 from tokenlake.core.pendings import CLAIMED, WAITED
-from tokenlake.core.turns import DELAYED, NAMED
+from tokenlake.core.replicas import COPIED
+from tokenlake.core.replication import DEMOTED, PROMOTED
+from tokenlake.core.serve import DEFERRED, REDIRECTED
 from tokenlake.hot import rule as hot_rule
 
-SEEN = dict.fromkeys((PROMOTED, DEMOTED, COPIED, WAITED, CLAIMED, NAMED, DELAYED), 0)
+SEEN = dict.fromkeys((PROMOTED, DEMOTED, COPIED, WAITED, CLAIMED, REDIRECTED, DEFERRED), 0)
 """Over all examples: the machine must meet what it is for."""
 
 

@@ -19,11 +19,11 @@ from typing import Any
 from tokenlake.core import events
 from tokenlake.core.context import Context
 from tokenlake.core.fetches import Fetches
-from tokenlake.core.hot import MAX_COUNTED
 from tokenlake.core.learned import Learned
 from tokenlake.core.peers import Peers
 from tokenlake.core.regions import Regions
-from tokenlake.core.serving import Serving
+from tokenlake.core.replication import MAX_COUNTED
+from tokenlake.core.serve import Serving
 from tokenlake.core.sessions import Sessions
 from tokenlake.hot import COUNTERS
 from tokenlake.identity import ConnectionId, NodeId
@@ -149,8 +149,8 @@ class Checks:
     def _lookup_reply(self, node: NodeId, message: peer.LookupReply) -> None:
         self._reply(node, message, len(message.codes))
         self._names(message, message.nodes)
-        if message.rather:
-            self._names(message, (message.rather,))
+        if message.redirect:
+            self._names(message, (message.redirect,))
 
     def _ready_reply(self, node: NodeId, message: peer.ReadyReply) -> None:
         self._reply(node, message, len(message.codes))

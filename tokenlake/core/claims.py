@@ -7,17 +7,13 @@ comes after the first part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from tokenlake.core.context import Context
 from tokenlake.core.directory_node import DirectoryNode
-from tokenlake.core.peers import Peers
 from tokenlake.core.pendings import MAX_IN_FLIGHT_WAIT_S
 from tokenlake.core.sessions import Process
 from tokenlake.identity import ConnectionId, SegmentKey, TenantId
 from tokenlake.wire import engine
-from tokenlake.wire import peer as wire
-from tokenlake.wire.slots import join_keys, split_keys
+from tokenlake.wire.slots import split_keys
 
 __all__ = ["MAX_CLAIMED", "Claims"]
 
@@ -30,9 +26,8 @@ class Claims:
     when the
     segment is there."""
 
-    def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode) -> None:
+    def __init__(self, context: Context, directory_node: DirectoryNode) -> None:
         self._context = context
-        self._peers = peers
         self._directory_node = directory_node
         self._claimed: dict[ConnectionId, tuple[TenantId, dict[SegmentKey, None]]] = {}
 
@@ -51,34 +46,16 @@ class Claims:
             del mine[key]
         self._end(tenant, over)
         absent = [key for key in keys if self._context.store.get(tenant, key) is None]
-        self.announce(tenant, absent, min(request.seconds, MAX_IN_FLIGHT_WAIT_S))
+        self._directory_node.announce(tenant, absent, min(request.seconds, MAX_IN_FLIGHT_WAIT_S))
 
     def gone(self, connection: ConnectionId) -> None:
         """The process is dead, or left."""
         tenant, mine = self._claimed.pop(connection, (TenantId(""), {}))
         self._end(tenant, list(mine))
 
-    def announce(self, tenant: TenantId, keys: Sequence[SegmentKey], deadline_s: float) -> None:
-        """Tell their directory nodes that they are PENDING here, for so long at most."""
-        for directory_node, its_keys in self._context.by_directory_node(keys).items():
-            message = wire.Announce(tenant, join_keys(its_keys), deadline_s)
-            if directory_node == self._context.node:
-                self._directory_node.announce(directory_node, message, its_keys)
-            else:
-                self._peers.tell(directory_node, message)
-
-    def withdraw(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> None:
-        """Tell their directory nodes that nobody writes them here any more."""
-        for directory_node, its_keys in self._context.by_directory_node(keys).items():
-            if directory_node == self._context.node:
-                for key in its_keys:
-                    self._context.directory.withdraw(tenant, key, directory_node)
-            else:
-                self._peers.tell(directory_node, wire.Withdraw(tenant, join_keys(its_keys)))
-
     def _end(self, tenant: TenantId, keys: list[SegmentKey]) -> None:
         """What is here, or being written, is not claimed any more but announced."""
-        self.withdraw(tenant, [key for key in keys if self._context.store.get(tenant, key) is None])
+        self._directory_node.withdraw(tenant, [key for key in keys if self._context.store.get(tenant, key) is None])
 
     def census(self) -> dict[str, int]:
         """Entries of each map."""

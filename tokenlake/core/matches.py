@@ -24,12 +24,13 @@ from tokenlake.core.context import Context
 from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.explain import Explain, Trail
 from tokenlake.core.fetch_calls import MISSING
-from tokenlake.core.hot import Hot
 from tokenlake.core.instructions import Answer
 from tokenlake.core.match_under_way import MatchUnderWay
 from tokenlake.core.packing import pack
 from tokenlake.core.peers import Peers
 from tokenlake.core.pendings import Pendings, Waiting
+from tokenlake.core.replicas import Replicas
+from tokenlake.core.replication import Replication
 from tokenlake.core.rounds import Rounds
 from tokenlake.core.sessions import Lease, Process, Sessions
 from tokenlake.hints import AccessRecord
@@ -62,16 +63,18 @@ class Matches:
         sessions: Sessions,
         peers: Peers,
         directory_node: DirectoryNode,
-        hot: Hot,
+        replicas: Replicas,
+        replication: Replication,
         explain: Explain,
     ) -> None:
         self._context = context
-        self._hot = hot
+        self._replication = replication
+        self._directory_node = directory_node
         self._pendings = Pendings(context, peers, directory_node)
         self._explain = explain
         self._sessions = sessions
         self._peers = peers
-        self._rounds = Rounds(context, peers, directory_node, hot, self._pendings, self._end)
+        self._rounds = Rounds(context, peers, directory_node, replicas, replication, self._pendings, self._end)
         self._under_way: dict[MatchUnderWay, None] = {}
 
     def match(self, process: Process, request: wire.Match) -> None:
@@ -261,8 +264,7 @@ class Matches:
         tenant = match.process.session.tenant
         for (directory_node, named), keys in stale.items():
             if directory_node == self._context.node:
-                for key in keys:
-                    self._context.directory.gone(tenant, key, named)
+                self._directory_node.gone(tenant, keys, named)
             else:
                 self._peers.tell(directory_node, peer_wire.Evicted(tenant, join_keys(keys), named))
 
@@ -273,7 +275,7 @@ class Matches:
         pending = int(hits < len(match.keys) and match.codes[hits] == Code.PENDING)
         self._context.counters.add(LOCAL, local * size)
         self._context.served(match.process.session.tenant, local * match.process.session.slot_bytes)
-        self._hot.read(match.segments[:hits])
+        self._replication.read_here(match.segments[:hits])
         self._context.counters.add(PENDING, pending * size)
         self._context.counters.add(MISSING, (len(match.keys) - hits - pending) * size)
 

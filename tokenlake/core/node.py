@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tokenlake.core import events
-from tokenlake.core.advertising import Advertising
 from tokenlake.core.checks import Checks
 from tokenlake.core.claims import Claims
 from tokenlake.core.context import Context, CoreConfig
@@ -22,18 +21,19 @@ from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.explain import Explain
 from tokenlake.core.failure import HandlerFailed
 from tokenlake.core.fetches import Fetches
-from tokenlake.core.hot import Hot
 from tokenlake.core.instructions import Answer, Instruction, Say, Stamp, Welcomed
 from tokenlake.core.learned import Learned
 from tokenlake.core.matches import Matches
+from tokenlake.core.ownership import Ownership
 from tokenlake.core.peers import Peer, Peers
-from tokenlake.core.pushes import Pushes
 from tokenlake.core.reads import Reads
 from tokenlake.core.regions import Regions
-from tokenlake.core.serving import Serving
+from tokenlake.core.replicas import Replicas
+from tokenlake.core.replication import Replication
+from tokenlake.core.serve import Serving
 from tokenlake.core.sessions import Process, Session, Sessions
 from tokenlake.core.touches import Touches
-from tokenlake.core.writes import Writes
+from tokenlake.core.write import Writes
 from tokenlake.identity import ConnectionId, Incarnation, LeaseId, NodeId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.metrics import Counters
 from tokenlake.ring import Ring
@@ -51,21 +51,29 @@ class NodeCore:
     def __init__(self, config: CoreConfig) -> None:
         context = self._context = Context(config)
         self._peers = Peers(context, self._lost, self._suspected, self._restored)
-        self._touches = Touches(context, self._peers, lambda segments: self._pushes.again(segments))
-        self._sessions = Sessions(context, self._touches)
         self._directory_node = DirectoryNode(context, self._peers)
         self._fetches = Fetches(context, self._peers)
-        self._hot = Hot(context, self._peers, self._fetches)
+        self._ownership = Ownership(context, self._peers, self._directory_node, self._fetches)
+        self._touches = Touches(context, self._peers, self._ownership.place_again)
+        self._sessions = Sessions(context, self._touches)
+        self._replicas = Replicas(context, self._peers, self._fetches)
+        self._replication = Replication(context, self._peers, self._directory_node, self._ownership, self._replicas)
         self._regions = Regions(context, self._sessions)
-        self._serving = Serving(context, self._peers, self._directory_node, self._hot)
-        self._pushes = Pushes(context, self._peers, self._directory_node, self._fetches)
+        self._serving = Serving(context, self._peers, self._directory_node, self._replication)
         self._explain = Explain(context, self._peers)
-        self._matches = Matches(context, self._sessions, self._peers, self._directory_node, self._hot, self._explain)
-        self._corruption = Corruption(context, self._pushes.dropped)
+        self._matches = Matches(
+            context,
+            self._sessions,
+            self._peers,
+            self._directory_node,
+            self._replicas,
+            self._replication,
+            self._explain,
+        )
+        self._corruption = Corruption(context)
         self._reads = Reads(context, self._sessions, self._peers, self._fetches, self._touches, self._copies_of)
-        self._claims = Claims(context, self._peers, self._directory_node)
-        self._writes = Writes(context, self._sessions, self._claims, self._pushes, self._touches)
-        self._advertising = Advertising(context, self._peers)
+        self._claims = Claims(context, self._directory_node)
+        self._writes = Writes(context, self._sessions, self._directory_node, self._ownership, self._touches)
         self._learned = Learned(context, self._peers)
         self._checks = Checks(
             context, self._sessions, self._peers, self._fetches, self._serving, self._regions, self._learned
@@ -95,22 +103,22 @@ class NodeCore:
             peer.ToldWhy: self._peers.replied,
             peer.ReleaseLease: self._on_release,
             peer.RenewLease: lambda node, m: self._serving.renew(node, m.leases),
-            peer.Announce: lambda node, m: self._directory_node.announce(node, m, split_keys(m.keys)),
-            peer.Withdraw: self._on_withdraw,
+            peer.Announce: self._directory_node.announced,
+            peer.Withdraw: self._directory_node.withdrawn,
             peer.Ready: self._on_ready,
-            peer.Offer: self._pushes.offered,
+            peer.Offer: self._ownership.offered,
             peer.Held: self._on_held,
-            peer.Redundant: lambda node, m: self._pushes.redundant(m),
+            peer.Redundant: lambda node, m: self._ownership.redundant(m),
             peer.Evicted: self._on_evicted,
             peer.Corrupt: self._corruption.node_reports,
             peer.Touched: self._on_touched,
             peer.Advertised: lambda node, m: self._directory_node.advertised(node),
             peer.Ping: self._on_ping,
             peer.Pong: self._on_pong,
-            peer.Reads: lambda node, m: self._hot.directory_node.reads(m),
-            peer.Replicate: self._hot.copies.asked,
-            peer.HotSet: self._hot.told,
-            peer.HotWanted: lambda node, m: self._hot.directory_node.wanted(node),
+            peer.Reads: lambda node, m: self._replication.reported(m),
+            peer.Replicate: self._replicas.requested,
+            peer.HotSet: self._replicas.hot_set,
+            peer.HotWanted: lambda node, m: self._replication.set_wanted(node),
             peer.Learned: lambda node, m: self._learned.heard(m),
             peer.AskWhy: self._explain.ask,
         }
@@ -160,7 +168,7 @@ class NodeCore:
         """Once, before the first event: timers begin at `now`."""
         self._context.now = self._context.started = now
         self._peers.start()
-        self._hot.start()
+        self._replication.start()
         self._learned.start()
         self._context.after(self._context.config.peer_lease_s / 3, self._renew)
         self._context.after(self._context.config.gossip_s, self._report)
@@ -257,13 +265,13 @@ class NodeCore:
 
     def _lost(self, peer_: Peer) -> None:
         self._serving.release_all(peer_.node)
-        self._pushes.lost(peer_)
+        self._ownership.owner_lost(peer_)
 
     def _suspected(self, peer_: Peer) -> None:
-        self._pushes.lost(peer_)
+        self._ownership.owner_lost(peer_)
 
     def _restored(self, peer_: Peer) -> None:
-        self._advertising.begin(peer_.node)
+        self._directory_node.restored(peer_)
 
     def _on_peer_said(self, event: events.PeerSaid) -> None:
         node = NodeId(event.node)
@@ -275,29 +283,23 @@ class NodeCore:
         self._serving.pull(event.stream, NodeId(event.node), TenantId(event.tenant), keys, background=event.background)
 
     def _on_lookup(self, node: NodeId, message: peer.Lookup) -> None:
-        self._context.emit(Say(node, self._serving.lookup(node, message, split_keys(message.keys))))
+        self._context.emit(Say(node, self._serving.lookup(node, message)))
 
     def _on_release(self, node: NodeId, message: peer.ReleaseLease) -> None:
         for lease in message.leases:
             self._serving.release(LeaseId(lease), node)
 
     def _on_ready(self, node: NodeId, message: peer.Ready) -> None:
-        codes, firsts, previous_owners = self._directory_node.ready(
-            node, TenantId(message.tenant), split_keys(message.keys)
-        )
-        self._peers.tell(node, peer.ReadyReply(message.call, codes, tuple(firsts), tuple(previous_owners)))
+        keys = split_keys(message.keys)
+        self._peers.tell(node, self._directory_node.ready(node, TenantId(message.tenant), keys, message.call))
 
     def _on_ping(self, node: NodeId, message: peer.Ping) -> None:
-        self._hot.heard_version(node, message.hot_version)
+        self._replicas.heard_version(node, message.hot_version)
         self._peers.pinged(node, message)
 
     def _on_pong(self, node: NodeId, message: peer.Pong) -> None:
-        self._hot.heard_version(node, message.hot_version)
+        self._replicas.heard_version(node, message.hot_version)
         self._peers.replied(node, message)
-
-    def _on_withdraw(self, node: NodeId, message: peer.Withdraw) -> None:
-        for key in split_keys(message.keys):
-            self._context.directory.withdraw(TenantId(message.tenant), key, node)
 
     def _on_held(self, node: NodeId, message: peer.Held) -> None:
         redundant = self._directory_node.held(node, TenantId(message.tenant), split_keys(message.keys))
@@ -307,7 +309,7 @@ class NodeCore:
     def _on_evicted(self, node: NodeId, message: peer.Evicted) -> None:
         keys = split_keys(message.keys)
         self._directory_node.left(NodeId(message.node), TenantId(message.tenant), keys, message.rule)
-        self._hot.gone(TenantId(message.tenant), keys, NodeId(message.node))
+        self._replication.gone(TenantId(message.tenant), keys, NodeId(message.node))
         self._explain.gone(TenantId(message.tenant), keys, message)
 
     def _on_touched(self, node: NodeId, message: peer.Touched) -> None:
@@ -320,7 +322,7 @@ class NodeCore:
         ]
         if message.used:
             self._context.store.touch(directory_nodes, self._context.now, message.hints)
-            self._pushes.again([segment for segment in reversed(found) if segment is not None])
+            self._ownership.place_again([segment for segment in reversed(found) if segment is not None])
         elif message.hints is not None:
             self._context.store.hint(directory_nodes, message.hints, self._context.now)
         copies = [segment for segment in found if segment is not None and segment.kind is not Kind.PRIMARY]
@@ -338,7 +340,7 @@ class NodeCore:
                 if directory_node == self._context.node:
                     self._directory_node.left(directory_node, tenant, keys, rule)
                     if rule == CORRUPT_RULE:
-                        self._hot.gone(tenant, keys, directory_node)
+                        self._replication.gone(tenant, keys, directory_node)
                 else:
                     self._peers.tell(directory_node, peer.Evicted(tenant, join_keys(keys), self._context.node, rule))
 
@@ -347,7 +349,7 @@ class NodeCore:
         its candidates."""
         named = self._directory_node.ask(tenant, [key])[0][1]
         pair = self._context.ring.candidates(key)[0]
-        nodes = [*self._hot.copies_of(tenant, key), *([named] if named is not None else []), *pair]
+        nodes = [*self._replicas.copies_of(tenant, key), *([named] if named is not None else []), *pair]
         return [node for node in dict.fromkeys(nodes) if self._peers.usable(node)]
 
     def _renew(self) -> None:
@@ -358,6 +360,7 @@ class NodeCore:
 
     def _report(self) -> None:
         self._touches.report()
+        self._serving.sweep()
         # When a newcomer joined, the memory it needs may still have been pinned by engines that were gone already.
         self._regions.look()
         self._context.after(self._context.config.gossip_s, self._report)
@@ -372,26 +375,27 @@ class NodeCore:
             self._touches,
             self._fetches,
             self._serving,
-            self._pushes,
+            self._ownership,
             self._peers,
-            self._advertising,
+            self._directory_node,
             self._explain,
-            self._hot,
+            self._replicas,
+            self._replication,
             self._claims,
             self._corruption,
         )
         counted = {name: count for part in parts for name, count in part.census().items()}
-        return {**counted, "directory": len(self._context.directory), "timers": len(self._context.timers)}
+        return {**counted, "timers": len(self._context.timers)}
 
     def hot(self) -> dict[str, int]:
         """Hot segments, by what of them: for gauges."""
-        return self._hot.gauges()
+        return self._replication.gauges()
 
     def idle(self) -> bool:
         """Nothing is leased, reserved, pinned, on its way or waited for."""
         held = any(segment.pins or segment.kind is Kind.DIRTY for segment in self.store.segments())
         quarantined = any(pool.quarantined for pool in self.store.pools())
-        return not (held or quarantined or self._matches.matching or self._pushes.dirty)
+        return not (held or quarantined or self._matches.matching)
 
     def check_integrity(self) -> None:
         """AssertionError when state does not add up: slots, pins, counts. Slow; for tests.
@@ -403,12 +407,13 @@ class NodeCore:
         self._sessions.check_integrity()
         self._serving.check_integrity()
         self._fetches.check_integrity()
-        self._pushes.check_integrity()
+        self._ownership.check_integrity()
         self._peers.check_integrity()
-        self._hot.check_integrity()
+        self._replicas.check_integrity()
+        self._replication.check_integrity()
         self._explain.check_integrity()
         self._corruption.check_integrity()
-        self._context.directory.check_integrity()
+        self._directory_node.check_integrity()
         pins = Counter(self._pinned())
         for segment in self.store.segments():
             assert segment.pins == pins[segment], f"{segment}: {pins[segment]} pins are held"

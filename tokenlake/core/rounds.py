@@ -22,11 +22,12 @@ from functools import partial
 
 from tokenlake.core.context import Context
 from tokenlake.core.directory_node import DirectoryNode
-from tokenlake.core.hot import Hot
 from tokenlake.core.match_under_way import MatchUnderWay
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.core.pendings import Pendings
 from tokenlake.core.probing import MANY_NODES, behind, probes
+from tokenlake.core.replicas import Replicas
+from tokenlake.core.replication import Replication
 from tokenlake.identity import NodeId, TenantId
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
@@ -43,6 +44,7 @@ _NOT_THERE = (Code.PENDING, Code.MISSING, Code.ELSEWHERE)
 """What it says of a key of which there is no copy."""
 # Looked up once: each access to a member of an enum costs Python 3.11 some 100 ns, and there is one per key.
 _LOCAL, _REMOTE, _MISSING, _UNKNOWN, _ELSEWHERE = Code.LOCAL, Code.REMOTE, Code.MISSING, Code.UNKNOWN, Code.ELSEWHERE
+_DEFERRED = Code.DEFERRED
 
 
 class Rounds:
@@ -53,14 +55,16 @@ class Rounds:
         context: Context,
         peers: Peers,
         directory_node: DirectoryNode,
-        hot: Hot,
+        replicas: Replicas,
+        replication: Replication,
         pendings: Pendings,
         ended: Callable[[MatchUnderWay], None],
     ) -> None:
         self._context = context
         self._peers = peers
         self._directory_node = directory_node
-        self._hot = hot
+        self._replicas = replicas
+        self._replication = replication
         self._pendings = pendings
         self._ended = ended
 
@@ -83,7 +87,7 @@ class Rounds:
 
     def _ask_about(self, match: MatchUnderWay, indices: list[int]) -> None:
         session, planned = match.process.session, match.request.planned
-        match.hot = self._hot.choose(session.tenant, match.keys, indices, session.slot_bytes, planned=planned)
+        match.hot = self._replicas.choose(session.tenant, match.keys, indices, session.slot_bytes, planned=planned)
         self._round(match, indices)
 
     def _limit_s(self, match: MatchUnderWay) -> float:
@@ -143,7 +147,7 @@ class Rounds:
                 elif candidate != node:
                     wanted.setdefault(candidate, []).append(index)
         absent = [match.keys[index] for index in denied]
-        self._hot.missed(match.process.session.tenant, len(indices), absent, node)
+        self._replication.missed(match.process.session.tenant, len(indices), absent, node)
 
     def _add_own(self, match: MatchUnderWay, wanted: dict[NodeId, list[int]]) -> None:
         own, match.own = match.own, []
@@ -254,9 +258,11 @@ class Rounds:
                     self._aim(match, index, elsewhere, second)
             elif code == _MISSING and match.candidates[index][0] != node:
                 match.denied.add((index, node))
+            elif code == _DEFERRED:
+                codes[index] = min(codes[index], Code.PENDING)
             elif code in _DIRECTORY_ANSWERS and code < codes[index]:
                 codes[index] = code
-        rather = NodeId(reply.rather)
+        rather = NodeId(reply.redirect)
         # A candidate was asked, and has answered or will.
         for index in indices if self._peers.usable(rather) else ():
             if remotes[index] == node and rather not in match.candidates[index] and (index, rather) not in match.asked:

@@ -19,7 +19,7 @@ CHECKSUM_BYTES = 8
 MOST_DEPTH = 1 << 32
 """Depths travel as `fields.Index`: a peer refuses a greater one."""
 KNOWN_CODES = bytes(Code)
-_LOOKUP_CODES = bytes([Code.LOCAL, Code.ELSEWHERE, Code.PENDING, Code.MISSING, Code.UNKNOWN])
+_LOOKUP_CODES = bytes([Code.LOCAL, Code.ELSEWHERE, Code.DEFERRED, Code.PENDING, Code.MISSING, Code.UNKNOWN])
 _READY_CODES = bytes([Code.COMMITTED, Code.EXISTS])
 _ELSEWHERE, _EXISTS = bytes([Code.ELSEWHERE]), bytes([Code.EXISTS])
 

@@ -24,6 +24,8 @@ class Code(IntEnum):
     """It was promised and is gone, or did not arrive whole within the deadline."""
     ELSEWHERE = 7
     """Between nodes: the directory node names the node that has it."""
+    DEFERRED = 9
+    """Between nodes: the node has it and is sending it to other readers; the reader should ask again soon."""
 
     RESERVED = 16
     """A slot to fill, then commit."""

@@ -134,11 +134,11 @@ class Lookup(_Message, frozen=True, tag=4):
     claim_s: Seconds = 0.0
     """Above 0: what is answered with MISSING counts as PENDING at the caller from now on, for so long."""
     patient: bool = False
-    """What is there but on its way to many may be answered with PENDING: the caller comes again."""
+    """Segments that are being sent to other readers may be answered with DEFERRED: the caller asks again."""
 
 
 class LookupReply(_Message, frozen=True, tag=5):
-    """LOCAL (leased there), ELSEWHERE (node in `nodes`), PENDING, MISSING or UNKNOWN per key."""
+    """LOCAL (leased there), ELSEWHERE (node in `nodes`), DEFERRED, PENDING, MISSING or UNKNOWN per key."""
 
     call: int
     lease: int
@@ -155,8 +155,8 @@ class LookupReply(_Message, frozen=True, tag=5):
     """How that one was used before."""
     last_access_age_s: Seconds = 0.0
     """How long ago."""
-    rather: str = ""
-    """Who was sent what is leased here, of late, and is to be asked for it: many read it here. Empty: nobody."""
+    redirect: str = ""
+    """A recent recipient of the leased segments, which the reader should ask first (fan-out limit). Empty: none."""
 
 
 class ReleaseLease(_Message, frozen=True, tag=6):
