@@ -123,14 +123,14 @@ def test_of_two_who_remember_the_same_segment_the_later_word_counts() -> None:
 def test_a_node_that_knows_of_more_keys_than_it_was_asked_for_is_refused() -> None:
     cluster = calm(2, regions=16)
     reader = cluster.join(0)
-    cluster.core(1)._serving.lookup = lambda node, message, keys: peer.LookupReply(  # type: ignore[method-assign]
+    cluster.core(1)._serving.lookup = lambda node, message: peer.LookupReply(  # type: ignore[method-assign]
         message.call,
         0,
-        bytes([Code.MISSING]) * len(keys),
+        bytes([Code.MISSING]) * 4,
         (),
         (0.0, 0.0, 0.0),
         0.0,
-        len(keys) + 1,
+        5,
         AccessRecord(9, 9),
         1.0,
     )

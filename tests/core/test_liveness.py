@@ -96,7 +96,7 @@ def test_advertising_goes_on_while_the_directory_node_is_overdue() -> None:
     peer_ = peers.get(NodeId("n1"))
     assert peer_ is not None
     peer_.overdue = True
-    node._advertising.begin(NodeId("n1"))
+    node._directory_node.advertise(NodeId("n1"))
     assert [type(i.message) for i in node._context.out] == [peer.AdvertisingDone]  # type: ignore[union-attr]
 
 

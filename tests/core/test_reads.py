@@ -140,7 +140,7 @@ def test_a_directory_node_is_told_that_the_node_it_names_has_nothing() -> None:
         reader = cluster.join(1)
         assert match(cluster, reader, [key]).codes == bytes([Code.MISSING])
         cluster.run_for(0.01)
-        assert not len(directory_node._context.directory)
+        assert not directory_node.census()["directory"]
 
 
 def test_missing_is_for_the_directory_node_to_say() -> None:

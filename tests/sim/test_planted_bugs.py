@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from tokenlake.core.serving import Serving
 
 from tests.sim.test_cluster_machine import ClusterMachine
-from tokenlake.core.advertising import Advertising
 from tokenlake.core.checks import Checks
 from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.events import PeerSent, Requested
@@ -23,7 +23,6 @@ from tokenlake.core.grants import Grants, SessionGrants, Write
 from tokenlake.core.instructions import AbortFetch
 from tokenlake.core.node import HandlerFailed, NodeCore
 from tokenlake.core.peers import Peers
-from tokenlake.core.serving import Serving
 from tokenlake.core.sessions import Sessions
 from tokenlake.identity import ConnectionId, NodeId
 from tokenlake.store import Kind, SegmentStore
@@ -153,7 +152,7 @@ def send_unpinned(patch: pytest.MonkeyPatch) -> None:
 
 def directory_node_restarted_empty(patch: pytest.MonkeyPatch) -> None:
     """Nobody advertises to a directory node that came back, and it answers MISSING."""
-    patch.setattr(Advertising, "begin", lambda self, node: None)
+    patch.setattr(DirectoryNode, "advertise", lambda self, node: None)
     patch.setattr(DirectoryNode, "complete", property(lambda self: True))
 
 
@@ -162,7 +161,7 @@ def second_primary_copy_kept(patch: pytest.MonkeyPatch) -> None:
 
     def held(self: DirectoryNode, node: NodeId, tenant: Any, keys: Any) -> peer.Redundant:
         for key in keys:
-            self._context.directory.held(tenant, key, node, self._life(node))
+            self._directory.held(tenant, key, node, self._incarnation(node))
         return peer.Redundant(tenant, b"", ())
 
     patch.setattr(DirectoryNode, "held", held)

@@ -19,11 +19,11 @@ from typing import Any
 from tokenlake.core import events
 from tokenlake.core.context import Context
 from tokenlake.core.fetch import Transfers
-from tokenlake.core.hot import MAX_COUNTED
 from tokenlake.core.learned import Learned
 from tokenlake.core.peers import Peers
 from tokenlake.core.regions import Regions
-from tokenlake.core.serving import Serving
+from tokenlake.core.replication import MAX_COUNTED
+from tokenlake.core.serve import Serving
 from tokenlake.core.sessions import Sessions
 from tokenlake.hot import COUNTERS
 from tokenlake.identity import ConnectionId, NodeId

@@ -40,9 +40,10 @@ from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.explain import Explain, Trail
 from tokenlake.core.fetch import MISSING
 from tokenlake.core.grants import Grants, Lease, pack
-from tokenlake.core.hot import Hot
 from tokenlake.core.instructions import Answer
 from tokenlake.core.peers import Peers, Reply
+from tokenlake.core.replicas import Replicas
+from tokenlake.core.replication import Replication
 from tokenlake.core.sessions import Process
 from tokenlake.core.waiting import Wait, WaitingMatches
 from tokenlake.hints import AccessRecord
@@ -239,7 +240,8 @@ class Matches:
         grants: Grants,
         peers: Peers,
         directory_node: DirectoryNode,
-        hot: Hot,
+        replicas: Replicas,
+        replication: Replication,
         waiting: WaitingMatches,
         explain: Explain,
     ) -> None:
@@ -247,7 +249,8 @@ class Matches:
         self._grants = grants
         self._peers = peers
         self._directory_node = directory_node
-        self._hot = hot
+        self._replicas = replicas
+        self._replication = replication
         self._waiting = waiting
         self._explain = explain
         self._under_way: dict[_Match, None] = {}
@@ -313,7 +316,7 @@ class Matches:
     def _round(self, search: _Search, indices: list[int]) -> None:
         """Ask both candidates of each key; where the segment is hot, one copy."""
         session, request = search.match.process.session, search.match.request
-        copies = self._hot.choose(search.tenant, search.keys, indices, session.slot_bytes, planned=request.planned)
+        copies = self._replicas.choose(search.tenant, search.keys, indices, session.slot_bytes, planned=request.planned)
         search.copies = copies
         by_node: defaultdict[NodeId, list[int]] = defaultdict(list)
         for index in indices:
@@ -363,7 +366,7 @@ class Matches:
                     search.own.append(index)
                 elif candidate != node:
                     wanted.setdefault(candidate, []).append(index)
-        self._hot.missed(search.tenant, len(indices), search.keys_of(absent), node)
+        self._replication.missed(search.tenant, len(indices), search.keys_of(absent), node)
 
     def _ask_own(self, search: _Search, wanted: dict[NodeId, list[int]]) -> None:
         """Ask this node's directory for the keys that are not found yet."""
@@ -632,8 +635,7 @@ class Matches:
                 stale.setdefault((directory_node, owner), []).append(search.keys[index])
         for (directory_node, owner), keys in stale.items():
             if directory_node == self._context.node:
-                for key in keys:
-                    self._context.directory.gone(search.tenant, key, owner)
+                self._directory_node.gone(search.tenant, keys, owner)
             else:
                 self._peers.tell(directory_node, wire.Evicted(search.tenant, join_keys(keys), owner))
 
@@ -646,7 +648,7 @@ class Matches:
         pending = int(hits < keys and result.codes[hits] in (Code.PENDING, Code.DEFERRED))
         counters.add(LOCAL, local * size)
         self._context.served(session.tenant, local * session.slot_bytes)
-        self._hot.read(result.segments)
+        self._replication.read_here(result.segments)
         counters.add(PENDING, pending * size)
         counters.add(MISSING, (keys - hits - pending) * size)
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tokenlake.core import events
 from tokenlake.core.access import Touches
-from tokenlake.core.advertising import Advertising
 from tokenlake.core.checks import Checks
 from tokenlake.core.context import Context, CoreConfig
 from tokenlake.core.corruption import Corruption
@@ -20,17 +19,18 @@ from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.explain import Explain
 from tokenlake.core.fetch import LeaseReads, Transfers
 from tokenlake.core.grants import Grants
-from tokenlake.core.hot import Hot
 from tokenlake.core.instructions import Answer, Instruction, SendToPeer, Stamp, Welcomed
 from tokenlake.core.learned import Learned
 from tokenlake.core.match import Matches
+from tokenlake.core.ownership import Ownership
 from tokenlake.core.peers import Peer, Peers
-from tokenlake.core.pushes import Pushes
 from tokenlake.core.regions import Regions
-from tokenlake.core.serving import Serving
+from tokenlake.core.replicas import Replicas
+from tokenlake.core.replication import Replication
+from tokenlake.core.serve import Serving
 from tokenlake.core.sessions import Process, Session, Sessions
 from tokenlake.core.waiting import InFlightMarkers, WaitingMatches
-from tokenlake.core.writes import Writes
+from tokenlake.core.write import Writes
 from tokenlake.identity import ConnectionId, Incarnation, LeaseId, NodeId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.metrics import Counters
 from tokenlake.ring import Ring
@@ -65,23 +65,30 @@ class NodeCore:
         self._peers = Peers(context, self._lost, self._suspected, self._restored)
         self._directory_node = DirectoryNode(context, self._peers)
         self._transfers = Transfers(context, self._peers)
-        self._hot = Hot(context, self._peers, self._transfers)
-        self._pushes = Pushes(context, self._peers, self._directory_node, self._transfers)
-        self._touches = Touches(context, self._peers, self._pushes.again)
-        self._markers = InFlightMarkers(context, self._peers, self._directory_node)
-        self._grants = Grants(context, self._peers, self._touches, self._markers.withdraw)
+        self._ownership = Ownership(context, self._peers, self._directory_node, self._transfers)
+        self._touches = Touches(context, self._peers, self._ownership.place_again)
+        self._replicas = Replicas(context, self._peers, self._transfers)
+        self._replication = Replication(context, self._peers, self._directory_node, self._ownership, self._replicas)
+        self._markers = InFlightMarkers(context, self._directory_node)
+        self._grants = Grants(context, self._peers, self._touches, self._directory_node.withdraw)
         self._sessions = Sessions(context, self._peers, self._grants)
         self._regions = Regions(context, self._sessions)
-        self._serving = Serving(context, self._peers, self._directory_node, self._hot)
+        self._serving = Serving(context, self._peers, self._directory_node, self._replication)
         self._explain = Explain(context, self._peers)
         waiting = WaitingMatches(context, self._peers, self._directory_node)
         self._matches = Matches(
-            context, self._grants, self._peers, self._directory_node, self._hot, waiting, self._explain
+            context,
+            self._grants,
+            self._peers,
+            self._directory_node,
+            self._replicas,
+            self._replication,
+            waiting,
+            self._explain,
         )
-        self._corruption = Corruption(context, self._pushes.dropped)
+        self._corruption = Corruption(context)
         self._reads = LeaseReads(context, self._grants, self._peers, self._transfers, self._touches, self._copies_of)
-        self._writes = Writes(context, self._grants, self._markers, self._pushes, self._touches)
-        self._advertising = Advertising(context, self._peers)
+        self._writes = Writes(context, self._grants, self._directory_node, self._ownership, self._touches)
         self._learned = Learned(context, self._peers)
         self._checks = Checks(
             context, self._sessions, self._peers, self._transfers, self._serving, self._regions, self._learned
@@ -124,23 +131,23 @@ class NodeCore:
             peer.LookupReply: self._peers.replied,
             peer.ReleaseLease: self._release_lease,
             peer.RenewLease: lambda node, m: self._serving.renew(node, m.leases),
-            peer.MarkInFlight: lambda node, m: self._directory_node.announce(node, m, split_keys(m.keys)),
-            peer.ClearInFlight: self._clear_in_flight,
+            peer.MarkInFlight: self._directory_node.announced,
+            peer.ClearInFlight: self._directory_node.withdrawn,
             peer.Ready: self._ready,
             peer.ReadyReply: self._peers.replied,
-            peer.Offer: self._pushes.offered,
+            peer.Offer: self._ownership.offered,
             peer.OfferReply: self._peers.replied,
             peer.PrimaryCopies: self._primary_copies,
             peer.AdvertisingDone: lambda node, m: self._directory_node.advertised(node),
-            peer.Redundant: lambda node, m: self._pushes.redundant(m),
+            peer.Redundant: lambda node, m: self._ownership.redundant(m),
             peer.Evicted: self._evicted,
             peer.Touched: lambda node, m: self._touches.touched(m),
             peer.Corrupt: self._corruption.node_reports,
-            peer.ReadCounts: lambda node, m: self._hot.directory_node.reads(m),
-            peer.Replicate: self._hot.copies.asked,
+            peer.ReadCounts: lambda node, m: self._replication.reported(m),
+            peer.Replicate: self._replicas.requested,
             peer.ReplicateReply: self._peers.replied,
-            peer.HotSet: self._hot.told,
-            peer.RequestHotSet: lambda node, m: self._hot.directory_node.wanted(node),
+            peer.HotSet: self._replicas.hot_set,
+            peer.RequestHotSet: lambda node, m: self._replication.set_wanted(node),
             peer.EvictionStatistics: lambda node, m: self._learned.heard(m),
             peer.ExplainMissing: self._explain.ask,
             peer.ExplainMissingReply: self._peers.replied,
@@ -176,7 +183,7 @@ class NodeCore:
         """Call once, before the first event: timers begin at `now`."""
         self._context.now = self._context.started = now
         self._peers.start()
-        self._hot.start()
+        self._replication.start()
         self._learned.start()
         self._sessions.start()
         self._context.after(self._context.config.gossip_s, self._report)
@@ -268,13 +275,13 @@ class NodeCore:
 
     def _lost(self, peer_: Peer) -> None:
         self._serving.release_all(peer_.node)
-        self._pushes.lost(peer_)
+        self._ownership.owner_lost(peer_)
 
     def _suspected(self, peer_: Peer) -> None:
-        self._pushes.lost(peer_)
+        self._ownership.owner_lost(peer_)
 
     def _restored(self, peer_: Peer) -> None:
-        self._advertising.begin(peer_.node)
+        self._directory_node.restored(peer_)
 
     def _peer_sent(self, event: events.PeerSent) -> None:
         node = NodeId(event.node)
@@ -286,28 +293,23 @@ class NodeCore:
         self._serving.pull(event.stream, NodeId(event.node), TenantId(event.tenant), keys, background=event.background)
 
     def _pinged(self, node: NodeId, message: peer.Ping) -> None:
-        self._hot.heard_version(node, message.hot_version)
+        self._replicas.heard_version(node, message.hot_version)
         self._peers.pinged(node, message)
 
     def _ponged(self, node: NodeId, message: peer.Pong) -> None:
-        self._hot.heard_version(node, message.hot_version)
+        self._replicas.heard_version(node, message.hot_version)
         self._peers.replied(node, message)
 
     def _lookup(self, node: NodeId, message: peer.Lookup) -> None:
-        self._context.emit(SendToPeer(node, self._serving.lookup(node, message, split_keys(message.keys))))
+        self._context.emit(SendToPeer(node, self._serving.lookup(node, message)))
 
     def _release_lease(self, node: NodeId, message: peer.ReleaseLease) -> None:
         for lease in message.leases:
             self._serving.release(LeaseId(lease), node)
 
-    def _clear_in_flight(self, node: NodeId, message: peer.ClearInFlight) -> None:
-        for key in split_keys(message.keys):
-            self._context.directory.withdraw(TenantId(message.tenant), key, node)
-
     def _ready(self, node: NodeId, message: peer.Ready) -> None:
         keys = split_keys(message.keys)
-        codes, first_writers, previous_owners = self._directory_node.ready(node, TenantId(message.tenant), keys)
-        self._peers.tell(node, peer.ReadyReply(message.call, codes, tuple(first_writers), tuple(previous_owners)))
+        self._peers.tell(node, self._directory_node.ready(node, TenantId(message.tenant), keys, message.call))
 
     def _primary_copies(self, node: NodeId, message: peer.PrimaryCopies) -> None:
         redundant = self._directory_node.held(node, TenantId(message.tenant), split_keys(message.keys))
@@ -317,7 +319,7 @@ class NodeCore:
     def _evicted(self, node: NodeId, message: peer.Evicted) -> None:
         tenant, keys, owner = TenantId(message.tenant), split_keys(message.keys), NodeId(message.node)
         self._directory_node.left(owner, tenant, keys, message.rule)
-        self._hot.gone(tenant, keys, owner)
+        self._replication.gone(tenant, keys, owner)
         self._explain.gone(tenant, keys, message)
 
     def _report_evicted(self) -> None:
@@ -335,18 +337,19 @@ class NodeCore:
                     continue
                 self._directory_node.left(here, tenant, keys, rule)
                 if rule == CORRUPT_RULE:
-                    self._hot.gone(tenant, keys, here)
+                    self._replication.gone(tenant, keys, here)
 
     def _copies_of(self, tenant: TenantId, key: SegmentKey) -> list[NodeId]:
         """Other usable nodes that may have a copy, the most likely first: those of the hot set, the one that this
         node's directory names, the candidates of the key."""
         named = self._directory_node.ask(tenant, [key])[0][1]
         pair = self._context.ring.candidates(key)[0]
-        nodes = [*self._hot.copies_of(tenant, key), *([named] if named is not None else []), *pair]
+        nodes = [*self._replicas.copies_of(tenant, key), *([named] if named is not None else []), *pair]
         return [node for node in dict.fromkeys(nodes) if self._peers.usable(node)]
 
     def _report(self) -> None:
         self._touches.report()
+        self._serving.sweep()
         # When a tenant joined, the memory that it needs may have been pinned by engines that were dead already.
         self._regions.look()
         self._context.after(self._context.config.gossip_s, self._report)
@@ -361,26 +364,27 @@ class NodeCore:
             self._touches,
             self._transfers,
             self._serving,
-            self._pushes,
+            self._ownership,
             self._peers,
-            self._advertising,
+            self._directory_node,
             self._explain,
-            self._hot,
+            self._replicas,
+            self._replication,
             self._markers,
             self._corruption,
         )
         counted = {name: count for part in parts for name, count in part.census().items()}
-        return {**counted, "directory": len(self._context.directory), "timers": len(self._context.timers)}
+        return {**counted, "timers": len(self._context.timers)}
 
     def hot(self) -> dict[str, int]:
         """Number of hot segments, by their relation to this node: for gauges."""
-        return self._hot.gauges()
+        return self._replication.gauges()
 
     def idle(self) -> bool:
         """True while nothing is leased, reserved, pinned, in transfer or waited for."""
         held = any(segment.pins or segment.kind is Kind.DIRTY for segment in self.store.segments())
         quarantined = any(pool.quarantined for pool in self.store.pools())
-        return not (held or quarantined or self._matches.matching or self._pushes.dirty)
+        return not (held or quarantined or self._matches.matching)
 
     def check_integrity(self) -> None:
         """AssertionError when slots, pins or counts do not add up. Slow; for tests.
@@ -392,12 +396,13 @@ class NodeCore:
         self._sessions.check_integrity()
         self._serving.check_integrity()
         self._transfers.check_integrity()
-        self._pushes.check_integrity()
+        self._ownership.check_integrity()
         self._peers.check_integrity()
-        self._hot.check_integrity()
+        self._replicas.check_integrity()
+        self._replication.check_integrity()
         self._explain.check_integrity()
         self._corruption.check_integrity()
-        self._context.directory.check_integrity()
+        self._directory_node.check_integrity()
         pins = Counter(self._pinned())
         for segment in self.store.segments():
             assert segment.pins == pins[segment], f"{segment}: {pins[segment]} pins are held"

@@ -51,8 +51,6 @@ MEASURED_BYTES = 1 << 20
 """A smaller fetch tells the delay of the network, not its rate."""
 MOST_SLOWER = 4
 """By one fetch that missed its deadline."""
-SWEPT = 1024
-"""Entries of the directory looked at at a time when a peer came back as another."""
 LOAD_HOLDS_S = 1.0
 """What a peer said of its load counts in full for so long, or until it must have said it again;
 then it fades."""
@@ -119,6 +117,7 @@ class Peers:
         self._round_s = context.config.gossip_s * math.ceil(len(names) / PINGED)
         """In which each has its turn once."""
         self._load_holds_s = max(LOAD_HOLDS_S, 2 * self._round_s)
+        self._hot_version = 0
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(self._peers.values())
@@ -155,8 +154,6 @@ class Peers:
         peer.up, peer.overdue, peer.suspect = True, False, False
         if peer.incarnation != incarnation:
             peer.incarnation, peer.born = incarnation, self._context.now
-            self._context.directory.forget(node, incarnation)
-            self._context.in_slices(lambda: self._context.directory.sweep(SWEPT))
         self._on_restored(peer)
 
     def went_down(self, node: NodeId, incarnation: Incarnation) -> None:
@@ -267,7 +264,7 @@ class Peers:
         config = self._context.config
         pinged = self._next_pinged()
         if pinged:
-            vacancy, load, hot = self._context.vacancy(), self._context.load(), self._context.hot_version
+            vacancy, load, hot = self._context.vacancy(), self._context.load(), self._hot_version
         for peer in pinged:
             self._send(
                 peer,
@@ -295,7 +292,7 @@ class Peers:
     def pinged(self, node: NodeId, message: wire.Ping) -> None:
         """Answer, and learn how full it is."""
         self._told(self._peers[node], message)
-        vacancy, load, hot = self._context.vacancy(), self._context.load(), self._context.hot_version
+        vacancy, load, hot = self._context.vacancy(), self._context.load(), self._hot_version
         self._context.emit(SendToPeer(node, wire.Pong(message.call, vacancy, load, hot)))
 
     def _told(self, peer: Peer, message: wire.Ping | wire.Pong | wire.LookupReply | wire.OfferReply) -> None:
@@ -333,6 +330,10 @@ class Peers:
         """A transfer that began then missed its deadline. If the peer said nothing all the while, it is overdue."""
         peer = self._peers[node]
         peer.overdue = peer.overdue or peer.heard_at < began
+
+    def tell_hot_version(self, version: int) -> None:
+        """Pings and their answers carry this version of the node's hot set from now on."""
+        self._hot_version = version
 
     # -- speed
 

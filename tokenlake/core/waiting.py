@@ -15,7 +15,7 @@ the waiting matches would otherwise compute the rest as soon as the first part i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from tokenlake.core.context import Context
 from tokenlake.core.directory_node import DirectoryNode
@@ -25,7 +25,7 @@ from tokenlake.identity import ConnectionId, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.wire import Code, engine
 from tokenlake.wire import peer as wire
-from tokenlake.wire.slots import join_keys, split_keys
+from tokenlake.wire.slots import split_keys
 
 __all__ = ["MAX_CLAIMED", "MAX_IN_FLIGHT_WAIT_S", "InFlightMarkers", "Wait", "WaitingMatches"]
 
@@ -137,9 +137,8 @@ class InFlightMarkers:
     """The markers that this node has set at directory nodes for its engines. A process withdraws its claims, or ends;
     otherwise a directory node drops a marker when its time is over or the segment is stored."""
 
-    def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode) -> None:
+    def __init__(self, context: Context, directory_node: DirectoryNode) -> None:
         self._context = context
-        self._peers = peers
         self._directory_node = directory_node
         self._claimed: dict[ConnectionId, tuple[TenantId, dict[SegmentKey, None]]] = {}
 
@@ -159,34 +158,16 @@ class InFlightMarkers:
             del claimed[key]
         self._end(tenant, surplus)
         absent = [key for key in keys if self._context.store.get(tenant, key) is None]
-        self.announce(tenant, absent, min(request.seconds, MAX_IN_FLIGHT_WAIT_S))
+        self._directory_node.announce(tenant, absent, min(request.seconds, MAX_IN_FLIGHT_WAIT_S))
 
     def process_gone(self, connection: ConnectionId) -> None:
         """The process left or died: its claims end."""
         tenant, claimed = self._claimed.pop(connection, (TenantId(""), {}))
         self._end(tenant, list(claimed))
 
-    def announce(self, tenant: TenantId, keys: Sequence[SegmentKey], deadline_s: float) -> None:
-        """Set the markers of `keys` at their directory nodes, for at most `deadline_s`."""
-        for directory_node, its_keys in self._context.by_directory_node(keys).items():
-            message = wire.MarkInFlight(tenant, join_keys(its_keys), deadline_s)
-            if directory_node == self._context.node:
-                self._directory_node.announce(directory_node, message, its_keys)
-            else:
-                self._peers.tell(directory_node, message)
-
-    def withdraw(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> None:
-        """Remove the markers of `keys` at their directory nodes: no engine of this node writes them."""
-        for directory_node, its_keys in self._context.by_directory_node(keys).items():
-            if directory_node == self._context.node:
-                for key in its_keys:
-                    self._context.directory.withdraw(tenant, key, directory_node)
-            else:
-                self._peers.tell(directory_node, wire.ClearInFlight(tenant, join_keys(its_keys)))
-
     def _end(self, tenant: TenantId, keys: list[SegmentKey]) -> None:
         """Withdraw the claims of these. The marker of a segment that is stored or being written here stays."""
-        self.withdraw(tenant, [key for key in keys if self._context.store.get(tenant, key) is None])
+        self._directory_node.withdraw(tenant, [key for key in keys if self._context.store.get(tenant, key) is None])
 
     def census(self) -> dict[str, int]:
         """Entries of each map."""

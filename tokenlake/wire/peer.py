@@ -132,13 +132,13 @@ class Lookup(_Message, frozen=True, tag=4):
     keys: bytes
     request: RequestName = ""
     claim_s: Seconds = 0.0
-    """Above 0: what is answered with MISSING counts as PENDING at the caller from now on, for so long."""
+    """Above 0: a key that is answered with MISSING gets an in-flight marker of the caller, for this time."""
     may_defer: bool = False
-    """What is there but on its way to many may be answered with PENDING: the caller comes again."""
+    """Segments that are being sent to other readers may be answered with DEFERRED: the caller asks again."""
 
 
 class LookupReply(_Message, frozen=True, tag=5):
-    """LOCAL (leased there), ELSEWHERE (node in `nodes`), PENDING, MISSING or UNKNOWN per key."""
+    """LOCAL (leased there), ELSEWHERE (node in `nodes`), DEFERRED, PENDING, MISSING or UNKNOWN per key."""
 
     call: int
     lease: int
