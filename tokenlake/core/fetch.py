@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tokenlake.core.access import Touches, with_access
@@ -115,25 +116,23 @@ class BackgroundLimit:
             self._fetches -= 1
 
 
+@dataclass(eq=False)
 class Transfer:
     """One pull from one node into slots reserved here. The slots stay pinned by the transfer until its receiver has
     returned."""
 
-    def __init__(
-        self, node: NodeId, tenant: TenantId, kind: Kind, slot_bytes: int, shards: int, wait_s: float, request: str
-    ) -> None:
-        self.node = node
-        self.tenant = tenant
-        self.kind = kind
-        self.slot_bytes = slot_bytes
-        self.shards = shards
-        self.wait_s = wait_s
-        """Seconds after which the transfer is aborted, or leaves the queue."""
-        self.request = request
-        """Name of the request in the log."""
-        self.started_at = 0.0
-        self.segments: list[Segment] = []
-        self.timer: Timer | None = None
+    node: NodeId
+    tenant: TenantId
+    kind: Kind
+    slot_bytes: int
+    shards: int
+    wait_s: float
+    """Seconds after which it is aborted, or dropped from the queue."""
+    request: str
+    """Name of the request in the log."""
+    segments: list[Segment] = field(default_factory=list)
+    timer: Timer | None = None
+    started_at: float = 0.0
 
     @property
     def background(self) -> bool:
@@ -245,16 +244,7 @@ class Transfers:
         slot_s = self._peers.predict_s(transfer.node, transfer.slot_bytes)
         size = self._limit.piece_segments(transfer.slot_bytes, slot_s)
         for start in range(0, len(transfer.segments), size):
-            piece = Transfer(
-                transfer.node,
-                transfer.tenant,
-                transfer.kind,
-                transfer.slot_bytes,
-                transfer.shards,
-                transfer.wait_s,
-                transfer.request,
-            )
-            piece.segments = transfer.segments[start : start + size]
+            piece = replace(transfer, segments=transfer.segments[start : start + size])
             piece.timer = self._context.after(transfer.wait_s, partial(self._drop_queued, piece))
             self._queue[piece] = None
             self._queued.update(dict.fromkeys(piece.segments, piece))
@@ -501,7 +491,8 @@ class LeaseReads:
             self._answer(fetch)
 
     def _items_by_node(self, fetch: _Fetch) -> dict[NodeId, list[int]]:
-        """The items of the range to ask each node for; sets the codes of items that are not asked for."""
+        """The items of the range to request from each node. Sets the codes of the remote items that are not requested:
+        these stay leased at their nodes, and a later fetch may bring them."""
         lease = fetch.lease
         by_node: dict[NodeId, list[int]] = {}
         for index in range(fetch.request.start, fetch.request.stop):
@@ -509,31 +500,22 @@ class LeaseReads:
             if node is not None and lease.segments[index] is None:
                 by_node.setdefault(node, []).append(index)
         for node in [node for node in by_node if not self._peers.usable(node)]:
-            # A node that is down or silent is not asked. The items stay leased: a later fetch may find it back.
             if lease.trail is not None:
                 lease.trail.silent[node] = None
             for index in by_node.pop(node):
                 fetch.set_code(index, Code.LOST)
-        self._leave_beyond_room(fetch, by_node)
-        return by_node
-
-    def _leave_beyond_room(self, fetch: _Fetch, by_node: dict[NodeId, list[int]]) -> None:
-        """Remove from `by_node` the deepest items beyond the slots that the session may still hold. They stay leased at
-        their nodes: a later fetch may find room."""
         room = self._grants.fetch_room(fetch.process.session)
         if sum(map(len, by_node.values())) <= room:
-            return
-        # An item needs one slot, however many processes fetch it.
+            return by_node
+        # An item that another process fetches takes no further slot. The deepest items are left out.
         indices = itertools.chain.from_iterable(by_node.values())
-        beyond = frozenset(sorted(index for index in indices if index not in fetch.lease.coming)[room:])
-        if beyond and fetch.lease.trail is not None:
-            fetch.lease.trail.refused = Code.SESSION_LIMIT
+        beyond = frozenset(sorted(index for index in indices if index not in lease.coming)[room:])
+        if beyond and lease.trail is not None:
+            lease.trail.refused = Code.SESSION_LIMIT
         for index in sorted(beyond):
             fetch.set_code(index, Code.SESSION_LIMIT)
-        for node, at in list(by_node.items()):
-            by_node[node] = [index for index in at if index not in beyond]
-            if not by_node[node]:
-                del by_node[node]
+        requested = {node: [index for index in at if index not in beyond] for node, at in by_node.items()}
+        return {node: at for node, at in requested.items() if at}
 
     def _limit_s(self, fetch: _Fetch, by_node: dict[NodeId, list[int]]) -> float:
         """Seconds until the fetch is answered with the items that are here."""

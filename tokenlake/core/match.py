@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -112,12 +113,13 @@ class _Found:
         self.accesses: list[KnownAccess] = []
         """From each answer the deepest segment with a known access."""
         self.silent: list[NodeId] = []
+        """Nodes that did not answer a lookup."""
         self.forget_remote()
 
     def forget_remote(self) -> None:
         """Start over with the copies of this node."""
         self.owners: list[NodeId | None] = [None] * len(self.segments)
-        """Where each is leased at another node."""
+        """The other node where the segment is leased."""
         self.leases: dict[NodeId, list[int]] = {}
         """All leases that other nodes granted."""
         self.named: dict[int, tuple[NodeId, NodeId]] = {}
@@ -136,70 +138,60 @@ class _Found:
         return next(gaps, limit)
 
 
+@dataclass(eq=False, slots=True)
+class _Match:
+    """One match under way: the request, and what was found."""
+
+    process: Process
+    request: engine.Match
+    keys: list[SegmentKey]
+    found: _Found
+    search: _Search | None = None
+    """None when this node has every segment."""
+
+
+@dataclass(eq=False, slots=True)
 class _Call:
     """One lookup at one node."""
 
-    __slots__ = ("awaited", "indices", "node")
-
-    def __init__(self, node: NodeId, indices: list[int]) -> None:
-        self.node = node
-        self.indices = indices
-        self.awaited = True
-        """The round does not end before the answer. False: the answer is used only if it comes in time."""
+    node: NodeId
+    indices: list[int]
+    awaited: bool = True
+    """The round does not end before the answer. False: the answer is used only if it comes in time."""
 
 
+@dataclass(eq=False, slots=True)
 class _Search:
     """What one match asks other nodes, and its own directory, for the keys that this node lacks."""
 
-    __slots__ = (
-        "arrivals",
-        "asked",
-        "awaited",
-        "behind_probes",
-        "candidates",
-        "copies",
-        "deadline",
-        "first_calls",
-        "found",
-        "keys",
-        "limit_s",
-        "match",
-        "open",
-        "own",
-        "probes",
-        "redirects",
-        "wait",
-    )
-
-    def __init__(self, match: _Match, candidates: dict[int, tuple[NodeId, NodeId]], limit_s: float) -> None:
-        """`candidates` by index. `limit_s`: how long all rounds until a wait may take."""
-        self.match = match
-        self.keys = match.keys
-        self.found = match.found
-        self.candidates = candidates
-        self.limit_s = limit_s
-        self.deadline = 0.0
-        self.wait: Wait | None = None
-        """None when the match may not wait."""
-        self.arrivals = 0
-        """The store's count of arrivals when the missing keys were last looked up in it."""
-        self.open = False
-        """A round is under way. Otherwise answers are not used, and their leases are released."""
-        self.awaited = 0
-        """Calls whose answers the round awaits."""
-        self.first_calls: dict[NodeId, _Call] = {}
-        """The calls with which the newest round began."""
-        self.probes: list[int] = []
-        self.behind_probes: list[int] = []
-        """Keys that are not asked for before the probes are answered."""
-        self.own: list[int] = []
-        """Keys of which this node is a candidate, until its own directory is asked."""
-        self.copies: dict[int, NodeId] = {}
-        """The copy of a hot segment that is asked instead of the candidates, until it answers."""
-        self.asked: set[tuple[int, NodeId]] = set()
-        """(index, node asked beside the candidates); only tested for membership."""
-        self.redirects: dict[int, NodeId] = {}
-        """The node to which an owner that has leased the segment redirects its readers."""
+    match: _Match
+    keys: list[SegmentKey]
+    found: _Found
+    candidates: dict[int, tuple[NodeId, NodeId]]
+    limit_s: float
+    """How long all rounds until a wait may take."""
+    wait: Wait | None
+    """None when the match may not wait."""
+    arrivals: int
+    """The store's count of arrivals when the missing keys were last looked up in it."""
+    deadline: float = 0.0
+    open: bool = False
+    """A round is under way. Otherwise answers are not used, and their leases are released."""
+    awaited: int = 0
+    """Calls whose answers the round awaits."""
+    first_calls: dict[NodeId, _Call] = field(default_factory=dict)
+    """The calls with which the newest round began."""
+    probes: list[int] = field(default_factory=list)
+    behind_probes: list[int] = field(default_factory=list)
+    """Keys that are not asked for before the probes are answered."""
+    own: list[int] = field(default_factory=list)
+    """Keys of which this node is a candidate, until its own directory is asked."""
+    copies: dict[int, NodeId] = field(default_factory=dict)
+    """The copy of a hot segment that is asked instead of the candidates, until it answers."""
+    asked: set[tuple[int, NodeId]] = field(default_factory=set)
+    """(index, node asked beside the candidates); only tested for membership."""
+    redirects: dict[int, NodeId] = field(default_factory=dict)
+    """The node to which an owner that has leased the segment redirects its readers."""
 
     @property
     def tenant(self) -> TenantId:
@@ -207,28 +199,6 @@ class _Search:
 
     def keys_of(self, indices: list[int]) -> list[SegmentKey]:
         return [self.keys[index] for index in indices]
-
-    def start_over(self) -> None:
-        """Forget what other nodes answered."""
-        self.found.forget_remote()
-        self.asked.clear()
-        self.redirects.clear()
-
-
-class _Match:
-    """One match under way: the request, what was found, and what is being asked."""
-
-    __slots__ = ("found", "keys", "process", "request", "search")
-
-    def __init__(
-        self, process: Process, request: engine.Match, keys: list[SegmentKey], segments: list[Segment | None]
-    ) -> None:
-        self.process = process
-        self.request = request
-        self.keys = keys
-        self.found = _Found(segments)
-        self.search: _Search | None = None
-        """None when every key is here."""
 
 
 class Matches:
@@ -256,14 +226,15 @@ class Matches:
         self._under_way: dict[_Match, None] = {}
 
     def match(self, process: Process, request: engine.Match) -> None:
-        """Answered at once when every key is here; otherwise at the latest at the deadline, or after the wait."""
+        """Answered at once when every segment is here; otherwise at the latest at the deadline, or after the wait."""
         keys = split_keys(request.keys)
         session = process.session
         self._context.counters.add(MATCHES)
         self._context.counters.add(ASKED, len(keys) * session.segment_tokens)
-        match = _Match(process, request, keys, self._context.ready(session.tenant, keys))
+        segments = self._context.ready(session.tenant, keys)
+        match = _Match(process, request, keys, _Found(segments))
         self._under_way[match] = None
-        here = [segment for segment in match.found.segments if segment is not None]
+        here = [segment for segment in segments if segment is not None]
         self._context.store.pin(*here)
         if len(here) < len(keys):
             self._search(match)
@@ -271,15 +242,17 @@ class Matches:
             self._finish(match)
 
     def _search(self, match: _Match) -> None:
-        request, limit_s = match.request, self._context.config.match_deadline_s
-        missing = match.found.missing()
-        candidates = self._context.ring.candidates(join_keys([match.keys[index] for index in missing]))
+        request, found, now = match.request, match.found, self._context.now
+        missing = found.missing()
+        pairs = self._context.ring.candidates(join_keys([match.keys[index] for index in missing]))
+        candidates = dict(zip(missing, pairs, strict=True))
+        limit_s = self._context.config.match_deadline_s
         if request.deadline_s > 0:
             limit_s = min(limit_s, request.deadline_s)
-        search = match.search = _Search(match, dict(zip(missing, candidates, strict=True)), limit_s)
-        if request.in_flight_wait_s:
-            search.wait = Wait(self._context.now, request.in_flight_wait_s, request.in_flight_wait_per_segment_s)
-        search.arrivals = self._context.store.arrivals
+        wait_s = request.in_flight_wait_s
+        wait = Wait(now, wait_s, request.in_flight_wait_per_segment_s) if wait_s else None
+        search = _Search(match, match.keys, found, candidates, limit_s, wait, self._context.store.arrivals)
+        match.search = search
         self._begin(search, missing)
 
     # -- rounds
@@ -389,8 +362,7 @@ class Matches:
                 continue
             if owner is not None:
                 found.named[index] = (node, owner)
-                if owner not in candidates:
-                    self._ask_owner(search, index, owner, wanted)
+                self._ask_owner(search, index, owner, wanted)
 
     def _ask_owner(self, search: _Search, index: int, owner: NodeId, wanted: dict[NodeId, list[int]]) -> None:
         """Add the owner that a directory node named to `wanted`, unless it was asked."""
@@ -403,64 +375,57 @@ class Matches:
             wanted.setdefault(owner, []).append(index)
 
     def _send(self, search: _Search, calls: dict[NodeId, _Call]) -> None:
-        patient = search.wait is not None and self._waiting.may_be_deferred(search.wait)
+        may_defer = search.wait is not None and self._waiting.may_be_deferred(search.wait)
         search.awaited += len(calls)
         for node, call in calls.items():
             limit_s = search.deadline - self._context.now
             if search.redirects and all(search.redirects.get(index) == node for index in call.indices):
                 # Every key is leased at another node already: a redirect is not worth the whole deadline.
                 limit_s = min(limit_s, PART_OF_DEADLINE * search.limit_s)
-            lookup = partial(
-                _lookup,
-                tenant=search.tenant,
-                keys=join_keys(search.keys_of(call.indices)),
-                request=search.match.request.request,
-                patient=patient,
-            )
+            keys, request = join_keys(search.keys_of(call.indices)), search.match.request.request
+            lookup = partial(wire.Lookup, tenant=search.tenant, keys=keys, request=request, may_defer=may_defer)
             self._peers.call(node, lookup, limit_s, partial(self._answered, search, call))
         if not calls and not search.awaited:
             self._end_round(search)
 
     def _answered(self, search: _Search, call: _Call, reply: Reply | None) -> None:
         """A node answered a lookup, or did not in time. Sends the lookups that follow, or ends the round."""
+        answer = reply if isinstance(reply, wire.LookupReply) else None
         if not search.open:
-            if isinstance(reply, wire.LookupReply) and reply.lease:
-                self._peers.tell(call.node, wire.ReleaseLease((reply.lease,)))
+            if answer is not None and answer.lease:
+                self._peers.tell(call.node, wire.ReleaseLease((answer.lease,)))
             return
-        if call.awaited:
-            search.awaited -= 1
-        found, copies, indices = search.found, search.copies, call.indices
-        wanted: dict[NodeId, list[int]] = {}
-        absent: list[int] = []
+        search.awaited -= call.awaited
         if reply is None:
-            found.silent.append(call.node)
-        if isinstance(reply, wire.LookupReply) and len(reply.codes) == len(indices) >= reply.known_depth:
-            if reply.known_depth:
-                found.accesses.append((indices[reply.known_depth - 1], reply.last_access, reply.last_access_age_s))
-            if reply.lease:
-                found.leases.setdefault(call.node, []).append(reply.lease)
-            missed = [i for i, code in zip(indices, reply.codes, strict=True) if i in copies and code != _LOCAL]
-            # A copy that answers UNKNOWN may exist: perhaps it may not be leased at the moment.
-            absent = [i for i, code in zip(indices, reply.codes, strict=True) if i in copies and code in _NO_COPY]
-            self._take(search, call, reply, wanted)
-            for index in [index for index in indices if index in copies and index not in missed]:
-                del copies[index]
-        else:
-            missed = [index for index in indices if index in copies]
-        if missed:
-            self._ask_candidates(search, call.node, missed, wanted, absent)
+            search.found.silent.append(call.node)
+        wanted: dict[NodeId, list[int]] = {}
+        hot = [index for index in call.indices if index in search.copies] if search.copies else []
+        absent: list[int] = []
+        if answer is not None and len(answer.codes) == len(call.indices) >= answer.known_depth:
+            codes = dict(zip(call.indices, answer.codes, strict=True)) if hot else {}
+            self._take(search, call, answer, wanted)
+            # A copy that answers UNKNOWN or DEFERRED may exist: perhaps it cannot be leased at the moment.
+            absent = [index for index in hot if codes[index] in _NO_COPY]
+            for index in [index for index in hot if codes[index] == _LOCAL]:
+                del search.copies[index]
+                hot.remove(index)
+        if hot:
+            self._ask_candidates(search, call.node, hot, wanted, absent)
         if search.own:
             self._ask_own(search, wanted)
         if wanted and self._context.now < search.deadline:
-            self._send(search, {node: _Call(node, its_indices) for node, its_indices in wanted.items()})
+            self._send(search, {node: _Call(node, indices) for node, indices in wanted.items()})
         elif not search.awaited:
             self._end_round(search)
 
     def _take(self, search: _Search, call: _Call, reply: wire.LookupReply, wanted: dict[NodeId, list[int]]) -> None:
-        """Note the codes of an answer; the owners that it names are added to `wanted`."""
+        """Note the leases and codes of an answer; the nodes that it names are added to `wanted`."""
         node, found = call.node, search.found
-        named = iter(reply.nodes)
-        codes, owners = found.codes, found.owners
+        if reply.known_depth:
+            found.accesses.append((call.indices[reply.known_depth - 1], reply.last_access, reply.last_access_age_s))
+        if reply.lease:
+            found.leases.setdefault(node, []).append(reply.lease)
+        named, codes, owners = iter(reply.nodes), found.codes, found.owners
         for index, code in zip(call.indices, reply.codes, strict=True):
             if code == _LOCAL:
                 if owners[index] is None or search.redirects.get(index) == node:
@@ -545,7 +510,9 @@ class Matches:
         """Ask again for every key that is not here: the leases at other nodes may name owners that many read by now."""
         for node, leases in search.found.leases.items():
             self._peers.tell(node, wire.ReleaseLease(tuple(leases)))
-        search.start_over()
+        search.found.forget_remote()
+        search.asked.clear()
+        search.redirects.clear()
         self._recheck(search)
         self._begin(search, search.found.missing())
 
@@ -674,7 +641,3 @@ class Matches:
     def census(self) -> dict[str, int]:
         """Entries of each map."""
         return {"matches": len(self._under_way)}
-
-
-def _lookup(call: int, *, tenant: TenantId, keys: bytes, request: str, patient: bool) -> wire.Lookup:
-    return wire.Lookup(call, tenant, keys, request, may_defer=patient)
