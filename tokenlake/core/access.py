@@ -54,13 +54,14 @@ def access_of_match(
     while index >= 0 and segments[index] is None:
         index -= 1
     deepest = segments[index] if index >= 0 else None
-    known = list(reported)
+    known: list[KnownAccess] = []
     if deepest is not None:
         age_s = min(MAX_SECONDS, max(0.0, context.now - deepest.touched))
         if index == len(segments) - 1:
             # The usual case: no other source knows a deeper segment.
             return AccessRecord.after(deepest.hints.access, age_s, len(segments), hits, len(segments))
         known.append((index, deepest.hints.access, age_s))
+    known = [*reported, *known]
     beyond = max((at for at, _, _ in known), default=-1) + 1
     remembered = context.store.remembers(tenant, keys[beyond:], context.now)
     if remembered is not None:

@@ -86,12 +86,12 @@ class MatchResult(NamedTuple):
     """One per key: the place of each hit, the reason for each other key."""
     segments: tuple[Segment | None, ...]
     """Per hit, from the first key on without a gap: the pinned segment of this node, None where it is elsewhere."""
-    owners: tuple[NodeId | None, ...]
-    """Per hit, the node where it is leased, None where it is here; empty: all hits are here."""
-    leases: tuple[tuple[NodeId, int], ...]
-    """The leases at those nodes."""
     access: AccessRecord
-    silent: tuple[NodeId, ...]
+    owners: tuple[NodeId | None, ...] = ()
+    """Per hit, the node where it is leased, None where it is here; empty: all hits are here."""
+    leases: tuple[tuple[NodeId, int], ...] = ()
+    """The leases at those nodes."""
+    silent: tuple[NodeId, ...] = ()
     """Nodes that did not answer a lookup."""
 
     @property
@@ -570,10 +570,11 @@ class Matches:
         if hits == limit < len(match.keys) and found.codes[limit] <= _REMOTE:
             found.codes[limit] = Code.SESSION_LIMIT
         segments = tuple(found.segments[:hits])
-        self._context.store.unpin(*(segment for segment in found.segments[hits:] if segment is not None))
+        if hits < len(found.segments):
+            self._context.store.unpin(*(segment for segment in found.segments[hits:] if segment is not None))
         access = access_of_match(self._context, session.tenant, match.keys, found.segments, hits, found.accesses)
         if search is None:
-            return MatchResult(bytes(found.codes), segments, (), (), access, ())
+            return MatchResult(bytes(found.codes), segments, access)
         places = zip(segments, found.owners, strict=False)
         owners = tuple(owner if segment is None else None for segment, owner in places)
         leases: list[tuple[NodeId, int]] = []
@@ -582,7 +583,7 @@ class Matches:
                 leases += ((node, lease) for lease in granted)
             else:
                 self._peers.tell(node, wire.ReleaseLease(tuple(granted)))
-        return MatchResult(bytes(found.codes), segments, owners, tuple(leases), access, tuple(found.silent))
+        return MatchResult(bytes(found.codes), segments, access, owners, tuple(leases), tuple(found.silent))
 
     def _leave_out_dropped(self, found: _Found) -> None:
         """Copies of this node that were found corrupt while other nodes were asked do not count."""
@@ -611,7 +612,7 @@ class Matches:
         skipped."""
         session, hits, keys = match.process.session, result.hits, len(match.keys)
         counters, size = self._context.counters, session.segment_tokens
-        local = hits - result.segments.count(None)
+        local = hits - result.segments.count(None) if result.owners else hits
         pending = int(hits < keys and result.codes[hits] in (Code.PENDING, Code.DEFERRED))
         counters.add(LOCAL, local * size)
         self._context.served(session.tenant, local * session.slot_bytes)
