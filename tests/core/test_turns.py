@@ -17,6 +17,7 @@ from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind
 from tokenlake.wire import Code, engine, peer
+from tokenlake.wire.slots import join_keys
 
 CROWD = 12
 
@@ -249,3 +250,17 @@ def test_nobody_is_told_to_wait_for_longer_than_those_before_it_may_take() -> No
         cluster.run_for(0.01)
     assert 0.05 <= cluster.clock.now - began < 0.1
     assert cluster.core(0).counters[DEFERRED] > 3
+
+
+def test_peer_leases_of_a_tenant_leave_room_for_another() -> None:
+    """Leases of one tenant's segments counted against another tenant: its lookups were answered UNKNOWN."""
+    cluster = calm(dirty_share=1.0, session_reserve_share=1.0)
+    keys = placed(cluster, 0, 1, 3)
+    for tenant in ("red", "blue"):
+        store(cluster, cluster.join(0, tenant=tenant), keys)
+    lent = []
+    for call, tenant in enumerate(("red", "red", "blue")):
+        cluster.node(0).deliver(events.PeerSent("n2", peer.Lookup(call, tenant, join_keys(keys))))
+        lent.append(said(cluster, 0, peer.LookupReply)[-1].codes.count(Code.LOCAL))
+    assert lent == [3, 1, 3]
+    cluster.check()
