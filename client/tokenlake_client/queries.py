@@ -217,7 +217,7 @@ class Queries:
         link = self._connected()
         link.check()
         self._sweep(link)
-        placed = self._books.current(lease.link).call(lambda number: engine.Where(number, lease.id), engine.Placed)
+        placed = self._books.current(lease.link).call(lambda number: engine.Locate(number, lease.id), engine.Located)
         if len(placed.owners) != lease.hits:
             raise Unreachable(f"the lease of {lease.hits} segments has ended; match again")
         number = next(self.numbers)

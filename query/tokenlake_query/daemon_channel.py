@@ -17,10 +17,10 @@ from tokenlake.errors import TokenLakeError
 from tokenlake.wire import pack_frame
 from tokenlake.wire.frames import decode
 from tokenlake.wire.supervision import (
-    Connected,
     Dial,
-    EngineCame,
-    PeerCame,
+    DialSucceeded,
+    EngineConnected,
+    PeerConnected,
     ToDaemon,
     ToQueryEngine,
     query_engine_decoder,
@@ -49,7 +49,7 @@ class DaemonChannel:
         channel has ended, and with an error for a message that cannot be decoded."""
         try:
             message = decode(query_engine_decoder, self._reader.frame())
-            if isinstance(message, EngineCame | PeerCame | Connected):
+            if isinstance(message, EngineConnected | PeerConnected | DialSucceeded):
                 return message, socket.socket(fileno=self._reader.descriptor())
             return message, None
         except (EOFError, OSError):

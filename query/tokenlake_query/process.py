@@ -60,9 +60,9 @@ class QueryEngineProcess:
         self._report()
         while True:
             message, sock = self._channel.read()
-            if isinstance(message, supervision.Unreached):
+            if isinstance(message, supervision.DialFailed):
                 self._peers.unreached(message.node, message.reason)
-            elif sock is not None and isinstance(message, supervision.Connected):
+            elif sock is not None and isinstance(message, supervision.DialSucceeded):
                 self._peers.connected(message.node, sock)
             elif sock is not None:
                 self._accept(message, sock)
@@ -72,7 +72,7 @@ class QueryEngineProcess:
         if self._counters["connections"] >= MAX_CONNECTIONS:
             log.error("refused a connection: %d are open", MAX_CONNECTIONS)
             sock.close()
-        elif isinstance(message, supervision.EngineCame):
+        elif isinstance(message, supervision.EngineConnected):
             try:
                 layout = Layout.decode(message.layout)
             except TokenLakeError as error:
@@ -83,7 +83,7 @@ class QueryEngineProcess:
             name = f"engine {next(self._names)}"
             self._counters.add(connections=1)
             EngineServer(sock, name, opener, self._opening, self._threads, self._counters)
-        elif isinstance(message, supervision.PeerCame):
+        elif isinstance(message, supervision.PeerConnected):
             self._counters.add(connections=1)
             compute = self._threads.compute
             PeerServer(sock, message.node, self._pools, compute, self._opening_for_peers, self._counters)

@@ -281,7 +281,7 @@ class Senders:
                 if request.request and log.isEnabledFor(logging.DEBUG):
                     count = len(request.keys) // KEY_BYTES
                     log.debug("request %r: %s pulls %d segments", request.request, node, count)
-                self._driver.post(events.PullAsked(stream, node, request.tenant, request.keys, request.background))
+                self._driver.post(events.PullRequested(stream, node, request.tenant, request.keys, request.background))
                 grant = grants.get()
                 if grant is None:
                     return

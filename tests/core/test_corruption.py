@@ -8,10 +8,9 @@ from tests.sim.engine import SEGMENT_TOKENS, Engine, Storing
 from tests.sim.prompts import prompt
 from tokenlake.core import events
 from tokenlake.core.corruption import CHECKING_SHARE, CONFIRMED, MAX_QUEUED, REPORTED
-from tokenlake.core.fetch_calls import FETCHED, MISSING
-from tokenlake.core.fetches import CORRUPT
+from tokenlake.core.fetch import CORRUPT, FETCHED, MISSING
+from tokenlake.core.grants import SKIPPED
 from tokenlake.core.instructions import CheckSlot, StartFetch
-from tokenlake.core.sessions import SKIPPED
 from tokenlake.identity import ConnectionId, LeaseId, SegmentKey, TenantId
 from tokenlake.store import Kind, State
 from tokenlake.store.history import CORRUPT_RULE
@@ -52,11 +51,11 @@ def test_a_wrong_copy_is_dropped_where_it_lies_and_computed_again() -> None:
     assert cluster.core(3 - source).counters[MISSING] == SEGMENT_TOKENS
     assert cluster.core(source).counters[REPORTED] == cluster.core(source).counters[CONFIRMED] == 1
     assert kinds(cluster, key) == {0: Kind.CACHED}, "copies of other nodes stay"
-    directory_node = cluster.core(1)._context
-    gone = directory_node.history.get(TenantId("red"), key)
+    directory_node = cluster.core(1)
+    gone = directory_node._context.history.get(TenantId("red"), key)
     assert gone is not None
     assert gone.rule == CORRUPT_RULE, "for those who ask why it was missed"
-    assert directory_node.directory.previous_owner(TenantId("red"), key) != f"n{source}", (
+    assert directory_node._directory_node._directory.previous_owner(TenantId("red"), key) != f"n{source}", (
         "nothing draws the next copy there"
     )
     for asking in (local, reader):
@@ -117,7 +116,7 @@ def test_an_engine_that_verifies_rids_the_others_of_a_wrong_copy() -> None:
     attached = answer(cluster, second, engine.Attach, held.lease)
     assert list(attached.codes) == [Code.LOCAL, Code.LOST, Code.LOCAL]
     assert fetch(cluster, careful, held.lease, 3).codes == attached.codes
-    assert len(answer(cluster, second, engine.Where, held.lease).owners) == 1
+    assert len(answer(cluster, second, engine.Locate, held.lease).owners) == 1
     for process in careful.processes:
         tell(cluster, process, engine.Release(((held.lease, 0, 3),)))
     assert wrong.pins == wrong.pool.quarantined == 0
@@ -134,7 +133,7 @@ def test_a_reader_that_lies_evicts_nothing_and_costs_a_share_of_a_thread() -> No
     store(cluster, writer, keys)
     node = cluster.node(0)
     here = [key for key in keys if 0 in copies(cluster, key)]
-    lie = events.PeerSaid("n1", peer.Corrupt("red", join_keys(here * MAX_QUEUED)))
+    lie = events.PeerSent("n1", peer.Corrupt("red", join_keys(here * MAX_QUEUED)))
     began = cluster.clock.now
     before = kinds(cluster, here[0])
     for _ in range(400):
@@ -161,10 +160,10 @@ def test_reporters_take_turns_and_their_queues_have_a_bound() -> None:
     here = [key for key in keys if 0 in copies(cluster, key)]
     assert len(here) > MAX_QUEUED
     node = cluster.node(0)
-    node.deliver(events.PeerSaid("n1", peer.Corrupt("red", join_keys(here))))
+    node.deliver(events.PeerSent("n1", peer.Corrupt("red", join_keys(here))))
     assert cluster.core(0).census()["copies to check"] == MAX_QUEUED
     flip(cluster, 0, here[-1])
-    node.deliver(events.PeerSaid("n2", peer.Corrupt("red", here[-1])))
+    node.deliver(events.PeerSent("n2", peer.Corrupt("red", here[-1])))
     assert cluster.core(0).census()["copies to check"] == MAX_QUEUED + 1
     cluster.run_for(0.05)
     assert cluster.core(0).counters[CONFIRMED] == 1, "an honest reader does not wait behind a liar's queue"
@@ -218,7 +217,7 @@ def test_a_match_under_way_leases_nothing_that_a_check_finds_wrong() -> None:
     replies = ask(reader.processes[0], engine.Match, join_keys([key, *placed(cluster, 1, 2)]), 0.0)
     cluster.run_for(0.003)
     assert copies(cluster, key)[0].pins == 1
-    cluster.node(0).deliver(events.PeerSaid("n1", peer.Corrupt("red", key)))
+    cluster.node(0).deliver(events.PeerSent("n1", peer.Corrupt("red", key)))
     cluster.run_for(0.1)
     assert cluster.core(0).counters[CONFIRMED] == 1
     assert [reply.hits for reply in replies] == [0]

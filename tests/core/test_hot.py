@@ -12,10 +12,9 @@ from tests.sim.arena import SHARDS, SLOT_BYTES
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
 from tokenlake.core import events, instructions
-from tokenlake.core.fetch_calls import FETCHED
-from tokenlake.core.hot import CHOSEN, MISSED
-from tokenlake.core.hot_copies import COPIED, UNLISTED_S
-from tokenlake.core.hot_directory import DEMOTED, PROMOTED, REFUSED_S
+from tokenlake.core.fetch import FETCHED
+from tokenlake.core.replicas import CHOSEN, COPIED, UNLISTED_S
+from tokenlake.core.replication import DEMOTED, MISSED, PROMOTED, REFUSED_S
 from tokenlake.hot.rule import DROP_S
 from tokenlake.identity import SegmentKey
 from tokenlake.store import Kind
@@ -163,7 +162,7 @@ def test_a_primary_copy_that_is_evicted_is_replaced_by_a_copy() -> None:
     cluster, _, key = hot()
     directory_node = cluster.core(0)
     directory_node.store.discard(copies(cluster, key)[0], cluster.clock.now)
-    directory_node._context.directory.gone(copies(cluster, key)[1].tenant, key, directory_node._context.node)
+    directory_node._directory_node._directory.gone(copies(cluster, key)[1].tenant, key, directory_node._context.node)
     cluster.run_for(1.0)
     assert list(kinds(cluster, key).values()).count(Kind.PRIMARY) == 1
     cluster.settle()
@@ -208,9 +207,9 @@ def test_a_node_whose_budget_is_full_refuses() -> None:
     keys = placed(cluster, 0, 1, 8)
     store(cluster, engines[0], keys)
     for number, key in enumerate(keys):
-        cluster.node(2).deliver(events.PeerSaid("n0", replicate(100 + number, key)))
+        cluster.node(2).deliver(events.PeerSent("n0", replicate(100 + number, key)))
     cluster.run_for(1.0)
-    replies = [reply.codes for reply in said(cluster, 2, peer.Replicated)]
+    replies = [reply.codes for reply in said(cluster, 2, peer.ReplicateReply)]
     assert replies.count(bytes([Code.COMMITTED])) == cluster.core(2).hot()["copies"] > 0
     assert bytes([Code.REPLICA_BUDGET]) in replies
     cluster.check()
@@ -242,14 +241,14 @@ def test_reads_of_a_replica_keep_the_primary_copy() -> None:
 def test_a_set_that_nobody_can_mean_is_refused(entries: tuple[peer.HotEntry, ...]) -> None:
     cluster, _ = scene()
     with pytest.raises(ValueError, match="hot set"):
-        cluster.core(1).handle(events.PeerSaid("n0", peer.HotSet(9, entries)), cluster.clock.now)
+        cluster.core(1).handle(events.PeerSent("n0", peer.HotSet(9, entries)), cluster.clock.now)
 
 
 def test_nobody_speaks_for_another_directory_node() -> None:
     cluster, _ = scene()
     (key,) = placed(cluster, 2, 1)
     cluster.core(1).handle(
-        events.PeerSaid("n0", peer.HotSet(9, (peer.HotEntry("red", key, (0, 3)),))), cluster.clock.now
+        events.PeerSent("n0", peer.HotSet(9, (peer.HotEntry("red", key, (0, 3)),))), cluster.clock.now
     )
     assert cluster.core(1).hot()["known"] == 0
 
@@ -260,9 +259,9 @@ def test_reads_that_somebody_makes_up_cost_no_more_than_the_budgets() -> None:
     keys = placed(cluster, 0, 1, 20)
     store(cluster, engines[0], keys[:4])
     counts = (1 << 31,) * len(keys)
-    lies = peer.Reads("red", join_keys(keys), (0,) * len(keys), counts, SLOT_BYTES, SHARDS)
+    lies = peer.ReadCounts("red", join_keys(keys), (0,) * len(keys), counts, SLOT_BYTES, SHARDS)
     for _ in range(5):
-        cluster.node(0).deliver(events.PeerSaid("n3", lies))
+        cluster.node(0).deliver(events.PeerSent("n3", lies))
         cluster.run_for(0.5)
         cluster.check()
     for node in range(1, NODES):
@@ -302,7 +301,10 @@ def test_a_copy_of_which_no_more_may_be_leased_is_still_there() -> None:
         for pool in cluster.core(node).store.pools():
             serving._leased[pool] -= 1000
     directory_node = cluster.core(0)
-    assert directory_node._context.directory.get(copies(cluster, key)[0].tenant, key, cluster.clock.now) is not None
+    assert (
+        directory_node._directory_node._directory.get(copies(cluster, key)[0].tenant, key, cluster.clock.now)
+        is not None
+    )
     assert len(said(cluster, reader, peer.Evicted)) == told
     assert read(cluster, engines[reader], [key]) == [Code.LOCAL]
 
@@ -333,12 +335,12 @@ def test_a_directory_node_that_has_the_last_copy_keeps_it() -> None:
     tenant = copies(cluster, key)[0].tenant
     evict(cluster, key, (2, 3))
     for node in (2, 3):
-        directory_node.handle(events.PeerSaid(f"n{node}", peer.Evicted(tenant, key, f"n{node}")), cluster.clock.now)
+        directory_node.handle(events.PeerSent(f"n{node}", peer.Evicted(tenant, key, f"n{node}")), cluster.clock.now)
     evict(cluster, key, (1,))
-    cluster.node(0).deliver(events.PeerSaid("n1", peer.Evicted(tenant, key, "n1")))
+    cluster.node(0).deliver(events.PeerSent("n1", peer.Evicted(tenant, key, "n1")))
     cluster.run_for(0.5)
     assert kinds(cluster, key)[0] is Kind.PRIMARY
-    entry = directory_node._context.directory.get(tenant, key, cluster.clock.now)
+    entry = directory_node._directory_node._directory.get(tenant, key, cluster.clock.now)
     assert entry is not None
     assert entry.node == "n0"
     cluster.settle()
@@ -350,12 +352,12 @@ def test_one_copy_at_a_time_is_asked_to_take_the_place_of_the_primary_copy() -> 
     directory_node = cluster.core(0)
     tenant = copies(cluster, key)[0].tenant
     evict(cluster, key, (1,))
-    directory_node._context.directory.gone(tenant, key, directory_node._context.ring.members[1])
-    directory_node._hot.directory_node.gone(tenant, key, directory_node._context.node)
+    directory_node._directory_node._directory.gone(tenant, key, directory_node._context.ring.members[1])
+    directory_node._replication.gone(tenant, [key], directory_node._context.node)
     offers = len(said(cluster, 0, peer.Offer))
     # A crowd: decided again and again before the answer can be here.
     for _ in range(5):
-        directory_node._hot.directory_node.decide()
+        directory_node._replication._decide()
     assert directory_node.hot()["of this directory node"] == 1
     cluster.run_for(0.5)
     assert list(kinds(cluster, key).values()).count(Kind.PRIMARY) == 1
@@ -368,7 +370,7 @@ def test_a_node_that_says_it_has_copies_and_does_not_is_asked_no_more_for_a_whil
     cluster, _, key = hot()
     tenant = copies(cluster, key)[0].tenant
     evict(cluster, key, (2,))
-    cluster.node(0).deliver(events.PeerSaid("n1", peer.Evicted(tenant, key, "n2")))
+    cluster.node(0).deliver(events.PeerSent("n1", peer.Evicted(tenant, key, "n2")))
     asked = len(said(cluster, 0, peer.Replicate))
     cluster.run_for(REFUSED_S / 2)
     assert len(said(cluster, 0, peer.Replicate)) == asked
@@ -381,7 +383,7 @@ def test_a_directory_node_that_counts_nothing_is_not_made_to_by_others() -> None
     store(cluster, engines[0], keys)
     counts = (1 << 20,) * len(keys)
     cluster.node(0).deliver(
-        events.PeerSaid("n3", peer.Reads("red", join_keys(keys), (0, 1), counts, SLOT_BYTES, SHARDS))
+        events.PeerSent("n3", peer.ReadCounts("red", join_keys(keys), (0, 1), counts, SLOT_BYTES, SHARDS))
     )
     assert cluster.core(0).counters[PROMOTED] == 0
     assert cluster.core(0).hot()["of this directory node"] == 0
@@ -389,7 +391,7 @@ def test_a_directory_node_that_counts_nothing_is_not_made_to_by_others() -> None
 
 def test_another_node_gets_the_copy_of_one_that_died() -> None:
     cluster, _, key = hot(nodes=6)
-    (looked_after,) = cluster.core(0)._hot.directory_node._hot.values()
+    (looked_after,) = cluster.core(0)._replication._copies.values()
     looked_after.target = 3
     cluster.run_for(UNLISTED_S + 1.0)
     assert list(kinds(cluster, key).values()).count(Kind.REPLICA) == 2

@@ -26,7 +26,7 @@ def core_of(eviction: str = "reuse", learned: bytes | None = None) -> NodeCore:
     core = NodeCore(CoreConfig("a", 1, {"a": 1}, 2, 4096 + 8 * SLOT_BYTES, eviction=eviction))
     core.start(0.0)
     if learned is not None:
-        core.handle(events.LearnedBefore(learned), 0.0)
+        core.handle(events.StatisticsLoaded(learned), 0.0)
     return core
 
 
@@ -73,13 +73,13 @@ def test_it_stays_known_while_nothing_is_stored() -> None:
 def test_what_is_no_such_thing_is_refused(data: bytes) -> None:
     core = core_of()
     with pytest.raises(ValueError, match="statistics"):
-        core.handle(events.LearnedBefore(data), 0.0)
+        core.handle(events.StatisticsLoaded(data), 0.0)
     assert core.learned() == core_of().learned()
 
 
 def test_too_much_is_refused() -> None:
     with pytest.raises(ValueError, match="at most"):
-        core_of().handle(events.LearnedBefore(bytes(MAX_LEARNED_BYTES + 1)), 0.0)
+        core_of().handle(events.StatisticsLoaded(bytes(MAX_LEARNED_BYTES + 1)), 0.0)
 
 
 def test_another_policy_s_statistics_are_refused() -> None:
@@ -127,9 +127,9 @@ def test_what_another_node_learned_by_another_policy_is_not_used() -> None:
     used(core, 120)
     saved = core.learned()
     for message in (
-        peer.Learned("lru", (("red", SLOT_BYTES, b"x"),)),
-        peer.Learned("reuse", (("red", SLOT_BYTES, b"x"),)),
-        peer.Learned("reuse", (("blue", SLOT_BYTES, b"x"),)),
+        peer.EvictionStatistics("lru", (("red", SLOT_BYTES, b"x"),)),
+        peer.EvictionStatistics("reuse", (("red", SLOT_BYTES, b"x"),)),
+        peer.EvictionStatistics("reuse", (("blue", SLOT_BYTES, b"x"),)),
     ):
         core._learned.heard(message)
         assert core.learned() == saved
@@ -146,6 +146,6 @@ def test_every_node_is_told_of_every_pool() -> None:
     for turn in range(1, 7):
         core._learned._tell()
         for said in core.handle(events.Tick(), turn * 1e-3):
-            if isinstance(said, instructions.Say) and isinstance(said.message, peer.Learned):
+            if isinstance(said, instructions.SendToPeer) and isinstance(said.message, peer.EvictionStatistics):
                 told[said.node].update(tenant for tenant, _, _ in said.message.pools)
     assert told == {"b": set(tenants), "c": set(tenants)}

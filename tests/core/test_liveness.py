@@ -6,7 +6,7 @@ from tests.core.scenes import answer, ask, calm, copies, fetch, kinds, match, pl
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Storing
 from tokenlake.core import events, instructions
-from tokenlake.core.fetches import ABORTED, deadline_s
+from tokenlake.core.fetch import ABORTED, deadline_s
 from tokenlake.core.peers import SUSPECTED
 from tokenlake.identity import LeaseId, NodeId, SegmentKey
 from tokenlake.store import Kind
@@ -96,8 +96,8 @@ def test_advertising_goes_on_while_the_directory_node_is_overdue() -> None:
     peer_ = peers.get(NodeId("n1"))
     assert peer_ is not None
     peer_.overdue = True
-    node._advertising.begin(NodeId("n1"))
-    assert [type(i.message) for i in node._context.out] == [peer.Advertised]  # type: ignore[union-attr]
+    node._directory_node.advertise(NodeId("n1"))
+    assert [type(i.message) for i in node._context.out] == [peer.AdvertisingDone]  # type: ignore[union-attr]
 
 
 def test_a_fetch_from_a_frozen_node_is_given_up_in_time() -> None:

@@ -17,8 +17,8 @@ from tests.sim.prompts import prompt
 from tests.sim.snapshot import changes, snapshot
 from tokenlake.core import NodeCore, events
 from tokenlake.core.directory_node import DirectoryNode
-from tokenlake.core.failure import HandlerFailed
-from tokenlake.core.instructions import Answer, Instruction, Say, Stamp, StartFetch
+from tokenlake.core.instructions import Answer, CheckSlot, Instruction, SendToPeer, Stamp, StartFetch
+from tokenlake.core.node import HandlerFailed
 from tokenlake.errors import ProtocolRefused
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code, engine, peer
@@ -40,8 +40,8 @@ def busy() -> tuple[Cluster, NodeCore, int]:
     connection = reader.processes[0].connection
     core.handle(events.Requested(connection, engine.Fetch(77, found.lease, 0, found.hits, 0.0)), now)
     core.handle(events.Requested(connection, engine.Match(78, join_keys(prompt("nowhere", 3)), 0.0)), now)
-    core.handle(events.PullAsked(900, "n1", "red", join_keys(prompt("here", 4))), now)
-    assert all(core.census()[name] for name in ("flights", "matches", "sends", "writes", "leases"))
+    core.handle(events.PullRequested(900, "n1", "red", join_keys(prompt("here", 4))), now)
+    assert all(core.census()[name] for name in ("transfers", "matches", "sends", "writes", "leases"))
     return cluster, core, connection
 
 
@@ -62,7 +62,7 @@ def test_a_malformed_message_does_not_end_the_suspicion_of_a_peer() -> None:
     assert suspect is not None
     assert suspect.suspect
     with pytest.raises(ValueError, match="multiple of 32"):
-        core.handle(events.PeerSaid("n1", peer.Held("red", bytes(31))), cluster.clock.now)
+        core.handle(events.PeerSent("n1", peer.PrimaryCopies("red", bytes(31))), cluster.clock.now)
     assert suspect.suspect
     assert core.handle(events.SendDone(4711), cluster.clock.now) == []
 
@@ -86,7 +86,7 @@ def test_every_type_of_event_and_message_is_malformed_in_some_way_or_never() -> 
     wrong |= {
         type(event.message)
         for event in malformed(core, connection, "n1")
-        if (isinstance(event, events.PeerSaid) and type(event.message) in PEER_MESSAGES and event.node == "n1")
+        if (isinstance(event, events.PeerSent) and type(event.message) in PEER_MESSAGES and event.node == "n1")
         or (isinstance(event, events.Requested) and type(event.message) in REQUESTS)
     }
     every = {*kinds, *PEER_MESSAGES, *REQUESTS} - {events.Tick}
@@ -97,7 +97,7 @@ def test_every_type_of_event_and_message_is_malformed_in_some_way_or_never() -> 
 def test_time_goes_on_and_is_a_number(now: float) -> None:
     cluster = calm(2)
     refused(cluster.core(0), events.Tick(), now)
-    refused(cluster.core(0), events.PeerSaid("n1", peer.HotWanted()), now)
+    refused(cluster.core(0), events.PeerSent("n1", peer.RequestHotSet()), now)
 
 
 # -- each field at its worst
@@ -122,7 +122,7 @@ def taken(core: NodeCore, event: events.Event, now: float) -> None:
         return
     core.check_integrity()
     for instruction in out:
-        if isinstance(instruction, Say):
+        if isinstance(instruction, SendToPeer):
             decode(peer.peer_decoder, encode(instruction.message))
         elif isinstance(instruction, Answer):
             decode(engine.reply_decoder, encode(instruction.message))
@@ -144,7 +144,7 @@ def broken_fields(kind: type[Any], decoder: msgspec.msgpack.Decoder[Any]) -> lis
 def test_each_field_of_what_a_peer_says_at_its_worst(kind: type[Any]) -> None:
     cluster, core, _ = busy()
     for message in broken_fields(kind, peer.peer_decoder):
-        taken(core, events.PeerSaid("n1", message), cluster.clock.now + 0.001)
+        taken(core, events.PeerSent("n1", message), cluster.clock.now + 0.001)
     taken(core, events.Tick(), cluster.clock.now + 10.0)
 
 
@@ -232,16 +232,18 @@ def test_what_a_failed_handler_made_comes_with_its_failure_and_not_with_the_next
     core.check_integrity()
 
 
-def test_a_failure_in_what_follows_leaves_nothing_for_the_next_event(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_report_of_evictions_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = calm(2)
-    writer = cluster.join(0)
-    found = prepare(cluster, writer, placed(cluster, 0, 1, 2))
-    core, now = cluster.core(0), cluster.clock.now
+    writer, keys = cluster.join(0), placed(cluster, 0, 1, 2)
+    store(cluster, writer, keys)
+    lease = match(cluster, writer, keys).lease
+    core, now, connection = cluster.core(0), cluster.clock.now, writer.processes[0].connection
+    [check] = core.handle(events.Requested(connection, engine.Corrupt(lease, 0)), now)
+    assert isinstance(check, CheckSlot)
     with monkeypatch.context() as patch:
-        failing(patch, type(core._claims), "withdraw")
-        assert failed(core, events.Requested(writer.processes[0].connection, engine.Abort(found.write)), now) == []
+        failing(patch, DirectoryNode, "left")
+        assert failed(core, events.SlotChecked(check.check, False), now) == []
     assert core.handle(events.SendDone(4711), now) == []
-    assert not core._sessions.given_up
     core.check_integrity()
 
 
@@ -253,11 +255,11 @@ def test_a_transfer_that_a_failed_handler_began_is_ordered(monkeypatch: pytest.M
     found = match(cluster, reader, keys)
     core, now = cluster.core(0), cluster.clock.now
     with monkeypatch.context() as patch:
-        failing(patch, type(core._fetches), "bring", type(core._fetches).bring)
+        failing(patch, type(core._transfers), "bring", type(core._transfers).bring)
         request = engine.Fetch(1, found.lease, 0, found.hits, 0.0)
         out = failed(core, events.Requested(reader.processes[0].connection, request), now)
     [ordered] = [each for each in out if isinstance(each, StartFetch)]
     lost = bytes([Code.LOST]) * (len(ordered.keys) // KEY_BYTES)
     core.handle(events.FetchDone(ordered.fetch, lost, bytes(8 * ordered.shards * len(lost))), now)
     core.check_integrity()
-    assert not core.census()["flights"]
+    assert not core.census()["transfers"]

@@ -18,19 +18,19 @@ from typing import Any
 
 from tokenlake.core import events
 from tokenlake.core.context import Context
-from tokenlake.core.fetches import Fetches
-from tokenlake.core.hot import MAX_COUNTED
+from tokenlake.core.fetch import Transfers
 from tokenlake.core.learned import Learned
 from tokenlake.core.peers import Peers
 from tokenlake.core.regions import Regions
-from tokenlake.core.serving import Serving
+from tokenlake.core.replication import MAX_COUNTED
+from tokenlake.core.serve import Serving
 from tokenlake.core.sessions import Sessions
 from tokenlake.hot import COUNTERS
 from tokenlake.identity import ConnectionId, NodeId
 from tokenlake.keys import KEY_BYTES
 from tokenlake.layout import MAX_SEGMENT_BYTES, MAX_SHARDS
 from tokenlake.wire import engine, peer
-from tokenlake.wire.checks import check_request, check_said
+from tokenlake.wire.checks import check_peer_message, check_request
 
 __all__ = ["Checks"]
 
@@ -43,7 +43,7 @@ class Checks:
         context: Context,
         sessions: Sessions,
         peers: Peers,
-        fetches: Fetches,
+        transfers: Transfers,
         serving: Serving,
         regions: Regions,
         learned: Learned,
@@ -51,7 +51,7 @@ class Checks:
         self._context = context
         self._sessions = sessions
         self._peers = peers
-        self._fetches = fetches
+        self._transfers = transfers
         self._serving = serving
         self._regions = regions
         self._learned = learned
@@ -62,27 +62,27 @@ class Checks:
             events.ProcessGone: _nothing,
             events.PeerUp: lambda e: self._peer(e.node),
             events.PeerDown: lambda e: self._peer(e.node),
-            events.PeerSaid: self._said,
-            events.FetchDone: lambda e: self._fetches.check_done(e.fetch, e.codes, e.checksums),
-            events.PullAsked: self._pull_asked,
+            events.PeerSent: self._said,
+            events.FetchDone: lambda e: self._transfers.check_done(e.fetch, e.codes, e.checksums),
+            events.PullRequested: self._pull_asked,
             events.SendDone: _nothing,
             events.SlotChecked: _nothing,
             events.RegionReady: lambda e: self._regions.check_ready(e.region),
-            events.LearnedBefore: lambda e: self._learned.check(e.data),
-            events.Asked: self._asked,
+            events.StatisticsLoaded: lambda e: self._learned.check(e.data),
+            events.ExplainRequested: self._asked,
             events.Tick: _nothing,
         }
         self._fits: dict[type, Callable[[NodeId, Any], None]] = {
             peer.LookupReply: self._lookup_reply,
             peer.ReadyReply: self._ready_reply,
             peer.OfferReply: lambda node, m: self._reply(node, m, len(m.codes)),
-            peer.Replicated: lambda node, m: self._reply(node, m, len(m.codes)),
-            peer.ToldWhy: lambda node, m: self._reply(node, m, len(m.rules)),
+            peer.ReplicateReply: lambda node, m: self._reply(node, m, len(m.codes)),
+            peer.ExplainMissingReply: lambda node, m: self._reply(node, m, len(m.rules)),
             peer.Pong: lambda node, m: self._reply(node, m, 0),
             peer.Redundant: lambda node, m: self._names(m, m.nodes),
             peer.Evicted: lambda node, m: self._names(m, (m.node,)),
             peer.Replicate: lambda node, m: self._names(m, (m.source, m.owner)),
-            peer.Reads: self._reads,
+            peer.ReadCounts: self._reads,
             peer.HotSet: self._hot_set,
         }
 
@@ -119,7 +119,7 @@ class Checks:
                     f"a Commit of shards {message.shards:#b}, where segments have {process.session.shards} shards"
                 )
 
-    def _asked(self, event: events.Asked) -> None:
+    def _asked(self, event: events.ExplainRequested) -> None:
         if type(event.message) is not engine.Explain:
             raise ValueError(f"{type(event.message).__name__} asks about no request")
 
@@ -129,10 +129,10 @@ class Checks:
         if self._peers.get(NodeId(node)) is None:
             raise ValueError(f"{node!r} is no other member of the cluster")
 
-    def _said(self, event: events.PeerSaid) -> None:
+    def _said(self, event: events.PeerSent) -> None:
         self._peer(event.node)
         message = event.message
-        check_said(message)
+        check_peer_message(message)
         fits = self._fits.get(type(message))
         if fits is not None:
             fits(NodeId(event.node), message)
@@ -149,15 +149,15 @@ class Checks:
     def _lookup_reply(self, node: NodeId, message: peer.LookupReply) -> None:
         self._reply(node, message, len(message.codes))
         self._names(message, message.nodes)
-        if message.rather:
-            self._names(message, (message.rather,))
+        if message.redirect:
+            self._names(message, (message.redirect,))
 
     def _ready_reply(self, node: NodeId, message: peer.ReadyReply) -> None:
         self._reply(node, message, len(message.codes))
-        self._names(message, message.firsts)
+        self._names(message, message.first_writers)
         self._names(message, [previous_owner for previous_owner in message.previous_owners if previous_owner])
 
-    def _reads(self, node: NodeId, message: peer.Reads) -> None:
+    def _reads(self, node: NodeId, message: peer.ReadCounts) -> None:
         if len(message.depths) > COUNTERS:
             raise ValueError(f"reads of {len(message.depths)} segments; at most {COUNTERS}")
 
@@ -170,7 +170,7 @@ class Checks:
         if any(index >= members for entry in message.entries for index in entry.nodes):
             raise ValueError(f"a hot set names a node beyond the ring's {members}")
 
-    def _pull_asked(self, event: events.PullAsked) -> None:
+    def _pull_asked(self, event: events.PullRequested) -> None:
         self._peer(event.node)
         if len(event.keys) % KEY_BYTES:
             raise ValueError(f"keys of a Pull take {len(event.keys)} bytes, which is no multiple of {KEY_BYTES}")

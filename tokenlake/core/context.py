@@ -10,7 +10,6 @@ import msgspec
 from tokenlake.config import RuleSettings, ServerConfig
 from tokenlake.core.instructions import Instruction
 from tokenlake.core.timers import Timer, Timers
-from tokenlake.directory import Directory
 from tokenlake.hot import Rate
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Counters, Metric
@@ -78,14 +77,11 @@ class Context:
             quotas=config.quotas,
             history=self.history,
         )
-        self.directory = Directory(config.directory_limit)
         self._load = Rate(LOAD_HALF_LIFE_S)
         self.timers = Timers()
         self.now = 0.0
         self.started = 0.0
         """When this node's rules began: the time of `NodeCore.start`."""
-        self.hot_version = 0
-        """Of what this node, as a directory node, last told everybody of its hot segments."""
         self.out: list[Instruction] = []
         # They begin elsewhere in each life, so that what refers to an earlier one fits nothing.
         self._ids = itertools.count(((config.incarnation & 0x7FFFFFFF) << 31) + 1)

@@ -10,15 +10,15 @@ import msgspec
 from tokenlake.wire import engine, peer
 
 __all__ = [
-    "Asked",
+    "ExplainRequested",
     "Event",
     "FetchDone",
     "Joined",
     "PeerDown",
-    "PeerSaid",
+    "PeerSent",
     "PeerUp",
     "ProcessGone",
-    "PullAsked",
+    "PullRequested",
     "RegionReady",
     "Requested",
     "SendDone",
@@ -73,7 +73,7 @@ class PeerDown(_Event, frozen=True, tag=5):
     incarnation: int
 
 
-class PeerSaid(_Event, frozen=True, tag=6):
+class PeerSent(_Event, frozen=True, tag=6):
     """A frame of a peer's control connection."""
 
     node: str
@@ -92,7 +92,7 @@ class FetchDone(_Event, frozen=True, tag=7):
     checksums: bytes
 
 
-class PullAsked(_Event, frozen=True, tag=8):
+class PullRequested(_Event, frozen=True, tag=8):
     """A peer asks for segments on the bulk connection `stream`."""
 
     stream: int
@@ -115,13 +115,13 @@ class RegionReady(_Event, frozen=True, tag=10):
     region: int
 
 
-class LearnedBefore(_Event, frozen=True, tag=12):
+class StatisticsLoaded(_Event, frozen=True, tag=12):
     """What `NodeCore.learned` gave in an earlier life; the first event, if there is such a thing."""
 
     data: bytes
 
 
-class Asked(_Event, frozen=True, tag=13):
+class ExplainRequested(_Event, frozen=True, tag=13):
     """A process, joined or not, that proved to be of `tenant` asks about a request."""
 
     connection: int
@@ -147,13 +147,13 @@ Event = (
     | ProcessGone
     | PeerUp
     | PeerDown
-    | PeerSaid
+    | PeerSent
     | FetchDone
-    | PullAsked
+    | PullRequested
     | SendDone
     | SlotChecked
     | RegionReady
-    | LearnedBefore
-    | Asked
+    | StatisticsLoaded
+    | ExplainRequested
     | Tick
 )

@@ -5,7 +5,7 @@
     Match --> trail, in a ring --> what is fetched, given back, lost
                                         |  Asked
                                         v
-                   history of this node --- not there ---> AskWhy to the directory nodes of what was missing
+                   history of this node --- not there ---> ExplainMissing to the directory nodes of what was missing
                                         v
                                      Explained
 """
@@ -24,7 +24,7 @@ from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
 from tokenlake.store.history import CACHED_RULE, Gone
 from tokenlake.wire import Code, engine, peer
-from tokenlake.wire.funnel import Funnel, Missed, Why
+from tokenlake.wire.funnel import Funnel, Missed, MissReason
 from tokenlake.wire.slots import join_keys, split_keys
 
 __all__ = ["Explain", "Trail"]
@@ -80,7 +80,7 @@ class Trail:
         self.silent: dict[NodeId, None] = {}
         """Who did not answer in time."""
         self.fetched = self.useful = self.skipped = 0
-        self.lost: dict[tuple[Why, str], int] = {}
+        self.lost: dict[tuple[MissReason, str], int] = {}
         """Hits that did not come, by reason and detail."""
         self.refused: Code | None = None
         """Why some that were asked for could not come."""
@@ -96,20 +96,20 @@ class Trail:
         self.useful += read + shipped
         for node in unfetched:
             if node in self.silent:
-                self._lose(Why.TOO_SLOW, f"{node} did not answer")
+                self._lose(MissReason.TOO_SLOW, f"{node} did not answer")
             elif node is not None:
                 self.skipped += 1
 
     def did_not_come(self, node: NodeId, *, late: bool, wrong: bool = False) -> None:
         """A hit at `node` was to be fetched, and was not. `wrong`: its bytes were wrong on arrival."""
         if wrong:
-            self._lose(Why.LOST, f"{node} sent wrong bytes")
+            self._lose(MissReason.LOST, f"{node} sent wrong bytes")
         elif late:
-            self._lose(Why.TOO_SLOW, f"{node} did not send it in time")
+            self._lose(MissReason.TOO_SLOW, f"{node} did not send it in time")
         else:
-            self._lose(Why.LOST, f"{node} did not have it any more")
+            self._lose(MissReason.LOST, f"{node} did not have it any more")
 
-    def _lose(self, why: Why, detail: str) -> None:
+    def _lose(self, why: MissReason, detail: str) -> None:
         self.lost[why, detail] = self.lost.get((why, detail), 0) + 1
 
 
@@ -175,7 +175,7 @@ class Explain:
         def heard(directory_node: NodeId, keys: list[SegmentKey], reply: Reply | None) -> None:
             nonlocal waiting
             waiting -= 1
-            told = (reply.rules, reply.nodes, reply.ago_s) if isinstance(reply, peer.ToldWhy) else ()
+            told = (reply.rules, reply.nodes, reply.ago_s) if isinstance(reply, peer.ExplainMissingReply) else ()
             if [len(each) for each in told] != 3 * [len(keys)]:
                 question.silent[directory_node] = None
             else:
@@ -194,13 +194,13 @@ class Explain:
     def _told(self, gone: Gone) -> tuple[str, str, float, float]:
         return gone.rule, gone.node or self._context.node, self._context.since(gone.at), gone.unused_s
 
-    def ask(self, node: NodeId, message: peer.AskWhy) -> None:
+    def ask(self, node: NodeId, message: peer.ExplainMissing) -> None:
         """Another node misses segments of which this one is the home."""
         tenant = TenantId(message.tenant)
         gone = [self._context.history.get(tenant, key) for key in split_keys(message.keys)]
         told = [("", "", 0.0, 0.0) if each is None else self._told(each) for each in gone]
         rules, nodes, ago_s = tuple(t[0] for t in told), tuple(t[1] for t in told), tuple(t[2] for t in told)
-        self._peers.tell(node, peer.ToldWhy(message.call, rules, nodes, ago_s))
+        self._peers.tell(node, peer.ExplainMissingReply(message.call, rules, nodes, ago_s))
 
     def gone(self, tenant: TenantId, keys: Iterable[SegmentKey], message: peer.Evicted) -> None:
         """A node told this one, their directory node, by which rule these left it."""
@@ -216,13 +216,13 @@ class Explain:
         missed = self._beyond(question)
         missed += [(*reason, count) for reason, count in trail.lost.items()]
         if trail.skipped:
-            why, detail = (Why.SKIPPED, "") if trail.refused is None else (Why.LIMIT, trail.refused.name)
+            why, detail = (MissReason.SKIPPED, "") if trail.refused is None else (MissReason.LIMIT, trail.refused.name)
             missed.append((why, detail, trail.skipped))
         ended = trail.useful + trail.skipped + sum(trail.lost.values())
         reasons = [Missed(why, count * size, detail) for why, detail, count in missed]
         ideal = max(trail.tokens, asked * size)
         if ideal > asked * size:
-            reasons.append(Missed(Why.TOO_SHORT, ideal - asked * size))
+            reasons.append(Missed(MissReason.TOO_SHORT, ideal - asked * size))
         funnel = Funnel(
             trail.name,
             self._context.node,
@@ -238,26 +238,28 @@ class Explain:
         )
         self._context.emit(Answer(question.connection, engine.Explained(question.number, funnel)))
 
-    def _beyond(self, question: _Question) -> list[tuple[Why, str, int]]:
+    def _beyond(self, question: _Question) -> list[tuple[MissReason, str, int]]:
         """(why, detail, segments) of what is behind the hits."""
         codes = Counter(question.trail.beyond)
         missing = codes.pop(Code.MISSING, 0)
         silent = _names(question.trail.silent)
-        reasons: Counter[tuple[Why, str]] = Counter()
+        reasons: Counter[tuple[MissReason, str]] = Counter()
         for number, count in sorted(codes.items()):
             code = Code(number)
             if code in (Code.LOCAL, Code.REMOTE):
-                reasons[Why.BEHIND_A_GAP, ""] += count
+                reasons[MissReason.BEHIND_A_GAP, ""] += count
             elif code is Code.PENDING:
-                reasons[Why.PENDING, ""] += count
+                reasons[MissReason.PENDING, ""] += count
             elif code is Code.UNKNOWN:
-                reasons[(Why.TOO_SLOW, f"no answer from {silent}") if silent else (Why.UNKNOWN, "")] += count
+                reasons[(MissReason.TOO_SLOW, f"no answer from {silent}") if silent else (MissReason.UNKNOWN, "")] += (
+                    count
+                )
             else:
-                reasons[Why.LIMIT, code.name] += count
+                reasons[MissReason.LIMIT, code.name] += count
         found = [(*reason, count) for reason, count in reasons.items()]
         return found + self._evicted(question) + self._unknown(question, missing)
 
-    def _evicted(self, question: _Question) -> list[tuple[Why, str, int]]:
+    def _evicted(self, question: _Question) -> list[tuple[MissReason, str, int]]:
         by_rule: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for rule, node, ago, unused in question.found.values():
             by_rule.setdefault((rule, node), []).append((ago, unused))
@@ -266,10 +268,10 @@ class Explain:
             detail = f"{rule}, at {node} {_span([ago for ago, _ in times])} ago"
             if any(unused for _, unused in times):
                 detail += f", unused for {_span([unused for _, unused in times])}"
-            evicted.append((Why.EVICTED, detail, len(times)))
+            evicted.append((MissReason.EVICTED, detail, len(times)))
         return evicted
 
-    def _unknown(self, question: _Question, missing: int) -> list[tuple[Why, str, int]]:
+    def _unknown(self, question: _Question, missing: int) -> list[tuple[MissReason, str, int]]:
         """What nobody remembers, of so many that are missing."""
         trail = question.trail
         keys = [key for key in trail.missing if key not in question.found]
@@ -284,16 +286,20 @@ class Explain:
         pools = {pool.slot_bytes: pool for pool in self._context.store.pools() if pool.tenant == question.tenant}
         mine = pools.pop(trail.slot_bytes, None)
         other_layout = (mine is None or not any(mine.counts)) and any(any(pool.counts) for pool in pools.values())
-        reasons: list[tuple[Why, str, int]] = []
+        reasons: list[tuple[MissReason, str, int]] = []
         if directory_nodes:
             detail = f"not known to {_names(directory_nodes)}"
             reasons.append(
-                (Why.OTHER_LAYOUT if other_layout else Why.NEVER_STORED, detail, sum(directory_nodes.values()))
+                (
+                    MissReason.OTHER_LAYOUT if other_layout else MissReason.NEVER_STORED,
+                    detail,
+                    sum(directory_nodes.values()),
+                )
             )
         if silent:
-            reasons.append((Why.UNKNOWN, f"no answer from {_names(silent)}", sum(silent.values())))
+            reasons.append((MissReason.UNKNOWN, f"no answer from {_names(silent)}", sum(silent.values())))
         if missing > len(trail.missing):
-            reasons.append((Why.UNKNOWN, f"behind the first {len(trail.missing)}", missing - len(trail.missing)))
+            reasons.append((MissReason.UNKNOWN, f"behind the first {len(trail.missing)}", missing - len(trail.missing)))
         return reasons
 
     def census(self) -> dict[str, int]:
@@ -309,8 +315,8 @@ class Explain:
         assert self._keys == sum(trail.keys for trail in self._trails.values())
 
 
-def _ask_why(call: int, *, tenant: TenantId, keys: bytes) -> peer.AskWhy:
-    return peer.AskWhy(call, tenant, keys)
+def _ask_why(call: int, *, tenant: TenantId, keys: bytes) -> peer.ExplainMissing:
+    return peer.ExplainMissing(call, tenant, keys)
 
 
 def _names(nodes: Iterable[NodeId]) -> str:

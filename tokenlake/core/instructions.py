@@ -13,7 +13,7 @@ __all__ = [
     "Instruction",
     "Note",
     "ReplaceRegion",
-    "Say",
+    "SendToPeer",
     "SendBulk",
     "Stamp",
     "StartFetch",
@@ -40,7 +40,7 @@ class Answer(_Instruction, frozen=True, tag=2):
     message: engine.EngineReply
 
 
-class Say(_Instruction, frozen=True, tag=3):
+class SendToPeer(_Instruction, frozen=True, tag=3):
     """Send a frame to a peer; dropped when there is no connection."""
 
     node: str
@@ -109,4 +109,6 @@ class CheckSlot(_Instruction, frozen=True, tag=10):
     checksums: bytes
 
 
-Instruction = Welcomed | Answer | Say | StartFetch | AbortFetch | SendBulk | Stamp | ReplaceRegion | Note | CheckSlot
+Instruction = (
+    Welcomed | Answer | SendToPeer | StartFetch | AbortFetch | SendBulk | Stamp | ReplaceRegion | Note | CheckSlot
+)

@@ -58,11 +58,11 @@ class Learned:
             # The next pools when all were told of these: else each would hear of the same ones every time.
             first = self._turn // len(reachable) * TOLD % len(pools)
             told = (pools[first:] + pools[:first])[:TOLD]
-            self._peers.tell(node, wire.Learned(self._context.config.eviction, tuple(told)))
+            self._peers.tell(node, wire.EvictionStatistics(self._context.config.eviction, tuple(told)))
             self._turn += 1
         self.start()
 
-    def heard(self, message: wire.Learned) -> None:
+    def heard(self, message: wire.EvictionStatistics) -> None:
         """Another node learned this. What is not usable (another policy, another version) is noted once."""
         try:
             if message.policy != self._context.config.eviction:

@@ -22,7 +22,7 @@ from itertools import islice
 from typing import TypeVar
 
 from tokenlake.core.context import LOAD_HALF_LIFE_S, Context
-from tokenlake.core.instructions import Note, Say
+from tokenlake.core.instructions import Note, SendToPeer
 from tokenlake.core.timers import Timer
 from tokenlake.hot import Rate
 from tokenlake.identity import Incarnation, NodeId
@@ -38,7 +38,9 @@ CALLS = Metric("tokenlake_peer_calls_total", "Requests sent to other nodes")
 TIMEOUTS = Metric("tokenlake_peer_timeouts_total", "Requests to other nodes that missed their deadline")
 SUSPECTED = Metric("tokenlake_suspected_peers_total", "Times a peer became SUSPECT")
 
-Reply = wire.LookupReply | wire.ReadyReply | wire.OfferReply | wire.Replicated | wire.Pong | wire.ToldWhy
+Reply = (
+    wire.LookupReply | wire.ReadyReply | wire.OfferReply | wire.ReplicateReply | wire.Pong | wire.ExplainMissingReply
+)
 OnReply = Callable[[Reply | None], None]
 R = TypeVar("R")
 
@@ -49,8 +51,6 @@ MEASURED_BYTES = 1 << 20
 """A smaller fetch tells the delay of the network, not its rate."""
 MOST_SLOWER = 4
 """By one fetch that missed its deadline."""
-SWEPT = 1024
-"""Entries of the directory looked at at a time when a peer came back as another."""
 LOAD_HOLDS_S = 1.0
 """What a peer said of its load counts in full for so long, or until it must have said it again;
 then it fades."""
@@ -117,6 +117,7 @@ class Peers:
         self._round_s = context.config.gossip_s * math.ceil(len(names) / PINGED)
         """In which each has its turn once."""
         self._load_holds_s = max(LOAD_HOLDS_S, 2 * self._round_s)
+        self._hot_version = 0
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(self._peers.values())
@@ -153,8 +154,6 @@ class Peers:
         peer.up, peer.overdue, peer.suspect = True, False, False
         if peer.incarnation != incarnation:
             peer.incarnation, peer.born = incarnation, self._context.now
-            self._context.directory.forget(node, incarnation)
-            self._context.in_slices(lambda: self._context.directory.sweep(SWEPT))
         self._on_restored(peer)
 
     def went_down(self, node: NodeId, incarnation: Incarnation) -> None:
@@ -186,7 +185,7 @@ class Peers:
         """One-way; dropped while the peer is down or SUSPECT (it will be told everything when it is back). One
         that is merely overdue is told: nobody would repeat it."""
         if self.reachable(node):
-            self._context.emit(Say(node, message))
+            self._context.emit(SendToPeer(node, message))
 
     def call(
         self,
@@ -231,7 +230,7 @@ class Peers:
         message = make(call)
         peer.calls[call] = (on_reply, self._context.after(deadline_s, expire), message)
         self._context.counters.add(CALLS)
-        self._context.emit(Say(peer.node, message))
+        self._context.emit(SendToPeer(peer.node, message))
 
     def check_reply(self, node: NodeId, message: Reply, count: int) -> None:
         """Raises `ValueError` where a call waits for this reply, and asked something else, or of other than `count`
@@ -249,7 +248,7 @@ class Peers:
     def replied(self, node: NodeId, message: Reply) -> None:
         """Hand a reply to its caller. A late `LookupReply` leased what nobody waits for: give it back."""
         peer = self._peers[node]
-        if not isinstance(message, wire.ReadyReply | wire.Replicated | wire.ToldWhy):
+        if not isinstance(message, wire.ReadyReply | wire.ReplicateReply | wire.ExplainMissingReply):
             self._told(peer, message)
         waiting = peer.calls.pop(message.call, None)
         if waiting is not None:
@@ -265,7 +264,7 @@ class Peers:
         config = self._context.config
         pinged = self._next_pinged()
         if pinged:
-            vacancy, load, hot = self._context.vacancy(), self._context.load(), self._context.hot_version
+            vacancy, load, hot = self._context.vacancy(), self._context.load(), self._hot_version
         for peer in pinged:
             self._send(
                 peer,
@@ -293,8 +292,8 @@ class Peers:
     def pinged(self, node: NodeId, message: wire.Ping) -> None:
         """Answer, and learn how full it is."""
         self._told(self._peers[node], message)
-        vacancy, load, hot = self._context.vacancy(), self._context.load(), self._context.hot_version
-        self._context.emit(Say(node, wire.Pong(message.call, vacancy, load, hot)))
+        vacancy, load, hot = self._context.vacancy(), self._context.load(), self._hot_version
+        self._context.emit(SendToPeer(node, wire.Pong(message.call, vacancy, load, hot)))
 
     def _told(self, peer: Peer, message: wire.Ping | wire.Pong | wire.LookupReply | wire.OfferReply) -> None:
         peer.told_at = self._context.now
@@ -331,6 +330,10 @@ class Peers:
         """A transfer that began then missed its deadline. If the peer said nothing all the while, it is overdue."""
         peer = self._peers[node]
         peer.overdue = peer.overdue or peer.heard_at < began
+
+    def tell_hot_version(self, version: int) -> None:
+        """Pings and their answers carry this version of the node's hot set from now on."""
+        self._hot_version = version
 
     # -- speed
 

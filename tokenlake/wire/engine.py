@@ -33,20 +33,20 @@ __all__ = [
     "Heartbeat",
     "HeartbeatReply",
     "Hello",
-    "Holds",
+    "ReconcileGrants",
     "Match",
     "Matched",
     "OpenQuery",
     "OpenRegion",
-    "Placed",
+    "Located",
     "Prepare",
     "Prepared",
     "QueryOpened",
     "Region",
     "Release",
-    "Shipped",
+    "AttendedInPlace",
     "Welcome",
-    "Where",
+    "Locate",
     "reply_decoder",
     "request_decoder",
 ]
@@ -259,22 +259,22 @@ class Bye(_Message, frozen=True, tag=19):
     """This process holds nothing any more and has unmapped. Not answered."""
 
 
-class Where(_Message, frozen=True, tag=20):
+class Locate(_Message, frozen=True, tag=20):
     """On which nodes do the segments of a lease lie?"""
 
     id: int
     lease: int
 
 
-class Shipped(_Message, frozen=True, tag=25):
+class AttendedInPlace(_Message, frozen=True, tag=25):
     """The first `stop` segments of a lease were attended to where they lie, on this node or others. Not answered."""
 
     lease: int
     stop: Index
 
 
-class Placed(_Message, frozen=True, tag=21):
-    """Answers `Where`: one byte per segment, an index into `nodes`, or `HERE` for this node's arena, up to the first
+class Located(_Message, frozen=True, tag=21):
+    """Answers `Locate`: one byte per segment, an index into `nodes`, or `HERE` for this node's arena, up to the first
     segment that is lost; a lease that has ended has none."""
 
     id: int
@@ -294,7 +294,7 @@ class QueryOpened(_Message, frozen=True, tag=23):
     id: int
 
 
-class Holds(_Message, frozen=True, tag=24):
+class ReconcileGrants(_Message, frozen=True, tag=24):
     """First after a process went on over a new connection: of what it was granted it knows these, no others. An answer
     may have been lost with the former connection. Not answered."""
 
@@ -354,10 +354,10 @@ EngineRequest = (
     | Abort
     | Heartbeat
     | OpenRegion
-    | Where
-    | Shipped
+    | Locate
+    | AttendedInPlace
     | OpenQuery
-    | Holds
+    | ReconcileGrants
     | Hint
     | Claim
     | Corrupt
@@ -373,7 +373,7 @@ EngineReply = (
     | Committed
     | HeartbeatReply
     | Region
-    | Placed
+    | Located
     | QueryOpened
     | Explained
 )

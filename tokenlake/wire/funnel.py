@@ -17,10 +17,10 @@ import msgspec
 
 from tokenlake.wire.fields import Index, Seconds
 
-__all__ = ["Funnel", "Missed", "Why"]
+__all__ = ["Funnel", "Missed", "MissReason"]
 
 
-class Why(StrEnum):
+class MissReason(StrEnum):
     """Tokens were missed because ..."""
 
     NEVER_STORED = "never_stored"
@@ -54,7 +54,7 @@ class _Struct(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Missed(_Struct, frozen=True):
     """Tokens that were missed for one reason."""
 
-    why: str
+    reason: str
     tokens: Index
     detail: str = ""
 

@@ -31,17 +31,17 @@ from tokenlake.wire.fields import (
 )
 
 __all__ = [
-    "Advertised",
-    "Announce",
-    "AskWhy",
+    "AdvertisingDone",
+    "MarkInFlight",
+    "ExplainMissing",
     "Corrupt",
     "Evicted",
     "Handshake",
-    "Held",
+    "PrimaryCopies",
     "HotEntry",
     "HotSet",
-    "HotWanted",
-    "Learned",
+    "RequestHotSet",
+    "EvictionStatistics",
     "Lookup",
     "LookupReply",
     "Offer",
@@ -57,17 +57,17 @@ __all__ = [
     "Pull",
     "Pulled",
     "Purpose",
-    "Reads",
+    "ReadCounts",
     "Ready",
     "ReadyReply",
     "Redundant",
     "ReleaseLease",
     "RenewLease",
     "Replicate",
-    "Replicated",
-    "ToldWhy",
+    "ReplicateReply",
+    "ExplainMissingReply",
     "Touched",
-    "Withdraw",
+    "ClearInFlight",
     "bulk_request_decoder",
     "handshake_decoder",
     "peer_decoder",
@@ -132,13 +132,13 @@ class Lookup(_Message, frozen=True, tag=4):
     keys: bytes
     request: RequestName = ""
     claim_s: Seconds = 0.0
-    """Above 0: what is answered with MISSING counts as PENDING at the caller from now on, for so long."""
-    patient: bool = False
-    """What is there but on its way to many may be answered with PENDING: the caller comes again."""
+    """Above 0: a key that is answered with MISSING gets an in-flight marker of the caller, for this time."""
+    may_defer: bool = False
+    """Segments that are being sent to other readers may be answered with DEFERRED: the caller asks again."""
 
 
 class LookupReply(_Message, frozen=True, tag=5):
-    """LOCAL (leased there), ELSEWHERE (node in `nodes`), PENDING, MISSING or UNKNOWN per key."""
+    """LOCAL (leased there), ELSEWHERE (node in `nodes`), DEFERRED, PENDING, MISSING or UNKNOWN per key."""
 
     call: int
     lease: int
@@ -149,13 +149,13 @@ class LookupReply(_Message, frozen=True, tag=5):
     """The sender's."""
     load: Amount
     """Bytes read from the sender's arena per second, lately."""
-    known: Index = 0
+    known_depth: Index = 0
     """Keys up to the last that is there, or that the sender remembers; 0: none."""
     last_access: AccessRecord = NO_ACCESS
     """How that one was used before."""
     last_access_age_s: Seconds = 0.0
     """How long ago."""
-    rather: str = ""
+    redirect: str = ""
     """Who was sent what is leased here, of late, and is to be asked for it: many read it here. Empty: nobody."""
 
 
@@ -171,7 +171,7 @@ class RenewLease(_Message, frozen=True, tag=30):
     leases: tuple[int, ...]
 
 
-class Announce(_Message, frozen=True, tag=7):
+class MarkInFlight(_Message, frozen=True, tag=7):
     """To the directory node: the sender is writing these."""
 
     tenant: str
@@ -179,7 +179,7 @@ class Announce(_Message, frozen=True, tag=7):
     deadline_s: Seconds
 
 
-class Withdraw(_Message, frozen=True, tag=8):
+class ClearInFlight(_Message, frozen=True, tag=8):
     """To the directory node: the sender gave up writing these."""
 
     tenant: str
@@ -199,7 +199,7 @@ class ReadyReply(_Message, frozen=True, tag=10):
 
     call: int
     codes: bytes
-    firsts: tuple[str, ...]
+    first_writers: tuple[str, ...]
     """One node for each EXISTS, in order."""
     previous_owners: tuple[str, ...] = ()
     """For each COMMITTED, in order, the candidate that had it before, or refused it, and remembers it; "" for none.
@@ -233,7 +233,7 @@ class OfferReply(_Message, frozen=True, tag=12):
     """As in `LookupReply`."""
 
 
-class Held(_Message, frozen=True, tag=13):
+class PrimaryCopies(_Message, frozen=True, tag=13):
     """To the directory node: the sender keeps the primary copy of these."""
 
     tenant: str
@@ -266,7 +266,7 @@ class Corrupt(_Message, frozen=True, tag=48):
     keys: bytes
 
 
-class AskWhy(_Message, frozen=True, tag=45):
+class ExplainMissing(_Message, frozen=True, tag=45):
     """To the directory node: somebody missed these. What became of them?"""
 
     call: int
@@ -274,15 +274,15 @@ class AskWhy(_Message, frozen=True, tag=45):
     keys: bytes
 
 
-class Learned(_Message, frozen=True, tag=47):
+class EvictionStatistics(_Message, frozen=True, tag=47):
     """What the sender's policy of eviction learned lately, by pool: (tenant, slot bytes, statistics)."""
 
     policy: Name
     pools: tuple[tuple[str, SlotBytes, Statistics], ...]
 
 
-class ToldWhy(_Message, frozen=True, tag=46):
-    """Answers `AskWhy`, one of each per key; an empty rule where nothing is known."""
+class ExplainMissingReply(_Message, frozen=True, tag=46):
+    """Answers `ExplainMissing`, one of each per key; an empty rule where nothing is known."""
 
     call: int
     rules: tuple[Name, ...]
@@ -303,18 +303,18 @@ class Touched(_Message, frozen=True, tag=16):
     """By a node that has a copy as well, from a reader that knows of no other: not to be relayed again."""
 
 
-class Advertised(_Message, frozen=True, tag=17):
+class AdvertisingDone(_Message, frozen=True, tag=17):
     """The sender has told its primary copies to this incarnation of the receiver, all of them."""
 
 
-class Reads(_Message, frozen=True, tag=40):
+class ReadCounts(_Message, frozen=True, tag=40):
     """To the directory node: these were read from the sender's arena since it last said so, and could have been
     elsewhere."""
 
     tenant: str
     keys: bytes
     depths: tuple[Index, ...]
-    times: tuple[Index, ...]
+    counts: tuple[Index, ...]
     """How often each was read."""
     slot_bytes: SlotBytes
     shards: Shards
@@ -335,7 +335,7 @@ class Replicate(_Message, frozen=True, tag=41):
     """It keeps the primary copies."""
 
 
-class Replicated(_Message, frozen=True, tag=42):
+class ReplicateReply(_Message, frozen=True, tag=42):
     """COMMITTED, or why there is no copy, per key."""
 
     call: int
@@ -358,7 +358,7 @@ class HotSet(_Message, frozen=True, tag=43):
     entries: tuple[HotEntry, ...]
 
 
-class HotWanted(_Message, frozen=True, tag=44):
+class RequestHotSet(_Message, frozen=True, tag=44):
     """To a directory node: send your `HotSet`; one was missed."""
 
 
@@ -405,28 +405,28 @@ PeerMessage = (
     | LookupReply
     | ReleaseLease
     | RenewLease
-    | Announce
-    | Withdraw
+    | MarkInFlight
+    | ClearInFlight
     | Ready
     | ReadyReply
     | Offer
     | OfferReply
-    | Held
+    | PrimaryCopies
     | Redundant
     | Evicted
     | Corrupt
-    | AskWhy
-    | Learned
-    | ToldWhy
+    | ExplainMissing
+    | EvictionStatistics
+    | ExplainMissingReply
     | Touched
-    | Advertised
+    | AdvertisingDone
     | Ping
     | Pong
-    | Reads
+    | ReadCounts
     | Replicate
-    | Replicated
+    | ReplicateReply
     | HotSet
-    | HotWanted
+    | RequestHotSet
 )
 
 peer_decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)

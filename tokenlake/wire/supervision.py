@@ -9,15 +9,15 @@ from __future__ import annotations
 import msgspec
 
 __all__ = [
-    "Connected",
+    "DialSucceeded",
     "Dial",
-    "EngineCame",
-    "PeerCame",
+    "EngineConnected",
+    "PeerConnected",
     "Report",
     "Start",
     "ToDaemon",
     "ToQueryEngine",
-    "Unreached",
+    "DialFailed",
     "daemon_decoder",
     "query_engine_decoder",
 ]
@@ -36,7 +36,7 @@ class Start(_Message, frozen=True, tag=6):
     credential: str
 
 
-class EngineCame(_Message, frozen=True, tag=1):
+class EngineConnected(_Message, frozen=True, tag=1):
     """An engine's connection, its descriptor beside the frame: of this tenant, with segments of this layout
     (`Layout.encode()`)."""
 
@@ -44,19 +44,19 @@ class EngineCame(_Message, frozen=True, tag=1):
     layout: bytes
 
 
-class PeerCame(_Message, frozen=True, tag=2):
+class PeerConnected(_Message, frozen=True, tag=2):
     """A connection that the query engine of `node`, a proven member, dialled; its descriptor beside the frame."""
 
     node: str
 
 
-class Connected(_Message, frozen=True, tag=3):
+class DialSucceeded(_Message, frozen=True, tag=3):
     """Answers `Dial`: a connection to the query engine of `node`, its descriptor beside the frame."""
 
     node: str
 
 
-class Unreached(_Message, frozen=True, tag=4):
+class DialFailed(_Message, frozen=True, tag=4):
     """Answers `Dial`: there is none now."""
 
     node: str
@@ -86,7 +86,7 @@ class Report(_Message, frozen=True, tag=7):
     """From other query engines, when nobody waited any more."""
 
 
-ToQueryEngine = Start | EngineCame | PeerCame | Connected | Unreached
+ToQueryEngine = Start | EngineConnected | PeerConnected | DialSucceeded | DialFailed
 ToDaemon = Dial | Report
 
 query_engine_decoder: msgspec.msgpack.Decoder[ToQueryEngine] = msgspec.msgpack.Decoder(ToQueryEngine)
