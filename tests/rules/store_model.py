@@ -131,8 +131,7 @@ class StoreModel:
     def vacancy(self, now: float, region_bytes: int) -> tuple[float, float, float]:
         free = len(self.spare) * region_bytes + sum(len(self.free(pool)) * pool[1] for pool in self.regions)
         orders = [self.order_of(pool, Kind.PRIMARY) for pool in self.regions]
-        unpinned = [(order, [copy for copy in order if not copy.pins]) for order in orders]
-        next_out = [(order, copies[0]) for order, copies in unpinned if copies]
+        next_out = [(order, victim) for order in orders if (victim := self._unpinned(order, now)) is not None]
         age = max((now - copy.touched for _, copy in next_out), default=0.0)
         retention_value = min(
             (order.retention_value(copy, now) for order, copy in next_out), default=MAX_RETENTION_VALUE
@@ -250,6 +249,15 @@ class StoreModel:
             order.remove(copy, now, evicted=False)
             copy.touched, copy.aside = now, True
         return None
+
+    @staticmethod
+    def _unpinned(order: Any, now: float) -> Copy | None:
+        """The first unpinned copy, without a change of the order. `coldest` comes first: an iteration does not tell the
+        policy the time, and values change with age (test_vacancy_counts_time_since_the_last_call)."""
+        if not len(order):
+            return None
+        first: Copy = order.coldest(now)
+        return next((copy for copy in order if not copy.pins), None) if first.pins else first
 
     def _evict(self, copy: Copy, now: float) -> None:
         self.evictions += 1

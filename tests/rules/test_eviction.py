@@ -141,7 +141,7 @@ ordered = pytest.mark.parametrize("name", ["lru", "reuse"])
 
 
 @ordered
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(asked=requests(120))
 def test_children_are_evicted_before_their_parents(name: str, asked: Requests) -> None:
     memory = Memory(POLICIES[name](), 1000)
@@ -155,7 +155,7 @@ def test_children_are_evicted_before_their_parents(name: str, asked: Requests) -
 
 
 @ordered
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(asked=requests(40), nodes=st.integers(2, 3), later=st.sampled_from([0.0, 20.0, 3000.0]))
 def test_a_parent_is_worth_no_less_than_its_child_on_another_node(
     name: str, asked: Requests, nodes: int, later: float

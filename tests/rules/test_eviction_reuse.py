@@ -140,7 +140,7 @@ def test_batches_do_not_pile_up() -> None:
     assert sum(map(len, policy._ages)) < 200
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50)
 @given(st.lists(st.lists(st.floats(0, 1), min_size=AGES, max_size=AGES), min_size=ACCESSES, max_size=ACCESSES))
 def test_worth_never_rises_with_age_nor_falls_with_uses(hazards: list[list[float]]) -> None:
     table = retention_values(np.array(hazards).reshape(1, ACCESSES, AGES))

@@ -22,9 +22,6 @@ from tokenlake.wire.codes import Code
 from tokenlake.wire.slots import SlotRef
 
 SEARCH = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
     max_examples=400,
     stateful_step_count=50,
     phases=[Phase.generate],

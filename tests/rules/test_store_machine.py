@@ -281,9 +281,6 @@ class ForecastMachine(StoreMachine):
 
 
 SEARCH = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
     max_examples=200,
     stateful_step_count=50,
     suppress_health_check=list(HealthCheck),
@@ -303,3 +300,12 @@ def test_the_age_that_is_offered_is_looked_for_among_the_coldest_alone() -> None
     assert store.vacancy(now=1e6).victim_age_s == 0
     store.unpin(segments[LOOKED_AT - 1])
     assert store.vacancy(now=1e6).victim_age_s > 0
+
+
+def test_vacancy_counts_time_since_the_last_call() -> None:
+    """Two segments of a forecast, and a second without a call: one of them reaches the next bucket of age, and the other
+    becomes the next victim."""
+    machine = ForecastMachine()
+    machine.start(regions=1, slots=2, cached=0.1, dirty=0.1, replica=0.1)
+    machine.arrive(pool=("a", SMALL), first=0, count=2, kind=Kind.PRIMARY, owner=None)
+    machine.vacancy()
