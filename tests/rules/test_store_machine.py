@@ -303,7 +303,7 @@ def test_the_age_that_is_offered_is_looked_for_among_the_coldest_alone() -> None
 
 
 def test_vacancy_counts_time_since_the_last_call() -> None:
-    """Two segments of a forecast, and a second without a call: one of them reaches the next bucket of age, and the other
+    """Two segments of a forecast, and a second without a call: one reaches the next bucket of age, and the other
     becomes the next victim."""
     machine = ForecastMachine()
     machine.start(regions=1, slots=2, cached=0.1, dirty=0.1, replica=0.1)
