@@ -101,7 +101,7 @@ def test_a_conversation_goes_on_after_all_of_it_was_evicted(asker: int) -> None:
             break
     assert not any(copies(cluster, key) for key in KEYS[:6])
     stores = [cluster.core(node).store for node in (0, 1)]
-    remembered = [store.remembers(TenantId("red"), KEYS[:6], cluster.clock.now) for store in stores]
+    remembered = [store.last_access(TenantId("red"), KEYS[:6], cluster.clock.now) for store in stores]
     # What nobody took as a primary copy nobody remembers.
     depth = max(each[0] for each in remembered if each is not None) + 1
     assert depth > 1

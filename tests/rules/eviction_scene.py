@@ -9,6 +9,7 @@ from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters
 from tokenlake.store import Budgets, Kind, Segment, SegmentStore
 from tokenlake.store.eviction import EvictionPolicy
+from tokenlake.wire.slots import SlotRef
 
 __all__ = ["Memory", "key_of"]
 
@@ -34,8 +35,8 @@ class Memory:
         store = SegmentStore([0], 4096 + SLOT_BYTES, Budgets(), Counters())
         pool = store.pool(TenantId("t"), SLOT_BYTES)
         assert pool is not None
-        self._pool = pool
-        self._place = pool.take({0: [0]})
+        self._pool = pool.id
+        self._place = SlotRef(0, 0, 1)
 
     def request(self, prompt: Sequence[object], now: float, hints: Hints = NO_HINTS) -> int:
         """Read what is here of a prompt of named segments, from its start; store the rest. How many were hit."""
@@ -66,7 +67,7 @@ class Memory:
 
     def evict(self, now: float) -> object:
         """The coldest; its name."""
-        segment = self.policy.coldest(now)
+        segment = self.policy.victim(now)
         name = self._names.pop(segment)
         del self.here[name]
         self.policy.remove(segment, now, evicted=True)

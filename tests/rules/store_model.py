@@ -36,12 +36,12 @@ class Copy:
     content: int
     touched: float
     depth: int = 0
-    record: object = None
+    policy_state: object = None
     """The policy's."""
     hints: Hints = NO_HINTS
     ready: bool = False
     """Published once; stays True in quarantine."""
-    aside: bool = False
+    excluded: bool = False
     """Found pinned by a search for a victim: in no order until its last pin goes."""
     pins: list[str] = field(default_factory=list)
 
@@ -63,7 +63,7 @@ class LruModel:
     def remove(self, copy: Copy, now: float, evicted: bool) -> None:
         self.copies.remove(copy)
 
-    def coldest(self, now: float) -> Copy:
+    def victim(self, now: float) -> Copy:
         return self.copies[0]
 
     def retention_value(self, copy: Copy, now: float) -> float:
@@ -195,19 +195,19 @@ class StoreModel:
     def touch(self, prompt: list[Copy], now: float) -> None:
         for copy in reversed(prompt):
             if copy.kind is not Kind.DIRTY:
-                if copy.aside:
-                    self._come_back(copy)
+                if copy.excluded:
+                    self._readmit(copy)
                 self.order_of(copy.pool, copy.kind).touch(copy, now)
 
     def unpin(self, copy: Copy, owner: str) -> None:
         copy.pins.remove(owner)
         if not copy.pins and copy in self.quarantine:
             self.quarantine.remove(copy)
-        if not copy.pins and copy.aside:
-            self._come_back(copy)
+        if not copy.pins and copy.excluded:
+            self._readmit(copy)
 
-    def _come_back(self, copy: Copy) -> None:
-        copy.aside = False
+    def _readmit(self, copy: Copy) -> None:
+        copy.excluded = False
         self._enter(copy, copy.touched)
 
     def reclaim(self, pool: Pool, now: float) -> int | None:
@@ -243,20 +243,20 @@ class StoreModel:
         """The coldest without a pin; what is colder is in use: touched, and set aside."""
         order = self.order_of(pool, kind)
         while len(order):
-            copy: Copy = order.coldest(now)
+            copy: Copy = order.victim(now)
             if not copy.pins:
                 return copy
             order.remove(copy, now, evicted=False)
-            copy.touched, copy.aside = now, True
+            copy.touched, copy.excluded = now, True
         return None
 
     @staticmethod
     def _unpinned(order: Any, now: float) -> Copy | None:
-        """The first unpinned copy, without a change of the order. `coldest` comes first: an iteration does not tell the
+        """The first unpinned copy, without a change of the order. `victim` comes first: an iteration does not tell the
         policy the time, and values change with age (test_vacancy_counts_time_since_the_last_call)."""
         if not len(order):
             return None
-        first: Copy = order.coldest(now)
+        first: Copy = order.victim(now)
         return next((copy for copy in order if not copy.pins), None) if first.pins else first
 
     def _evict(self, copy: Copy, now: float) -> None:
@@ -270,6 +270,6 @@ class StoreModel:
             self.order_of(copy.pool, copy.kind).insert(copy, now)
 
     def _leave(self, copy: Copy, now: float, evicted: bool = False) -> None:
-        if copy.ready and not copy.aside and copy.kind is not Kind.DIRTY:
+        if copy.ready and not copy.excluded and copy.kind is not Kind.DIRTY:
             self.order_of(copy.pool, copy.kind).remove(copy, now, evicted)
-        copy.aside = False
+        copy.excluded = False

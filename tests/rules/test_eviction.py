@@ -42,7 +42,7 @@ def test_nothing_is_cold_where_nothing_is(make: Make) -> None:
     policy = make()
     assert len(policy) == 0
     with pytest.raises(KeyError):
-        policy.coldest(0.0)
+        policy.victim(0.0)
     assert policy.admits(key_of("a"), NO_HINTS, 0.0)
 
 
@@ -61,8 +61,8 @@ def test_looking_at_the_coldest_changes_nothing(make: Make) -> None:
     memory = Memory(make(), 20)
     busy(memory, seed=2)
     for _ in range(20):
-        coldest = memory.policy.coldest(1000.0)
-        assert memory.policy.coldest(1000.0) is coldest
+        coldest = memory.policy.victim(1000.0)
+        assert memory.policy.victim(1000.0) is coldest
         memory.policy.remove(coldest, 1000.0, evicted=True)
 
 
@@ -200,8 +200,8 @@ def test_what_others_learned_is_met_half_way_and_the_two_become_alike(name: str)
         ]
         apart.append(abs(retention_value[0] - retention_value[1]))
         saved = [memory.policy.save() for memory in (experienced, fresh)]
-        fresh.policy.absorb(saved[0])
-        experienced.policy.absorb(saved[1])
+        fresh.policy.merge(saved[0])
+        experienced.policy.merge(saved[1])
     assert apart[0] > 0
     assert apart[-1] <= apart[0] / 100
 
@@ -211,7 +211,7 @@ def test_what_is_no_statistics_is_not_taken_over(make: Make) -> None:
     policy = make()
     saved = policy.save()
     with pytest.raises(ValueError, match="statistics"):
-        policy.absorb(b"junk")
+        policy.merge(b"junk")
     assert policy.save() == saved
 
 
@@ -219,6 +219,6 @@ def test_what_is_no_statistics_is_not_taken_over(make: Make) -> None:
 def test_a_look_at_all_begins_with_the_coldest(name: str) -> None:
     memory = Memory(POLICIES[name](), 20)
     busy(memory, seed=6)
-    coldest = memory.policy.coldest(400.0)
+    coldest = memory.policy.victim(400.0)
     assert next(iter(memory.policy)) is coldest
     assert len(list(memory.policy)) == len(memory.policy)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tests.rules.eviction_scene import Memory, key_of
 from tokenlake.hints import NO_HINTS, Hints, Outlook
-from tokenlake.store.eviction import LeastRecentlyUsed, hazard, remembering
+from tokenlake.store.eviction import LeastRecentlyUsed, hazard, learning
 from tokenlake.store.eviction.hazard import ACCESSES, AGES, EDGES, LABELS, Hazards, retention_values
-from tokenlake.store.eviction.remembering import GHOST_S, GHOSTS_EACH, Record
+from tokenlake.store.eviction.learning import GHOST_S, GHOSTS_EACH, Record
 from tokenlake.store.eviction.reuse import LearnedReuse
 
 GOES_ON, OVER = Hints(outlook=Outlook.GOES_ON), Hints(outlook=Outlook.OVER)
@@ -77,7 +77,7 @@ def test_a_word_that_comes_late_moves_a_segment_to_its_class() -> None:
     segment = memory.here["late"]
     retention_value = memory.policy.retention_value(segment, 1500.0)
     segment.hints = OVER
-    memory.policy.hinted(segment, 1501.0)
+    memory.policy.hints_changed(segment, 1501.0)
     assert memory.policy.retention_value(segment, 1501.0) < retention_value / 2
     memory.policy.check_integrity()  # type: ignore[attr-defined]
 
@@ -123,7 +123,7 @@ def test_the_dead_are_forgotten_after_a_while() -> None:
 
 
 def test_the_dead_are_no_more_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembering, "LEAST_GHOSTS", 50)
+    monkeypatch.setattr(learning, "LEAST_GHOSTS", 50)
     policy = LearnedReuse()
     memory = Memory(policy, 30)
     for number in range(1000):
@@ -175,9 +175,9 @@ def test_what_others_learned_of_labels_without_room_here_is_left_out() -> None:
     here, there = Hazards(), Hazards()
     for number in range(LABELS):
         here.label(Hints(category=f"kind {number}"))
-    there.ended[there.class_of(1, there.label(Hints(Outlook.GOES_ON, "other")))][3] += 1000.0
+    there.count_unused(there.class_of(1, there.label(Hints(Outlook.GOES_ON, "other"))), 3, 1000.0)
     there.learn()
-    here.absorb(there.save())
+    here.merge(there.save())
     retention_value = [here.retention_value[here.class_of(1, here.label(hints))] for hints in (GOES_ON, OVER)]
     assert retention_value[0] == retention_value[1]
 

@@ -55,7 +55,7 @@ class GenerationNotBumped(SegmentStore):
         if isinstance(result, Segment):
             region, slot, generation = result.place
             if generation > 1:
-                self._generations[region][slot] -= 1
+                self._slots._generations[region][slot] -= 1
                 result.place = SlotRef(region, slot, generation - 1)
                 self.reissued[-1] = result.place
         return result
@@ -65,7 +65,7 @@ class GenerationForgotten(SegmentStore):
     """A region's fresh memory starts again at generation 1."""
 
     def add_spare(self, region: int, claimed: tuple[TenantId, int] | None = None) -> None:
-        del self._generations[region]
+        self._slots._generations[region] = [0]
         super().add_spare(region, claimed)
 
 
@@ -73,7 +73,9 @@ class LeaseIgnored(SegmentStore):
     """A leased segment may be the victim, and its slot changes hands at once."""
 
     def _victim(self, pool: SlotPool, kind: Kind, now: float) -> Segment | None:
-        leased = (s for s in self.segments() if s.state is State.READY and s.kind is not Kind.DIRTY and s.pool is pool)
+        leased = (
+            s for s in self.segments() if s.state is State.READY and s.kind is not Kind.DIRTY and s.pool == pool.id
+        )
         return super()._victim(pool, kind, now) or next(leased, None)
 
     def _evict(self, segment: Segment, now: float, rule: str = "") -> None:
@@ -115,7 +117,7 @@ class DirtyEvictable(SegmentStore):
 
     def _victim(self, pool: SlotPool, kind: Kind, now: float) -> Segment | None:
         dirty = (s for s in self.segments() if s.kind is Kind.DIRTY and s.state is State.READY and not s.pins)
-        return super()._victim(pool, kind, now) or next((s for s in dirty if s.pool is pool), None)
+        return super()._victim(pool, kind, now) or next((s for s in dirty if s.pool == pool.id), None)
 
 
 class CachedBudgetIgnored(SegmentStore):
@@ -178,7 +180,7 @@ PLANTED: dict[type[SegmentStore], str] = {
     DirtyEvictable: "must come to <Code.NO_SLOT",
     CachedBudgetIgnored: r"handed out a slot of|= len\(",
     DirtyBudgetIgnored: "must come to <Code.WRITE_BUDGET|came to <Code.NO_SLOT",
-    ParentTouchedFirst: "coldest .* copy of|handed out a slot of",
+    ParentTouchedFirst: "next .* victim of|handed out a slot of",
     PrimariesEvictedFirst: "handed out a slot of",
     TenantDropped: "asking for .* came to",
 }

@@ -12,7 +12,7 @@ from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters
 from tokenlake.store import Budgets, Kind, Segment, SegmentStore
 from tokenlake.store.eviction import POLICIES, EvictionPolicy, LeastRecentlyUsed
-from tokenlake.store.retention import HIGH_S, HIGH_SHARE
+from tokenlake.store.retention import HIGH_S, HIGH_SHARE, MAX_PASSED, Deadlines
 
 TENANT = TenantId("t")
 SLOT_BYTES = 1024
@@ -121,7 +121,7 @@ def test_a_time_to_live_goes_on_when_high_priority_ends(make: Callable[[], Evict
     for now in (0.9 * HIGH_S, 1.4 * HIGH_S):
         # Nobody needs memory, and the policy hears the time.
         scene.store.touch(others, now)
-        next(iter(scene.store.pools())).retention.overdue(now)
+        next(iter(scene.store.pools())).retention.expired(now)
     scene.add(100, 1.5 * HIGH_S + 1.0)
     assert scene.gone() == [0]
 
@@ -191,6 +191,24 @@ def test_every_mixture_keeps_the_books(make: Callable[[], EvictionPolicy]) -> No
             scene.add(number, now, draw.choice(words))
     retention = next(iter(scene.store.pools())).retention
     assert len(retention) == len(set(retention)) == SLOTS
-    # Whatever came and went, what is noted of times is bounded by what is here.
-    assert len(retention._until) <= SLOTS
-    assert len(retention._due) <= 2 * SLOTS + 64
+
+
+def test_deadlines_are_kept_moved_and_cancelled() -> None:
+    """Each passes once, at its newest time; the heap is bounded by the greatest number of deadlines at a time."""
+    draw = random.Random(7)
+    scene = Scene()
+    segments = [scene.add(number, 0.0) for number in range(SLOTS)]
+    deadlines, expected = Deadlines(), dict[Segment, float]()
+    for step in range(2000):
+        now, segment = step / 10, draw.choice(segments)
+        if draw.random() < 0.2:
+            deadlines.cancel(segment)
+            expected.pop(segment, None)
+        else:
+            expected[segment] = now + draw.random() * 5
+            deadlines.set(segment, expected[segment])
+        passed = list(deadlines.passed(now))
+        assert set(passed) == {each for each, at in expected.items() if at <= now}
+        assert len(passed) == len(set(passed))
+        expected = {each: at for each, at in expected.items() if at > now}
+        assert len(expected) <= len(deadlines) <= 2 * SLOTS + MAX_PASSED

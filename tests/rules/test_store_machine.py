@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.rules.store_model import Copy, LruModel, Place, Pool, StoreModel
-from tests.rules.test_places import add, store_of
+from tests.rules.test_slot_table import add, store_of
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters
 from tokenlake.store import Budgets, Kind, Segment, SegmentStore, State
 from tokenlake.store.eviction import POLICIES, LeastRecentlyUsed
-from tokenlake.store.store import EVICTED, LOOKED_AT, NOT_ADMITTED_RULE_NAME, QUARANTINED
+from tokenlake.store.store import EVICTED, MAX_VICTIM_SCAN, NOT_ADMITTED, QUARANTINED
 from tokenlake.wire.codes import Code
 from tokenlake.wire.slots import SlotRef
 
@@ -240,7 +240,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def slots_are_the_model_s(self) -> None:
-        assert self.store.spare_regions == len(self.model.spare)
+        assert self.store.regions.spare == len(self.model.spare)
         pools = {(pool.tenant, pool.slot_bytes): pool for pool in self.store.pools()}
         assert set(pools) == set(self.model.regions)
         for at, pool in pools.items():
@@ -248,9 +248,9 @@ class StoreMachine(RuleBasedStateMachine):
             assert pool.regions == self.model.regions[at]
             for kind in (Kind.CACHED, Kind.PRIMARY):
                 order = self.model.order_of(at, kind)
-                assert len(pool.order[kind]) == len(order)
-                coldest = self.real[order.coldest(self.now)] if len(order) else None
-                assert not order or pool.order[kind].coldest(self.now) is coldest, f"coldest {kind.name} copy of {at}"
+                assert len(pool.orders[kind]) == len(order)
+                victim = self.real[order.victim(self.now)] if len(order) else None
+                assert not order or pool.orders[kind].victim(self.now) is victim, f"next {kind.name} victim of {at}"
             quarantined = sum(copy.pool == at for copy in self.model.quarantine)
             assert pool.quarantined == quarantined, f"{pool.quarantined} slots in quarantine, must be {quarantined}"
 
@@ -259,7 +259,7 @@ class StoreMachine(RuleBasedStateMachine):
         evicted = [self.real[copy] for copy in self.model.evicted]
         assert {id(s) for s in self.store.evicted} == {id(s) for s in evicted}, "evicted copies"
         assert self.counters[EVICTED] == self.model.evictions, "evictions counted"
-        assert self.counters[NOT_ADMITTED_RULE_NAME] == self.model.not_admitted, "refusals counted"
+        assert self.counters[NOT_ADMITTED] == self.model.not_admitted, "refusals counted"
         assert self.counters[QUARANTINED] == self.model.quarantines, "quarantines counted"
 
     @invariant()
@@ -294,11 +294,11 @@ TestReuse.settings = TestForecast.settings = settings(SEARCH, max_examples=60)
 
 def test_the_age_that_is_offered_is_looked_for_among_the_coldest_alone() -> None:
     """A look goes with every answer to a peer; ten thousand leased segments must not make it long."""
-    store = store_of(1, LOOKED_AT + 2)
-    segments = [add(store, number) for number in range(LOOKED_AT + 1)]
-    store.pin(*segments[:LOOKED_AT])
+    store = store_of(1, MAX_VICTIM_SCAN + 2)
+    segments = [add(store, number) for number in range(MAX_VICTIM_SCAN + 1)]
+    store.pin(*segments[:MAX_VICTIM_SCAN])
     assert store.vacancy(now=1e6).victim_age_s == 0
-    store.unpin(segments[LOOKED_AT - 1])
+    store.unpin(segments[MAX_VICTIM_SCAN - 1])
     assert store.vacancy(now=1e6).victim_age_s > 0
 
 

@@ -42,7 +42,7 @@ def access_of(match: MatchUnderWay, hits: int, store: SegmentStore, now: float) 
             return AccessRecord.after(deepest.hints.access, age_s, len(segments), hits, len(segments))
         known_accesses.append((index, deepest.hints.access, age_s))
     beyond = max((last_access[0] for last_access in known_accesses), default=-1) + 1
-    remembered = store.remembers(match.process.session.tenant, match.keys[beyond:], now)
+    remembered = store.last_access(match.process.session.tenant, match.keys[beyond:], now)
     if remembered is not None:
         known_accesses.append((beyond + remembered[0], *remembered[1:]))
     return access_after(known_accesses, len(segments), hits)

@@ -8,7 +8,7 @@ from tokenlake.core.context import Context
 from tokenlake.core.peers import Peers
 from tokenlake.directory import Entry, Standing
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
-from tokenlake.store.history import CORRUPT_RULE
+from tokenlake.store.removals import CORRUPT_RULE
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
 from tokenlake.wire.slots import join_keys

@@ -301,7 +301,7 @@ class Sessions:
 
     def _share(self, session: Session, share: float) -> int:
         pool = self._context.store.pool(session.tenant, session.slot_bytes)
-        return max(2, int(share * self._context.store.capacity(pool))) if pool is not None else 0
+        return max(2, int(share * self._context.store.capacity(pool.id))) if pool is not None else 0
 
     def add_lease(self, session: Session, lease: Lease) -> None:
         """Its segments are pinned by the caller, one pin each, which the lease takes over."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters
 from tokenlake.store import Budgets, Kind, Segment, SegmentStore
-from tokenlake.store.quota import Quotas
+from tokenlake.store.region_allocator import RegionAllocator
 from tokenlake.wire.codes import Code
 
 RED, BLUE, GREY = TenantId("red"), TenantId("blue"), TenantId("grey")
@@ -33,24 +33,24 @@ def regions(store: SegmentStore, tenant: TenantId) -> int:
 
 
 def test_a_quota_is_in_whole_regions_and_at_least_one() -> None:
-    quotas = Quotas(10, {"red": 0.7, "blue": 0.01, "grey": 0.19})
-    assert [quotas.most(tenant) for tenant in (RED, BLUE, GREY, TenantId("new"))] == [7, 1, 1, 10]
+    quotas = RegionAllocator(range(10), {"red": 0.7, "blue": 0.01, "grey": 0.19})
+    assert [quotas.quota(tenant) for tenant in (RED, BLUE, GREY, TenantId("new"))] == [7, 1, 1, 10]
 
 
 def test_fair_parts_fit_into_the_memory() -> None:
-    quotas = Quotas(8, {"red": 0.25})
-    assert quotas.fair(RED, [RED]) == 2
-    assert quotas.fair(BLUE, [BLUE]) == 8
-    assert [quotas.fair(tenant, [RED, BLUE]) for tenant in (RED, BLUE)] == [1, 6]
-    assert [quotas.fair(tenant, [BLUE, GREY]) for tenant in (BLUE, GREY)] == [4, 4]
-    assert Quotas(2, {}).fair(RED, [RED, BLUE, GREY]) == 1
+    quotas = RegionAllocator(range(8), {"red": 0.25})
+    assert quotas.fair_share(RED, [RED]) == 2
+    assert quotas.fair_share(BLUE, [BLUE]) == 8
+    assert [quotas.fair_share(tenant, [RED, BLUE]) for tenant in (RED, BLUE)] == [1, 6]
+    assert [quotas.fair_share(tenant, [BLUE, GREY]) for tenant in (BLUE, GREY)] == [4, 4]
+    assert RegionAllocator(range(2), {}).fair_share(RED, [RED, BLUE, GREY]) == 1
 
 
 def test_who_writes_without_end_evicts_its_own() -> None:
     store = store_of(4, {"red": 0.5})
     assert fill(store, BLUE, PER_REGION) is Code.RESERVED
     assert fill(store, RED, 100) is Code.RESERVED
-    assert (regions(store, RED), store.spare_regions) == (2, 1)
+    assert (regions(store, RED), store.regions.spare) == (2, 1)
     assert len(store.index(RED)) == 2 * PER_REGION
     assert len(store.index(BLUE)) == PER_REGION
 
@@ -64,7 +64,7 @@ def test_where_nothing_can_go_the_quota_is_named() -> None:
     assert store.reserve(RED, 2 * SLOT_BYTES, SegmentKey(b"y" * 32), Kind.PRIMARY, 0, 0.0) is Code.QUOTA
     pool = store.pool(RED, SLOT_BYTES)
     assert pool is not None
-    assert store.capacity(pool) == 2 * PER_REGION
+    assert store.capacity(pool.id) == 2 * PER_REGION
     assert store.take_unserved() == [(RED, 2 * SLOT_BYTES)]
     assert store.take_unserved() == []
 
@@ -85,17 +85,17 @@ def test_a_region_in_use_is_drained_and_goes_to_its_claimant() -> None:
     leased = next(iter(store.index(RED).values()))
     store.pin(leased)
     busy = leased.place.region
-    assert store.is_short(BLUE, SLOT_BYTES, [RED, BLUE])
-    assert store.has_too_much(RED, [RED, BLUE])
+    assert store.below_fair_share(BLUE, SLOT_BYTES, [RED, BLUE])
+    assert store.regions.above_fair_share(RED, [RED, BLUE])
     # The other region is taken at once; what goes on being written does not come into it again.
     given = store.drain(pool, 200.0)
     assert given is not None
     assert given != busy
     store.check_integrity()
     store.add_spare(9, (BLUE, SLOT_BYTES))
-    assert (regions(store, RED), regions(store, BLUE), store.spare_regions) == (1, 1, 0)
-    assert not store.is_short(BLUE, SLOT_BYTES, [RED, BLUE])
-    assert not store.has_too_much(RED, [RED, BLUE])
+    assert (regions(store, RED), regions(store, BLUE), store.regions.spare) == (1, 1, 0)
+    assert not store.below_fair_share(BLUE, SLOT_BYTES, [RED, BLUE])
+    assert not store.regions.above_fair_share(RED, [RED, BLUE])
 
 
 def test_a_region_is_taken_when_its_last_pin_goes() -> None:
@@ -122,4 +122,4 @@ def test_of_regions_that_went_little_is_kept() -> None:
         assert pool is not None
         assert store.reclaim(pool, 10.0) == region - 1
         store.add_spare(region)
-    assert sum(map(len, store._generations.values())) < 100 + PER_REGION
+        store.check_integrity()
