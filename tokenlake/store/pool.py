@@ -9,7 +9,6 @@ from collections.abc import Callable
 import msgspec
 
 from tokenlake.store.eviction import EvictionPolicy, LeastRecentlyUsed
-from tokenlake.store.region import RegionShape
 from tokenlake.store.retention import HIGH_SHARE, Retention
 from tokenlake.store.segment import Kind, PoolId, Segment, State
 
@@ -31,10 +30,11 @@ class Budgets(msgspec.Struct, frozen=True):
 class SlotPool:
     """Changed by `SegmentStore` alone."""
 
-    def __init__(self, pool: PoolId, budgets: Budgets, policy: Callable[[], EvictionPolicy]):
-        """`policy`: makes the policy of eviction of primary copies."""
+    def __init__(self, pool: PoolId, region_slots: int, budgets: Budgets, policy: Callable[[], EvictionPolicy]):
+        """`region_slots`: slots in each region. `policy`: makes the policy of eviction of primary copies."""
         self.id = pool
         self.tenant, self.slot_bytes = pool
+        self.region_slots = region_slots
         self.budgets = budgets
         self.regions: list[int] = []
         self.slots = 0
@@ -56,17 +56,16 @@ class SlotPool:
         self.draining: int | None = None
         """A region that is to be given away: its slots do not count, and get no new segments."""
 
-    def add_region(self, region: int, region_bytes: int) -> None:
+    def add_region(self, region: int) -> None:
         """Cut a fresh region into free slots."""
-        count = RegionShape(region_bytes, self.slot_bytes).slots
         self.regions.append(region)
-        self.slots += count
-        self.free.extend(zip(itertools.repeat(region), range(count - 1, -1, -1), strict=False))
+        self.slots += self.region_slots
+        self.free.extend(zip(itertools.repeat(region), range(self.region_slots - 1, -1, -1), strict=False))
 
-    def drain(self, region: int, slots: int) -> None:
-        """Begin to give a region of `slots` slots away."""
+    def drain(self, region: int) -> None:
+        """Begin to give a region away."""
         self.draining = region
-        self.slots -= slots
+        self.slots -= self.region_slots
         self.free = [place for place in self.free if place[0] != region]
 
     def drop_region(self, region: int) -> None:

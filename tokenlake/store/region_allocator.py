@@ -48,7 +48,7 @@ class RegionAllocator:
 
     def room(self, tenant: TenantId) -> int:
         """Spare regions that the tenant may take."""
-        return max(0, min(len(self._spare), self.quota(tenant) - self.taken(tenant)))
+        return max(0, min(len(self._spare), self.quota(tenant) - self._taken.get(tenant, 0)))
 
     def at_quota(self, tenant: TenantId) -> bool:
         """Whether the tenant has as many regions as it may have."""

@@ -62,10 +62,6 @@ class SlotTable:
         """The slot is free."""
         self._segments[place.region][place.slot] = None
 
-    def slots(self, region: int) -> int:
-        """Slots of a region that belongs to a pool."""
-        return len(self._segments[region])
-
     def in_region(self, region: int) -> list[Segment]:
         """The segments in a region that belongs to a pool, in order of slots."""
         return [segment for segment in self._segments[region] if segment is not None]

@@ -130,9 +130,10 @@ class SegmentStore:
         at = PoolId(tenant, slot_bytes)
         pool = self._pools.get(at)
         if pool is None:
-            if not self.regions.room(tenant) or not RegionShape(self.region_bytes, slot_bytes).slots:
+            region_slots = RegionShape(self.region_bytes, slot_bytes).slots
+            if not self.regions.room(tenant) or not region_slots:
                 return None
-            pool = self._pools[at] = SlotPool(at, self._budgets, self._policy)
+            pool = self._pools[at] = SlotPool(at, region_slots, self._budgets, self._policy)
             pool.retention.restore(self._learned.pop(at, b""))
             self._grow(pool)
         return pool
@@ -147,8 +148,8 @@ class SegmentStore:
 
     def capacity(self, pool: PoolId) -> int:
         """Slots that a pool with memory has or can still get."""
-        room = self.regions.room(pool.tenant)
-        return self._pools[pool].slots + room * RegionShape(self.region_bytes, pool.slot_bytes).slots
+        here = self._pools[pool]
+        return here.slots + self.regions.room(pool.tenant) * here.region_slots
 
     def dirty_room(self, pool: PoolId) -> int:
         """Number of dirty copies that `pool` may still take, as a share of its capacity: the first region of a fresh
@@ -397,7 +398,7 @@ class SegmentStore:
                 looked += len(inside)
                 if looked >= RECLAIM_SLOTS:
                     break
-            pool.drain(best, self._slots.slots(best))
+            pool.drain(best)
         inside = self._slots.in_region(pool.draining or 0)
         idle = [segment for segment in inside if not _in_use(segment)][:RECLAIM_EVICTIONS]
         for segment in idle:
@@ -423,7 +424,7 @@ class SegmentStore:
             if len(inside) > RECLAIM_EVICTIONS:
                 return None
             if pool.draining is None:
-                pool.drain(region, self._slots.slots(region))
+                pool.drain(region)
             return self._take_away(pool)
         return None
 
@@ -461,8 +462,8 @@ class SegmentStore:
     def _grow(self, pool: SlotPool) -> None:
         """Give the pool a spare region, which there is and which its tenant may take."""
         region = self.regions.take(pool.tenant)
-        self._slots.add_region(region, RegionShape(self.region_bytes, pool.slot_bytes).slots)
-        pool.add_region(region, self.region_bytes)
+        self._slots.add_region(region, pool.region_slots)
+        pool.add_region(region)
 
     def _admits(self, pool: SlotPool, key: SegmentKey, hints: Hints, now: float) -> bool:
         admitted = pool.retention.admits(key, hints, now)

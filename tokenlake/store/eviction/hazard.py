@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenlake.hints import Hints
-from tokenlake.store.eviction.labels import UNLABELLED, Label, Labels
+from tokenlake.store.eviction.learning import UNLABELLED, Label, Labels
 
 __all__ = ["ACCESSES", "AGES", "EDGES", "LABELS", "UNLABELLED", "Hazards", "retention_values"]
 

@@ -1,10 +1,12 @@
 """What the policies that learn have in common: a record of each segment, which outlives the segment as a ghost when
-it is evicted or refused. Policies learn from ghosts too, and know a segment that comes back."""
+it is evicted or refused, and numbers for the labels of requests. Policies learn from ghosts too, and know a segment
+that comes back."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 from tokenlake.hints import NO_ACCESS, AccessRecord, Hints
@@ -12,7 +14,7 @@ from tokenlake.identity import SegmentKey
 from tokenlake.store.eviction.base import SAME_ACCESS_S, EvictionPolicy
 from tokenlake.store.segment import PolicyState, Segment
 
-__all__ = ["GHOSTS_EACH", "GHOST_S", "LEAST_GHOSTS", "LearningPolicy", "Record"]
+__all__ = ["GHOSTS_EACH", "GHOST_S", "LEAST_GHOSTS", "UNLABELLED", "Label", "Labels", "LearningPolicy", "Record"]
 
 GHOST_S = 900.0
 """Seconds for which a ghost is kept."""
@@ -21,6 +23,12 @@ LEAST_GHOSTS, GHOSTS_EACH = 1 << 14, 4
 
 Cohort = TypeVar("Cohort")
 """Segments that were accessed together, and age together."""
+
+Label = tuple[int, str, str]
+"""What a request says of itself, by which policies keep statistics: (outlook, category, stop reason)."""
+UNLABELLED = 0
+"""The number of requests without hints, and of those for whose label there is no room."""
+_NO_LABEL: Label = (0, "", "")
 
 
 class Record(PolicyState, Generic[Cohort]):
@@ -185,3 +193,43 @@ class LearningPolicy(EvictionPolicy, Generic[Cohort]):
         """AssertionError when there are more ghosts than the bound, or ghosts without a cohort."""
         assert len(self._ghosts) <= max(LEAST_GHOSTS, GHOSTS_EACH * self._size)
         assert all(record.cohort is not None for record in self._ghosts.values())
+
+
+class Labels:
+    """Numbers for the labels of requests, in the order in which they first came. At most `most`; two places are kept
+    for the bare outlooks, so that a category without room still counts by its outlook."""
+
+    def __init__(self, most: int, labels: Sequence[Label] = (_NO_LABEL,)) -> None:
+        """`labels`: as another instance gave them. ValueError when they cannot be so."""
+        self._most = most
+        self._numbers = dict(zip(labels, range(len(labels)), strict=True))
+        if len(labels) > most or self._numbers.get(_NO_LABEL) != UNLABELLED:
+            raise ValueError(f"statistics of re-use with {len(labels)} labels, which begin with {labels[:1]}")
+        if len(self._numbers) < len(labels):
+            raise ValueError("statistics of re-use with a label twice")
+        for label in labels:
+            Hints(*label)
+
+    def number(self, hints: Hints) -> int:
+        """The number of a request with these hints, which is new if there is room for its label."""
+        label = (hints.outlook, hints.category, hints.stop_reason)
+        number = self._numbers.get(label)
+        if number is None:
+            named = bool(hints.category or hints.stop_reason)
+            if len(self._numbers) >= self._most - 2 * named:
+                return self.number(Hints(hints.outlook)) if named else UNLABELLED
+            number = self._numbers[label] = len(self._numbers)
+        return number
+
+    def matched(self, others: Labels) -> list[tuple[int, int]]:
+        """(number here, number there) of the labels of `others` that are known here or have room."""
+        for label in others:
+            self.number(Hints(*label))
+        return [(self._numbers[label], there) for there, label in enumerate(others) if label in self._numbers]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __iter__(self) -> Iterator[Label]:
+        """In order of their numbers."""
+        return iter(self._numbers)
