@@ -316,10 +316,12 @@ class SegmentStore:
             return
         if hints is not None:
             _apply_hints(segments, hints)
-        pool = self._pools[segments[0].pool]
+        at = segments[0].pool
+        pool = self._pools[at]
         for segment in reversed(segments):
-            if segment.pool is not pool.id:
-                pool = self._pools[segment.pool]
+            if segment.pool is not at:
+                at = segment.pool
+                pool = self._pools[at]
             if segment.excluded:
                 pool.readmit(segment)
             pool.orders[segment.kind].touch(segment, now)

@@ -150,11 +150,11 @@ class LearnedReuse(LearningPolicy[_Cohort]):
     def _enter(self, segment: Segment, record: _Record, again: bool = False) -> None:
         """To the young end of the queue of its class. `again`: in its old cohort, if the class is still the same."""
         segment.touched = self._now
-        cls = self._class_of(record.accesses, segment.hints)
-        if not again or record.cohort is None or record.cohort.cls != cls:
+        cohort = record.cohort
+        if not again or cohort is None or cohort.cls != self._class_of(record.accesses, segment.hints):
             self._leave_cohort(record)
-            self._join_cohort(record, segment.hints)
-        queue = self._queues[cls]
+            cohort = self._join_cohort(record, segment.hints)
+        queue = self._queues[cohort.cls]
         if not queue.order:
             queue.head = None
         queue.order[segment] = record
