@@ -47,7 +47,7 @@ def test_the_second_turn_reaches_every_keeper_through_another_node() -> None:
     assert turn(cluster, second, KEYS[:7], window=2) == 4
     known = accesses(cluster, KEYS[:7])
     assert [access.segments for access in known] == [7] * 7
-    assert [(access.hits, access.turn, access.left, access.previous_gap_s) for access in known] == [
+    assert [(access.hits, access.turn, access.unshared, access.previous_gap_s) for access in known] == [
         (4, 1, 0, NEVER)
     ] * 7
     gap = known[0].gap_s
@@ -67,7 +67,7 @@ def test_a_branch_starts_anew_and_the_trunk_remembers_only_the_branch() -> None:
     branch = [*KEYS[:3], *prompt("branch", 2)]
     assert turn(cluster, second, branch) == 3
     known = accesses(cluster, branch)
-    assert {(access.segments, access.hits, access.turn, access.left) for access in known} == {(5, 3, 0, 5)}
+    assert {(access.segments, access.hits, access.turn, access.unshared) for access in known} == {(5, 3, 0, 5)}
     assert accesses(cluster, KEYS[3:8]) == [AccessRecord(8, 0)] * 5
 
 
@@ -86,7 +86,7 @@ def test_what_lies_behind_a_gap_is_known() -> None:
         assert turn(cluster, reader, KEYS[:known]) == (0 if node == 0 else known - 1)
         if node == 0:
             access = last_access(cluster, KEYS[0])
-            assert (access.segments, access.hits, access.remembered, access.turn, access.left) == (5, 0, 5, 1, 0)
+            assert (access.segments, access.hits, access.remembered, access.turn, access.unshared) == (5, 0, 5, 1, 0)
             assert 1.0 < access.gap_s < 3.0
 
 
@@ -108,7 +108,7 @@ def test_a_conversation_goes_on_after_all_of_it_was_evicted(asker: int) -> None:
     assert turn(cluster, engines[asker], KEYS[:8]) == 0
     kept = [key for key in KEYS[:8] if copies(cluster, key)]
     known = last_access(cluster, kept[0])
-    assert (known.segments, known.hits, known.remembered, known.left) == (8, 0, depth, 6 - depth)
+    assert (known.segments, known.hits, known.remembered, known.unshared) == (8, 0, depth, 6 - depth)
     assert known.gap_s >= PATIENCE_S
 
 

@@ -14,9 +14,9 @@ from tokenlake.store.eviction import learning, odds
 from tokenlake.store.eviction.forecast import Forecast
 from tokenlake.store.eviction.learning import GHOST_S
 
-SHORT = Hints(access=AccessRecord(segments=2, hits=1, turn=1, gap_s=30.0, left=0))
+SHORT = Hints(access=AccessRecord(segments=2, hits=1, turn=1, gap_s=30.0, unshared=0))
 """Of a prompt that appended one segment: it comes again after half a minute."""
-LONG = Hints(access=AccessRecord(segments=40, hits=1, gap_s=30.0, left=5))
+LONG = Hints(access=AccessRecord(segments=40, hits=1, gap_s=30.0, unshared=5))
 """It does not."""
 
 
@@ -222,8 +222,10 @@ def test_it_remembers_how_what_it_refused_was_wanted_last() -> None:
     policy, unwanted = memory.policy, key_of("unwanted")
     for wanted in (1, 2):
         now = 1500.0 + wanted
-        assert not policy.admits(unwanted, msgspec.structs.replace(LONG, access=AccessRecord(40, wanted, left=5)), now)
-        assert policy.last_access([unwanted], now + 3.0) == (0, AccessRecord(40, wanted, left=5), 3.0)
+        assert not policy.admits(
+            unwanted, msgspec.structs.replace(LONG, access=AccessRecord(40, wanted, unshared=5)), now
+        )
+        assert policy.last_access([unwanted], now + 3.0) == (0, AccessRecord(40, wanted, unshared=5), 3.0)
     for number in range(400):
         memory.store(f"later {number}", 0, 1600.0 + GHOST_S, LONG)
     assert policy.last_access([unwanted], 1600.0 + GHOST_S) is None

@@ -41,10 +41,10 @@ def test_it_does_not_come_over_the_wire_either(field: dict[str, Any]) -> None:
 
 def test_the_newest_word_wins_and_what_it_leaves_out_stays() -> None:
     kept = Hints(Outlook.GOES_ON, "chat", "length", priority=1, ttl_s=60.0)
-    assert Hints(Outlook.OVER, stop_reason="stop").over(kept) == Hints(Outlook.OVER, "chat", "stop", 1, 60.0)
-    assert Hints(Outlook.OVER, "agent", priority=-1).over(kept) == Hints(Outlook.OVER, "agent", "", -1, 0.0)
-    assert NO_HINTS.over(kept) == kept
-    assert kept.over(NO_HINTS) is kept
+    assert Hints(Outlook.OVER, stop_reason="stop").merged_over(kept) == Hints(Outlook.OVER, "chat", "stop", 1, 60.0)
+    assert Hints(Outlook.OVER, "agent", priority=-1).merged_over(kept) == Hints(Outlook.OVER, "agent", "", -1, 0.0)
+    assert NO_HINTS.merged_over(kept) == kept
+    assert kept.merged_over(NO_HINTS) is kept
 
 
 def test_how_a_request_ended_leaves_all_that_it_said() -> None:
@@ -58,9 +58,9 @@ def test_how_a_request_ended_leaves_all_that_it_said() -> None:
 def test_a_use_leaves_what_the_engine_said_and_a_late_word_leaves_the_use() -> None:
     said = Hints(Outlook.GOES_ON, "chat", "length", priority=1, ttl_s=60.0, output_tokens=7, access=AccessRecord(4, 2))
     later = Hints(access=AccessRecord(6, 4, 1))
-    assert later.over(said) == Hints(Outlook.GOES_ON, "chat", "length", 1, 60.0, -1, AccessRecord(6, 4, 1))
-    assert Hints(output_tokens=9).over(said) == msgspec.structs.replace(said, output_tokens=9)
-    assert Hints(Outlook.OVER).over(said).access == AccessRecord(4, 2)
+    assert later.merged_over(said) == Hints(Outlook.GOES_ON, "chat", "length", 1, 60.0, -1, AccessRecord(6, 4, 1))
+    assert Hints(output_tokens=9).merged_over(said) == msgspec.structs.replace(said, output_tokens=9)
+    assert Hints(Outlook.OVER).merged_over(said).access == AccessRecord(4, 2)
 
 
 def test_a_conversation_that_goes_on_counts_its_turns_and_remembers_its_rhythm() -> None:
@@ -87,7 +87,7 @@ def test_a_conversation_goes_on_where_it_is_remembered_however_little_of_it_is_f
     assert AccessRecord.after(NO_ACCESS, 30.0, 14, 2, 9) == AccessRecord(14, 2, remembered=7)
 
 
-@pytest.mark.parametrize("field", [{"gap_s": float("nan")}, {"left": -2}, {"turn": -1}, {"hits": 1 << 32}], ids=str)
+@pytest.mark.parametrize("field", [{"gap_s": float("nan")}, {"unshared": -2}, {"turn": -1}, {"hits": 1 << 32}], ids=str)
 def test_a_use_without_meaning_does_not_come_over_the_wire(field: dict[str, Any]) -> None:
     items = {name: getattr(NO_ACCESS, name) for name in NO_ACCESS.__struct_fields__} | field
     with pytest.raises(msgspec.ValidationError):

@@ -83,7 +83,7 @@ class Reads:
         lease = process.session.leases.get(LeaseId(request.lease))
         if lease is not None:
             # What is still to be read of it, and given back, goes by the newest word.
-            lease.hints = hints if lease.hints is None else hints.over(lease.hints)
+            lease.hints = hints if lease.hints is None else hints.merged_over(lease.hints)
             self._touches.hint(tenant, lease.keys, hints)
 
     def release(self, process: Process, request: wire.Release) -> None:

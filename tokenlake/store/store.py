@@ -529,5 +529,5 @@ def _apply_hints(segments: Sequence[Segment], hints: Hints) -> None:
     for segment in segments:
         if segment.hints is not previous:
             previous = segment.hints
-            merged = hints.over(previous)
+            merged = hints.merged_over(previous)
         segment.hints = merged

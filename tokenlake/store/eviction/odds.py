@@ -93,7 +93,7 @@ class Odds:
         count = _COUNT[min(accesses, len(_COUNT) - 1)]
         known = access.known
         new = bisect_right(_NEW_FROM, max(0, access.segments - known)) - 1
-        kind = 0 if known <= 1 or access.left < 0 else 1 if access.left <= 1 else 2
+        kind = 0 if known <= 1 or access.unshared < 0 else 1 if access.unshared <= 1 else 2
         gap, before = _gap(access.gap_s), _gap(access.previous_gap_s)
         return (
             _OFFSETS[0] + count,
