@@ -1,4 +1,4 @@
-"""What a segment store must do, said with dicts and lists and no regard for speed.
+"""A model of the segment store, written with dicts and lists and no regard for speed.
 
 Written from the contract of `SegmentStore`, not from its code: free slots are not kept but computed (all places
 less those of indexed and quarantined copies), pins are the names of their owners, an order is a list.
@@ -26,7 +26,7 @@ Pool = tuple[str, int]
 
 @dataclass(eq=False)
 class Copy:
-    """A segment; `content` stands for the bytes that its writer puts into the slot."""
+    """A segment. `content` stands for the bytes that its writer writes into the slot."""
 
     pool: Pool
     key: int
@@ -42,12 +42,12 @@ class Copy:
     ready: bool = False
     """Published once; stays True in quarantine."""
     excluded: bool = False
-    """Found pinned by a search for a victim: in no order until its last pin goes."""
+    """A search for a victim found it pinned: in no order until its last pin goes."""
     pins: list[str] = field(default_factory=list)
 
 
 class LruModel:
-    """Least recently used first: a list, coldest first."""
+    """Least recently used first: a list in the order of eviction."""
 
     def __init__(self) -> None:
         self.copies: list[Copy] = []
@@ -91,9 +91,8 @@ class StoreModel:
         replica: float,
         policy: Callable[[], Any] = LruModel,
     ) -> None:
-        """`slots`: how many slots of each size a region holds. `policy`: orders primary copies; any but the model of
-        LRU
-        is the policy itself, so that the model says what has to be told to it, and what must come of its answers."""
+        """`slots`: how many slots of each size a region holds. `policy`: orders primary copies. Any policy but the
+        model of LRU is the real one: the model then checks the calls that it gets, and the use of its answers."""
         self.all_regions = regions
         self.slots = slots
         self.cached = cached
@@ -107,12 +106,12 @@ class StoreModel:
         self.quarantine: list[Copy] = []
         self.policy = policy
         self.order: dict[tuple[Pool, Kind], Any] = {}
-        """READY cached and primary copies: policies of the two kinds."""
+        """The orders of READY cached and primary copies."""
         self.evictions = 0
         self.not_admitted = 0
         self.quarantines = 0
         self.evicted: list[Copy] = []
-        """That a directory node may think are here: no cached one has a source."""
+        """Copies that a directory node may still name; no cached copy has a known owner here."""
 
     # -- asking
 
@@ -146,7 +145,7 @@ class StoreModel:
     # -- changing
 
     def admit(self, pool: Pool, kind: Kind, key: int, now: float) -> Code | Copy | None:
-        """What a reservation must come to: a refusal, a victim, or None where a slot is free."""
+        """The outcome of a reservation: a refusal, a victim, or None where a slot is free."""
         if pool not in self.regions and not self._grow(pool):
             return Code.NO_REGION
         reach = len(self.places(pool)) + len(self.spare) * self.slots[pool[1]]
@@ -162,7 +161,7 @@ class StoreModel:
         cached = self.count(pool, Kind.CACHED)
         spares_cached = {Kind.CACHED: cached < budget, Kind.PRIMARY: cached <= budget}.get(kind, False)
         victims = [Kind.PRIMARY, Kind.CACHED] if spares_cached else [Kind.CACHED, Kind.PRIMARY]
-        for victim in (self._coldest(pool, kind, now) for kind in victims):
+        for victim in (self._next_victim(pool, kind, now) for kind in victims):
             if victim is not None:
                 if kind is victim.kind is Kind.PRIMARY and not self.order_of(pool, kind).admits(key, NO_HINTS, now):
                     self.not_admitted += 1
@@ -219,7 +218,7 @@ class StoreModel:
                 self.regions[pool].remove(region)
                 if not self.regions[pool]:
                     del self.regions[pool]
-                    # What comes later is a fresh pool.
+                    # A later pool with this id starts with fresh orders.
                     self.order = {at: order for at, order in self.order.items() if at[0] != pool}
                 self.away.append(region)
                 return region
@@ -239,8 +238,8 @@ class StoreModel:
         self.regions.setdefault(pool, []).append(self.spare.pop(0))
         return True
 
-    def _coldest(self, pool: Pool, kind: Kind, now: float) -> Copy | None:
-        """The coldest without a pin; what is colder is in use: touched, and set aside."""
+    def _next_victim(self, pool: Pool, kind: Kind, now: float) -> Copy | None:
+        """The next victim without a pin. Pinned copies before it count as touched, and are excluded."""
         order = self.order_of(pool, kind)
         while len(order):
             copy: Copy = order.victim(now)

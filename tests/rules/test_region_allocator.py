@@ -1,4 +1,4 @@
-"""Quotas: what a tenant may have, what is its fair part, and what the store refuses for it."""
+"""Quotas and fair shares, and the refusals and reclaimed regions that follow from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def store_of(regions: int, quotas: dict[str, float]) -> SegmentStore:
 
 
 def fill(store: SegmentStore, tenant: TenantId, count: int, kind: Kind = Kind.PRIMARY, size: int = SLOT_BYTES) -> Code:
-    """Store until it is refused, at most `count`; the last outcome."""
+    """Store at most `count` segments until one is refused; the last outcome."""
     for number in range(count):
         segment = store.reserve(tenant, size, SegmentKey(number.to_bytes(32, "little")), kind, 0, float(number))
         store.check_integrity()
@@ -32,12 +32,12 @@ def regions(store: SegmentStore, tenant: TenantId) -> int:
     return sum(len(pool.regions) for pool in store.pools() if pool.tenant == tenant)
 
 
-def test_a_quota_is_in_whole_regions_and_at_least_one() -> None:
+def test_a_quota_is_at_least_one_whole_region() -> None:
     quotas = RegionAllocator(range(10), {"red": 0.7, "blue": 0.01, "grey": 0.19})
     assert [quotas.quota(tenant) for tenant in (RED, BLUE, GREY, TenantId("new"))] == [7, 1, 1, 10]
 
 
-def test_fair_parts_fit_into_the_memory() -> None:
+def test_fair_shares_fit_into_the_memory() -> None:
     quotas = RegionAllocator(range(8), {"red": 0.25})
     assert quotas.fair_share(RED, [RED]) == 2
     assert quotas.fair_share(BLUE, [BLUE]) == 8
@@ -46,7 +46,7 @@ def test_fair_parts_fit_into_the_memory() -> None:
     assert RegionAllocator(range(2), {}).fair_share(RED, [RED, BLUE, GREY]) == 1
 
 
-def test_who_writes_without_end_evicts_its_own() -> None:
+def test_a_tenant_at_its_quota_evicts_its_own() -> None:
     store = store_of(4, {"red": 0.5})
     assert fill(store, BLUE, PER_REGION) is Code.RESERVED
     assert fill(store, RED, 100) is Code.RESERVED
@@ -55,12 +55,12 @@ def test_who_writes_without_end_evicts_its_own() -> None:
     assert len(store.index(BLUE)) == PER_REGION
 
 
-def test_where_nothing_can_go_the_quota_is_named() -> None:
+def test_a_refusal_names_the_quota() -> None:
     store = store_of(4, {"red": 0.5})
     for number in range(2 * PER_REGION):
         store.reserve(RED, SLOT_BYTES, SegmentKey(number.to_bytes(32, "little")), Kind.PRIMARY, 0, 0.0)
     assert store.reserve(RED, SLOT_BYTES, SegmentKey(b"x" * 32), Kind.PRIMARY, 0, 0.0) is Code.QUOTA
-    # Nor does another slot size get a region, and what the tenant may reserve is counted without what is spare.
+    # Another slot size gets no region either, and spare regions beyond the quota do not count as capacity.
     assert store.reserve(RED, 2 * SLOT_BYTES, SegmentKey(b"y" * 32), Kind.PRIMARY, 0, 0.0) is Code.QUOTA
     pool = store.pool(RED, SLOT_BYTES)
     assert pool is not None
@@ -69,7 +69,7 @@ def test_where_nothing_can_go_the_quota_is_named() -> None:
     assert store.take_unserved() == []
 
 
-def test_without_a_quota_the_reason_is_another() -> None:
+def test_a_refusal_without_a_quota() -> None:
     store = store_of(1, {})
     for number in range(PER_REGION):
         store.reserve(RED, SLOT_BYTES, SegmentKey(number.to_bytes(32, "little")), Kind.PRIMARY, 0, 0.0)
@@ -77,7 +77,7 @@ def test_without_a_quota_the_reason_is_another() -> None:
     assert store.reserve(BLUE, SLOT_BYTES, SegmentKey(b"x" * 32), Kind.PRIMARY, 0, 0.0) is Code.NO_REGION
 
 
-def test_a_region_in_use_is_drained_and_goes_to_its_claimant() -> None:
+def test_a_drained_region_goes_to_its_claimant() -> None:
     store = store_of(2, {})
     fill(store, RED, 100)
     pool = store.pool(RED, SLOT_BYTES)
@@ -87,7 +87,7 @@ def test_a_region_in_use_is_drained_and_goes_to_its_claimant() -> None:
     busy = leased.place.region
     assert store.below_fair_share(BLUE, SLOT_BYTES, [RED, BLUE])
     assert store.regions.above_fair_share(RED, [RED, BLUE])
-    # The other region is taken at once; what goes on being written does not come into it again.
+    # The region without a pin is taken at once.
     given = store.drain(pool, 200.0)
     assert given is not None
     assert given != busy
@@ -114,7 +114,7 @@ def test_a_region_is_taken_when_its_last_pin_goes() -> None:
     assert not list(store.pools())
 
 
-def test_of_regions_that_went_little_is_kept() -> None:
+def test_little_is_kept_of_regions_given_away() -> None:
     store = store_of(1, {})
     for region in range(1, 100):
         fill(store, RED, PER_REGION)

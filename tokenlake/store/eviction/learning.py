@@ -14,7 +14,17 @@ from tokenlake.identity import SegmentKey
 from tokenlake.store.eviction.base import SAME_ACCESS_S, EvictionPolicy
 from tokenlake.store.segment import PolicyState, Segment
 
-__all__ = ["GHOSTS_EACH", "GHOST_S", "LEAST_GHOSTS", "UNLABELLED", "Label", "Labels", "LearningPolicy", "Record"]
+__all__ = [
+    "GHOSTS_EACH",
+    "GHOST_S",
+    "LEAST_GHOSTS",
+    "UNLABELLED",
+    "Ghosts",
+    "Label",
+    "Labels",
+    "LearningPolicy",
+    "Record",
+]
 
 GHOST_S = 900.0
 """Seconds for which a ghost is kept."""
@@ -48,13 +58,30 @@ class Record(PolicyState, Generic[Cohort]):
         """None after its next access."""
 
 
+class Ghosts(OrderedDict[SegmentKey, Record[Cohort]]):
+    """Records of segments that were evicted or refused, in that order, bounded in number and time."""
+
+    def add(self, key: SegmentKey, record: Record[Cohort], now: float, segments: int) -> list[Record[Cohort]]:
+        """Add the ghost of a segment that was evicted or refused now, while `segments` are in order; the records
+        that are forgotten instead. Expired ghosts are forgotten a few at a time."""
+        record.gone = now
+        self[key] = record
+        limit = max(LEAST_GHOSTS, GHOSTS_EACH * segments)
+        forgotten: list[Record[Cohort]] = []
+        while self and (len(self) > limit or (len(forgotten) < 4 and self._oldest().gone + GHOST_S < now)):
+            forgotten.append(self.popitem(last=False)[1])
+        return forgotten
+
+    def _oldest(self) -> Record[Cohort]:
+        return next(iter(self.values()))
+
+
 class LearningPolicy(EvictionPolicy, Generic[Cohort]):
     """Evicts the segment with the fewest expected accesses per second that it would be kept, and refuses a new one with
     fewer than that. A subclass defines the cohorts, the order, and the model that predicts the accesses."""
 
     def __init__(self) -> None:
-        self._ghosts: OrderedDict[SegmentKey, Record[Cohort]] = OrderedDict()
-        """In the order in which they were evicted or refused."""
+        self._ghosts = Ghosts[Cohort]()
         self._size = 0
         """Segments in order."""
         self._now = 0.0
@@ -141,17 +168,9 @@ class LearningPolicy(EvictionPolicy, Generic[Cohort]):
         return ghost.accesses + 1 if ghost is not None else 1
 
     def _add_ghost(self, key: SegmentKey, record: Record[Cohort], hints: Hints, now: float) -> None:
-        record.gone, record.access = now, hints.access
-        self._ghosts[key] = record
-        limit = max(LEAST_GHOSTS, GHOSTS_EACH * self._size)
-        forgotten = 0
-        while self._ghosts and (len(self._ghosts) > limit or (forgotten < 4 and self._oldest_expired(now))):
-            _, ghost = self._ghosts.popitem(last=False)
-            self._leave_cohort(ghost)
-            forgotten += 1
-
-    def _oldest_expired(self, now: float) -> bool:
-        return next(iter(self._ghosts.values())).gone + GHOST_S < now
+        record.access = hints.access
+        for forgotten in self._ghosts.add(key, record, now, self._size):
+            self._leave_cohort(forgotten)
 
     def _advance(self, now: float) -> float:
         """Pass the time until `now`. The latest time of all calls: a segment may be inserted again with an earlier
