@@ -1,4 +1,4 @@
-"""Hints: what is known of a request beyond its tokens.
+"""Hints: knowledge about a request beyond its tokens.
 
 The engine says whether the conversation goes on, what kind of request it is, how it ended, and for how long its cache
 is to be kept. The pool adds an access record: how much of the prompt it found, and when that was accessed before.

@@ -21,7 +21,7 @@ __all__ = [
 # Rules beside those of the policies of eviction.
 CACHED_RULE = "least recently used of the cached copies"
 RECLAIMED_RULE = "its memory went to another tenant or layout"
-NOT_ADMITTED_RULE = "not admitted: the next victim was worth more"
+NOT_ADMITTED_RULE = "not admitted: the next victim had a higher retention value"
 CORRUPT_RULE = "its bytes were wrong"
 
 MAX_REMOVALS = 1 << 15

@@ -65,9 +65,9 @@ _GONE = State.GONE
 class SegmentStore:
     """All changes are synchronous: a reservation takes a slot, with an eviction if necessary, or is refused at once.
 
-    The store collects what other parts have to send, and the caller empties both lists. `reissued`: slots with a new
-    generation. `evicted`: copies that left and that a directory node may still name: primary copies, cached copies
-    without a known owner, and every copy with wrong bytes.
+    The store collects changes that the caller has to make known, and the caller empties both lists. `reissued`: slots
+    with a new generation. `evicted`: copies that left and that a directory node may still name: primary copies, cached
+    copies without a known owner, and every copy with wrong bytes.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class SegmentStore:
 
     def walk(self, start: Cursor, slots: int) -> tuple[list[Segment], Cursor | None]:
         """The segments in the next `slots` slots, those in quarantine included, and the cursor that continues the walk:
-        None at the end. A segment that stays is passed exactly once, whatever comes and goes between two calls."""
+        None at the end. A segment that stays is passed exactly once, however many come and go between two calls."""
         return self._slots.walk(start, slots)
 
     def pool(self, tenant: TenantId, slot_bytes: int) -> SlotPool | None:
@@ -264,7 +264,7 @@ class SegmentStore:
             self._free(pool, segment)
 
     def drop(self, segment: Segment, now: float) -> None:
-        """The bytes of a READY segment are wrong: it leaves the index at once, whatever its kind and pins, and is in
+        """The bytes of a READY segment are wrong: it leaves the index at once, with any kind and any pins, and is in
         `evicted`."""
         self.found_corrupt(segment.tenant, segment.key)
         self._removals.add(segment.tenant, segment.key, Removal(now, CORRUPT_RULE))
@@ -333,7 +333,7 @@ class SegmentStore:
             if not segment.excluded:
                 self._pools[segment.pool].orders[segment.kind].hints_changed(segment, now)
 
-    # -- what policies know
+    # -- knowledge of the policies
 
     def last_access(
         self, tenant: TenantId, keys: Sequence[SegmentKey], now: float
@@ -353,8 +353,8 @@ class SegmentStore:
         return {at: data for at, data in (self._learned | live).items() if data}
 
     def merge_learned(self, learned: Mapping[PoolId, bytes]) -> None:
-        """Merge what another node's store learned into the pools that are here as well. ValueError for data that an
-        equal policy did not save."""
+        """Merge the statistics of another node's store into the pools that are here as well. ValueError for data
+        that an equal policy did not save."""
         for at, data in learned.items():
             if at in self._pools:
                 self._pools[at].retention.merge(data)

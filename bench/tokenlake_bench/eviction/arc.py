@@ -1,4 +1,5 @@
-"""ARC: a queue of what was used once and one of what was used again; what each let go moves the border between them.
+"""ARC: a queue of segments accessed once and a queue of segments accessed again. Ghosts of both move the border between
+them.
 
 Megiddo and Modha, "ARC: A self-tuning, low overhead replacement cache", FAST 2003. The capacity is how many segments
 are in order when one is evicted.
@@ -18,17 +19,17 @@ __all__ = ["AdaptiveReplacement"]
 
 
 class _Record(PolicyState):
-    """What the policy knows of a segment, also while it is out of order."""
+    """Kept while the segment is out of order."""
 
     __slots__ = ("again",)
 
     def __init__(self, again: bool) -> None:
         self.again = again
-        """Used more than once."""
+        """Accessed more than once."""
 
 
 class AdaptiveReplacement(EvictionPolicy):
-    """Whatever is new comes in, to the young end of those used once."""
+    """Admits every new segment, to the young end of those accessed once."""
 
     def __init__(self) -> None:
         self._once: OrderedDict[Segment, None] = OrderedDict()
@@ -36,7 +37,7 @@ class AdaptiveReplacement(EvictionPolicy):
         self._ghosts_once: OrderedDict[SegmentKey, None] = OrderedDict()
         self._ghosts_again: OrderedDict[SegmentKey, None] = OrderedDict()
         self._for_once = 0.0
-        """How many segments used once are to be kept."""
+        """Number of segments accessed once that should be kept."""
 
     def insert(self, segment: Segment, now: float) -> None:
         """See `EvictionPolicy`."""
@@ -47,7 +48,7 @@ class AdaptiveReplacement(EvictionPolicy):
         (self._again if record.again else self._once)[segment] = None
 
     def _was_here(self, key: SegmentKey) -> bool:
-        """Was it evicted lately? Then the queue that let it go deserves more room."""
+        """Whether the key has a ghost. If so, the queue that evicted it gets more room."""
         once, again = len(self._ghosts_once), len(self._ghosts_again)
         if key in self._ghosts_once:
             del self._ghosts_once[key]

@@ -1,4 +1,4 @@
-"""S3-FIFO: a small queue on probation, a main queue, and the memory of what the small one let go.
+"""S3-FIFO: a small queue on probation, a main queue, and ghosts of the small one.
 
 Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
 """
@@ -16,26 +16,26 @@ from tokenlake.store.segment import PolicyState, Segment
 __all__ = ["S3Fifo"]
 
 SMALL_SHARE = 0.1
-"""Of all segments, on probation; those beyond it go first."""
+"""Share of all segments on probation; those beyond it are evicted first."""
 MAX_ACCESSES = 3
-"""Counted; as many rounds a segment stays in the main queue without another."""
+"""Accesses that count. A segment stays in the main queue for as many rounds without another access."""
 MOST_PASSED = 1024
-"""Segments that were used and are passed over in search of one that was not: each costs some 200 ns."""
+"""Accessed segments that one search for a victim moves at most: each costs some 200 ns."""
 
 
 class _Record(PolicyState):
-    """What the policy knows of a segment, also while it is out of order."""
+    """Kept while the segment is out of order."""
 
     __slots__ = ("accesses", "main")
 
     def __init__(self, main: bool) -> None:
         self.main = main
         self.accesses = 0
-        """Since it came or went round, at most `MAX_ACCESSES`."""
+        """Accesses since the segment came or was moved, at most `MAX_ACCESSES`."""
 
 
 class S3Fifo(EvictionPolicy):
-    """Whatever is new comes in, mostly on probation."""
+    """Admits every new segment; one without a ghost is on probation."""
 
     def __init__(self) -> None:
         self._small: OrderedDict[Segment, _Record] = OrderedDict()
@@ -70,7 +70,7 @@ class S3Fifo(EvictionPolicy):
                 self._ghosts.popitem(last=False)
 
     def victim(self, now: float) -> Segment:
-        """See `EvictionPolicy`. Those that come first and were used go round, or from probation to the main queue."""
+        """See `EvictionPolicy`. Accessed segments before it move to the end of the main queue."""
         passed = 0
         while self._small or self._main:
             on_probation = not self._main or len(self._small) > SMALL_SHARE * len(self)

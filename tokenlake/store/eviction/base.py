@@ -76,7 +76,7 @@ class EvictionPolicy(ABC):
         return b""
 
     def merge(self, learned: bytes) -> None:
-        """Take over half of the difference to what a policy of the same name saved on another node just now. ValueError
+        """Take over half of the difference to the statistics that an equal policy saved on another node. ValueError
         for data that is no such thing; nothing is changed then."""
         _refuse(learned)
 

@@ -1,4 +1,4 @@
-"""What the policies that learn have in common: a record of each segment, which outlives the segment as a ghost when
+"""Common parts of the policies that learn: a record of each segment, which outlives the segment as a ghost when
 it is evicted or refused, and numbers for the labels of requests. Policies learn from ghosts too, and know a segment
 that comes back."""
 
@@ -35,7 +35,7 @@ Cohort = TypeVar("Cohort")
 """Segments that were accessed together, and age together."""
 
 Label = tuple[int, str, str]
-"""What a request says of itself, by which policies keep statistics: (outlook, category, stop reason)."""
+"""(outlook, category, stop reason) of a request; policies keep statistics by label."""
 UNLABELLED = 0
 """The number of requests without hints, and of those for whose label there is no room."""
 _NO_LABEL: Label = (0, "", "")

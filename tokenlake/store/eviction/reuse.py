@@ -84,7 +84,7 @@ class LearnedReuse(LearningPolicy[_Cohort]):
         """The hints that were looked up last, and their label."""
         self._grow()
 
-    # -- what goes
+    # -- the order
 
     def victim(self, now: float) -> Segment:
         """See `EvictionPolicy`."""
