@@ -100,7 +100,7 @@ def test_an_orphan_is_a_segment_whose_parent_is_gone() -> None:
 class _ParentsFirst(LeastRecentlyUsed):
     """Evicts what is least deep."""
 
-    def coldest(self, now: float) -> Any:
+    def victim(self, now: float) -> Any:
         return min(self, key=lambda segment: segment.depth)
 
 

@@ -16,7 +16,7 @@ from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.store import Kind
 from tokenlake.store.eviction import POLICIES, LeastRecentlyUsed
-from tokenlake.store.store import NOT_ADMITTED_RULE_NAME
+from tokenlake.store.store import NOT_ADMITTED
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import join_keys
 
@@ -57,10 +57,10 @@ def test_what_is_refused_does_not_travel_and_stays_cached_where_it_was_written(f
     for key in keys:
         assert kinds(full, key) == {0: Kind.CACHED}
         assert copies(full, key)[0].source is None
-    refused = sum(full.core(node).counters[NOT_ADMITTED_RULE_NAME] for node in (0, 1))
+    refused = sum(full.core(node).counters[NOT_ADMITTED] for node in (0, 1))
     assert refused == 2
     offered = [code for reply in said(full, 1, peer.OfferReply) for code in reply.codes]
-    assert full.core(1).counters[NOT_ADMITTED_RULE_NAME] == offered.count(Code.NOT_ADMITTED)
+    assert full.core(1).counters[NOT_ADMITTED] == offered.count(Code.NOT_ADMITTED)
 
 
 def test_others_find_what_was_refused_until_it_is_evicted(full: Cluster) -> None:
@@ -136,7 +136,7 @@ def test_a_pool_with_a_free_slot_takes_everything(monkeypatch: pytest.MonkeyPatc
         REFUSALS[key] = 99
     store(cluster, writer, keys)
     assert all(Kind.PRIMARY in kinds(cluster, key).values() for key in keys)
-    assert sum(cluster.core(node).counters[NOT_ADMITTED_RULE_NAME] for node in (0, 1)) == 0
+    assert sum(cluster.core(node).counters[NOT_ADMITTED] for node in (0, 1)) == 0
 
 
 def test_a_node_alone_keeps_what_is_worth_more_and_reads_the_rest_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from tokenlake.core.grants import SKIPPED
 from tokenlake.core.instructions import CheckSlot, StartFetch
 from tokenlake.identity import ConnectionId, LeaseId, SegmentKey, TenantId
 from tokenlake.store import Kind, State
-from tokenlake.store.history import CORRUPT_RULE
+from tokenlake.store.removals import CORRUPT_RULE
 from tokenlake.store.store import HEALED
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import join_keys
@@ -52,7 +52,7 @@ def test_a_wrong_copy_is_dropped_where_it_lies_and_computed_again() -> None:
     assert cluster.core(source).counters[REPORTED] == cluster.core(source).counters[CONFIRMED] == 1
     assert kinds(cluster, key) == {0: Kind.CACHED}, "copies of other nodes stay"
     directory_node = cluster.core(1)
-    gone = directory_node._context.history.get(TenantId("red"), key)
+    gone = directory_node._context.removals.get(TenantId("red"), key)
     assert gone is not None
     assert gone.rule == CORRUPT_RULE, "for those who ask why it was missed"
     assert directory_node._directory_node._directory.previous_owner(TenantId("red"), key) != f"n{source}", (
@@ -109,9 +109,11 @@ def test_an_engine_that_verifies_rids_the_others_of_a_wrong_copy() -> None:
     core = cluster.core(0)
     assert core.counters[CONFIRMED] == 1
     assert match(cluster, other, keys).hits == 1
-    # Whoever had it leased may still look: the slot has no new owner.
+    # The engine that leased it may still read it: the slot gets no other segment.
+    pool = core.store.pool(*wrong.pool)
+    assert pool is not None
     assert wrong.pins == 1
-    assert wrong.pool.quarantined == 1
+    assert pool.quarantined == 1
     second = careful.processes[1]
     attached = answer(cluster, second, engine.Attach, held.lease)
     assert list(attached.codes) == [Code.LOCAL, Code.LOST, Code.LOCAL]
@@ -119,7 +121,7 @@ def test_an_engine_that_verifies_rids_the_others_of_a_wrong_copy() -> None:
     assert len(answer(cluster, second, engine.Locate, held.lease).owners) == 1
     for process in careful.processes:
         tell(cluster, process, engine.Release(((held.lease, 0, 3),)))
-    assert wrong.pins == wrong.pool.quarantined == 0
+    assert wrong.pins == pool.quarantined == 0
     store(cluster, other, keys[1:2], 1)
     assert match(cluster, careful, keys).hits == 3
     assert core.counters[HEALED] == 1

@@ -291,7 +291,7 @@ def test_a_copy_of_which_no_more_may_be_leased_is_still_there() -> None:
     for node in range(4):
         serving = cluster.core(node)._serving
         for pool in cluster.core(node).store.pools():
-            serving._leased[pool] += 1000
+            serving._leased[pool.id] += 1000
     told = len(said(cluster, reader, peer.Evicted))
     for _ in range(8):
         assert match(cluster, engines[reader], [key]).hits == 0
@@ -299,7 +299,7 @@ def test_a_copy_of_which_no_more_may_be_leased_is_still_there() -> None:
     for node in range(4):
         serving = cluster.core(node)._serving
         for pool in cluster.core(node).store.pools():
-            serving._leased[pool] -= 1000
+            serving._leased[pool.id] -= 1000
     directory_node = cluster.core(0)
     assert (
         directory_node._directory_node._directory.get(copies(cluster, key)[0].tenant, key, cluster.clock.now)

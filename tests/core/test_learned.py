@@ -13,7 +13,7 @@ from tokenlake.core.learned import MAX_LEARNED_BYTES, TELL_S
 from tokenlake.hints import NO_HINTS
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters
-from tokenlake.store import Budgets, Kind, Segment, SegmentStore
+from tokenlake.store import Budgets, Kind, PoolId, Segment, SegmentStore
 from tokenlake.store import store as store_module
 from tokenlake.store.eviction import policy_named
 from tokenlake.wire import peer
@@ -93,10 +93,10 @@ def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
 
 
 def test_of_pools_that_are_gone_a_bounded_number_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "REMEMBERED", 3)
+    monkeypatch.setattr(store_module, "MAX_LEARNED_POOLS", 3)
     store = SegmentStore([], 4096, Budgets(), Counters(), policy_named("reuse"))
     learned = policy_named("reuse")().save()
-    store.remember({(TenantId(f"t{number}"), SLOT_BYTES): learned for number in range(10)})
+    store.restore_learned({PoolId(TenantId(f"t{number}"), SLOT_BYTES): learned for number in range(10)})
     assert [tenant for tenant, _ in store.learned()] == ["t7", "t8", "t9"]
 
 
@@ -139,7 +139,7 @@ def test_every_node_is_told_of_every_pool() -> None:
     core = NodeCore(CoreConfig("a", 1, {"a": 1, "b": 1, "c": 1}, 2, 4096 + 8 * SLOT_BYTES))
     core.start(0.0)
     tenants = [TenantId(f"tenant {number}") for number in range(8)]
-    core._context.store.remember({(tenant, SLOT_BYTES): b"learned" for tenant in tenants})
+    core._context.store.restore_learned({PoolId(tenant, SLOT_BYTES): b"learned" for tenant in tenants})
     told: dict[str, set[str]] = {"b": set(), "c": set()}
     for node in told:
         core.handle(events.PeerUp(node, 1), 0.0)

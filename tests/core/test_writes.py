@@ -181,7 +181,7 @@ def test_a_newcomer_gets_the_region_of_a_tenant_that_left() -> None:
     cluster = calm(regions=2)
     red = cluster.join(0)
     store(cluster, red, placed(cluster, 0, 1, 3))
-    while cluster.core(0).store.spare_regions:
+    while cluster.core(0).store.regions.spare:
         store(cluster, red, placed(cluster, 0, 1, 2, f"more {cluster.clock.now}"))
     red.die()
     cluster.run_for(0.01)
@@ -250,7 +250,7 @@ def test_parents_are_evicted_last_wherever_the_copies_are() -> None:
     for node in (0, 1, 2):
         for kind in (Kind.CACHED, Kind.PRIMARY):
             for pool in cluster.core(node).store.pools():
-                order = list(pool.order[kind])
+                order = list(pool.orders[kind])
                 depths = [segment.depth for segment in order if segment.key in keys]
                 assert depths == sorted(depths, reverse=True), f"{kind.name} copies of node {node}"
 

@@ -22,7 +22,7 @@ from tokenlake.core.instructions import Answer
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
-from tokenlake.store.history import CACHED_RULE, Gone
+from tokenlake.store.removals import CACHED_RULE, Removal
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.funnel import Funnel, Missed, MissReason
 from tokenlake.wire.slots import join_keys, split_keys
@@ -162,7 +162,7 @@ class Explain:
         question = _Question(connection, message.id, tenant, trail, {}, {})
         unknown = []
         for key in trail.missing:
-            gone = self._context.history.get(tenant, key)
+            gone = self._context.removals.get(tenant, key)
             if gone is not None:
                 question.found[key] = self._told(gone)
             if gone is None or gone.rule == CACHED_RULE:
@@ -191,13 +191,13 @@ class Explain:
         if not directory_nodes:
             self._answer(question)
 
-    def _told(self, gone: Gone) -> tuple[str, str, float, float]:
+    def _told(self, gone: Removal) -> tuple[str, str, float, float]:
         return gone.rule, gone.node or self._context.node, self._context.since(gone.at), gone.unused_s
 
     def ask(self, node: NodeId, message: peer.ExplainMissing) -> None:
         """Another node misses segments of which this one is the home."""
         tenant = TenantId(message.tenant)
-        gone = [self._context.history.get(tenant, key) for key in split_keys(message.keys)]
+        gone = [self._context.removals.get(tenant, key) for key in split_keys(message.keys)]
         told = [("", "", 0.0, 0.0) if each is None else self._told(each) for each in gone]
         rules, nodes, ago_s = tuple(t[0] for t in told), tuple(t[1] for t in told), tuple(t[2] for t in told)
         self._peers.tell(node, peer.ExplainMissingReply(message.call, rules, nodes, ago_s))
@@ -206,7 +206,7 @@ class Explain:
         """A node told this one, their directory node, by which rule these left it."""
         if message.rule:
             for key in keys:
-                self._context.history.add(tenant, key, Gone(self._context.now, message.rule, message.node))
+                self._context.removals.add(tenant, key, Removal(self._context.now, message.rule, message.node))
 
     # -- answers
 
@@ -307,7 +307,7 @@ class Explain:
         return {
             "explained requests": len(self._trails),
             "segments they missed": self._keys,
-            "segments that went": len(self._context.history),
+            "segments that went": len(self._context.removals),
         }
 
     def check_integrity(self) -> None:

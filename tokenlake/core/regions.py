@@ -61,11 +61,11 @@ class Regions:
         store = self._context.store
         newcomer = store.pool(*claim) is None
         idle = [pool for pool in store.pools() if (pool.tenant, pool.slot_bytes) not in used]
-        if self._giving is None and store.is_short(*claim, among):
+        if self._giving is None and store.below_fair_share(*claim, among):
             rich = [
                 pool
                 for pool in store.pools()
-                if store.has_too_much(pool.tenant, among) and (pool in idle or len(pool.regions) > 1)
+                if store.regions.above_fair_share(pool.tenant, among) and (pool in idle or len(pool.regions) > 1)
             ]
             if rich:
                 giver = max(rich, key=lambda pool: (pool in idle, len(pool.regions)))
@@ -75,7 +75,7 @@ class Regions:
             return False
         # Nobody has more than a fair part: who has no memory for such slots gets what no connected engine uses.
         for pool in idle:
-            if pool.draining is not None or (pool.tenant != claim[0] and store.has_quota(claim[0])):
+            if pool.draining is not None or (pool.tenant != claim[0] and store.regions.at_quota(claim[0])):
                 continue
             free = len(pool.free)
             self._replace(store.reclaim(pool, self._context.now), claim)

@@ -29,8 +29,7 @@ from tokenlake.core.timers import Timer
 from tokenlake.hints import NO_ACCESS, AccessRecord
 from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
-from tokenlake.store import Segment
-from tokenlake.store.pool import SlotPool
+from tokenlake.store import PoolId, Segment
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
 from tokenlake.wire.fields import MAX_SECONDS
@@ -186,7 +185,7 @@ class FanOut:
 class _PeerLease:
     """A lease of another node."""
 
-    def __init__(self, node: NodeId, segments: list[Segment], counts: Counter[SlotPool], timer: Timer) -> None:
+    def __init__(self, node: NodeId, segments: list[Segment], counts: Counter[PoolId], timer: Timer) -> None:
         self.node = node
         self.segments = segments
         self.counts = counts
@@ -204,7 +203,7 @@ class Serving:
         self._replication = replication
         self._fan_out = FanOut(context, peers)
         self._leases: dict[LeaseId, _PeerLease] = {}
-        self._leased: Counter[SlotPool] = Counter()
+        self._leased: Counter[PoolId] = Counter()
         """Pins of the leases, by pool."""
         self._sends: dict[int, tuple[NodeId | None, list[Segment]]] = {}
         """Per bulk connection, the segments and the node of the engine that reads them; None: a background transfer."""
@@ -241,7 +240,7 @@ class Serving:
         known = len(found)
         while known and found[known - 1] is None:
             known -= 1
-        remembered = self._context.store.remembers(tenant, keys[known:], self._context.now)
+        remembered = self._context.store.last_access(tenant, keys[known:], self._context.now)
         if remembered is not None:
             index, access, age_s = remembered
             return known + index + 1, access, min(MAX_SECONDS, age_s)
@@ -289,7 +288,7 @@ class Serving:
                 codes[index] = Code.UNKNOWN
         return leased
 
-    def _room(self, pool: SlotPool) -> int:
+    def _room(self, pool: PoolId) -> int:
         """Further segments of `pool` that other nodes may lease."""
         return int(PEER_LEASE_SHARE * self._context.store.capacity(pool)) - self._leased[pool]
 

@@ -90,7 +90,7 @@ class NodeStores:
     def _remembered(self, segment: int, now: float) -> list[tuple[int, AccessRecord, float]]:
         """By its candidates."""
         asked = [self._stores[self._numbers[name]] for name in dict.fromkeys(self._candidates[segment])]
-        told = [store.remembers(_TENANT, [self._keys[segment]], now) for store in asked]
+        told = [store.last_access(_TENANT, [self._keys[segment]], now) for store in asked]
         return [each for each in told if each is not None]
 
     def _tell_each_other(self, now: float) -> None:
@@ -101,7 +101,7 @@ class NodeStores:
         self._turn += 1
         for number, store in enumerate(self._stores):
             other = (number + 1 + self._turn % (len(self._stores) - 1)) % len(self._stores)
-            self._stores[other].absorb(store.learned())
+            self._stores[other].merge_learned(store.learned())
 
     def held(self) -> int:
         """Segments that some node holds."""

@@ -1,4 +1,4 @@
-"""A walk over places passes each segment that stays exactly once, whatever comes and goes between its steps."""
+"""The walk over all slots, and regions that are taken away."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add(store: SegmentStore, number: int, kind: Kind = Kind.PRIMARY) -> Segment:
     steps=st.lists(st.tuples(st.integers(1, 5), st.sampled_from(["add", "discard", "nothing"])), min_size=40),
 )
 @settings(max_examples=200)
-def test_what_stays_is_passed_once(held: int, steps: list[tuple[int, str]]) -> None:
+def test_a_walk_passes_each_segment_that_stays_once(held: int, steps: list[tuple[int, str]]) -> None:
     store = store_of(REGIONS, PER_REGION)
     there = [add(store, number) for number in range(held)]
     staying, number = list(there), held
@@ -59,7 +59,7 @@ def test_what_stays_is_passed_once(held: int, steps: list[tuple[int, str]]) -> N
     assert set(staying) <= set(passed)
 
 
-def test_a_region_taken_away_is_passed_over() -> None:
+def test_a_walk_skips_a_region_given_away() -> None:
     store = store_of(REGIONS, PER_REGION)
     for number in range(REGIONS * PER_REGION):
         add(store, number)
@@ -90,14 +90,14 @@ def test_a_large_region_is_emptied_in_several_calls() -> None:
     assert not list(store.pools())
 
 
-def test_a_region_that_can_go_is_found_behind_many_that_cannot() -> None:
+def test_a_region_without_pins_is_found_behind_others() -> None:
     per_region, last = 500, 3
     store = store_of(last + 1, per_region)
     segments = [add(store, number) for number in range((last + 1) * per_region)]
     (pool,) = store.pools()
     for region in range(last):
         store.pin(next(segment for segment in segments if segment.place.region == region))
-    # The first call looks at three regions, which is enough for one call, and the next one begins behind them.
+    # The first call looks at three regions, which is its bound; the next call begins after them.
     assert store.reclaim(pool, 0.0) is None
     asked = 1
     while (taken := store.reclaim(pool, 0.0)) is None:

@@ -1,11 +1,11 @@
-"""Quotas: what a tenant may have, what is its fair part, and what the store refuses for it."""
+"""Quotas and fair shares, and the refusals and reclaimed regions that follow from them."""
 
 from __future__ import annotations
 
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters
 from tokenlake.store import Budgets, Kind, Segment, SegmentStore
-from tokenlake.store.quota import Quotas
+from tokenlake.store.region_allocator import RegionAllocator
 from tokenlake.wire.codes import Code
 
 RED, BLUE, GREY = TenantId("red"), TenantId("blue"), TenantId("grey")
@@ -17,7 +17,7 @@ def store_of(regions: int, quotas: dict[str, float]) -> SegmentStore:
 
 
 def fill(store: SegmentStore, tenant: TenantId, count: int, kind: Kind = Kind.PRIMARY, size: int = SLOT_BYTES) -> Code:
-    """Store until it is refused, at most `count`; the last outcome."""
+    """Store at most `count` segments until one is refused; the last outcome."""
     for number in range(count):
         segment = store.reserve(tenant, size, SegmentKey(number.to_bytes(32, "little")), kind, 0, float(number))
         store.check_integrity()
@@ -32,44 +32,44 @@ def regions(store: SegmentStore, tenant: TenantId) -> int:
     return sum(len(pool.regions) for pool in store.pools() if pool.tenant == tenant)
 
 
-def test_a_quota_is_in_whole_regions_and_at_least_one() -> None:
-    quotas = Quotas(10, {"red": 0.7, "blue": 0.01, "grey": 0.19})
-    assert [quotas.most(tenant) for tenant in (RED, BLUE, GREY, TenantId("new"))] == [7, 1, 1, 10]
+def test_a_quota_is_at_least_one_whole_region() -> None:
+    quotas = RegionAllocator(range(10), {"red": 0.7, "blue": 0.01, "grey": 0.19})
+    assert [quotas.quota(tenant) for tenant in (RED, BLUE, GREY, TenantId("new"))] == [7, 1, 1, 10]
 
 
-def test_fair_parts_fit_into_the_memory() -> None:
-    quotas = Quotas(8, {"red": 0.25})
-    assert quotas.fair(RED, [RED]) == 2
-    assert quotas.fair(BLUE, [BLUE]) == 8
-    assert [quotas.fair(tenant, [RED, BLUE]) for tenant in (RED, BLUE)] == [1, 6]
-    assert [quotas.fair(tenant, [BLUE, GREY]) for tenant in (BLUE, GREY)] == [4, 4]
-    assert Quotas(2, {}).fair(RED, [RED, BLUE, GREY]) == 1
+def test_fair_shares_fit_into_the_memory() -> None:
+    quotas = RegionAllocator(range(8), {"red": 0.25})
+    assert quotas.fair_share(RED, [RED]) == 2
+    assert quotas.fair_share(BLUE, [BLUE]) == 8
+    assert [quotas.fair_share(tenant, [RED, BLUE]) for tenant in (RED, BLUE)] == [1, 6]
+    assert [quotas.fair_share(tenant, [BLUE, GREY]) for tenant in (BLUE, GREY)] == [4, 4]
+    assert RegionAllocator(range(2), {}).fair_share(RED, [RED, BLUE, GREY]) == 1
 
 
-def test_who_writes_without_end_evicts_its_own() -> None:
+def test_a_tenant_at_its_quota_evicts_its_own() -> None:
     store = store_of(4, {"red": 0.5})
     assert fill(store, BLUE, PER_REGION) is Code.RESERVED
     assert fill(store, RED, 100) is Code.RESERVED
-    assert (regions(store, RED), store.spare_regions) == (2, 1)
+    assert (regions(store, RED), store.regions.spare) == (2, 1)
     assert len(store.index(RED)) == 2 * PER_REGION
     assert len(store.index(BLUE)) == PER_REGION
 
 
-def test_where_nothing_can_go_the_quota_is_named() -> None:
+def test_a_refusal_names_the_quota() -> None:
     store = store_of(4, {"red": 0.5})
     for number in range(2 * PER_REGION):
         store.reserve(RED, SLOT_BYTES, SegmentKey(number.to_bytes(32, "little")), Kind.PRIMARY, 0, 0.0)
     assert store.reserve(RED, SLOT_BYTES, SegmentKey(b"x" * 32), Kind.PRIMARY, 0, 0.0) is Code.QUOTA
-    # Nor does another slot size get a region, and what the tenant may reserve is counted without what is spare.
+    # Another slot size gets no region either, and spare regions beyond the quota do not count as capacity.
     assert store.reserve(RED, 2 * SLOT_BYTES, SegmentKey(b"y" * 32), Kind.PRIMARY, 0, 0.0) is Code.QUOTA
     pool = store.pool(RED, SLOT_BYTES)
     assert pool is not None
-    assert store.capacity(pool) == 2 * PER_REGION
+    assert store.capacity(pool.id) == 2 * PER_REGION
     assert store.take_unserved() == [(RED, 2 * SLOT_BYTES)]
     assert store.take_unserved() == []
 
 
-def test_without_a_quota_the_reason_is_another() -> None:
+def test_a_refusal_without_a_quota() -> None:
     store = store_of(1, {})
     for number in range(PER_REGION):
         store.reserve(RED, SLOT_BYTES, SegmentKey(number.to_bytes(32, "little")), Kind.PRIMARY, 0, 0.0)
@@ -77,7 +77,7 @@ def test_without_a_quota_the_reason_is_another() -> None:
     assert store.reserve(BLUE, SLOT_BYTES, SegmentKey(b"x" * 32), Kind.PRIMARY, 0, 0.0) is Code.NO_REGION
 
 
-def test_a_region_in_use_is_drained_and_goes_to_its_claimant() -> None:
+def test_a_drained_region_goes_to_its_claimant() -> None:
     store = store_of(2, {})
     fill(store, RED, 100)
     pool = store.pool(RED, SLOT_BYTES)
@@ -85,17 +85,17 @@ def test_a_region_in_use_is_drained_and_goes_to_its_claimant() -> None:
     leased = next(iter(store.index(RED).values()))
     store.pin(leased)
     busy = leased.place.region
-    assert store.is_short(BLUE, SLOT_BYTES, [RED, BLUE])
-    assert store.has_too_much(RED, [RED, BLUE])
-    # The other region is taken at once; what goes on being written does not come into it again.
+    assert store.below_fair_share(BLUE, SLOT_BYTES, [RED, BLUE])
+    assert store.regions.above_fair_share(RED, [RED, BLUE])
+    # The region without a pin is taken at once.
     given = store.drain(pool, 200.0)
     assert given is not None
     assert given != busy
     store.check_integrity()
     store.add_spare(9, (BLUE, SLOT_BYTES))
-    assert (regions(store, RED), regions(store, BLUE), store.spare_regions) == (1, 1, 0)
-    assert not store.is_short(BLUE, SLOT_BYTES, [RED, BLUE])
-    assert not store.has_too_much(RED, [RED, BLUE])
+    assert (regions(store, RED), regions(store, BLUE), store.regions.spare) == (1, 1, 0)
+    assert not store.below_fair_share(BLUE, SLOT_BYTES, [RED, BLUE])
+    assert not store.regions.above_fair_share(RED, [RED, BLUE])
 
 
 def test_a_region_is_taken_when_its_last_pin_goes() -> None:
@@ -114,7 +114,7 @@ def test_a_region_is_taken_when_its_last_pin_goes() -> None:
     assert not list(store.pools())
 
 
-def test_of_regions_that_went_little_is_kept() -> None:
+def test_little_is_kept_of_regions_given_away() -> None:
     store = store_of(1, {})
     for region in range(1, 100):
         fill(store, RED, PER_REGION)
@@ -122,4 +122,4 @@ def test_of_regions_that_went_little_is_kept() -> None:
         assert pool is not None
         assert store.reclaim(pool, 10.0) == region - 1
         store.add_spare(region)
-    assert sum(map(len, store._generations.values())) < 100 + PER_REGION
+        store.check_integrity()
