@@ -16,7 +16,7 @@ from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix, TokenIds, root_key
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
-from tokenlake_client.engines.base import CacheLease, CachePool
+from tokenlake_client.engines.common.pool import CacheLease, CachePool
 
 SECRET = b"secret of the test's tenant"
 

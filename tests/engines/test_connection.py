@@ -10,9 +10,9 @@ import pytest
 from tests.engines.memory_pool import MemoryPool, as_pool
 from tests.engines.test_layouts import layout
 from tokenlake.errors import CredentialRefused, Unreachable
-from tokenlake_client.engines import connection as module
-from tokenlake_client.engines.base import CachePool
-from tokenlake_client.engines.connection import Connection
+from tokenlake_client.engines.common import connection as module
+from tokenlake_client.engines.common.connection import Connection
+from tokenlake_client.engines.common.pool import CachePool
 
 
 class Daemon:

@@ -22,8 +22,8 @@ from tests.robustness.live import LAYOUT, LIMIT_S, Prompt, daemons, match, outco
 from tokenlake.store.region import RegionShape
 from tokenlake.wire import Code
 from tokenlake_client import Pool
+from tokenlake_client.engines.vllm.blocks import block_views, stack_layers
 from tokenlake_client.engines.vllm.cuda_copy import CudaCopy
-from tokenlake_client.engines.vllm.paged import block_views, stack_layers
 from tokenlake_client.engines.vllm.ranks import rank_shards
 from tokenlake_client.regions import Mapping, Window
 

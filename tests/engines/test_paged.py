@@ -11,10 +11,10 @@ import torch
 
 from tokenlake.errors import LayoutRefused
 from tokenlake.layout import Layout
-from tokenlake_client.engines.slots import slot_flat, slot_tensors
+from tokenlake_client.engines.common.slots import slot_flat, slot_tensors
+from tokenlake_client.engines.vllm.blocks import BLOCK_VIEWS, block_views, check_tensors, stack_layers
 from tokenlake_client.engines.vllm.cuda_copy import CudaCopy
 from tokenlake_client.engines.vllm.host_copy import HostCopy
-from tokenlake_client.engines.vllm.paged import BLOCK_VIEWS, block_views, check_tensors, stack_layers
 from tokenlake_client.engines.vllm.ranks import rank_shards
 
 LAYERS, HEADS, DIM, SEGMENT, BLOCK, BLOCKS = 3, 4, 8, 16, 8, 6

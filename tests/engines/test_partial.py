@@ -10,7 +10,7 @@ import torch
 
 from tokenlake import attention
 from tokenlake_client.engines.transformers import partial
-from tokenlake_client.engines.transformers.partial import Part, attend, attend_own, merge, merge_rows
+from tokenlake_client.engines.transformers.partial_attention import Part, attend, attend_own, merge, merge_rows
 
 SCALE = 0.3
 SHAPES = {"multi-head": (4, 4, 16), "grouped-query": (6, 2, 16), "multi-query": (4, 1, 16), "other values": (4, 2, 24)}

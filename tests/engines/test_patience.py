@@ -15,8 +15,9 @@ from tokenlake.identity import NodeId
 from tokenlake.planner import Rates
 from tokenlake.planner.fits import ENOUGH, NEWEST
 from tokenlake.wire import Code
+from tokenlake_client.engines.common.in_flight import FACTOR, LEAST_S, LONGEST_S
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
-from tokenlake_client.engines.transformers.measured import LATE, LEAST_S, LONGEST_S, Measured
+from tokenlake_client.engines.transformers.measurements import Measurements
 
 SEGMENT = 16
 EACH_S = 0.01
@@ -41,15 +42,15 @@ def measure(rates: Rates, each_s: float, samples: int = ENOUGH) -> None:
 
 
 def patience_s(rates: Rates, found: int, wanted: int) -> float:
-    return Measured(rates).patience(LAYOUT, found, wanted).seconds(wanted - found)
+    return Measurements(rates).in_flight_wait(LAYOUT, found, wanted).seconds(wanted - found)
 
 
 def test_it_is_what_computing_the_missing_tokens_takes_and_some_more() -> None:
     for found, wanted in ((0, 8), (4, 8), (7, 8)):
         computing = EACH_S * (wanted - found) * SIZE
-        assert patience_s(rates_of(), found, wanted) == pytest.approx(LATE * computing, rel=0.01)
+        assert patience_s(rates_of(), found, wanted) == pytest.approx(FACTOR * computing, rel=0.01)
     slower = patience_s(rates_of(fetch_s=0.5 * EACH_S * SIZE), 0, 4)
-    assert slower == pytest.approx(LATE * 1.5 * EACH_S * 4 * SIZE, rel=0.01)
+    assert slower == pytest.approx(FACTOR * 1.5 * EACH_S * 4 * SIZE, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def serve(model: Any, pool: MemoryPool, mode: Any, rows: int = 1) -> list[float]
 
 @pytest.mark.parametrize("mode", ["auto", "fetch"])
 def test_a_prompt_is_looked_up_once_and_waited_for_once(model: Any, pool: MemoryPool, mode: str) -> None:
-    waits = pytest.approx(LATE * EACH_S * 4 * SEGMENT, rel=0.05)
+    waits = pytest.approx(FACTOR * EACH_S * 4 * SEGMENT, rel=0.05)
     planned = [0.0] if mode == "auto" else []
     assert serve(model, pool, mode) == [*planned, waits]
     pool.segments.clear()

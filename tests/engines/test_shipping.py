@@ -16,7 +16,7 @@ from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake_client import Pool
 from tokenlake_client.engines.transformers import Counts, EngineOptions, TokenLakeEngine, layout_of
-from tokenlake_client.engines.transformers.shipped import ShippedCache
+from tokenlake_client.engines.transformers.shipped_cache import ShippedCache
 from tokenlake_client.queries import View
 from tokenlake_testing.cluster import Cluster
 
@@ -76,7 +76,7 @@ def check(engine: TokenLakeEngine, model: Any, rows: list[list[int]], **argument
     counts = Counts(*(getattr(after, name) - getattr(before, name) for name in Counts.__slots__))
     assert counts.tokens_asked == sum(map(len, rows))
     assert counts.tokens_asked == counts.tokens_hit + counts.tokens_shipped + counts.tokens_computed
-    assert counts.failures == counts.requests_without_pool == 0, engine._reported
+    assert counts.failures == counts.requests_without_pool == 0, counts
     return counts
 
 

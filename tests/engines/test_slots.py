@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tests.engines.test_layouts import layout
 from tokenlake.layout import Layout
-from tokenlake_client.engines.transformers.slots import TORCH_DTYPES, LayerPair, read_segments, write_segment
+from tokenlake_client.engines.transformers.segment_copy import TORCH_DTYPES, LayerPair, read_segments, write_segment
 
 SHAPES = [
     # (layers, kv heads, key dim, value dim, segment tokens)

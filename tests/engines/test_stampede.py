@@ -19,8 +19,8 @@ from tests.robustness.live import LIMIT_S, daemons, wait_until
 from tokenlake.core.pendings import CLAIMED, WAITED
 from tokenlake.wire import Code
 from tokenlake_client import Lease, Pool
+from tokenlake_client.engines.common.in_flight import FACTOR, LONGEST_S
 from tokenlake_client.engines.transformers import Counts, TokenLakeEngine
-from tokenlake_client.engines.transformers.measured import LATE, LONGEST_S
 from tokenlake_testing.children import start_child
 from tokenlake_testing.cluster import Cluster
 
@@ -84,7 +84,7 @@ def in_vain(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def expect_prefill(engine: TokenLakeEngine, patience_s: float) -> None:
     """As if it had been measured that computing the prompts here is worth so long a wait, and moving them takes
     nothing."""
-    each = patience_s / LATE / (SEGMENTS * SEGMENT)
+    each = patience_s / FACTOR / (SEGMENTS * SEGMENT)
     for sample in range(SAMPLES):
         tokens = 16 * (1 + sample % 7)
         engine.rates.prefill.add(tokens, 0, each * tokens, 0.0)

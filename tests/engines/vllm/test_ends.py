@@ -8,12 +8,12 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
+from tokenlake_client.engines.vllm.trouble import Trouble
 from vllm.v1.request import RequestStatus
 
 from tests.connector.side import Bench, blocks_of, request
 from tokenlake.hints import Hints, Outlook
 from tokenlake_client.engines.vllm import TokenLakeConnector
-from tokenlake_client.engines.vllm.trouble import Trouble
 
 REASONS = {
     RequestStatus.FINISHED_STOPPED: "stop",

@@ -130,7 +130,7 @@ def test_the_ranks_reports_are_merged_connector_by_connector() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
 
     from tokenlake_client.engines.vllm.connector import StepOutcome
-    from tokenlake_client.engines.vllm.plan import StepReport
+    from tokenlake_client.engines.vllm.step_plan import StepReport
 
     ranks = [
         MultiKVConnectorWorkerMetadata((StepOutcome(StepReport(5, first)), None, StepOutcome(StepReport(5, second))))
