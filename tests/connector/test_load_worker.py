@@ -16,6 +16,7 @@ from tokenlake_client.engines.vllm.step_plan import LoadPlan
 class Watched:
     """A pool with one lease, and a copy that fails at the second segment; both record their calls."""
 
+    session = 1
     incarnation = 1
     hits = 2
 
@@ -30,6 +31,8 @@ class Watched:
 
     def release(self) -> None:
         self.story.append("released")
+
+    def close(self) -> None: ...
 
     def from_slot(self, slot: NDArray[np.uint8], blocks: Sequence[int], skip: int) -> None:
         if "begun" in self.story:

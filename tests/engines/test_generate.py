@@ -13,6 +13,7 @@ from tests.engines.memory_pool import MemoryPool, as_pool
 from tests.engines.models import FAMILIES, PAD, VOCABULARY, build, family, prompt
 from tokenlake.errors import Unreachable
 from tokenlake.wire import Code
+from tokenlake_client.engines.common import connection
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
 
 SEGMENT = 16
@@ -124,8 +125,9 @@ def test_flipped_bytes_change_the_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("call", ["prefix", "match", "fetch", "second fetch", "release", "store", "commit"])
 def test_a_failing_pool_changes_no_token(
-    model: Any, pool: MemoryPool, call: str, caplog: pytest.LogCaptureFixture
+    model: Any, pool: MemoryPool, call: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(connection, "RETRY_S", 0.0)
     ids, mask = padded([prompt(5 * SEGMENT + 3), prompt(40, 1)])
     expected = greedy(model.generate, ids, mask)
     with engine_of(model, pool) as engine, caplog.at_level(logging.WARNING, "tokenlake"):
@@ -134,7 +136,6 @@ def test_a_failing_pool_changes_no_token(
             engine.flush()
         pool.broken = {call}
         for _ in range(2):
-            engine._connection._retry_at = 0.0
             assert greedy(engine.generate, ids, mask) == expected
             engine.flush()
         assert engine.counts.failures > 0
@@ -392,13 +393,13 @@ def test_a_daemon_that_appears_later_is_used(model: Any, pool: MemoryPool, monke
         return as_pool(pool)
 
     monkeypatch.setattr(TokenLakeEngine, "_connect", connect)
+    monkeypatch.setattr(connection, "RETRY_S", 0.0)
     ids = torch.tensor([prompt(40)])
     expected = greedy(model.generate, ids)
     with TokenLakeEngine(model, "/run/later", EngineOptions(segment_tokens=SEGMENT)) as engine:
         assert greedy(engine.generate, ids) == expected
         assert engine.counts.requests == 0
         absent = False
-        engine._connection._retry_at = 0.0
         assert greedy(engine.generate, ids) == expected
         assert engine.counts.requests == 1
 

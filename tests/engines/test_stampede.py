@@ -129,7 +129,7 @@ def at_once(
         assert [answer.result(2 * LIMIT_S) for answer in answers] == [expected] * len(serving)
     assert all(engine.flush(LIMIT_S) for engine in serving)
     counts = [engine.counts for engine in serving]
-    assert not any(each.failures or each.requests_without_pool for each in counts), serving[0]._reported
+    assert not any(each.failures or each.requests_without_pool for each in counts), counts
     return Counts(*(sum(getattr(each, name) for each in counts) for name in Counts.__slots__))
 
 

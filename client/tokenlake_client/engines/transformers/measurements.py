@@ -61,8 +61,8 @@ class Measurements:
         self.rates.answer_tokens.add(steps, time.perf_counter())
 
     def decode(self, rows: int, cached: int, steps: int, seconds: float) -> None:
-        """A batch of `rows`, whose cache is all in the engine, took `seconds` for `steps`. `cached`: the tokens of a row
-        at half of the steps."""
+        """A batch of `rows`, whose cache is all in the engine, took `seconds` for `steps`. `cached`: the tokens of a
+        row at half of the steps."""
         if steps:
             self.rates.decode.add(rows, cached, seconds / steps, time.perf_counter())
 

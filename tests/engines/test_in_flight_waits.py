@@ -9,7 +9,7 @@ import torch
 
 from tests.engines.memory_pool import MemoryPool, as_pool
 from tests.engines.models import family, prompt
-from tests.engines.test_auto import FarLease
+from tests.engines.test_planner import FarLease
 from tests.robustness.live import LAYOUT
 from tokenlake.identity import NodeId
 from tokenlake.planner import Rates
