@@ -52,7 +52,7 @@ def keys_of(cluster: Cluster, engine: TokenLakeEngine, tokens: list[int]) -> Seq
         return pool.prefix(tokens).keys
 
 
-def test_the_daemon_knows_how_requests_ended(tmp_path: Path) -> None:
+def test_the_daemon_gets_the_end_of_requests(tmp_path: Path) -> None:
     log = tmp_path / "events"
     model = family("llama-gqa")
     first, second = (torch.tensor([prompt(3 * SEGMENT + 1, seed)]) for seed in (1, 2))
@@ -72,7 +72,7 @@ def test_the_daemon_knows_how_requests_ended(tmp_path: Path) -> None:
     assert hints_of(log, stopped) == [Hints(stop_reason="stop", output_tokens=5)] * 3
 
 
-def test_the_daemon_knows_that_a_conversation_is_over(tmp_path: Path) -> None:
+def test_the_daemon_gets_the_end_of_a_conversation(tmp_path: Path) -> None:
     log = tmp_path / "events"
     model = family("llama-gqa")
     ids = torch.tensor([prompt(3 * SEGMENT + 1, 1)])
@@ -89,7 +89,7 @@ def test_the_daemon_knows_that_a_conversation_is_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["auto", "fetch"])
-def test_a_turn_of_a_conversation_is_one_use(tmp_path: Path, mode: str) -> None:
+def test_a_turn_of_a_conversation_is_one_access(tmp_path: Path, mode: str) -> None:
     """Looked up to be planned, read, and waited for."""
     log = tmp_path / "events"
     model = family("llama-gqa")

@@ -45,7 +45,7 @@ def patience_s(rates: Rates, found: int, wanted: int) -> float:
     return Measurements(rates).in_flight_wait(LAYOUT, found, wanted).seconds(wanted - found)
 
 
-def test_it_is_what_computing_the_missing_tokens_takes_and_some_more() -> None:
+def test_the_wait_follows_the_predicted_time() -> None:
     for found, wanted in ((0, 8), (4, 8), (7, 8)):
         computing = EACH_S * (wanted - found) * SIZE
         assert patience_s(rates_of(), found, wanted) == pytest.approx(FACTOR * computing, rel=0.01)
@@ -65,11 +65,11 @@ def test_it_is_what_computing_the_missing_tokens_takes_and_some_more() -> None:
     ],
     ids=["nothing measured", "all found", "more found than wanted", "computed at once", "slower to bring", "too long"],
 )
-def test_where_it_does_not_pay_nobody_is_waited_for(rates: Rates, found: int, wanted: int) -> None:
+def test_no_wait_where_it_does_not_pay(rates: Rates, found: int, wanted: int) -> None:
     assert patience_s(rates, found, wanted) == 0.0
 
 
-def test_it_is_never_longer_than_the_pool_allows() -> None:
+def test_the_wait_is_limited_by_the_daemon() -> None:
     assert patience_s(rates_of(each_s=0.9 * LONGEST_S / SIZE), 0, 1) == LONGEST_S
 
 
@@ -97,7 +97,7 @@ def serve(model: Any, pool: MemoryPool, mode: Any, rows: int = 1) -> list[float]
 
 
 @pytest.mark.parametrize("mode", ["auto", "fetch"])
-def test_a_prompt_is_looked_up_once_and_waited_for_once(model: Any, pool: MemoryPool, mode: str) -> None:
+def test_each_prompt_is_waited_for_once(model: Any, pool: MemoryPool, mode: str) -> None:
     waits = pytest.approx(FACTOR * EACH_S * 4 * SEGMENT, rel=0.05)
     planned = [0.0] if mode == "auto" else []
     assert serve(model, pool, mode) == [*planned, waits]
@@ -106,7 +106,7 @@ def test_a_prompt_is_looked_up_once_and_waited_for_once(model: Any, pool: Memory
     assert [wait > 0 for wait in serve(model, pool, mode, rows=2)] == [False] * len(2 * planned) + [True] * 2
 
 
-def test_what_is_all_there_is_not_waited_for(model: Any, pool: MemoryPool) -> None:
+def test_no_wait_for_a_complete_hit(model: Any, pool: MemoryPool) -> None:
     serve(model, pool, "fetch")
     assert serve(model, pool, "fetch") == [0.0]
     assert serve(model, pool, "auto") == [0.0]
@@ -115,7 +115,7 @@ def test_what_is_all_there_is_not_waited_for(model: Any, pool: MemoryPool) -> No
     assert serve(model, pool, "auto", rows=2) == [0.0] * 4
 
 
-def test_what_the_plan_computes_though_it_is_there_is_not_waited_for(
+def test_no_wait_for_segments_that_the_plan_computes(
     model: Any, pool: MemoryPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve(model, pool, "fetch")
@@ -135,7 +135,7 @@ def test_what_the_plan_computes_though_it_is_there_is_not_waited_for(
 
 
 @pytest.mark.parametrize("mode", ["auto", "fetch"])
-def test_what_is_computed_is_claimed_and_what_is_not_stored_no_more(model: Any, pool: MemoryPool, mode: str) -> None:
+def test_markers_are_set_and_removed_if_not_stored(model: Any, pool: MemoryPool, mode: str) -> None:
     serve(model, pool, mode)
     assert len(pool.claimed) == 4
     assert all(seconds > LEAST_S for seconds in pool.claimed.values())
@@ -148,7 +148,7 @@ def test_what_is_computed_is_claimed_and_what_is_not_stored_no_more(model: Any, 
     assert [*pool.claimed.values()] == [0.0] * 3
 
 
-def test_what_finds_no_room_in_the_queue_is_claimed_no_more(model: Any, pool: MemoryPool) -> None:
+def test_a_full_queue_removes_markers(model: Any, pool: MemoryPool) -> None:
     options = EngineOptions(mode="fetch", segment_tokens=SEGMENT, write_queue=0)
     with TokenLakeEngine(model, as_pool(pool), options) as engine:
         measure(engine.rates, EACH_S, NEWEST)
@@ -157,7 +157,7 @@ def test_what_finds_no_room_in_the_queue_is_claimed_no_more(model: Any, pool: Me
     assert [*pool.claimed.values()] == [0.0] * 4
 
 
-def test_who_does_not_wait_claims_nothing(model: Any, pool: MemoryPool) -> None:
+def test_no_markers_without_a_wait(model: Any, pool: MemoryPool) -> None:
     with TokenLakeEngine(model, as_pool(pool), EngineOptions(segment_tokens=SEGMENT)) as engine:
         engine.prefill(prompt(4 * SEGMENT + 3))
         engine.flush()

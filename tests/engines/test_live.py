@@ -80,7 +80,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
     running.kill()
 
 
-def test_another_process_continues_from_what_this_one_computed(daemon: Daemon) -> None:
+def test_another_process_uses_the_computed_segments(daemon: Daemon) -> None:
     model = family("llama-gqa")
     expected = [greedy(model.generate, ids) for ids in prompts()]
     with TokenLakeEngine(model, daemon.socket, EngineOptions(segment_tokens=SEGMENT)) as engine:
@@ -96,7 +96,7 @@ def test_another_process_continues_from_what_this_one_computed(daemon: Daemon) -
     assert (hit, failures) == ((4 + 5 * (PROMPTS - 1)) * SEGMENT, 0)
 
 
-def test_a_killed_daemon_changes_no_token_and_is_used_again(daemon: Daemon) -> None:
+def test_a_killed_daemon_changes_no_token(daemon: Daemon) -> None:
     model = family("llama-gqa")
     ids = prompts()[0]
     expected = greedy(model.generate, ids)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tokenlake import attention
-from tokenlake_client.engines.transformers import partial
+from tokenlake_client.engines.transformers import partial_attention
 from tokenlake_client.engines.transformers.partial_attention import Part, attend, attend_own, merge, merge_rows
 
 SCALE = 0.3
@@ -59,7 +59,7 @@ def test_over_all_tokens(shape: str, tokens: int, cached: int, dtype: Any) -> No
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("tokens", "cached"), [(1, 9), (7, 7), (7, 20)])
 def test_causal_behind_what_is_cached(shape: str, tokens: int, cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partial, "MAX_LOGITS", 3 * 6 * 40)
+    monkeypatch.setattr(partial_attention, "MAX_LOGITS", 3 * 6 * 40)
     query, keys, values = draw(shape, tokens, cached)
     seen = torch.ones((tokens, cached), dtype=torch.bool).tril(cached - tokens).expand(3, -1, -1)
     near(attend_own(query, keys, values, SCALE), expected(query, keys, values, seen))
@@ -69,7 +69,7 @@ def test_causal_behind_what_is_cached(shape: str, tokens: int, cached: int, monk
     near(attend_own(query, keys, values, SCALE, masked[:, None]), expected(query, keys, values, masked))
 
 
-def test_inputs_of_any_strides_are_left_as_they_are() -> None:
+def test_inputs_of_any_strides_are_not_changed() -> None:
     tensors = draw("grouped-query", 4, 11)
     strided = [tensor.transpose(1, 3).contiguous().transpose(1, 3) for tensor in tensors]
     copies = [tensor.clone() for tensor in strided]

@@ -61,14 +61,14 @@ def measured(engine: TokenLakeEngine, cluster: Cluster, prefill_s: float, byte_s
     return rates
 
 
-def test_with_nothing_measured_prefixes_are_fetched(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
+def test_prefixes_are_fetched_before_measurements(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
     with engine_at(cluster, READER, model, mode="auto") as engine:
         counts = check(engine, model, rows)
         assert counts.tokens_hit == shipped(rows)
         assert counts.tokens_shipped == counts.tokens_skipped == 0
 
 
-def test_what_is_slower_to_bring_is_computed(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
+def test_segments_that_are_slow_to_fetch_are_computed(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
     with engine_at(cluster, READER, model, mode="auto") as engine:
         measured(engine, cluster, prefill_s=1e-6, byte_s=1.0, query_s=100.0)
         counts = check(engine, model, rows)
@@ -78,7 +78,7 @@ def test_what_is_slower_to_bring_is_computed(cluster: Cluster, model: Any, rows:
         assert counts.tokens_hit + counts.tokens_skipped == shipped(rows)
 
 
-def test_queries_travel_where_that_is_cheapest(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
+def test_queries_are_shipped_where_that_is_cheapest(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
     with engine_at(cluster, READER, model, mode="auto") as engine:
         measured(engine, cluster, prefill_s=10.0, byte_s=1.0, query_s=1e-5)
         counts = check(engine, model, rows)
@@ -87,7 +87,7 @@ def test_queries_travel_where_that_is_cheapest(cluster: Cluster, model: Any, row
         assert counts.tokens_skipped == 0
 
 
-def test_where_fetching_is_cheapest_it_is_fetched(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
+def test_prefixes_are_fetched_where_that_is_cheapest(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
     with engine_at(cluster, READER, model, mode="auto") as engine:
         measured(engine, cluster, prefill_s=10.0, byte_s=1e-12, query_s=10.0)
         counts = check(engine, model, rows)
@@ -95,7 +95,7 @@ def test_where_fetching_is_cheapest_it_is_fetched(cluster: Cluster, model: Any, 
         assert counts.bytes_sent == 0
 
 
-def test_what_an_engine_does_is_measured(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
+def test_an_engine_measures_its_work(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
     with engine_at(cluster, READER, model, mode="ship") as engine:
         check(engine, model, rows)
         others = [engine.rates.peer(NodeId(node.name)) for node in cluster.nodes if node is not cluster.nodes[READER]]
@@ -110,7 +110,7 @@ def test_what_an_engine_does_is_measured(cluster: Cluster, model: Any, rows: lis
         assert rates.answer_tokens.samples == 2
 
 
-def test_without_a_query_engine_prefixes_are_fetched_and_none_is_asked_for_again(model: Any) -> None:
+def test_a_missing_query_engine_is_not_asked_again(model: Any) -> None:
     with daemons(2, "64MiB") as cluster, engine_at(cluster, 1, model, mode="auto") as engine:
         row = prompt(6 * SEGMENT + 1, 7)
         put(cluster, model, [row])
@@ -128,7 +128,7 @@ def test_without_a_query_engine_prefixes_are_fetched_and_none_is_asked_for_again
 
 
 @pytest.mark.parametrize("call", ["match", "nodes", "fetch", "prefix"])
-def test_a_pool_that_fails_while_it_is_planned_changes_no_token(model: Any, call: str) -> None:
+def test_a_pool_failure_during_planning_changes_no_token(model: Any, call: str) -> None:
     pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
     row = prompt(4 * SEGMENT + 3, 5)
     ids, mask = batch([row])
@@ -153,7 +153,7 @@ class FarLease(MemoryLease):
         return ["far"] * self.hits
 
 
-def test_a_node_that_loses_segments_at_once_is_not_said_to_be_fast(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_segments_do_not_make_a_node_fast(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
     row = prompt(4 * SEGMENT + 3, 6)
     with TokenLakeEngine(model, pool, EngineOptions(segment_tokens=SEGMENT)) as engine:
@@ -170,7 +170,7 @@ def test_a_node_that_loses_segments_at_once_is_not_said_to_be_fast(model: Any, m
 
 
 @pytest.mark.parametrize("mode", ["auto", "ship"])
-def test_rows_that_share_a_long_prefix_need_no_more_leases_than_one(model: Any, mode: str) -> None:
+def test_rows_with_a_shared_prefix_share_leases(model: Any, mode: str) -> None:
     """A session may lease half of its node's memory."""
     layout = layout_of(model, segment_tokens=SEGMENT)
     head = prompt((1 << 20) // layout.segment_bytes // 3 * SEGMENT, 11)

@@ -141,7 +141,7 @@ def test_models_of_several_families(cluster: Cluster, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gptj", "codegen"])
-def test_attention_that_cannot_be_served_is_named_and_the_prefix_fetched(
+def test_unsupported_attention_is_named_and_fetched(
     cluster: Cluster, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = family(name)
@@ -268,7 +268,7 @@ def test_a_failing_pool_changes_no_token(
             assert bool(counts.steps_void) == (call in ("init_query", "query"))
 
 
-def test_no_room_for_copies_changes_no_token_and_leaves_no_view(
+def test_no_room_for_copies_leaves_no_view(
     cluster: Cluster, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [prompt(3 * SEGMENT + 20, 95)]

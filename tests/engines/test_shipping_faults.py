@@ -124,7 +124,7 @@ def test_the_tokens_stay_the_same(cluster: Cluster, model: Any, fault: str, kill
         sums_up(engine)
 
 
-def test_a_query_engine_that_came_back_is_used_again(cluster: Cluster, model: Any) -> None:
+def test_a_restarted_query_engine_is_used(cluster: Cluster, model: Any) -> None:
     rows = [prompt(6 * SEGMENT + 3, 2000)]
     put(cluster, model, rows)
     expected, _ = generate(model.generate, rows)
@@ -143,7 +143,7 @@ def test_a_query_engine_that_came_back_is_used_again(cluster: Cluster, model: An
             wait_until(again, "it is used again")
 
 
-def test_every_node_started_again(model: Any) -> None:
+def test_all_nodes_restart(model: Any) -> None:
     """What was in memory is gone; it is computed, stored and shipped once more."""
     rows = [prompt(6 * SEGMENT + 3, 2100)]
     expected, _ = generate(model.generate, rows)
@@ -166,7 +166,7 @@ def test_every_node_started_again(model: Any) -> None:
             assert generate(engine.generate, rows)[0] == expected
 
 
-def test_queries_that_do_not_travel_are_not_said_to(cluster: Cluster, model: Any) -> None:
+def test_only_sent_queries_are_counted(cluster: Cluster, model: Any) -> None:
     """The planner would think that who died answers fast."""
     rows = [prompt(6 * SEGMENT + 3, 2200)]
     put(cluster, model, rows)

@@ -44,7 +44,7 @@ def run(engine: Engine, expected: list[list[int]]) -> tuple[float, float]:
     return hit, skipped
 
 
-def test_loads_that_are_faster_than_their_prefill_are_done(
+def test_loads_faster_than_a_prefill_are_done(
     weighs: Callable[[str], Engine], expected: list[list[int]]
 ) -> None:
     engine = weighs("async")
@@ -55,7 +55,7 @@ def test_loads_that_are_faster_than_their_prefill_are_done(
 
 
 @pytest.mark.parametrize("load", ["async", "sync"])
-def test_loads_that_are_slower_than_their_prefill_are_left_out(
+def test_loads_slower_than_a_prefill_are_skipped(
     load: str, weighs: Callable[[str], Engine], expected: list[list[int]], cluster: Cluster
 ) -> None:
     engine = weighs(load)

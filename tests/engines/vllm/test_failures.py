@@ -60,7 +60,7 @@ def until_hit(engine: Engine, tokens: Sequence[int]) -> list[int]:
     return list(answers.pop())
 
 
-def test_no_daemon_at_the_start_is_said_once_and_it_is_used_when_it_appears(behind: Engine, plain: Engine) -> None:
+def test_a_daemon_that_starts_later_is_used(behind: Engine, plain: Engine) -> None:
     tokens = prompt(600, 1)
     assert until_hit(behind, tokens) == plain.generate([tokens])[0]
     assert behind.log.read_text().count("connecting to the pool failed") == 1
@@ -108,7 +108,7 @@ def test_unchecked_corrupt_segments_change_the_tokens(
 
 
 @pytest.mark.parametrize("kind", ["behind", "waiting"])
-def test_the_owner_is_killed_in_the_middle(
+def test_the_owner_is_killed_during_a_load(
     kind: str, request: pytest.FixtureRequest, plain: Engine, cluster: Cluster
 ) -> None:
     engine: Engine = request.getfixturevalue(kind)

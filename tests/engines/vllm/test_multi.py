@@ -54,7 +54,7 @@ def hits(engine: Engine, tokens: list[int], expected: list[int]) -> float:
     return float(engine.call("counts")["tokens_hit"] - before)
 
 
-def test_the_first_connector_that_has_a_prompt_loads_it_and_all_store_it(
+def test_one_connector_loads_and_all_store(
     multi: Engine, alone: Engine, plain: Engine
 ) -> None:
     tokens = prompt(1000, 1)
@@ -101,7 +101,7 @@ def test_a_corrupt_segment_is_recomputed(multi: Engine, plain: Engine, cluster: 
     assert multi.call("counts")["loads_failed"] > failed
 
 
-def test_segments_that_die_with_their_owner_are_recomputed(
+def test_segments_of_a_killed_owner_are_recomputed(
     multi: Engine, alone: Engine, plain: Engine, cluster: Cluster
 ) -> None:
     many = [prompt(900 + seed, 40 + seed) for seed in range(6)]
@@ -125,7 +125,7 @@ def test_segments_that_die_with_their_owner_are_recomputed(
     assert "Traceback" not in multi.log.read_text().replace("render_messages", "")
 
 
-def test_the_ranks_reports_are_merged_connector_by_connector() -> None:
+def test_rank_reports_are_merged_per_connector() -> None:
     """As vLLM does it with several ranks: of each connector the slowest rank counts."""
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
 

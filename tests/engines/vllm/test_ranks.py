@@ -23,7 +23,7 @@ HITS = 0 + 384 + 512 + 512 + 1280
 
 
 @pytest.mark.parametrize("load", ["async", "sync"])
-def test_two_ranks_write_and_one_reads_and_the_reverse(
+def test_two_ranks_and_one_rank_share(
     load: str, start: Callable[..., Engine], plain: Engine, cluster: Cluster
 ) -> None:
     expected = [plain.generate([tokens])[0] for tokens in PROMPTS]

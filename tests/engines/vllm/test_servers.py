@@ -111,7 +111,7 @@ def servers(tmp_path: Path, cluster: Cluster) -> Iterator[list[Server]]:
             server.close()
 
 
-def test_what_one_computed_the_other_reads(servers: list[Server], cluster: Cluster) -> None:
+def test_one_server_reads_the_others_segments(servers: list[Server], cluster: Cluster) -> None:
     prompts = [prompt(700 + 100 * number, 60 + number) for number in range(3)]
     first, second = servers
     expected = [first.complete(tokens) for tokens in prompts]

@@ -96,7 +96,7 @@ def save(directory: Path, family: str, settings: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_model_that_is_not_served_runs_as_without_the_connector(
+def test_an_unserved_model_runs_as_without_the_connector(
     name: str, model: Path, cluster: Cluster, tmp_path: Path
 ) -> None:
     family, settings, arguments, reason = FAMILIES[name]
@@ -117,7 +117,7 @@ def within(cluster: Cluster) -> dict[str, Any]:
     return transfer_of([{"socket": str(cluster.nodes[0].socket), "verify": True, **PATIENT}])
 
 
-def test_a_wrapper_without_the_recompute_policy_is_refused_with_the_line_to_add(
+def test_a_wrapper_without_the_policy_is_refused(
     model: Path, cluster: Cluster, tmp_path: Path
 ) -> None:
     refused = Forked(model, tmp_path / "refused.log", PROMPTS, within(cluster))
@@ -131,7 +131,7 @@ def test_a_wrapper_without_the_recompute_policy_is_refused_with_the_line_to_add(
         assert 'Add "kv_load_failure_policy": "recompute" to --kv-transfer-config' in str(raised.value)
 
 
-def test_a_wrapper_around_a_model_that_is_not_served_needs_no_policy(
+def test_an_unserved_model_needs_no_policy(
     model: Path, cluster: Cluster, tmp_path: Path
 ) -> None:
     transfer = within(cluster)

@@ -65,7 +65,7 @@ def test_cold_and_warm(first: Engine, expected: list[list[int]]) -> None:
     assert (counts["tokens_hit"], counts["failures"], counts["loads_failed"]) == (HITS, 0, 0)
 
 
-def test_vllms_own_cache_and_the_pool_share_a_prompt(first: Engine, plain: Engine) -> None:
+def test_vllms_cache_and_the_pool_share_a_prompt(first: Engine, plain: Engine) -> None:
     longer = PROMPTS[-1] + prompt(700, 1)
     expected = plain.generate([longer])
     assert first.generate([longer]) == expected
@@ -99,7 +99,7 @@ def test_many_at_once_with_preemption(first: Engine, second: Engine, plain: Engi
         assert engine.call("counts")["failures"] == 0
 
 
-def test_segments_that_decode_completed(first: Engine, second: Engine, plain: Engine) -> None:
+def test_segments_completed_by_decode(first: Engine, second: Engine, plain: Engine) -> None:
     question = prompt(200, 7)
     answer = first.generate([question], 400)[0]
     assert answer == plain.generate([question], 400)[0]
@@ -123,7 +123,7 @@ def test_a_new_suffix_is_stored_by_an_engine_that_waits(first: Engine, second: E
     assert hits(first) - before == loadable(len(longer))
 
 
-def test_prompts_of_two_salts_do_not_meet(first: Engine, plain: Engine) -> None:
+def test_two_salts_share_nothing(first: Engine, plain: Engine) -> None:
     tokens = prompt(600, 77)
     expected = plain.generate([tokens])
     for salt in ("a", "b"):

@@ -56,7 +56,7 @@ def stored_and_hit(engines: Sequence[Engine]) -> tuple[int, int]:
     return sum(int(count["tokens_stored"]) for count in counts), sum(int(count["tokens_hit"]) for count in counts)
 
 
-def test_a_prompt_that_both_get_at_once_is_computed_once(
+def test_a_prompt_of_both_engines_is_computed_once(
     engines: list[Engine], plain: Engine, cluster: Cluster, threads: ThreadPoolExecutor
 ) -> None:
     """By one request of one engine: those beside it find it in vLLM's own cache, or in the pool."""
@@ -78,7 +78,7 @@ def test_a_prompt_that_both_get_at_once_is_computed_once(
 
 
 @pytest.mark.parametrize("ended", [signal.SIGSTOP, signal.SIGKILL])
-def test_one_that_computes_and_stops_is_not_waited_for_without_end(
+def test_the_wait_for_a_stopped_engine_ends(
     ended: signal.Signals, engines: list[Engine], plain: Engine, cluster: Cluster, threads: ThreadPoolExecutor
 ) -> None:
     seen = []

@@ -52,7 +52,7 @@ def hits(engine: Engine) -> float:
 
 
 @pytest.mark.parametrize("how", ["reset", "sleep"])
-def test_after_a_change_in_place_the_tokens_are_those_of_the_new_weights(
+def test_new_weights_give_their_own_tokens(
     model: Path, trained: Path, changing: Engine, steady: Engine, fresh: Engine, how: str
 ) -> None:
     changing.call("reset", how="reset")
@@ -79,7 +79,7 @@ def test_after_a_change_in_place_the_tokens_are_those_of_the_new_weights(
     assert changing.call("counts")["failures"] == 0
 
 
-def test_engines_that_are_told_the_same_version_share(
+def test_engines_with_the_same_version_share(
     model: Path, trained: Path, changing: Engine, steady: Engine, fresh: Engine, cluster: Cluster
 ) -> None:
     tokens = prompt(800, 50)
@@ -120,7 +120,7 @@ def test_a_version_without_a_reset_is_not_shared(trained: Path, changing: Engine
 
 
 @pytest.mark.parametrize("preempt", [True, False])
-def test_a_request_that_runs_while_the_weights_change_stores_nothing_wrong(
+def test_a_running_request_stores_nothing_wrong(
     model: Path, trained: Path, changing: Engine, fresh: Engine, preempt: bool
 ) -> None:
     assert changing.call("reset", how="reset")
@@ -138,7 +138,7 @@ def test_a_request_that_runs_while_the_weights_change_stores_nothing_wrong(
     assert hits(changing) - before == (HIT if preempt else 0)
 
 
-def test_nothing_is_stored_of_a_request_that_keeps_its_blocks(model: Path, trained: Path, changing: Engine) -> None:
+def test_a_request_that_keeps_its_blocks_is_not_stored(model: Path, trained: Path, changing: Engine) -> None:
     assert changing.call("reset", how="reset")
     changing.call("reload", directory=str(model), version=None)
     assert changing.call("flush")
