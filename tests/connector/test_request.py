@@ -50,7 +50,7 @@ def test_a_load_has_whole_blocks_and_leaves_a_token(shape: tuple[int, int], tota
     until = loadable_until(hits, total, segment, block)
     assert until % block == 0
     assert until <= min(hits * segment, total - 1)
-    # One block more would not be there, or leave nothing to compute.
+    # One more block is not in the pool, or leaves no token to compute.
     assert until + block > min(hits * segment, total - 1)
 
 
@@ -102,7 +102,7 @@ def test_a_failed_load_voids_the_steps_under_way() -> None:
     assert saved.take(100, certain=False) == range(0)
     saved.add_step(3, 12)
     saved.confirm(3)
-    # The segments that could not be read are offered anew.
+    # The segments that could not be read are offered again.
     assert saved.take(100, certain=False) == range(3)
 
 

@@ -52,7 +52,7 @@ def test_segments_of_a_slow_node_are_computed() -> None:
     assert bench.side.matched(asked, 0) == 24
     lease = bench.pool.leases[-1]
     assert (lease.released_from, lease.released) == (3, False)
-    # vLLM had no room, and asks again.
+    # vLLM had no free blocks, and asks again.
     assert bench.side.matched(asked, 0) == 24
     bench.side.allocated(asked, blocks_of(asked), 24)
     plan = bench.side.step([], lambda name: [])
@@ -62,7 +62,7 @@ def test_segments_of_a_slow_node_are_computed() -> None:
 
 
 def test_token_counts_add_up() -> None:
-    """asked = local + hit + skipped + what the pool does not have."""
+    """asked = local + hit + skipped + missing in the pool."""
     bench = Bench()
     prefill(bench)
     load(bench, CHEAP)
@@ -92,7 +92,7 @@ def test_a_failed_load_is_no_sample() -> None:
         know(bench, one, ["here"])
         bench.place(one)
         plan = bench.side.step([], lambda name: [])
-        # Another rank was done with it.
+        # Another rank has completed the load.
         report = StepReport(plan.step, 0, loaded={one.request_id: CHEAP})
         bench.side.worker_output(report, [one.request_id], {plan.loads[0].blocks[0]})
     assert bench.side.rates.copy.at is None
@@ -120,7 +120,7 @@ def test_nodes_are_asked_for_without_waiting() -> None:
     bench.pool.answers = True
     bench.now = 0.019
     bench.side.worker_output(None, [], set())
-    # Found on other nodes: the second question has a deadline of its own.
+    # The segments are on other nodes, and the second question has its own deadline.
     bench.now = 0.030
     assert bench.side.matched(asked, 0) is None
     bench.pool.leases[0].answers = True

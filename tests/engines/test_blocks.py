@@ -1,4 +1,4 @@
-"""The table of vLLM's memory layouts: what is in which block, and slots that are right for every one of them."""
+"""vLLM's memory layouts: the contents of each block, and the slots that are copied from and to them."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ ORDERS = {"HND": (0, 1, 2, 3), "NHD": (0, 2, 1, 3)}
 CASES = [
     (backend, order, together, parts)
     for backend, order, together, parts in itertools.product(BLOCK_VIEWS, ORDERS, (True, False), (1, 2))
-    # vLLM's CPU kernels read blocks in one order alone.
+    # vLLM's CPU kernels support one order of blocks only.
     if order == "HND" or not backend.startswith("CPU")
 ]
 
 
 def caches(heads: int, order: str, parts: int, *, together: bool) -> list[Any]:
-    """A layer's tensor each, as vLLM gives them: logical [kernel blocks, heads, tokens, 2 * dim] of any strides."""
+    """One tensor per layer, as vLLM gives them: logical [kernel blocks, heads, tokens, 2 * dim] of any strides."""
     logical = (BLOCKS * parts, heads, BLOCK // parts, 2 * DIM)
     axes = ORDERS[order]
     physical = tuple(logical[axis] for axis in axes)
@@ -50,7 +50,7 @@ def caches(heads: int, order: str, parts: int, *, together: bool) -> list[Any]:
 
 
 def kernel_write(backend: str, cache: Any, at: int, keys: Any, values: Any) -> None:
-    """What a kernel stores: keys and values [heads, tokens, dim] of a whole kernel block."""
+    """Write keys and values [heads, tokens, dim] of a whole kernel block, as a kernel does."""
     if not backend.startswith("CPU"):
         cache[at, :, :, :DIM], cache[at, :, :, DIM:] = keys, values
         return
@@ -94,7 +94,7 @@ def test_a_segment_goes_out_in_canonical_order_and_comes_back(
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_gpus_buffer_is_this_ranks_part_of_a_slot(size: int) -> None:
-    """The same arithmetic on the host: what it would gather on a GPU are the bytes that the host's copy writes."""
+    """`CudaCopy` on the host gathers the same bytes as `HostCopy`."""
     torch.manual_seed(1)
     shards = rank_shards(LAYOUT, size - 1, size)
     tensors = caches(HEADS // size, "NHD", 1, together=True)

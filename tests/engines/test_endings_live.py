@@ -1,4 +1,4 @@
-"""What an engine says of a request's end is known to the daemon that keeps its segments."""
+"""The daemon gets the end of each request and of each conversation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHAT = Hints(Outlook.GOES_ON, "chat", priority=1)
 
 
 def known_of(log: Path, keys: Sequence[SegmentKey]) -> list[Hints]:
-    """What a daemon that left this log knew of the segments in its end."""
+    """The hints of the segments when the daemon with this event log stopped."""
     records = recording._records(log)
     core = NodeCore(msgspec.msgpack.decode(next(records), type=CoreConfig))
     core.start(msgspec.msgpack.decode(next(records), type=float))
@@ -41,7 +41,7 @@ def known_of(log: Path, keys: Sequence[SegmentKey]) -> list[Hints]:
 
 
 def hints_of(log: Path, keys: Sequence[SegmentKey]) -> list[Hints]:
-    """The same, but for what it saw by itself."""
+    """The same without the daemon's own access records."""
     return [msgspec.structs.replace(hints, access=NO_ACCESS) for hints in known_of(log, keys)]
 
 
@@ -90,7 +90,7 @@ def test_the_daemon_gets_the_end_of_a_conversation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["auto", "fetch"])
 def test_a_turn_of_a_conversation_is_one_access(tmp_path: Path, mode: str) -> None:
-    """Looked up to be planned, read, and waited for."""
+    """The match of the plan, the read and the wait count as one."""
     log = tmp_path / "events"
     model = family("llama-gqa")
     ids = torch.tensor([prompt(3 * SEGMENT + 1, 1)])

@@ -60,7 +60,7 @@ def test_cold_and_warm_give_the_models_tokens(name: str) -> None:
         engine.flush()
         assert greedy(engine.generate, ids, mask) == expected
         counts = engine.counts
-    # Of the third prompt the last token stays to compute, and with it its second segment's hit.
+    # The last token of the third prompt is left to compute, so its second segment is no hit.
     assert counts.tokens_hit == (5 + 0 + 1) * SEGMENT
     assert counts.tokens_asked == counts.tokens_hit + counts.tokens_computed
     assert counts.failures == counts.requests_without_pool == 0
@@ -143,9 +143,7 @@ def test_a_failing_pool_changes_no_token(
         pool.broken = set()
 
 
-def test_each_refusal_code_is_logged_once(
-    model: Any, pool: MemoryPool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_refusal_code_is_logged_once(model: Any, pool: MemoryPool, caplog: pytest.LogCaptureFixture) -> None:
     with engine_of(model, pool) as engine, caplog.at_level(logging.WARNING, "tokenlake"):
         for seed, code in enumerate((Code.WRITE_BUDGET, Code.NO_SLOT, Code.WRITE_BUDGET)):
             pool.refuse = code
@@ -203,9 +201,7 @@ def test_sampling_with_several_sequences(model: Any, pool: MemoryPool) -> None:
         assert engine.counts.failures == 0
 
 
-def test_a_long_answer_enlarges_the_cache(
-    model: Any, pool: MemoryPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_answer_enlarges_the_cache(model: Any, pool: MemoryPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenlake_client.engines.transformers.engine.MAX_EXPECTED_TOKENS", 3)
     monkeypatch.setattr("tokenlake_client.engines.transformers.cache.SPARE_TOKENS", 4)
     ids = torch.tensor([prompt(20)])

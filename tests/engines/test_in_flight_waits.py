@@ -1,4 +1,4 @@
-"""How long an engine waits for what others compute: never where computing is expected to be as fast."""
+"""The wait for segments that other engines compute, and the in-flight markers of this engine."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tokenlake_client.engines.transformers.measurements import Measurements
 
 SEGMENT = 16
 EACH_S = 0.01
-"""Computing one token takes."""
+"""The time to compute one token."""
 SIZE = LAYOUT.segment_tokens
 
 
 def rates_of(each_s: float = EACH_S, samples: int = ENOUGH, fetch_s: float | None = None) -> Rates:
-    """`fetch_s`: bringing a segment of `LAYOUT` from the one peer takes; None: there is none."""
+    """`fetch_s`: the time to fetch a segment of `LAYOUT` from the only peer; None: there is no peer."""
     rates = Rates()
     measure(rates, each_s, samples)
     for count in range(1, ENOUGH + 1) if fetch_s is not None else ():
@@ -63,7 +63,7 @@ def test_the_wait_follows_the_predicted_time() -> None:
         (rates_of(fetch_s=1.1 * EACH_S * SIZE), 0, 4),
         (rates_of(each_s=1.1 * LONGEST_S / SIZE), 0, 1),
     ],
-    ids=["nothing measured", "all found", "more found than wanted", "computed at once", "slower to bring", "too long"],
+    ids=["not measured", "all found", "more found than needed", "short prefill", "slow fetch", "too long"],
 )
 def test_no_wait_where_it_does_not_pay(rates: Rates, found: int, wanted: int) -> None:
     assert patience_s(rates, found, wanted) == 0.0
@@ -84,7 +84,7 @@ def pool(model: Any) -> MemoryPool:
 
 
 def serve(model: Any, pool: MemoryPool, mode: Any, rows: int = 1) -> list[float]:
-    """How long each match of a call would have waited; computing a segment here takes 0.16 s, it is believed."""
+    """The wait of each match of a call. The predicted time to compute a segment is 0.16 s."""
     ids = torch.tensor([prompt(4 * SEGMENT + 3, number) for number in range(rows)])
     before = len(pool.patience)
     with TokenLakeEngine(model, as_pool(pool), EngineOptions(mode=mode, segment_tokens=SEGMENT)) as engine:
@@ -102,7 +102,7 @@ def test_each_prompt_is_waited_for_once(model: Any, pool: MemoryPool, mode: str)
     planned = [0.0] if mode == "auto" else []
     assert serve(model, pool, mode) == [*planned, waits]
     pool.segments.clear()
-    # Planned together, waited for each in its turn.
+    # The plan matches without a wait; then each row has a match with a wait.
     assert [wait > 0 for wait in serve(model, pool, mode, rows=2)] == [False] * len(2 * planned) + [True] * 2
 
 
@@ -110,7 +110,7 @@ def test_no_wait_for_a_complete_hit(model: Any, pool: MemoryPool) -> None:
     serve(model, pool, "fetch")
     assert serve(model, pool, "fetch") == [0.0]
     assert serve(model, pool, "auto") == [0.0]
-    # Each of several is planned first, and then read.
+    # Each of several rows is matched by the plan and by its load.
     serve(model, pool, "auto", rows=2)
     assert serve(model, pool, "auto", rows=2) == [0.0] * 4
 

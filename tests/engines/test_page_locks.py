@@ -69,7 +69,7 @@ def stored(memory: int, slot: int) -> NDArray[np.float32]:
 
 
 def test_a_new_mapping_at_an_old_address_is_registered(cuda: FakeCuda) -> None:
-    """After a restart of the daemon copies went to the memory of the one that had died."""
+    """Before, copies after a restart of the daemon went to the memory of the dead daemon."""
     old, new = region(), region()
     copy = copier(1.0)
     here = mapping(old)
@@ -128,7 +128,7 @@ def test_foreign_memory_is_not_registered(cuda: FakeCuda) -> None:
 
 
 def test_a_forked_child_ends_no_registration(cuda: FakeCuda) -> None:
-    """The arena is not in a child: other memory of the child may lie at its address."""
+    """The arena is not mapped in a child; other memory of the child may have its address."""
     memory = region()
     here = mapping(memory)
     copier().to_slot(here.slots[0], [0])
@@ -201,7 +201,7 @@ def test_stores_are_right_after_a_restart_of_the_daemon(cuda: FakeCuda) -> None:
                 cluster.nodes[0].start()
                 cluster.wait_ready()
                 wait_until(partial(another_life, pool, before), "connected again")
-                # What is left of the former life goes, and its addresses are given again.
+                # The remaining arrays of the previous daemon are dropped, and their addresses are reused.
                 gc.collect()
             assert outcomes(pool.store_all(pool.prefix(prompt.tokens).keys, fill, patience=LIMIT_S)) == {Code.COMMITTED}
             with match(pool, prompt) as lease:
@@ -209,7 +209,7 @@ def test_stores_are_right_after_a_restart_of_the_daemon(cuda: FakeCuda) -> None:
             assert len(arrays) == 3
             assert all((array.view(np.float32) == 7.0).all() for array in arrays), f"life {life} of the daemon"
             copy.from_slot(arrays[0], [0], 0)
-            # In one life arrays outlive their daemon.
+            # The arrays of one daemon outlive it.
             held = [arrays] if life == 1 else []
             del arrays
         del held

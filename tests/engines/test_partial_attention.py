@@ -18,7 +18,7 @@ SHAPES = {"multi-head": (4, 4, 16), "grouped-query": (6, 2, 16), "multi-query": 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 LARGE = 1e-4
-"""Where the logarithms themselves are up to 100."""
+"""The tolerance where the logarithms are up to 100."""
 
 
 def draw(shape: str, tokens: int, cached: int, dtype: Any = torch.float32, rows: int = 3) -> tuple[Any, Any, Any]:
@@ -63,7 +63,7 @@ def test_causal_behind_what_is_cached(shape: str, tokens: int, cached: int, monk
     query, keys, values = draw(shape, tokens, cached)
     seen = torch.ones((tokens, cached), dtype=torch.bool).tril(cached - tokens).expand(3, -1, -1)
     near(attend_own(query, keys, values, SCALE), expected(query, keys, values, seen))
-    # The same with a mask that hides the first tokens of two rows.
+    # Again with a mask that hides the first tokens of two rows.
     first = torch.tensor([0, min(1, cached - tokens), cached - tokens])[:, None, None]
     masked = seen & (torch.arange(cached) >= first)
     near(attend_own(query, keys, values, SCALE, masked[:, None]), expected(query, keys, values, masked))

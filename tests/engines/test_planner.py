@@ -1,4 +1,4 @@
-"""Mode `auto`: the planner chooses from what was measured, and the tokens are those of the model alone."""
+"""Mode `auto`: the planner chooses by the measurements, and the tokens equal those of the model alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tokenlake_testing.cluster import Cluster
 pytestmark = pytest.mark.live
 
 SAMPLES = 64
-"""All that a fit is made of: what the engine measures meanwhile changes little."""
+"""The number of samples of a full fit; the engine's own samples change it little."""
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,8 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def rows(cluster: Cluster, model: Any, request: pytest.FixtureRequest) -> list[list[int]]:
-    """Stored, and spread over the nodes."""
-    # Of each test its own: what one fetched the next would find at home.
+    """Rows whose segments are stored on several nodes."""
+    # Each test has its own rows, because segments fetched by one test would be local in the next.
     seed = 10 * sum(map(ord, request.node.name))
     made = [prompt(6 * SEGMENT + 1 + number, seed + number) for number in range(3)]
     put(cluster, model, made)
@@ -45,7 +45,7 @@ def rows(cluster: Cluster, model: Any, request: pytest.FixtureRequest) -> list[l
 
 
 def measured(engine: TokenLakeEngine, cluster: Cluster, prefill_s: float, byte_s: float, query_s: float) -> Rates:
-    """As if so many seconds had been measured: per new token, per byte from any node, per query and layer there."""
+    """Set the rates to these seconds: per new token, per byte from any node, per query and layer there."""
     rates = engine.rates
     for sample in range(SAMPLES):
         count = 1 + sample % 7
@@ -73,7 +73,7 @@ def test_segments_that_are_slow_to_fetch_are_computed(cluster: Cluster, model: A
         measured(engine, cluster, prefill_s=1e-6, byte_s=1.0, query_s=100.0)
         counts = check(engine, model, rows)
         assert counts.tokens_shipped == 0
-        # What lies at directory node may be read all the same.
+        # Segments on this node may be read nevertheless.
         assert counts.tokens_skipped > 0
         assert counts.tokens_hit + counts.tokens_skipped == shipped(rows)
 
@@ -142,7 +142,7 @@ def test_a_pool_failure_during_planning_changes_no_token(model: Any, call: str) 
 
 
 class FarLease(MemoryLease):
-    """All of it on another node."""
+    """A lease whose segments all lie on another node."""
 
     local_hits = 0
 
@@ -175,13 +175,13 @@ def test_rows_with_a_shared_prefix_share_leases(model: Any, mode: str) -> None:
     layout = layout_of(model, segment_tokens=SEGMENT)
     head = prompt((1 << 20) // layout.segment_bytes // 3 * SEGMENT, 11)
     rows = [head + prompt(1 + number, 12 + number) for number in range(4)]
-    # One region of a mebibyte is for the layout that `serving` looks with.
+    # One region of 1 MiB belongs to the layout that `serving` uses.
     with serving(1, "2MiB") as cluster, engine_at(cluster, 0, model, mode=mode) as engine:
         with engine_at(cluster, 0, model, mode="fetch") as writer:
             writer.prefill([*head, 2])
             assert writer.flush(30)
             assert writer.counts.tokens_stored == len(head)
-        # Whatever is found is worth reading.
+        # Every hit is predicted to be faster to read.
         measured(engine, cluster, prefill_s=10.0, byte_s=1.0, query_s=10.0)
         ids, mask = batch(rows)
         engine.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False, eos_token_id=None)

@@ -24,7 +24,7 @@ SHAPES = [
 
 
 def reference(cache: list[LayerPair], shape: Layout, start: int) -> bytes:
-    """The slot's bytes, one head at a time in the documented order."""
+    """The bytes of the slot, one head at a time in the documented order."""
     pieces = []
     for group in range(shape.shards):
         for pair in cache:

@@ -126,7 +126,9 @@ def test_tensors_in_any_order(tmp_path: Path) -> None:
 
 def test_importing_it_imports_no_engine() -> None:
     code = (
-        "import sys, tokenlake_client, tokenlake_client.weights, tokenlake_client.engines.base; "
-        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+        "import sys, tokenlake_client, tokenlake_client.weights; "
+        "from tokenlake_client.engines.common import background, connection, in_flight, model_config, pool, reports; "
+        "from tokenlake_client.engines.vllm import scheduler, settings, worker; "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'vllm')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -50,7 +50,7 @@ def waiting(start: Callable[..., Engine], cluster: Cluster, behind: Engine) -> E
 
 
 def until_hit(engine: Engine, tokens: Sequence[int]) -> list[int]:
-    """Repeat a prompt until the engine loads a part of it from the pool. Returns the tokens, which are equal each time."""
+    """Repeat a prompt until the engine loads a part of it from the pool. Returns the tokens, equal each time."""
     answers = set()
     until = time.monotonic() + TIMEOUT_S
     before = engine.call("counts")["tokens_hit"]

@@ -118,7 +118,7 @@ def test_unnameable_weights_are_refused(model: Path, load_format: str) -> None:
 def test_a_registered_loader_is_refused(model: Path) -> None:
     @register_model_loader("test_loader")
     class Scaling(DefaultModelLoader):  # type: ignore[misc]
-        """Reads the files and does something else with them."""
+        """A loader with other results than vLLM's."""
 
     with pytest.raises(LayoutRefused, match="load_format.*test_loader"):
         layout(model, load_format="test_loader")

@@ -33,7 +33,7 @@ FLAG = json.dumps(
 
 
 def with_tokenizer(directory: Path) -> Path:
-    """A model whose tokens are written t0, t1, ...: a server answers with text."""
+    """A model with a tokenizer whose tokens are t0, t1, ..., because a server answers with text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Weights changed in place: nothing that was stored before is loaded after, and other engines keep what is theirs."""
+"""Weights that change in place: no older segment is loaded afterwards, and other engines keep their segments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fresh(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """vLLM alone, started with the new weights: what is right after the change."""
+    """vLLM without a pool, started with the new weights: the reference after the change."""
     engine = Engine(trained, tmp_path_factory.mktemp("fresh") / "log", None, nice=10)
     yield engine
     engine.close()
@@ -43,7 +43,7 @@ def changing(start: Callable[..., Engine], cluster: Cluster) -> Engine:
 
 @pytest.fixture(scope="module")
 def steady(start: Callable[..., Engine], cluster: Cluster) -> Engine:
-    """Keeps the weights that all started with."""
+    """An engine that keeps the initial weights."""
     return start({"socket": str(cluster.nodes[0].socket), **PATIENT})
 
 
@@ -110,7 +110,7 @@ def test_a_version_without_a_reset_is_not_shared(trained: Path, changing: Engine
     for engine in (changing, steady):
         assert engine.call("reset", how="reset")
         engine.generate([prompt(300, 61)])
-        # vLLM's own cache may hold what other weights computed.
+        # vLLM's own cache may hold results of other weights.
         engine.call("reload", directory=str(trained), version="step 200")
         before = hits(engine)
         engine.generate([tokens])
@@ -130,7 +130,7 @@ def test_a_running_request_stores_nothing_wrong(
     assert len(answer["tokens"]) == 300
     assert answer["reset"] is preempt, "vLLM keeps its own cache while a request has blocks"
     assert changing.call("flush")
-    # Of the last token there is no cache: what is stored of the others is loaded.
+    # The last token has no cache; the stored segments of the others are loaded.
     longer = question + answer["tokens"] + prompt(20, 72)
     assert changing.call("forget")
     before = hits(changing)
