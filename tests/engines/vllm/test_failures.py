@@ -35,7 +35,8 @@ def cluster() -> Iterator[Cluster]:
 def behind(start: Callable[..., Engine], cluster: Cluster) -> Engine:
     """An engine that starts before its daemon. Loads in the background and verifies its reads."""
     cluster.nodes[0].kill()
-    engine = start({"socket": str(cluster.nodes[0].socket), "verify": True, **PATIENT, "match_ms": 20})
+    pool = {"socket": str(cluster.nodes[0].socket), "verify": True, **PATIENT, "match_ms": 20}
+    engine = start(pool, environment={"VLLM_LOGGING_LEVEL": "INFO"})
     engine.generate([prompt(600, 1)])
     cluster.nodes[0].start()
     cluster.wait_ready()
