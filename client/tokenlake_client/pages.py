@@ -70,7 +70,7 @@ class Pages:
     def __del__(self) -> None:
         if self._process != os.getpid():
             # The address is the child's to give to others: neither what the parent registered nor what lies there now
-            # may be touched (test_a_forked_child_ends_no_registration_and_unmaps_nothing).
+            # may be touched (test_a_forked_child_ends_no_registration).
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._mapped))
             return
         if sys.is_finalizing():

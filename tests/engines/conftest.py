@@ -23,7 +23,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _patient_matches() -> Iterator[None]:
-    """On a machine that runs something else as well, 20 ms without a turn are no reason for a miss."""
+    """A longer deadline of a match: on a busy machine a process may not run for 20 ms."""
     defaults = Pool.match.__kwdefaults__
     Pool.match.__kwdefaults__ = {**(defaults or {}), "deadline_s": 2.0}
     yield
