@@ -7,7 +7,7 @@ import pytest
 from tokenlake_bench.baselines import intern_segments
 from tokenlake_bench.live import PATIENT, LiveOptions, run_live
 from tokenlake_bench.simulation.arrivals import arrivals_of
-from tokenlake_bench.simulation.cluster import SimulationOptions
+from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.run import Simulation
 from tokenlake_bench.sizing import bench_layout
 from tokenlake_bench.workload import BuiltinSettings, builtin_workload

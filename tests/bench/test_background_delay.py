@@ -7,8 +7,9 @@ import pytest
 
 from tokenlake.core import background
 from tokenlake_bench.simulation.arrivals import Arrival
-from tokenlake_bench.simulation.cluster import Cluster, SimulationOptions
+from tokenlake_bench.simulation.cluster import Cluster
 from tokenlake_bench.simulation.engine import Served
+from tokenlake_bench.simulation.options import SimulationOptions
 
 NODES = 4
 SEGMENT_TOKENS = 512

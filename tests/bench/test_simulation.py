@@ -17,8 +17,8 @@ from tokenlake.metrics import Metric
 from tokenlake.wire import Code
 from tokenlake_bench.baselines import Accesses, Prompt, global_lru, infinite_cache
 from tokenlake_bench.simulation.arrivals import arrivals_of
-from tokenlake_bench.simulation.cluster import SimulationOptions
 from tokenlake_bench.simulation.network import Link, NetworkShape
+from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.run import Measured, Simulation, Totals
 
 TOKENS = 512

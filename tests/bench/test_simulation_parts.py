@@ -16,10 +16,10 @@ from tokenlake.wire import peer
 from tokenlake_bench import balance
 from tokenlake_bench.simulation import hot
 from tokenlake_bench.simulation.arrivals import Arrival, flash_crowd, keys_of, merged
-from tokenlake_bench.simulation.clock import Clock
 from tokenlake_bench.simulation.late_load import LateLoad
 from tokenlake_bench.simulation.meter import Meter, filled
 from tokenlake_bench.simulation.network import Link, Network, NetworkShape
+from tokenlake_testing.clock import Clock
 
 MB = 10**6
 

@@ -6,7 +6,7 @@ import itertools
 from collections import deque
 
 from tests.sim.arena import REGION_BYTES, View
-from tests.sim.clock import Clock
+from tests.sim.clock import RandomClock
 from tests.sim.engine import Engine, Reading
 from tests.sim.link import Link
 from tests.sim.node import SimNode
@@ -40,7 +40,7 @@ class Cluster:
 
     def __init__(self, nodes: int = 3, seed: int = 0, *, regions: int = 3, recording: bool = False, **rules: float):
         """`rules`: fields of `CoreConfig` other than the defaults here, which are shorter than a daemon's."""
-        self.clock = Clock(seed)
+        self.clock = RandomClock(seed)
         self.recording = recording
         self.regions = regions
         self.rules = {**SHORT_RULES, **rules}
@@ -52,8 +52,6 @@ class Cluster:
         self._copies: deque[View] = deque(maxlen=REMEMBERED)
         self._names = [f"n{index}" for index in range(nodes)]
         self.nodes = {name: SimNode(self, name) for name in self._names}
-        for node in self.nodes.values():
-            node.start()
         pairs = itertools.combinations(self._names, 2)
         self._links = {frozenset(pair): Link(*(self.nodes[name] for name in pair)) for pair in pairs}
 

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tests.sim.clock import Channel
+from tests.sim.transfer import Transfer
 from tokenlake.core import events
 from tokenlake.wire import peer
 from tokenlake.wire.frames import decode, encode
@@ -72,8 +73,8 @@ class Link:
                 self._to[name].cut()
                 other = self._other(name)
                 node.deliver(events.PeerDown(other.name, other.incarnation))
-                for transfer in list(node.receives.values()):
-                    if transfer.sender is other:
+                for transfer in list(node.life.receives.values()):
+                    if isinstance(transfer, Transfer) and transfer.source is other:
                         transfer.fail()
         self._life += 1
         life = self._life

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from tokenlake_bench.routing.instance import Instance, InstanceOptions, Job, Steps
-from tokenlake_bench.simulation.clock import Clock
+from tokenlake_testing.clock import Clock
 
 __all__ = ["ClockedInstance"]
 

@@ -17,7 +17,7 @@ from tokenlake_bench.routing.instance import InstanceOptions, Job
 from tokenlake_bench.routing.knowledge import OwnRecord, TrackedCaches
 from tokenlake_bench.routing.outcome import Answered, SystemRow, row_of
 from tokenlake_bench.routing.systems import System
-from tokenlake_bench.simulation.clock import Clock
+from tokenlake_testing.clock import Clock
 
 __all__ = ["FleetOptions", "at_rate", "run_system"]
 

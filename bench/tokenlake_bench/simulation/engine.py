@@ -10,17 +10,14 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from tokenlake.core import events
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code, engine
 from tokenlake_bench.live_client import PATIENCE_S, WINDOW
 from tokenlake_bench.simulation.arrivals import Arrival, keys_of
-from tokenlake_bench.simulation.node import CHECKSUM
-
-if TYPE_CHECKING:
-    from tokenlake_bench.simulation.node import SimNode
+from tokenlake_bench.simulation.node import CHECKSUM, SimNode
+from tokenlake_bench.simulation.options import SimulationOptions
 
 __all__ = ["SOCKET_S", "Engine", "Served", "Steps"]
 
@@ -54,11 +51,12 @@ class Served:
 class Engine:
     """Joins its daemon when made. `finished` is called with each request that is done."""
 
-    def __init__(self, node: SimNode, window: int, finished: Callable[[Served], None]) -> None:
-        cluster = node.cluster
+    def __init__(
+        self, node: SimNode, options: SimulationOptions, window: int, finished: Callable[[Served], None]
+    ) -> None:
         self._node = node
-        self._clock = cluster.clock
-        self._options = cluster.options
+        self._clock = node.clock
+        self._options = options
         self._window = max(1, min(WINDOW, window))
         self._finished = finished
         self._numbers = itertools.count(1)
@@ -68,9 +66,9 @@ class Engine:
         self.open = 0
         """Requests under way."""
         node.engines[self.connection] = self
-        layout = cluster.size.layout
+        layout = options.segment_layout
         node.deliver(events.Joined(self.connection, 0, TENANT, layout.segment_bytes, 1, layout.segment_tokens, 0, 0))
-        self._beat(None)
+        self._beat()
 
     def serve(self, arrival: Arrival) -> None:
         """Begin a request."""
@@ -91,18 +89,15 @@ class Engine:
     def _go_on(self, steps: Steps, message: engine.EngineReply | None) -> None:
         step = next(steps, None) if message is None else _send(steps, message)
         if isinstance(step, float):
-            self._clock.after(step, self._woken, steps)
+            self._clock.after(step, self._go_on, steps, None)
         elif step is not None:
             self._waiting[step.id] = steps  # type: ignore[union-attr]
             self._tell(step)
 
-    def _woken(self, steps: Steps) -> None:
-        self._go_on(steps, None)
-
     def _tell(self, message: engine.EngineRequest) -> None:
         self._clock.after(SOCKET_S, self._node.deliver, events.Requested(self.connection, message))
 
-    def _beat(self, _: None) -> None:
+    def _beat(self) -> None:
         self._tell(engine.Heartbeat(next(self._numbers)))
         self._clock.after(self._node.core.config.lease_s / 3, self._beat)
 
@@ -139,7 +134,7 @@ class Engine:
                 for at, code in enumerate(there[:arrived], start)
                 if code == Code.LOCAL
             )
-            self._node.cluster.meter.read(self._clock.now, self._node.index, self._node.index, here)
+            self._node.meter.read(self._clock.now, self._node.index, self._node.index, here)
             served.hits += arrived
             served.remote += there[:arrived].count(Code.REMOTE)
             self._tell(engine.Release(((matched.lease, start, stop),)))

@@ -20,8 +20,8 @@ from tokenlake.errors import ConfigurationError, TokenLakeError
 from tokenlake_bench.balance import WINDOW_S
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.simulation.arrivals import Arrival, arrivals_of, flash_crowd, merged
-from tokenlake_bench.simulation.cluster import SimulationOptions
 from tokenlake_bench.simulation.meter import WindowLoad
+from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.run import Measured, Simulation, Totals
 from tokenlake_bench.traces import read_mooncake
 

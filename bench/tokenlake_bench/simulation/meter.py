@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenlake.core.instructions import StartFetch
-from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
-from tokenlake.store import Kind
-from tokenlake.wire import Code
 from tokenlake_bench.balance import WINDOW_S, ReadLog, Spread, spread
-
-if TYPE_CHECKING:
-    from tokenlake_bench.simulation.node import SimNode
 
 __all__ = ["Meter", "WindowLoad", "filled"]
 
@@ -58,18 +50,9 @@ class Meter:
         self._node.extend([node] * count)
         self._reader.extend([reader] * count)
 
-    def sent(self, now: float, node: int, receiver: SimNode, order: StartFetch, codes: bytes) -> None:
-        """`node` sends what `order` of the `receiver` asked for."""
-        if not order.background:
-            keys = order.keys
-            if codes.count(Code.LOCAL) < len(codes):
-                parts = (keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at, c in enumerate(codes) if c == Code.LOCAL)
-                keys = b"".join(parts)
-            self.read(now, node, receiver.index, keys)
-            return
-        kept = receiver.store.get(TenantId(order.tenant), SegmentKey(order.keys[:KEY_BYTES]))
-        if kept is not None and kept.kind is Kind.REPLICA:
-            self.replicas_made.extend([now - self._begins_s] * codes.count(Code.LOCAL))
+    def replicated(self, now: float, segments: int) -> None:
+        """So many extra copies of hot segments begin to travel."""
+        self.replicas_made.extend([now - self._begins_s] * segments)
 
     def log(self, start_s: float, stop_s: float) -> ReadLog:
         """The reads of this time, by the node they were from."""

@@ -27,10 +27,11 @@ from tokenlake_bench.routing.clocked import ClockedInstance
 from tokenlake_bench.routing.instance import InstanceOptions, Job
 from tokenlake_bench.routing.outcome import Answered, SystemRow, row_of
 from tokenlake_bench.simulation.arrivals import Arrival, keys_of
-from tokenlake_bench.simulation.cluster import BEGINS_S, Route, SimulationOptions
+from tokenlake_bench.simulation.cluster import BEGINS_S, Route
 from tokenlake_bench.simulation.engine import TENANT, Engine, Served, Steps
 from tokenlake_bench.simulation.network import Link, NetworkShape
 from tokenlake_bench.simulation.node import SimNode
+from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.run import Simulation
 
 __all__ = ["POOL", "POOL_REAL", "PooledRun", "engine_layout", "pool_options"]
@@ -106,8 +107,15 @@ class _Turn:
 class PooledEngine(Engine):
     """An `Engine` whose requests go through an instance between reading and storing."""
 
-    def __init__(self, node: SimNode, window: int, finished: Callable[[Served], None], run: PooledRun) -> None:
-        super().__init__(node, window, finished)
+    def __init__(
+        self,
+        node: SimNode,
+        options: SimulationOptions,
+        window: int,
+        finished: Callable[[Served], None],
+        run: PooledRun,
+    ) -> None:
+        super().__init__(node, options, window, finished)
         self._run = run
         self._turns: dict[int, _Turn] = {}
         """Those that read, or are at the instance, by number."""
@@ -120,7 +128,7 @@ class PooledEngine(Engine):
         """Tokens of prompts that have no first token yet."""
         memory = run.node_tokens if run.counts_memory else None
         self._instance = ClockedInstance(
-            node.cluster.clock,
+            node.clock,
             run.engine,
             InstanceOptions(memory_tokens=memory),
             begin=self._begin,
@@ -161,13 +169,13 @@ class PooledEngine(Engine):
             self._share(memory, turn.keys[: turn.served.hits * KEY_BYTES])
             self._hold(memory)
         # Not within the instance's step: to read is to call on the node, which may call back.
-        self._clock.after(0.0, lambda _: self._read_ahead())
+        self._clock.after(0.0, self._read_ahead)
 
     def _first(self, job: Job, now: float) -> None:
         turn = self._turns[job.number]
         turn.first_s = now
         self.backlog -= job.prompt
-        self._clock.after(0.0, lambda _: self._go_on(self._store_computed(job.number, turn), None))
+        self._clock.after(0.0, self._go_on, self._store_computed(job.number, turn), None)
 
     def _store_computed(self, number: int, turn: _Turn) -> Steps:
         new = turn.keys[turn.served.hits * KEY_BYTES :]
@@ -225,7 +233,7 @@ class PooledEngine(Engine):
         """Takes slots for the rest out of the pool, or all that can be had. Outside the index from the start, they are
         what a slot is whose segment is gone while somebody still reads it."""
         store, now = self._node.store, self._clock.now
-        slot_bytes = self._node.cluster.size.layout.segment_bytes
+        slot_bytes = self._options.segment_layout.segment_bytes
         self._release(memory.own, len(memory.own) + len(memory.shared) - memory.slots)
         while len(memory.own) + len(memory.shared) < memory.slots:
             key = SegmentKey(self._run.next_number().to_bytes(KEY_BYTES, "big"))
@@ -262,8 +270,10 @@ class PooledRun:
         """Never the same again."""
         return next(self._numbers)
 
-    def _make(self, node: SimNode, window: int, finished: Callable[[Served], None]) -> Engine:
-        engine = PooledEngine(node, window, finished, self)
+    def _make(
+        self, node: SimNode, options: SimulationOptions, window: int, finished: Callable[[Served], None]
+    ) -> Engine:
+        engine = PooledEngine(node, options, window, finished, self)
         self._engines.append(engine)
         return engine
 

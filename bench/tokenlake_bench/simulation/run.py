@@ -17,9 +17,10 @@ from tokenlake.store import State
 from tokenlake.wire import Code
 from tokenlake_bench import balance
 from tokenlake_bench.simulation.arrivals import Arrival
-from tokenlake_bench.simulation.cluster import SETTLE_S, Cluster, EngineMaker, Route, SimulationOptions
+from tokenlake_bench.simulation.cluster import SETTLE_S, Cluster, EngineMaker, Route
 from tokenlake_bench.simulation.engine import Engine, Served
 from tokenlake_bench.simulation.meter import WindowLoad
+from tokenlake_bench.simulation.options import SimulationOptions
 
 __all__ = ["Measured", "Simulation", "Totals"]
 
@@ -156,11 +157,11 @@ class Simulation:
             requests=self.done,
             duplication=_copies_per_segment(cluster),
             bytes_moved=cluster.network.nbytes,
-            messages_per_request=cluster.messages.total() / done,
+            messages_per_request=cluster.network.messages.total() / done,
             messages_per_request_by_type={
-                kind.__name__: round(count / done, 2) for kind, count in cluster.messages.most_common()
+                kind.__name__: round(count / done, 2) for kind, count in cluster.network.messages.most_common()
             },
-            events=cluster.clock.asked,
+            events=cluster.clock.scheduled,
             replicas_made=len(cluster.meter.replicas_made),
             processor_s=self._processor_s,
             stored={code.name: self.stored[code] for code in sorted(self.stored)},
