@@ -1,10 +1,10 @@
-"""Links that take time.
+"""The simulated network: latency, bandwidth and queues.
 
-A frame takes its link's latency; frames of one link have one latency, so they arrive in order. Segments queue at the
-node that sends them, then at the one that receives them::
+A frame takes its link's latency. All frames of a link have the same latency, so they arrive in order. Transfers queue
+at the sending node, then at the receiving node::
 
     sender    |== transfer 1 ==|== transfer 2 ==|
-    receiver            latency |== transfer 1 ==|  (behind what comes from elsewhere)
+    receiver            latency |== transfer 1 ==|  (behind transfers from other senders)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Link", "Network", "NetworkShape"]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction between two nodes: seconds, and bytes per second."""
+    """One direction between two nodes: latency in seconds, bandwidth in bytes per second."""
 
     latency_s: float = 50e-6
     bandwidth: float = 12.5e9
@@ -36,8 +36,8 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class NetworkShape:
-    """`usual`: a node's own connection, in either direction, and every link that `links` does not name by its
-    (sender, receiver). 100 Gbit/s in one switch unless told otherwise."""
+    """`links`: the links that differ, by (sender, receiver). `usual`: every other link, and each node's own connection
+    in either direction; by default 100 Gbit/s through one switch."""
 
     usual: Link = field(default_factory=Link)
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
