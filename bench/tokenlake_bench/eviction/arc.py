@@ -1,7 +1,8 @@
-"""ARC: a queue of what was used once and one of what was used again; what each let go moves the border between them.
+"""ARC: one queue of segments used once and one of segments used again; evictions from each move the border between
+them.
 
-Megiddo and Modha, "ARC: A self-tuning, low overhead replacement cache", FAST 2003. The capacity is how many segments
-are in order when one is evicted.
+Megiddo and Modha, "ARC: A self-tuning, low overhead replacement cache", FAST 2003. The capacity is the number of
+segments in order when one is evicted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["AdaptiveReplacement"]
 
 
 class _Record:
-    """What the policy knows of a segment, also while it is out of order."""
+    """The policy's state of a segment, kept while the segment is out of order."""
 
     __slots__ = ("again",)
 
@@ -29,7 +30,7 @@ class _Record:
 
 
 class AdaptiveReplacement:
-    """Whatever is new comes in, to the young end of those used once."""
+    """An `EvictionPolicy` that admits every segment, at the recent end of those used once."""
 
     def __init__(self) -> None:
         self._once: OrderedDict[Segment, None] = OrderedDict()
@@ -37,7 +38,7 @@ class AdaptiveReplacement:
         self._ghosts_once: OrderedDict[SegmentKey, None] = OrderedDict()
         self._ghosts_again: OrderedDict[SegmentKey, None] = OrderedDict()
         self._for_once = 0.0
-        """How many segments used once are to be kept."""
+        """Target number of segments used once."""
 
     def insert(self, segment: Segment, now: float) -> None:
         """See `EvictionPolicy`."""
@@ -48,7 +49,7 @@ class AdaptiveReplacement:
         (self._again if record.again else self._once)[segment] = None
 
     def _was_here(self, key: SegmentKey) -> bool:
-        """Was it evicted lately? Then the queue that let it go deserves more room."""
+        """Whether the segment was evicted lately. If it was, the queue that evicted it gets more room."""
         once, again = len(self._ghosts_once), len(self._ghosts_again)
         if key in self._ghosts_once:
             del self._ghosts_once[key]
@@ -75,7 +76,7 @@ class AdaptiveReplacement:
             segment.touched = now
 
     def hinted(self, segment: Segment, now: float) -> None:
-        """Hints changes nothing here."""
+        """This policy ignores hints."""
 
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
         """See `EvictionPolicy`."""
@@ -111,7 +112,7 @@ class AdaptiveReplacement:
         return True
 
     def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, AccessRecord, float] | None:
-        """Not how it was used."""
+        """This policy keeps no access records."""
         return None
 
     def __len__(self) -> int:
@@ -121,7 +122,7 @@ class AdaptiveReplacement:
         return chain(self._once, self._again) if self._once_first() else chain(self._again, self._once)
 
     def save(self) -> bytes:
-        """Nothing is learned."""
+        """This policy learns nothing."""
         return b""
 
     def absorb(self, learned: bytes) -> None:

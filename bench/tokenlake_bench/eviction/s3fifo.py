@@ -1,4 +1,4 @@
-"""S3-FIFO: a small queue on probation, a main queue, and the memory of what the small one let go.
+"""S3-FIFO: a small queue on probation, a main queue, and a list of keys evicted from the small queue.
 
 Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
 """
@@ -17,26 +17,26 @@ from tokenlake.store.segment import Segment
 __all__ = ["S3Fifo"]
 
 SMALL_SHARE = 0.1
-"""Of all segments, on probation; those beyond it go first."""
+"""Share of all segments on probation; beyond it the small queue evicts first."""
 MAX_ACCESSES = 3
-"""Counted; as many rounds a segment stays in the main queue without another."""
+"""Accesses are counted up to this; a segment in the main queue survives as many rounds without another access."""
 MOST_PASSED = 1024
-"""Segments that were used and are passed over in search of one that was not: each costs some 200 ns."""
+"""The most used segments that a search for an unused one passes over; each takes some 200 ns."""
 
 
 class _Record:
-    """What the policy knows of a segment, also while it is out of order."""
+    """The policy's state of a segment, kept while the segment is out of order."""
 
     __slots__ = ("accesses", "main")
 
     def __init__(self, main: bool) -> None:
         self.main = main
         self.accesses = 0
-        """Since it came or went round, at most `MAX_ACCESSES`."""
+        """Accesses since the segment was inserted or passed over, at most `MAX_ACCESSES`."""
 
 
 class S3Fifo:
-    """Whatever is new comes in, mostly on probation."""
+    """An `EvictionPolicy` that admits every segment, a new key on probation."""
 
     def __init__(self) -> None:
         self._small: OrderedDict[Segment, _Record] = OrderedDict()
@@ -55,14 +55,14 @@ class S3Fifo:
         (self._main if record.main else self._small)[segment] = record
 
     def touch(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`. Changes no order."""
+        """See `EvictionPolicy`. Does not change the order."""
         if now - segment.touched >= SAME_ACCESS_S:
             segment.touched = now
             record = self._main.get(segment) or self._small[segment]
             record.accesses = min(record.accesses + 1, MAX_ACCESSES)
 
     def hinted(self, segment: Segment, now: float) -> None:
-        """Hints changes nothing here."""
+        """This policy ignores hints."""
 
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
         """See `EvictionPolicy`."""
@@ -74,7 +74,8 @@ class S3Fifo:
                 self._ghosts.popitem(last=False)
 
     def coldest(self, now: float) -> Segment:
-        """See `EvictionPolicy`. Those that come first and were used go round, or from probation to the main queue."""
+        """See `EvictionPolicy`. Segments at the front that were used move to the back, or from probation to the main
+        queue."""
         passed = 0
         while self._small or self._main:
             on_probation = not self._main or len(self._small) > SMALL_SHARE * len(self)
@@ -104,7 +105,7 @@ class S3Fifo:
         return True
 
     def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, AccessRecord, float] | None:
-        """Not how it was used."""
+        """This policy keeps no access records."""
         return None
 
     def __len__(self) -> int:
@@ -114,7 +115,7 @@ class S3Fifo:
         return chain(self._small, self._main)
 
     def save(self) -> bytes:
-        """Nothing is learned."""
+        """This policy learns nothing."""
         return b""
 
     def absorb(self, learned: bytes) -> None:

@@ -1,4 +1,4 @@
-"""A policy of eviction, and how long it took."""
+"""Measures the time that an eviction policy takes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Timed"]
 
 
 class Timed:
-    """An `EvictionPolicy` that does what `policy` does. Reading the clock adds some 0.1 us to a call."""
+    """Delegates to `policy` and adds up the time of its calls. Reading the clock adds some 0.1 us per call."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
         self.taken_ns = 0
-        """In all calls that change or compare something."""
+        """Nanoseconds in all calls that change or compare segments."""
 
     def insert(self, segment: Segment, now: float) -> None:
         """See `EvictionPolicy`."""

@@ -1,4 +1,4 @@
-"""The command `bench cache-hit --mode simulate`: a workload through the pool and the other systems on simulated time."""
+"""The command `bench cache-hit --mode simulate`: a workload through the pool and the other systems."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 
 class LateLoad:
-    """Replaces the load in each frame by the load that its sender reported `delay_s` ago. Other fields are not delayed."""
+    """Replaces the load in each frame by the load that its sender reported `delay_s` ago; other fields stay."""
 
     def __init__(self, delay_s: float, nodes: int) -> None:
         self._delay_s = delay_s

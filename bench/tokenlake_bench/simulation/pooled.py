@@ -282,7 +282,7 @@ class PooledRun:
         return engine
 
     def least_loaded(self, number: int, arrival: Arrival) -> int:
-        """The node with the fewest prompt tokens to compute, then with the fewest requests; ties are drawn by the seed."""
+        """The node with the fewest prompt tokens to compute, then the fewest requests; ties are drawn by the seed."""
         loads = [(each.backlog, each.open) for each in self._engines]
         least = min(loads)
         return self._draw.choice([node for node, load in enumerate(loads) if load == least])
