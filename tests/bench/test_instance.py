@@ -257,7 +257,7 @@ def test_runs_of_steps_are_like_single_steps(requests: list[tuple[float, int, in
             for number, (at_s, prompt, output, delay) in enumerate(requests)
         ]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tokenlake_bench.routing.instance._RUN", longest)
+            patch.setattr("tokenlake_bench.routing.instance._MAX_STEPS", longest)
             for at_s, number in sorted((at_s, number) for number, (at_s, _, _, _) in enumerate(requests)):
                 while (due := instance.next_event()) <= at_s:
                     instance.advance(due)

@@ -121,7 +121,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """A gated network (three matrices). A token passes `chosen` of the `experts` routed ones and all `shared` experts.
+    """A gated network (three matrices). A token passes `chosen` of the `experts` routed and all `shared` experts.
 
     A dense layer is one shared expert.
     """

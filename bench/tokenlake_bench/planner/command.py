@@ -21,7 +21,7 @@ from tokenlake.planner import Model, Rates
 from tokenlake_bench.planner.judging import Prediction, Result, Row, Totals, predict, result_of, row_of
 from tokenlake_bench.planner.measuring import measure
 from tokenlake_bench.planner.picture import check_plot, plot_regions
-from tokenlake_bench.planner.rig import OWNER, READER, SEGMENT_TOKENS, AccessRecord, Rig, Timed, Work
+from tokenlake_bench.planner.rig import OWNER, READER, SEGMENT_TOKENS, PrefixUse, Rig, Timed, Work
 from tokenlake_bench.planner.shaping import Shape
 from tokenlake_bench.report import format_bytes
 
@@ -139,19 +139,19 @@ class _Bench:
     def learn_here(self) -> None:
         """What does not depend on a link."""
         # The first also sets up torch and the connections.
-        self._turn(LEARNT[0], (AccessRecord.LOCAL, AccessRecord.RECOMPUTE))
+        self._turn(LEARNT[0], (PrefixUse.LOCAL, PrefixUse.RECOMPUTE))
         for work in LEARNT * LEARNING_TURNS:
-            self._here += self._turn(work, (AccessRecord.LOCAL, AccessRecord.RECOMPUTE)).values()
+            self._here += self._turn(work, (PrefixUse.LOCAL, PrefixUse.RECOMPUTE)).values()
 
     def learn_link(self, link: Shape) -> Rates:
         """All inputs, those of the peer measured over `link`, which is as it is from now on."""
         self._rig.shape(link)
         for _ in range(MISSES):
-            if self._turn(DOCUMENT, (AccessRecord.FETCH,))[AccessRecord.FETCH].served:
+            if self._turn(DOCUMENT, (PrefixUse.FETCH,))[PrefixUse.FETCH].served:
                 break
         timed: list[Timed] = []
         for work in LEARNT * LEARNING_TURNS:
-            timed += self._turn(work, (AccessRecord.FETCH, AccessRecord.SHIP)).values()
+            timed += self._turn(work, (PrefixUse.FETCH, PrefixUse.SHIP)).values()
         rates = Rates()
         measure(rates, self._model, [*self._here, *timed])
         return rates
@@ -163,16 +163,16 @@ class _Bench:
         timed: list[Timed] = []
         for turn in range(turns):
             # Whoever is first finds other caches warm than the next.
-            uses = list(AccessRecord)[turn % 4 :] + list(AccessRecord)[: turn % 4]
+            uses = list(PrefixUse)[turn % 4 :] + list(PrefixUse)[: turn % 4]
             taken = self._turn(work, uses)
             self.unequal += len({one.tokens for one in taken.values()}) > 1
             timed += taken.values()
-        seconds = {use: [one.seconds for one in timed if one.use is use] for use in AccessRecord}
-        self._here += [one for one in timed if one.use in (AccessRecord.LOCAL, AccessRecord.RECOMPUTE)]
+        seconds = {use: [one.seconds for one in timed if one.use is use] for use in PrefixUse}
+        self._here += [one for one in timed if one.use in (PrefixUse.LOCAL, PrefixUse.RECOMPUTE)]
         measure(rates, self._model, timed)
         rows = []
         for prediction in predictions:
-            ways = [AccessRecord(way) for way in prediction.seconds]
+            ways = [PrefixUse(way) for way in prediction.seconds]
             unserved = sum(not one.served for one in timed if one.use in ways)
             rows.append(row_of((link.bytes_per_s, link.delay_s), work, prediction, seconds, unserved))
         return rows
@@ -180,13 +180,13 @@ class _Bench:
     def documents(self, link: Shape, rates: Rates) -> Iterator[Totals]:
         """The demo's documents: always fetched, always shipped, and as the planner chooses."""
         prediction: Prediction = predict(DOCUMENT, self._rig.keys(DOCUMENT), OWNER, self._model, rates)
-        taken: dict[AccessRecord, list[Timed]] = {}
+        taken: dict[PrefixUse, list[Timed]] = {}
         for _ in range(QUESTIONS):
-            for use, one in self._turn(DOCUMENT, {AccessRecord.FETCH, AccessRecord.SHIP, prediction.chosen}).items():
+            for use, one in self._turn(DOCUMENT, {PrefixUse.FETCH, PrefixUse.SHIP, prediction.chosen}).items():
                 taken.setdefault(use, []).append(one)
         for name, use in (
-            ("fetch only", AccessRecord.FETCH),
-            ("ship only", AccessRecord.SHIP),
+            ("fetch only", PrefixUse.FETCH),
+            ("ship only", PrefixUse.SHIP),
             ("planner", prediction.chosen),
         ):
             yield Totals(
@@ -198,7 +198,7 @@ class _Bench:
                 ways={use.value: QUESTIONS},
             )
 
-    def _turn(self, work: Work, uses: Sequence[AccessRecord] | set[AccessRecord]) -> dict[AccessRecord, Timed]:
+    def _turn(self, work: Work, uses: Sequence[PrefixUse] | set[PrefixUse]) -> dict[PrefixUse, Timed]:
         suffixes = [self._rig.draw(work.new) for _ in range(work.sharing)]
         ordered = sorted(uses, key=lambda use: use.value) if isinstance(uses, set) else uses
         return {use: self._rig.run(use, work, suffixes) for use in ordered}
@@ -237,7 +237,7 @@ def _show(console: Console, result: Result) -> None:
         rows = list(grouped)
         counts = [
             str(sum(row.best == way.value for row in rows))
-            for way in (AccessRecord.FETCH, AccessRecord.SHIP, AccessRecord.RECOMPUTE)
+            for way in (PrefixUse.FETCH, PrefixUse.SHIP, PrefixUse.RECOMPUTE)
         ]
         mean, worst = statistics.mean(row.regret for row in rows), max(row.regret for row in rows)
         name = f"{link[0]:.0f} MB/s, {link[1]:g} ms"

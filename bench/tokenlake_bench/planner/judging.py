@@ -9,7 +9,7 @@ import msgspec
 
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.planner import Batch, Costs, Model, PrefixTree, Rates, Request, choose, grow
-from tokenlake_bench.planner.rig import OWNER, READER, SEGMENT_TOKENS, AccessRecord, Work
+from tokenlake_bench.planner.rig import OWNER, READER, SEGMENT_TOKENS, PrefixUse, Work
 
 __all__ = ["Prediction", "Result", "Row", "Totals", "predict", "result_of", "row_of"]
 
@@ -23,7 +23,7 @@ fetch was predicted to take."""
 class Prediction(msgspec.Struct, frozen=True):
     """Of one batch whose prefix lies at one node."""
 
-    chosen: AccessRecord
+    chosen: PrefixUse
     seconds: dict[str, float]
     """Per way, from the request to the last token."""
 
@@ -101,17 +101,17 @@ def predict(work: Work, keys: Sequence[SegmentKey], at: str, model: Model, rates
     whole = work.sharing * rates.prefill.seconds(work.prefix + work.new, 0)
     whole += work.decode * rates.decode.seconds(work.sharing, work.prefix + work.new + work.decode / 2)
     ways = {way.value: whole + cost - recomputed for way, cost in _costs(tree, costs, at).items()}
-    return Prediction(AccessRecord(decision.way.value), ways)
+    return Prediction(PrefixUse(decision.way.value), ways)
 
 
-def _costs(tree: PrefixTree, costs: Costs, at: str) -> dict[AccessRecord, float]:
+def _costs(tree: PrefixTree, costs: Costs, at: str) -> dict[PrefixUse, float]:
     """Of each way for the whole of it."""
-    found = {AccessRecord.RECOMPUTE: costs.recompute(0) + costs.attention(0)}
+    found = {PrefixUse.RECOMPUTE: costs.recompute(0) + costs.attention(0)}
     if at == READER:
-        found[AccessRecord.LOCAL] = costs.local(0)
+        found[PrefixUse.LOCAL] = costs.local(0)
     else:
-        found[AccessRecord.FETCH] = costs.fetch(0, NodeId(OWNER)) + costs.local(0)
-        found[AccessRecord.SHIP] = costs.ship(0, NodeId(OWNER)) + costs.round_trips(NodeId(OWNER))
+        found[PrefixUse.FETCH] = costs.fetch(0, NodeId(OWNER)) + costs.local(0)
+        found[PrefixUse.SHIP] = costs.ship(0, NodeId(OWNER)) + costs.round_trips(NodeId(OWNER))
     return found
 
 
@@ -119,7 +119,7 @@ def row_of(
     link: tuple[float, float],
     work: Work,
     prediction: Prediction,
-    measured: Mapping[AccessRecord, Sequence[float]],
+    measured: Mapping[PrefixUse, Sequence[float]],
     unserved: int,
 ) -> Row:
     """`link`: (bytes per second, delay in seconds). `measured`: seconds of each turn; ways that `prediction` does not
@@ -134,14 +134,14 @@ def row_of(
         new=work.new,
         decode=work.decode,
         sharing=work.sharing,
-        here=AccessRecord.LOCAL.value in seconds,
+        here=PrefixUse.LOCAL.value in seconds,
         chosen=prediction.chosen.value,
         best=best,
         measured_ms={way: value * 1e3 for way, value in seconds.items()},
         predicted_ms={way: value * 1e3 for way, value in prediction.seconds.items()},
         regret=chosen / seconds[best] - 1,
         model_regret=prediction.regret,
-        promise_held=chosen <= BOUND * seconds[AccessRecord.RECOMPUTE.value] + DEADLINE_S,
+        promise_held=chosen <= BOUND * seconds[PrefixUse.RECOMPUTE.value] + DEADLINE_S,
         unserved=unserved,
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tokenlake.identity import NodeId
 from tokenlake.planner import Model, Rates
 from tokenlake_bench.planner.passes import Pass, mean_pass
-from tokenlake_bench.planner.rig import OWNER, SEGMENT_TOKENS, AccessRecord, Timed
+from tokenlake_bench.planner.rig import OWNER, SEGMENT_TOKENS, PrefixUse, Timed
 
 __all__ = ["measure"]
 
@@ -21,16 +21,16 @@ def measure(rates: Rates, model: Model, timed: Sequence[Timed]) -> None:
     """
     whole = [one for one in timed if one.served]
     for one in whole:
-        if one.use is not AccessRecord.SHIP:
+        if one.use is not PrefixUse.SHIP:
             _own(rates, one)
-        if one.use is AccessRecord.LOCAL:
+        if one.use is PrefixUse.LOCAL:
             rates.copy.add(_nbytes(model, one, 1), one.pool_s / one.work.sharing, time.monotonic())
     peer = rates.peer(NodeId(OWNER))
     for one in whole:
-        if one.use is AccessRecord.FETCH:
+        if one.use is PrefixUse.FETCH:
             here = rates.copy.seconds(_nbytes(model, one, one.work.sharing), one.work.sharing)
             peer.fetch.add(_nbytes(model, one, 1), one.pool_s - here, time.monotonic())
-        elif one.use is AccessRecord.SHIP:
+        elif one.use is PrefixUse.SHIP:
             peer.open_s.add(one.pool_s, time.monotonic())
             prefill, decode = _passes(one)
             if prefill is not None:

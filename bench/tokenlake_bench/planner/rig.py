@@ -44,7 +44,7 @@ from tokenlake_client.lease import Lease
 from tokenlake_testing.cluster import Cluster, Node, free_port
 from tokenlake_testing.tiny_model import save_tiny_model
 
-__all__ = ["OWNER", "READER", "SEGMENT_TOKENS", "Rig", "Timed", "AccessRecord", "Work"]
+__all__ = ["OWNER", "READER", "SEGMENT_TOKENS", "Rig", "Timed", "PrefixUse", "Work"]
 
 OWNER: Final = "node0"
 READER: Final = "node1"
@@ -63,7 +63,7 @@ LONGEST: Final = 4864
 SEED: Final = 5
 
 
-class AccessRecord(Enum):
+class PrefixUse(Enum):
     """How a cached prefix is used."""
 
     LOCAL = "local"
@@ -90,7 +90,7 @@ class Work:
 class Timed:
     """One batch served in one way."""
 
-    use: AccessRecord
+    use: PrefixUse
     work: Work
     seconds: float
     """To the last token."""
@@ -250,9 +250,9 @@ class Rig:
                 self._store(self._writer, document, salt)
         self._pool = _SaltedPool(self._reader)
         digest = self.layout.weights_digest
-        modes: tuple[tuple[AccessRecord, Literal["fetch", "ship"]], ...] = (
-            (AccessRecord.FETCH, "fetch"),
-            (AccessRecord.SHIP, "ship"),
+        modes: tuple[tuple[PrefixUse, Literal["fetch", "ship"]], ...] = (
+            (PrefixUse.FETCH, "fetch"),
+            (PrefixUse.SHIP, "ship"),
         )
         self._engines = {
             use: self._stack.enter_context(
@@ -264,7 +264,7 @@ class Rig:
             )
             for use, mode in modes
         }
-        self._engines[AccessRecord.LOCAL] = self._engines[AccessRecord.FETCH]
+        self._engines[PrefixUse.LOCAL] = self._engines[PrefixUse.FETCH]
 
     def shape(self, shape: Shape) -> None:
         """All links, from now on."""
@@ -306,11 +306,11 @@ class Rig:
         """Of the prefix of `work`, as any copy of it."""
         return tuple(self._keys(self._documents[work.prefix], ""))
 
-    def run(self, use: AccessRecord, work: Work, suffixes: Sequence[Sequence[int]]) -> Timed:
+    def run(self, use: PrefixUse, work: Work, suffixes: Sequence[Sequence[int]]) -> Timed:
         """Serve one batch, whose rows end with `suffixes`. Raises TokenLakeError where no copy lies where it has to."""
         document = self._documents[work.prefix]
-        wanted = Code.LOCAL if use is AccessRecord.LOCAL else Code.REMOTE
-        if use is not AccessRecord.RECOMPUTE:
+        wanted = Code.LOCAL if use is PrefixUse.LOCAL else Code.REMOTE
+        if use is not PrefixUse.RECOMPUTE:
             self._pool.salt = self._copy(document, wanted)
         ids = torch.tensor([[*document.tokens, *suffix] for suffix in suffixes])
         first = FirstToken()
@@ -338,7 +338,7 @@ class Rig:
             counts = engine.counts
             pool_s = counts.pool_seconds - before.pool_seconds
             queries = counts.bytes_sent + counts.bytes_received - before.bytes_sent - before.bytes_received
-            name = "tokens_shipped" if use is AccessRecord.SHIP else "tokens_hit"
+            name = "tokens_shipped" if use is PrefixUse.SHIP else "tokens_hit"
             served = getattr(counts, name) - getattr(before, name) == work.prefix * work.sharing
         return Timed(
             use=use,

@@ -149,7 +149,7 @@ def goodput(
 def table(result: Goodput) -> Table:
     """A table for a terminal: a row per system, a column per variation."""
     shown = Table(
-        title=f"{result.requests:,} requests, {result.nodes} nodes: highest requests/s with {SHARE:.0%} within objective"
+        title=f"{result.requests:,} requests, {result.nodes} nodes: most requests/s with {SHARE:.0%} within objective"
     )
     shown.add_column("system")
     names = list(next(iter(result.rates.values())))

@@ -84,7 +84,7 @@ def _await_primary_copies(node: Node) -> None:
 
 
 def _copy(name: str) -> bool:
-    return 'kind="staged"' in name or 'kind="replica"' in name
+    return 'kind="cached"' in name or 'kind="replica"' in name
 
 
 def _store_many(pools: Sequence[Pool], seed: int, first: int, segments: int, result: Refilled) -> None:

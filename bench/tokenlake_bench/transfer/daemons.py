@@ -66,7 +66,7 @@ class Daemons:
                     "suspect-ms": "5000",
                     "match-deadline-ms": "1000",
                     # The asker would refuse to stage once primary copies fill it; here it must stage in every turn.
-                    "staged-share": ASKER_CACHED if name == "asker" else "0.1",
+                    "cached-share": ASKER_CACHED if name == "asker" else "0.1",
                     "peers": f"alone=127.0.0.1:{port}" if name == "alone" else pair,
                 },
             )
