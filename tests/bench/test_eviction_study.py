@@ -251,7 +251,7 @@ def test_an_interrupted_study_shows_and_writes_what_is_done(tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--policy", "lru,best"), "'policy' is 'best'; expected names out of .*lru"),
+        (("--policy", "lru,best"), "'policy' is 'best'; expected names among .*lru"),
         (("--nodes", "0"), "'nodes' is '0'"),
         (("--nodes", "2,x"), "'nodes'"),
         (("--capacity-tokens", "-5"), "'capacity_tokens'"),

@@ -111,7 +111,7 @@ class LatentAttention:
 
     @property
     def decode_flops(self) -> int:
-        """Computed on the latent vectors: scores over the latent and the rotated part, then a weighted latent vector."""
+    """A gated network (three matrices). A token passes `chosen` of `experts` routed experts and all `shared` ones.
         return 2 * self.heads * (2 * self.latent + self.rope_dim)
 
     def copies(self, gpus: int) -> int:
@@ -121,7 +121,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """A gated network (three matrices). A token passes `chosen` of the `experts` routed and all `shared` experts.
+    """A gated network (three matrices). A token passes `chosen` of the `experts` routed and all `shared` ones.
 
     A dense layer is one shared expert.
     """

@@ -1,4 +1,4 @@
-"""Whether the planner chose well: one row per link and batch."""
+"""The regret of the planner's choices: one row per link and batch."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from tokenlake_bench.planner.rig import OWNER, READER, SEGMENT_TOKENS, PrefixUse
 __all__ = ["Prediction", "Result", "Row", "Totals", "predict", "result_of", "row_of"]
 
 BOUND = 1.05
-"""A request takes at most so many times what recomputing takes, and the deadline."""
+"""The promise: a request takes at most this many times the time of recomputing, plus the deadline."""
 DEADLINE_S = 0.050
-"""The constant part of a fetch's deadline: what a request may lose to a node that does not answer, beyond what the
-fetch was predicted to take."""
+"""The constant part of a fetch's deadline: the time that a request may lose to a node that does not answer, beyond the
+predicted time of the fetch."""
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """Of one batch whose prefix lies at one node."""
+    """The planner's choice for one batch whose prefix lies at one node."""
 
     chosen: PrefixUse
     seconds: dict[str, float]
-    """Per way, from the request to the last token."""
+    """Predicted seconds per way, from the request to the last token."""
 
     @property
     def regret(self) -> float:
-        """By its own figures: of the way chosen, against the best."""
+        """Regret by the prediction itself: the chosen way against the best."""
         return self.seconds[self.chosen.value] / min(self.seconds.values()) - 1
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One link and batch; the prefix lies at another node, or here."""
+    """One link and batch; the prefix lies at another node, or at this one."""
 
     megabytes_per_s: float
     delay_ms: float
@@ -46,13 +46,13 @@ class Row(msgspec.Struct, frozen=True):
     chosen: str
     best: str
     measured_ms: dict[str, float]
-    """Per way, medians."""
+    """Medians per way."""
     predicted_ms: dict[str, float]
     regret: float
     model_regret: float
     promise_held: bool
     unserved: int
-    """Runs in which the prefix did not come as it was meant to, their times included."""
+    """Runs in which the prefix did not arrive in the intended way; their times are included."""
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -65,20 +65,20 @@ class Totals(msgspec.Struct, frozen=True):
     ttft_ms: float
     """Median."""
     ways: dict[str, int]
-    """How many requests were served in which way."""
+    """Number of requests by the way they were served."""
 
 
 class Result(msgspec.Struct, frozen=True):
-    """Of `--json`. The first three are over rows whose prefix lies at another node."""
+    """The JSON of the command. The first three fields are over rows whose prefix lies at another node."""
 
     planner_mean_regret: float
     planner_max_regret: float
     model_regret: float
-    """Greatest."""
+    """The greatest over the rows."""
     here_mean_regret: float
     here_max_regret: float
     promise_rows: int
-    """Rows, of all, in which the way chosen took at most 1.05 x recomputing, and the deadline."""
+    """Rows, of all, in which the chosen way took at most 1.05 times recomputing plus the deadline."""
     tokens_equal: bool
     """Every way gave the same tokens in every turn."""
     unequal_turns: int
@@ -89,7 +89,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 def predict(work: Work, keys: Sequence[SegmentKey], at: str, model: Model, rates: Rates) -> Prediction:
-    """What the planner at the reader's node would choose for a batch whose prefix `keys` lies at the node `at`."""
+    """The planner's choice at the reader's node for a batch whose prefix `keys` lies at the node `at`."""
     requests = [
         Request(name=str(row), keys=tuple(keys), tokens=work.prefix + work.new, answer_tokens=work.decode)
         for row in range(work.sharing)
@@ -105,7 +105,7 @@ def predict(work: Work, keys: Sequence[SegmentKey], at: str, model: Model, rates
 
 
 def _costs(tree: PrefixTree, costs: Costs, at: str) -> dict[PrefixUse, float]:
-    """Of each way for the whole of it."""
+    """Costs of the whole prefix, by way."""
     found = {PrefixUse.RECOMPUTE: costs.recompute(0) + costs.attention(0)}
     if at == READER:
         found[PrefixUse.LOCAL] = costs.local(0)
@@ -122,8 +122,8 @@ def row_of(
     measured: Mapping[PrefixUse, Sequence[float]],
     unserved: int,
 ) -> Row:
-    """`link`: (bytes per second, delay in seconds). `measured`: seconds of each turn; ways that `prediction` does not
-    know are left out."""
+    """`link`: (bytes per second, delay in seconds). `measured`: seconds of each turn; ways that `prediction` lacks are
+    left out."""
     seconds = {use.value: statistics.median(measured[use]) for use in measured if use.value in prediction.seconds}
     best = min(seconds, key=lambda way: seconds[way])
     chosen = seconds[prediction.chosen.value]
