@@ -111,7 +111,7 @@ class LatentAttention:
 
     @property
     def decode_flops(self) -> int:
-    """A gated network (three matrices). A token passes `chosen` of `experts` routed experts and all `shared` ones.
+        """Computed on the latent vectors: scores over latent and rotated part, then a weighted latent vector."""
         return 2 * self.heads * (2 * self.latent + self.rope_dim)
 
     def copies(self, gpus: int) -> int:
