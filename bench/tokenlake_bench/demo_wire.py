@@ -106,7 +106,6 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True):
     `longest_s`: the longest call that a request waited for. `recovered_at`: the first successful read or store after
     the last failed call."""
 
-    asked_tokens: int
     local_segments: int
     remote_segments: int
     longest_s: float

@@ -1,8 +1,8 @@
 """Sessions of a coding agent, as published by kv-cache-tester: JSON lines, plain or compressed, one session per line.
 
 A session has requests `t` (seconds from its start), `in`, `out` (tokens), `hash_ids` (ids of the full 64-token blocks
-of the prompt, as text: "1-3,7" is 1, 2, 3, 7), `think_time` and `api_time` (s), and sub-agents, whose requests lie one
-level deeper with times of their own. Ids are local to the session; sessions that are not `primary` are copies and left
+of the prompt, as text: "1-3,7" is 1, 2, 3, 7), and sub-agents, whose requests lie one level deeper
+with times of their own; other fields are not used. Ids are local to the session; sessions that are not `primary` are copies and left
 out. The file has no start times of sessions: they follow a Poisson process.
 """
 
@@ -53,8 +53,6 @@ class _Entry(msgspec.Struct, gc=False):
     prompt: Annotated[int, Meta(ge=1, le=_MAX_PROMPT)] = msgspec.field(name="in", default=0)
     output: Annotated[int, Meta(ge=0)] = msgspec.field(name="out", default=0)
     hash_ids: str | None = None
-    think_time: _Seconds = 0.0
-    api_time: _Seconds = 0.0
     requests: list[_Entry] | None = None
 
 
@@ -74,10 +72,6 @@ class SessionRequest(msgspec.Struct, frozen=True, gc=False):
     conversation: int
     length: int
     output_length: int
-    think_s: float
-    """Time between the previous answer and this request."""
-    api_s: float
-    """Time that the service took."""
     block_ids: NDArray[np.int64]
     """Block ids, local to the session."""
 
@@ -265,8 +259,6 @@ def _requests(entries: Iterable[_Entry], start_s: float, agents: Iterator[int]) 
                 conversation=agent,
                 length=entry.prompt,
                 output_length=entry.output,
-                think_s=entry.think_time,
-                api_s=entry.api_time,
                 block_ids=_expand(entry.hash_ids, entry.prompt // BLOCK_TOKENS),
             )
 

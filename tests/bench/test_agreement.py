@@ -15,7 +15,7 @@ from tokenlake_bench.workload import BuiltinSettings, builtin_workload
 pytestmark = pytest.mark.live
 
 
-def test_daemons_and_simulated_nodes_find_as_much_and_move_as_much() -> None:
+def test_daemons_and_simulated_nodes_agree() -> None:
     """Which segment of a tiny pool goes depends on moments, which a busy machine stretches: two points and a tenth
     here, on a trace and a larger pool within one point and a hundredth (docs/results/simulation.md)."""
     workload, segment_tokens, capacity_tokens = builtin_workload(BuiltinSettings(requests=400)), 64, 24_000

@@ -38,7 +38,7 @@ TEXTS = st.lists(st.lists(st.integers(0, 1), min_size=0, max_size=3).map(tuple),
 
 
 @given(TEXTS, st.integers(1, 4))
-def test_no_order_of_eviction_finds_more_and_one_finds_as_much(texts: list[tuple[int, ...]], capacity: int) -> None:
+def test_the_clairvoyant_bound_is_exact(texts: list[tuple[int, ...]], capacity: int) -> None:
     asked = accesses(texts)
     assert bounds_of(asked).clairvoyant(capacity).hit_tokens == 10 * best_choice(asked, capacity)
 

@@ -67,7 +67,7 @@ def test_s3fifo_keeps_what_passes_once_on_probation() -> None:
     assert sum(isinstance(name, int) for name in memory.here) >= 17
 
 
-def test_s3fifo_takes_what_it_let_go_lately_into_the_main_queue() -> None:
+def test_s3fifo_puts_evicted_keys_into_the_main_queue() -> None:
     memory = Memory(S3Fifo(), 10)
     for number in range(11):
         memory.store(number, 0, float(number))
@@ -78,7 +78,7 @@ def test_s3fifo_takes_what_it_let_go_lately_into_the_main_queue() -> None:
     assert back in memory.here
 
 
-def test_s3fifo_passes_over_so_many_at_a_time_where_all_were_used() -> None:
+def test_s3fifo_bounds_its_search_among_used_segments() -> None:
     policy = S3Fifo()
     memory = Memory(policy, 4 * MOST_PASSED)
     for number in range(4 * MOST_PASSED):
@@ -89,7 +89,7 @@ def test_s3fifo_passes_over_so_many_at_a_time_where_all_were_used() -> None:
     assert len(policy._main) <= MOST_PASSED
 
 
-def test_arc_gives_more_room_to_those_used_once_when_they_are_missed() -> None:
+def test_arc_gives_room_to_segments_used_once_after_a_miss() -> None:
     """What was evicted after one use and is wanted again moves the border: of a scan more stays."""
 
     def kept(missed: bool) -> int:

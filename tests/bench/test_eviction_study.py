@@ -65,7 +65,7 @@ def test_lru_through_the_stores_is_the_lru_of_the_baselines(texts: list[tuple[in
 
 
 @given(TEXTS, st.integers(1, 12), st.sampled_from(sorted(STUDIED)), st.integers(1, 3))
-def test_no_policy_on_any_number_of_nodes_finds_more_than_the_bound(
+def test_no_policy_exceeds_the_clairvoyant_bound(
     texts: list[tuple[int, ...]], each: int, policy: str, nodes: int
 ) -> None:
     asked = accesses(texts)
@@ -107,7 +107,7 @@ class _ParentsFirst(LeastRecentlyUsed):
 # -- hints
 
 
-def test_hints_are_right_as_often_as_is_said_and_drawn_by_the_seed() -> None:
+def test_hints_have_the_given_accuracy_and_depend_on_the_seed() -> None:
     prompts = [Prompt(1, (), conversation=number % 700) for number in range(2_000)]
     truth = [Hints(Outlook.GOES_ON if number + 700 < 2_000 else Outlook.OVER) for number in range(2_000)]
     assert hints(prompts, 1.0, 0) == truth
@@ -209,7 +209,7 @@ def test_the_built_in_workload_end_to_end(tmp_path: Path) -> None:
     assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
-def test_traces_of_both_formats_get_the_capacities_that_bind_them(tmp_path: Path) -> None:
+def test_default_capacities_depend_on_the_format(tmp_path: Path) -> None:
     mooncake, sessions = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     line = {"timestamp": 0, "input_length": 1_024, "output_length": 1, "hash_ids": [1, 2]}
     mooncake.write_text(json.dumps(line) + "\n" + json.dumps(line))
@@ -226,7 +226,7 @@ def test_traces_of_both_formats_get_the_capacities_that_bind_them(tmp_path: Path
     assert [each["hit_rate"] for each in cells] == [0.5] * 3 + [0.4] * 3
 
 
-def test_an_interrupted_study_shows_and_writes_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_study_keeps_finished_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = NodeStores.serve
     calls = 0
 
@@ -264,7 +264,7 @@ def test_an_interrupted_study_shows_and_writes_what_is_done(tmp_path: Path, monk
         (("--trace", "absent.jsonl"), "absent.jsonl: expected a readable file"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused_by_name(arguments: tuple[str, ...], named: str) -> None:
+def test_invalid_arguments_are_refused_by_name(arguments: tuple[str, ...], named: str) -> None:
     done = invoke(*arguments)
     assert done.exit_code == 1
     assert done.output.startswith("Error: ")

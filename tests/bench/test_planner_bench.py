@@ -40,7 +40,7 @@ def one_thread() -> Iterator[None]:
 # -- links
 
 
-def test_a_line_passes_bytes_no_faster_than_its_bandwidth_and_no_sooner_than_its_delay() -> None:
+def test_a_line_keeps_its_bandwidth_and_delay() -> None:
     line = shaping.Line()
     line.shape = shaping.Shape(1e6, 0.5)
     assert line.enter(1000, 10.0) == pytest.approx(10.501)
@@ -85,7 +85,7 @@ def test_bytes_and_ends_go_through_in_both_directions() -> None:
     assert got == [sent]
 
 
-def test_a_port_that_nobody_listens_on_refuses_through_a_link_too() -> None:
+def test_a_closed_port_refuses_through_a_link() -> None:
     port = free_port()
     links = shaping.Shaping([shaping.Route("a", "b", port, free_port())])
     try:
@@ -130,7 +130,7 @@ def learnt() -> Rates:
 
 
 @pytest.mark.parametrize("work", [(1536, 16, 4, 1), (1536, 128, 32, 4), (4096, 16, 32, 2)])
-def test_times_that_were_never_seen_are_predicted_from_others(work: tuple[int, int, int, int]) -> None:
+def test_unseen_times_are_predicted_from_others(work: tuple[int, int, int, int]) -> None:
     rates, one = learnt(), Work(*work)
     keys = [SegmentKey(bytes([index])) for index in range(one.prefix // 256)]
     for at, ways in ((rig.OWNER, (PrefixUse.FETCH, PrefixUse.SHIP)), (rig.READER, (PrefixUse.LOCAL,))):
@@ -192,9 +192,7 @@ def test_arguments_that_cannot_be(changed: dict[str, object], named: str) -> Non
 @pytest.mark.live
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("one_thread")
-def test_every_way_gives_the_same_tokens_and_the_files_say_what_was_chosen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_way_gives_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "LEARNT", (Work(256, 8, 2, 1), Work(512, 24, 3, 2)))
     monkeypatch.setattr(command, "LEARNING_TURNS", 4)
     monkeypatch.setattr(command, "DOCUMENT", Work(512, 8, 2, 1))

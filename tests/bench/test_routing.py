@@ -89,7 +89,7 @@ def test_depths_are_what_each_cache_finds(
     assert tracked.copies_per_segment() == (held / len(distinct) if distinct else 0.0)
 
 
-def test_perfect_knowledge_sees_evictions_an_own_record_does_not() -> None:
+def test_only_perfect_knowledge_sees_evictions() -> None:
     true, record = caches((), (), capacity=3), OwnRecord(2, 100)
     for chain in ((1, 2), (3, 4)):
         true.sent(chain, 0)
@@ -244,7 +244,7 @@ def test_instances_are_split_in_proportion() -> None:
     assert split(3, 30, 1) == (range(2), range(2, 3))
 
 
-def test_the_conductor_takes_the_shortest_time_to_a_first_token() -> None:
+def test_mooncake_takes_the_shortest_time_to_the_first_token() -> None:
     """The best prefix is at 0; 1 has more than half of it and would not fetch, 2 has nothing and would."""
     knowledge = caches((1, 2, 3), (1, 2), (), ())
     router = Mooncake(fleet(knowledge), range(3), range(3, 4))
@@ -326,7 +326,7 @@ def options(instances: int = 4, segments: int = 20, **changed: int) -> FleetOpti
     return FleetOptions(instances=instances, capacity_tokens=capacity, engine=ENGINE, **changed)
 
 
-def test_one_at_a_time_round_robin_hits_what_private_caches_hit() -> None:
+def test_sequential_round_robin_equals_private_caches() -> None:
     accesses = workload(300, gap_s=1000.0)
     expected = private_round_robin(accesses, 4, 4 * 20 * SEGMENT)
     for name in ("round-robin-perfect", "round-robin-real"):

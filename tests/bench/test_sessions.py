@@ -40,7 +40,7 @@ def read(tmp_path: Path, *lines: Any, **arguments: Any) -> SessionTrace:
     return read_sessions(write(tmp_path / "sessions.jsonl", list(lines)), **arguments)
 
 
-def test_equal_ids_of_one_session_are_equal_tokens_and_of_two_sessions_are_not(tmp_path: Path) -> None:
+def test_equal_ids_mean_equal_tokens_within_a_session(tmp_path: Path) -> None:
     found = list(read(tmp_path, GOOD, GOOD, sessions_per_hour=1e6))
     mine, other = ([each for each in found if each.conversation == number] for number in (0, 1))
     assert [len(each.tokens) for each in mine] == [200, 270]
@@ -65,14 +65,13 @@ def test_chains_are_those_of_the_tokens(tmp_path: Path) -> None:
     assert {prompt.output_tokens for prompt in trace.accesses(64).prompts} == {7}
 
 
-def test_sub_agents_are_conversations_of_their_own_with_times_of_their_own(tmp_path: Path) -> None:
+def test_sub_agents_have_conversations_and_times_of_their_own(tmp_path: Path) -> None:
     agent = {"t": 5.0, "type": "subagent", "requests": [request(0, 64, "8"), request(3, 128, "8-9")]}
     trace = read(tmp_path, session(request(0, 64, "1"), agent, request(6, 128, "1-2")), GOOD, sessions_per_hour=1e-3)
     start = trace.requests[0].at_s
     found = [(each.at_s - start, each.conversation, each.block_ids.tolist()) for each in trace.requests[:4]]
     assert found == [(0, 0, [1]), (5, 1, [8]), (6, 0, [1, 2]), (8, 1, [8, 9])]
     assert [each.conversation for each in trace.requests[4:]] == [2, 2]
-    assert (trace.requests[0].think_s, trace.requests[0].api_s) == (1.5, 2.5)
 
 
 def test_sessions_start_at_the_rate_as_the_seed_draws(tmp_path: Path) -> None:

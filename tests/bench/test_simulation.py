@@ -79,7 +79,7 @@ def test_equal_seeds_give_equal_runs_and_others_do_not() -> None:
     assert result(simulate(accesses, options(4, seed=1))) != first
 
 
-def test_every_token_is_accounted_for_by_the_nodes_that_gave_it() -> None:
+def test_hit_tokens_equal_the_nodes_counters() -> None:
     accesses = conversations(200)
     simulation = simulate(accesses, options(4))
     asked = sum(len(prompt.chain) for prompt in accesses.prompts) * TOKENS
@@ -90,7 +90,7 @@ def test_every_token_is_accounted_for_by_the_nodes_that_gave_it() -> None:
     assert counted(simulation, STORED) == simulation.stored[Code.COMMITTED] > 0
 
 
-def test_bytes_moved_are_those_that_the_nodes_sent_and_reads_are_all_but_pushes() -> None:
+def test_bytes_moved_and_reads_equal_the_nodes_counters() -> None:
     accesses = conversations(200)
     simulation = simulate(accesses, options(4, rules={"hot": "off"}))
     segment_bytes = simulation.cluster.size.layout.segment_bytes
@@ -128,14 +128,14 @@ def test_a_slow_link_slows_what_comes_over_it() -> None:
     assert slowed.read_s(0.99) > 5 * usual.read_s(0.99)
 
 
-def test_a_match_over_a_network_slower_than_its_deadline_finds_what_is_here() -> None:
+def test_a_match_on_a_slow_network_finds_local_segments() -> None:
     accesses = conversations(60, gap_s=2.0)
     simulation = simulate(accesses, options(2, network=NetworkShape(usual=Link(latency_s=0.03))))
     assert counted(simulation, FETCHED) == 0
     assert counted(simulation, LOCAL) > 0
 
 
-def test_what_an_engine_still_computes_is_waited_for_by_the_others() -> None:
+def test_requests_wait_for_segments_being_computed() -> None:
     # Twenty requests behind one new prefix within 0.2 s; to compute a prompt takes 1.2 s.
     chains = [(*range(8), *range(100 + 4 * at, 104 + 4 * at)) for at in range(20)]
     accesses = Accesses(TOKENS, [Prompt(12 * TOKENS, chain, 1.0 + at / 100) for at, chain in enumerate(chains)])

@@ -25,7 +25,7 @@ from tokenlake_testing.cluster import Cluster
 TARGETS = [Target("node0", False), Target("node1", True), Target("engine 0.1", True)]
 
 
-def test_faults_are_the_same_for_a_seed_and_leave_time_to_recover() -> None:
+def test_faults_depend_on_the_seed_and_leave_time_to_recover() -> None:
     faults = schedule(TARGETS, 600, 3, seed=1)
     assert faults == schedule(TARGETS, 600, 3, seed=1)
     assert faults != schedule(TARGETS, 600, 3, seed=2)
@@ -97,7 +97,7 @@ def test_a_claim_fails_for_one_process_that_grows() -> None:
     assert all(claims.values())
 
 
-def test_a_process_that_did_not_live_through_tells_nothing() -> None:
+def test_a_restarted_process_gives_no_verdict() -> None:
     gauges, unknown = gauges_of(recorded([1.0] * 100), ["node0", "node1", "node2"])
     assert {gauge.process for gauge in gauges} == {"node0"}
     assert len(unknown) == 8

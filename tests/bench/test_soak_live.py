@@ -33,7 +33,7 @@ def test_two_minutes_of_load_with_kills_and_stops() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_an_interruption_ends_the_load_and_writes_what_there_is(tmp_path: Path) -> None:
+def test_an_interruption_ends_the_load_and_writes_results(tmp_path: Path) -> None:
     arguments = ["bench", "soak", "--minutes", "60", "--seed", str(SEED)]
     files = ["--json", str(tmp_path / "soak.json"), "--page", str(tmp_path / "soak.md")]
     command = [sys.executable, "-c", "from tokenlake.command import main; main()", *arguments, *files]

@@ -77,7 +77,7 @@ def test_a_row_is_quantiles_and_rates_beside_the_ceiling(tmp_path: Path) -> None
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_ratio_of_rates_grows_with_speed_and_one_of_times_falls() -> None:
+def test_ratios_of_rates_and_times_have_opposite_signs() -> None:
     (rate,) = compare(STORE, {STORE.name: [0.01]}, "mooncake-shm", {STORE.name: [0.02]})
     assert (rate.ratio, rate.rate, rate.met) == (2.0, True, True)
     (slow,) = compare(STORE, {STORE.name: [0.04]}, "mooncake-shm", {STORE.name: [0.02]})

@@ -140,7 +140,7 @@ def test_questions_go_to_popular_documents() -> None:
     assert statistics_of(lines).hottest == 1.0
 
 
-def test_documents_in_another_order_share_nothing_behind_the_first() -> None:
+def test_reordered_documents_share_only_the_first() -> None:
     values = {"documents": 2, "retrieved": 2, "requests": 300, "system_blocks": 0, "zipf": 0, "document_sigma": 0}
     lines = generate("rag", values)
     paths = {tuple(line.hash_ids[:10]) for line in lines}
@@ -149,7 +149,7 @@ def test_documents_in_another_order_share_nothing_behind_the_first() -> None:
     assert not set(first) & set(second)
 
 
-def test_as_many_documents_as_asked_for_however_few_are_popular() -> None:
+def test_every_question_retrieves_enough_documents() -> None:
     lines = generate("rag", {"documents": 8, "retrieved": 8, "zipf": 10, "requests": 20, "document_sigma": 0})
     assert {line.input_length // 2_700 for line in lines} == {8}
 

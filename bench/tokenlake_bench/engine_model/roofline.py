@@ -52,13 +52,6 @@ class EngineModel:
             gpus *= 2
         return cls(model, gpu, gpus)
 
-    @property
-    def cache_tokens(self) -> int:
-        """Tokens whose cache fits beside the weights."""
-        room = self.gpus * self.gpu.memory_bytes * (1 - RESERVED)
-        free = room - self.model.stored_parameters * self.model.weight_bytes
-        return max(0, int(free // self._cache_bytes))
-
     def step_s(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float:
         """One pass over parts of prompts and, in the same batch, `decoding` requests with `context` tokens in sum.
 
