@@ -1,9 +1,9 @@
 """Sessions of a coding agent, as published by kv-cache-tester: JSON lines, plain or compressed, one session per line.
 
 A session has requests `t` (seconds from its start), `in`, `out` (tokens), `hash_ids` (ids of the full 64-token blocks
-of the prompt, as text: "1-3,7" is 1, 2, 3, 7), and sub-agents, whose requests lie one level deeper
-with times of their own; other fields are not used. Ids are local to the session; sessions that are not `primary` are copies and left
-out. The file has no start times of sessions: they follow a Poisson process.
+of the prompt, as text: "1-3,7" is 1, 2, 3, 7), and sub-agents, whose requests lie one level deeper with times of their
+own; other fields are not used. Ids are local to the session; sessions that are not `primary` are copies and left out.
+The file has no start times of sessions: they follow a Poisson process.
 """
 
 from __future__ import annotations

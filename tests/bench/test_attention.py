@@ -16,7 +16,7 @@ command = pytest.importorskip("tokenlake_bench.attention.command")
 
 
 class Told:
-    """A case whose times are given."""
+    """A case with given times."""
 
     name = "told"
     bytes_formula = 90
@@ -38,7 +38,7 @@ class Told:
 
 
 def test_a_row_compares_what_was_measured_in_one_turn() -> None:
-    """A turn in which everything is slow says as much as any other."""
+    """A turn in which everything is slow counts as much as any other."""
     row = base.row_of(Told([], []), [2e-6, 30e-6, 4e-6], [1e-6, 10e-6, 4e-6])
     assert (row.p50_us, row.ceiling_us, row.ratio, row.least_ratio) == pytest.approx((4, 4, 2, 2))
     assert (row.bytes, row.bytes_formula) == (100, 90)

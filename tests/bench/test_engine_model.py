@@ -1,4 +1,5 @@
-"""The roofline: against figures computed by hand, and against what was published at batch 1 (docs/simulation.md)."""
+"""The roofline: against figures computed by hand, and against published measurements at batch 1
+(docs/simulation.md)."""
 
 from __future__ import annotations
 
@@ -163,7 +164,7 @@ def test_decode_steps_as_published(
 
 @pytest.mark.parametrize("name", FITTED)
 def test_every_fitted_constant_can_be_varied(name: str) -> None:
-    """And matters: at least one of the times changes."""
+    """The constant has an effect: at least one of the times changes."""
 
     def times(gpu: Gpu) -> list[float]:
         models = (LLAMA_3_70B_FP8, MODELS["llama-3-8b"], MODELS["deepseek-v3"])

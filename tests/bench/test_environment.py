@@ -1,4 +1,4 @@
-"""A benchmark that needs another environment says so in a line, before it starts anything."""
+"""A benchmark that needs another environment names it in one line, before it starts anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The published policies that the study compares with: each keeps to the contract of a policy, and to its own idea."""
+"""The published policies of the study: each keeps the contract of a policy, and its published behaviour."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ TestS3Fifo.settings = TestArc.settings = settings(SEARCH, max_examples=60)
 
 
 def test_s3fifo_keeps_what_passes_once_on_probation() -> None:
-    """A scan of what is used once drives nothing out of the main queue."""
+    """A scan of segments used once evicts nothing from the main queue."""
     memory = Memory(S3Fifo(), 20)
     for number in range(20):
         memory.store(number, 0, float(number))
@@ -90,7 +90,7 @@ def test_s3fifo_bounds_its_search_among_used_segments() -> None:
 
 
 def test_arc_gives_room_to_segments_used_once_after_a_miss() -> None:
-    """What was evicted after one use and is wanted again moves the border: of a scan more stays."""
+    """A miss of a key that was evicted after one use moves the border: more of a scan stays."""
 
     def kept(missed: bool) -> int:
         memory = Memory(AdaptiveReplacement(), 20)

@@ -30,7 +30,7 @@ TOKENS = 64
 
 
 def accesses(texts: list[tuple[int, ...]]) -> Accesses:
-    """Segments of 10 tokens, prompts 3 longer, two seconds apart; letters are told apart by all before them."""
+    """Segments of 10 tokens, prompts 3 longer, two seconds apart; all letters up to its end identify a segment."""
     ids: dict[tuple[int, ...], int] = {}
     chains = [tuple(ids.setdefault(text[: end + 1], len(ids)) for end in range(len(text))) for text in texts]
     return Accesses(10, [Prompt(10 * len(chain) + 3, chain, 2.0 * at) for at, chain in enumerate(chains)])
@@ -41,7 +41,7 @@ def conversations(requests: int = 120) -> Accesses:
 
 
 def serve(stores: NodeStores, asked: Accesses) -> int:
-    """Hit segments."""
+    """Number of hit segments."""
     hits = 0
     for prompt in asked.prompts:
         hits += stores.serve(prompt, NO_HINTS)
@@ -98,7 +98,7 @@ def test_an_orphan_is_a_segment_whose_parent_is_gone() -> None:
 
 
 class _ParentsFirst(LeastRecentlyUsed):
-    """Evicts what is least deep."""
+    """Evicts the segment of least depth."""
 
     def coldest(self, now: float) -> Any:
         return min(self, key=lambda segment: segment.depth)

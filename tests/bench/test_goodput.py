@@ -1,4 +1,4 @@
-"""The highest rate that a system holds."""
+"""The search for the highest rate within the objective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An engine instance as a queue, against schedules worked out by hand, and against one that takes single steps."""
+"""An engine instance as a queue, against schedules worked out by hand, and against an instance that takes single
+steps."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class PerToken:
 
 
 class ByContext:
-    """As above, and 1 ms per token that is attended to in decoding: the length of a run's middle step is their mean."""
+    """As `PerToken`, and 1 ms per token attended to in decoding: the length of the middle step is the mean of joined
+    steps."""
 
     def step_s(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float:
         return sum(chunk.new + chunk.cached / 1000 for chunk in chunks) + (decoding > 0) + context / 1000
@@ -50,7 +52,7 @@ def test_one_request_alone() -> None:
     assert (job.began_s, job.first_s, job.finished_s) == (0.0, 10.0, 12.0)
     chunks = [Chunk(4, 3, False), Chunk(4, 7, False), Chunk(2, 11, True)]
     assert [step[0] for step in engine.steps] == [[chunk] for chunk in chunks] + [[]]
-    # Both further tokens are one run: the first attends to 14 tokens, the second to 15, the middle is taken as 14.
+    # Both further tokens are joined: the first attends to 14 tokens, the second to 15, the middle is taken as 14.
     assert engine.steps[-1] == ([], 1, 14)
     assert instance.pending == 0
 
@@ -83,7 +85,7 @@ def test_two_prompts_share_a_step() -> None:
 
 
 def test_a_prompt_begins_when_its_first_tokens_are_computed() -> None:
-    """Not before, though there is room: what is computed before it may be its prefix."""
+    """The second prompt does not begin earlier, though there is room: the first may compute its prefix."""
     instance = Instance(PerToken(), InstanceOptions(chunk_tokens=4, batch=4))
     jobs = [Job(0, 10, 1), Job(1, 6, 1), Job(2, 1, 1)]
     for job in jobs:
@@ -94,7 +96,7 @@ def test_a_prompt_begins_when_its_first_tokens_are_computed() -> None:
 
 
 def test_an_arrival_ends_joined_decode_steps_at_a_step() -> None:
-    """A decodes 10 tokens from 1 on; B comes at 3.5, so that it begins at 4."""
+    """A decodes 10 tokens from 1 on; B arrives at 3.5 and begins at 4."""
     instance = Instance(PerToken(), InstanceOptions(chunk_tokens=8, batch=4))
     a, b = Job(0, 1, 11), Job(1, 2, 1)
     instance.submit(a, 0.0)
@@ -223,7 +225,7 @@ REQUESTS = st.lists(
 def test_every_job_finishes_and_steps_are_in_order(
     requests: list[tuple[float, int, int, float]], memory: int | None
 ) -> None:
-    """However requests come: all finish, in order of time, none faster than alone, and memory ends empty."""
+    """However requests arrive: all finish, in order of time, none faster than alone, and memory ends empty."""
     instance = Instance(ByContext(), InstanceOptions(chunk_tokens=8, batch=4, memory_tokens=memory))
     jobs = [
         Job(number, prompt, output, ready_s=at_s + delay if number % 3 == 0 else 0.0)

@@ -1,4 +1,4 @@
-"""The replay against real daemons finds no wrong byte, and finds them when the keys are too weak."""
+"""The replay against real daemons finds no wrong byte, and detects them when the keys are too weak."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def connect(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Connect]:
-    """Connects with a layout of the test's own, so that it finds no other's segments."""
+    """Connects with a layout of the test's own, so that it finds no segments of other tests."""
     layout = replace(LAYOUT, model_id=request.node.name)
     with contextlib.ExitStack() as stack:
         yield lambda node, credential: stack.enter_context(Pool.connect(cluster.nodes[node].socket, layout, credential))
@@ -164,7 +164,7 @@ def test_the_index_alone_separates_tenants(connect: Connect) -> None:
 
 
 def test_without_tenants_in_keys_and_index_bytes_are_wrong(connect: Connect) -> None:
-    # Both come in as tenant a, as if there were no tenants; each expects its own bytes.
+    # Both connect as tenant a, as if there were no tenants; each expects its own bytes.
     clients = [LiveClient(connect(0, "token of a"), seed=1, tenant=tenant, chain=without_secret) for tenant in "ab"]
     served = serve_all(clients, [prompts()[0]] * 2)
     assert served[1].hits == served[1].wrong_segments == 5
@@ -178,7 +178,7 @@ def test_the_secret_alone_separates_tenants(connect: Connect) -> None:
 
 
 def test_a_session_survives_a_daemon_with_a_fast_clock() -> None:
-    """Its heartbeats go by the real clock, the lease by the daemon's."""
+    """Heartbeats are sent by the real clock; the lease ends by the daemon's clock."""
     speed, lease_s = 20.0, 60.0
     layout = bench_layout(16)
     fast = {"speed": str(speed), "lease_s": str(lease_s), "match_deadline_ms": "40000"}

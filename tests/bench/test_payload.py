@@ -1,4 +1,4 @@
-"""The bytes of a segment differ with everything they stand for, and the check finds every other content."""
+"""The bytes of a segment differ with everything that identifies it, and the check detects every other content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench planner`: links of a given shape, what is learnt from timings, regret, and one small run on real daemons."""
+"""`bench planner`: shaped links, inputs measured from timings, regret, and one small run on real daemons."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PrefixUse, Work = rig.PrefixUse, rig.Work
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """The rig computes with one; others after it want theirs."""
+    """The rig computes with one thread; later tests want theirs."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -99,7 +99,7 @@ def test_a_closed_port_refuses_through_a_link() -> None:
 
 
 def served(use: Any, prefix: int, new: int, decode: int, rows: int) -> Any:
-    """A batch on a machine of which all is known."""
+    """A batch on a machine with known costs."""
     one = Work(prefix, new, decode, rows)
     cached = 0 if use is PrefixUse.RECOMPUTE else prefix
     first = new if use is not PrefixUse.RECOMPUTE else prefix + new

@@ -43,7 +43,7 @@ def with_answers(accesses: Accesses, output_tokens: int) -> Accesses:
 def test_a_request_alone_takes_what_the_engine_model_says() -> None:
     accesses = Accesses(TOKENS, [Prompt(1000, (0,), 0.0, 101)])
     (answer,) = pooled(accesses, 1, 100).answers
-    # A match of one node takes microseconds.
+    # A match within one node takes microseconds.
     assert answer.ttft_s == pytest.approx(ENGINE.prefill_s(1000), abs=1e-3)
     assert answer.tpot_s == pytest.approx(ENGINE.decode_s(1, 1050), rel=0.01)
 
@@ -60,13 +60,14 @@ def test_a_fetched_prefix_is_not_computed_again() -> None:
 
 
 def test_a_prompt_longer_than_a_node_is_found_in_part() -> None:
-    """Half of a node's slots was all that a request could find of it, wherever the rest lay."""
+    """A request once found at most half of a node's slots, wherever the rest lay."""
     chain = tuple(range(60))
     accesses = Accesses(TOKENS, [Prompt(60 * TOKENS + 10, chain, 60.0 * at, 2) for at in range(8)])
     first, *others = pooled(accesses, 4, 48).answers
     assert first.hit_tokens == 0
     found = [answer.hit_tokens // TOKENS for answer in others]
-    # Where little of it lies here it is found whole; where a node is full of copies of it, there and 12 elsewhere.
+    # Where few of its segments lie at the node, the prompt is found whole; where the node is full of its copies, those
+    # and 12 segments elsewhere are found.
     assert max(found) == 60
     assert min(found) >= 36 + 12
 

@@ -51,7 +51,8 @@ def test_equal_ids_mean_equal_tokens_within_a_session(tmp_path: Path) -> None:
 
 
 def test_chains_are_those_of_the_tokens(tmp_path: Path) -> None:
-    # The second prompt differs in block 2; the third meets the first again behind it, where nothing is equal any more.
+    # The second prompt differs in block 2; the third equals the first again behind it, where no prefix is shared any
+    # more.
     lines = [
         session(request(0, 64 * 6, "1-6"), request(1, 64 * 7, "1,9,3-7"), request(2, 64 * 5 + 3, "1-5")),
         session(request(0, 64 * 6, "1-6")),
@@ -97,7 +98,7 @@ def test_copies_are_left_out_and_the_limit_counts_requests(tmp_path: Path) -> No
         (session(request(0, 200, "3-1")), "hash_ids", "'3-1'"),
         (session(request(0, 200, "1-2,x")), "hash_ids", "'x'"),
         (session(request(0, 200, "")), "hash_ids", "got 0"),
-        (session(request(0, 200, "9" * 5_000)), "hash_ids", "runs of ids"),
+        (session(request(0, 200, "9" * 5_000)), "hash_ids", "ranges of ids"),
         (session(request(0, 0, "")), "in", "at least|>= 1"),
         (session(request(-1, 64, "1")), "t", ">= 0"),
         (session(request(5, 64, "1"), request(4, 64, "1")), "t", "at least 5"),

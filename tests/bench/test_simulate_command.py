@@ -1,4 +1,4 @@
-"""`bench cache-hit --mode simulate`: what it prints, writes and refuses."""
+"""`bench cache-hit --mode simulate`: its output, its files and its refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ITEM_5 = {
 
 
 def run(*arguments: str) -> str:
-    """What was printed by a run that ended well."""
+    """The output of a run that ended well."""
     outcome = CliRunner().invoke(bench, ["cache-hit", "--mode", "simulate", *arguments])
     assert outcome.exit_code == 0, outcome.output
     return outcome.output

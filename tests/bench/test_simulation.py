@@ -1,4 +1,4 @@
-"""Small clusters on simulated time: what they give must add up, and be the same each time."""
+"""Small clusters on simulated time: their figures must add up, and be equal in equal runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NODE_SEGMENTS = 120
 
 
 def conversations(requests: int, seed: int = 0, gap_s: float = 0.5) -> Accesses:
-    """Turns of open conversations, each a template, its own past and something new; a part of a segment remains."""
+    """Turns of open conversations, each a template, its own past and something new, and a part of a segment."""
     draw = random.Random(seed)
     numbers = iter(range(1 << 30))
     templates = [[next(numbers) for _ in range(draw.randint(2, 5))] for _ in range(3)]
@@ -43,7 +43,7 @@ def conversations(requests: int, seed: int = 0, gap_s: float = 0.5) -> Accesses:
 
 
 def options(nodes: int, **other: object) -> SimulationOptions:
-    """Of a cluster with `NODE_SEGMENTS` on each node."""
+    """Options of a cluster with `NODE_SEGMENTS` at each node."""
     return SimulationOptions(nodes=nodes, capacity_tokens=nodes * NODE_SEGMENTS * TOKENS, **other)  # type: ignore[arg-type]
 
 
@@ -58,17 +58,17 @@ def simulate(accesses: Accesses, how: SimulationOptions) -> Simulation:
 
 
 def result(simulation: Simulation) -> tuple[Measured, Totals]:
-    """What must not depend on this machine."""
+    """The figures that must not depend on this machine."""
     return simulation.measure(0.0, 1e9), msgspec.structs.replace(simulation.totals(), processor_s=0.0)
 
 
 def counted(simulation: Simulation, metric: Metric) -> int:
-    """Over all nodes."""
+    """A counter summed over all nodes."""
     return sum(node.core.counters[metric] for node in simulation.cluster.nodes)
 
 
 def hit_tokens(simulation: Simulation, accesses: Accesses) -> int:
-    """Read by the engines."""
+    """Segments read by the engines."""
     return round(simulation.measure(0.0, 1e9).token_hit_rate * accesses.prompt_tokens)
 
 
@@ -97,7 +97,7 @@ def test_bytes_moved_and_reads_equal_the_nodes_counters() -> None:
     totals = simulation.totals()
     assert totals.bytes_moved == counted(simulation, SENT_BYTES) == counted(simulation, SENT) * segment_bytes
     windows = simulation.windows()
-    # One at a time: nobody waits for what somebody else fetches, so each hit is one read.
+    # One request at a time: none waits for another's fetch, so each hit is one read.
     assert sum(window.mean * 4 for window in windows) == pytest.approx(hit_tokens(simulation, accesses) / TOKENS)
     assert counted(simulation, SENT) * TOKENS > counted(simulation, FETCHED)
 
@@ -136,12 +136,12 @@ def test_a_match_on_a_slow_network_finds_local_segments() -> None:
 
 
 def test_requests_wait_for_segments_being_computed() -> None:
-    # Twenty requests behind one new prefix within 0.2 s; to compute a prompt takes 1.2 s.
+    # Twenty requests behind one new prefix within 0.2 s; computing a prompt takes 1.2 s.
     chains = [(*range(8), *range(100 + 4 * at, 104 + 4 * at)) for at in range(20)]
     accesses = Accesses(TOKENS, [Prompt(12 * TOKENS, chain, 1.0 + at / 100) for at, chain in enumerate(chains)])
     simulation = simulate(accesses, options(2, prefill_tokens_per_s=5120.0))
     assert counted(simulation, STORED) == 8 + 20 * 4
-    # Who asks in the moment in which it is told may find a part.
+    # A request that matches while the prefix is being announced may find a part of it.
     assert 18 * 8 * TOKENS <= hit_tokens(simulation, accesses) <= 19 * 8 * TOKENS
     assert 1.0 < simulation.read_s(0.5) < 1.8
 

@@ -112,7 +112,7 @@ def test_copies_share_templates_only_and_are_shifted() -> None:
     assert [arrival.at_s for arrival in many] == sorted(arrival.at_s for arrival in many)
     assert {int(arrival.chain[0]) for arrival in many} == {0}
     assert len({int(arrival.chain[1]) for arrival in many}) == 400
-    # As many requests in each part of the time as four times the original has.
+    # Each part of the time has four times the requests of the original.
     counts, _ = np.histogram([arrival.at_s for arrival in many], bins=4, range=(0, 100))
     assert counts.tolist() == pytest.approx([100] * 4, abs=4)
 
@@ -131,7 +131,7 @@ def test_a_flash_crowd_begins_in_time_and_has_one_new_prefix() -> None:
     assert len(joined) == pytest.approx(150, abs=30)
     assert len({tuple(crowd[at].chain[:12].tolist()) for at in joined}) == 1
     assert all(crowd[at].tokens == 1000 + 12 * 512 for at in joined)
-    # What follows is new to everybody, and the same for those who had the same.
+    # The segments behind the prefix are new, and equal where they were equal.
     old = {number for arrival in arrivals for number in arrival.chain.tolist()}
     assert len({int(crowd[at].chain[12]) for at in joined} - old) == 7
 
@@ -166,7 +166,7 @@ def test_at_best_own_reads_stay_and_the_rest_is_even() -> None:
     meter = Meter(2, 100, begins_s=0.0)
     meter.read(1.0, 0, 0, keys_of(chain(1, 2, 3), 0))
     meter.read(2.0, 0, 1, keys_of(chain(1, 2), 0))
-    # 3 and 0 of its own, 2 that travel: 3 and 2.
+    # 3 and 0 local reads, 2 reads to distribute: 3 and 2.
     assert meter.at_best(0.0, 10.0).max_over_mean == pytest.approx(3 / 2.5)
     assert balance.spread(meter.log(0.0, 10.0)).max_over_mean == 2.0
 
@@ -195,7 +195,7 @@ def test_the_command_measures_each_mode_and_writes_json(tmp_path: Path) -> None:
         assert [measured.from_s for measured in row.crowd] == [20.0, 30.0]
         assert row.steady.token_hit_rate > 0.5
         assert row.steady.load_cv > 0
-    # Some of the last ones are jittered beyond the end.
+    # The jitter moves some of the last requests beyond the end.
     assert 360 < result.rows[0].totals.requests == result.rows[1].totals.requests <= 400
 
 

@@ -1,4 +1,4 @@
-"""The soak's parts: its faults, its load, what counts as flat, and that it finds wrong bytes."""
+"""The soak's parts: its faults, its load, the comparison of gauges, and its detection of wrong bytes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_prompts_share_heads_and_nothing_else() -> None:
 
 
 def samples(values: list[float]) -> list[tuple[float, float]]:
-    """One a second."""
+    """One sample per second."""
     return [(float(at), value) for at, value in enumerate(values)]
 
 
@@ -105,7 +105,7 @@ def test_a_restarted_process_gives_no_verdict() -> None:
 
 
 def result(*claims: Claim) -> SoakResult:
-    """As after a run."""
+    """The state after a run."""
     recorder = recorded([1.0] * 100)
     gauges, _ = gauges_of(recorder, ["node0"])
     return SoakResult(

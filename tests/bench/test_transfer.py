@@ -27,7 +27,7 @@ STORE = next(kind for kind in SIZES[0].rows() if kind.name == "store_128x1MiB")
 
 
 def arguments(**changed: object) -> TransferArguments:
-    """As from an empty command line."""
+    """The arguments of an empty command line."""
     plain = {"against": "", "sizes": "1MiB", "rounds": 1, "peer_python": None, "json_file": None, "plot_file": None}
     return TransferArguments(**{**plain, **changed})  # type: ignore[arg-type]
 
@@ -91,7 +91,7 @@ def test_ratios_of_rates_and_times_have_opposite_signs() -> None:
 
 
 class _Recorded:
-    """A system that writes down when it was asked."""
+    """A system that records its calls."""
 
     def __init__(self, name: str, rows: Sequence[str], calls: list[tuple[str, str, int]]) -> None:
         self.name = name
@@ -168,7 +168,7 @@ def test_a_worker_ends_with_all_that_it_started(tmp_path: Path) -> None:
 
 
 def _alive(pid: int) -> bool:
-    """A zombie that its new parent has not waited for has ended."""
+    """A zombie that its new parent has not reaped counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

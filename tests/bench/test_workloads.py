@@ -1,4 +1,4 @@
-"""Generators against what their parameters say and what was published; arrivals; the command."""
+"""Generators against their parameters and published figures; arrivals; the command."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def row(second: float, text: str = "374,44") -> str:
 
 @pytest.mark.parametrize("name", GENERATORS)
 def test_lines_are_what_the_format_says(name: str, tmp_path: Path) -> None:
-    """In time order, one id per started block, an id always behind the same one; and the reader takes them."""
+    """In time order, one id per started block, each id always behind the same one; and the reader accepts them."""
     lines = generate(name, {"requests": 500, "seed": 3})
     assert len(lines) == 500
     assert [line.timestamp for line in lines] == sorted(line.timestamp for line in lines)
@@ -200,7 +200,7 @@ def test_poisson_arrivals() -> None:
 
 
 def test_bursts_keep_their_shape_at_another_rate() -> None:
-    """Three at once, then nine seconds of silence, four a 'round' of 12 s: at rate 1 a round takes 4 s."""
+    """Three at once, then nine seconds of silence, four in a period of 12 s: at rate 1 a period takes 4 s."""
     shape = [0.0, 0.0, 0.0, 9.0]
     times = list(itertools.islice(bursts(shape, 1.0, seed=0), 40))
     assert times == sorted(times)

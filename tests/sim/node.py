@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from tests.sim.arena import SHARDS, Arena
+from tests.sim.clock import Channel
 from tests.sim.transfer import FROZEN_POLL_S, Transfer
+from tests.sim.world import World
 from tokenlake.core import NodeCore, events, instructions
 from tokenlake.core.context import CoreConfig
-from tokenlake.wire import Code, engine
+from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import SlotRef, unpack_slots
 from tokenlake_testing.driver import NodeDriver, Pull
 
-if TYPE_CHECKING:
-    from tests.sim.cluster import Cluster
-    from tests.sim.engine import SimProcess
+__all__ = ["Connection", "Process", "SimNode"]
 
-__all__ = ["SimNode"]
+
+class Process(Protocol):
+    """An engine process that joined a node."""
+
+    down: Channel[Any]
+    """Replies to the process."""
+
+    def disconnected(self) -> None:
+        """The node crashed."""
+
+
+class Connection(Protocol):
+    """The link between two nodes."""
+
+    up: bool
+    ends: Mapping[str, SimNode]
+
+    def say(self, sender: str, message: peer.PeerMessage) -> None:
+        """Send a frame from `sender` to the other end."""
+
+    def cut(self, seconds: float = 0.0) -> None:
+        """Lose all frames and transfers under way; connect again after `seconds` at the earliest."""
 
 
 class SimNode:
     """A daemon that can crash (the pool loses its memory), freeze, and start again."""
 
-    def __init__(self, cluster: Cluster, name: str) -> None:
+    def __init__(self, cluster: World, name: str) -> None:
         self.cluster = cluster
         self.name = name
         self.incarnation = 0
-        self.processes: dict[int, SimProcess] = {}
+        self.processes: dict[int, Process] = {}
         """By connection."""
+        self.links: Mapping[str, Connection] = {}
+        """By the other node's name."""
         self.start()
 
     # -- life
@@ -66,7 +90,7 @@ class SimNode:
     def crash(self) -> None:
         """SIGKILL: connections break, its threads are gone, its memory stays with the processes that map it."""
         self.life.stop()
-        for link in self.cluster.links_of(self.name):
+        for link in self.links.values():
             link.cut()
         for process in self.processes.values():
             process.disconnected()
@@ -80,9 +104,9 @@ class SimNode:
         """SIGCONT."""
         self.life.thaw()
 
-    def connected(self, other: SimNode) -> bool:
-        """The link between the two nodes carries frames."""
-        return self.cluster.link(self.name, other.name).up
+    def connected(self, other: str) -> bool:
+        """The link to the other node carries frames."""
+        return self.links[other].up
 
     def deliver(self, event: events.Event) -> None:
         """See `NodeDriver`; the event is for the present life."""
@@ -125,11 +149,11 @@ class SimNode:
 
     def say(self, order: instructions.Say) -> None:
         """See `tokenlake_testing.driver.Network`."""
-        self.cluster.link(self.name, order.node).say(self.name, order.message)
+        self.links[order.node].say(self.name, order.message)
 
     def pull(self, order: instructions.StartFetch) -> Pull:
         """See `tokenlake_testing.driver.Network`."""
-        return Transfer(self, self.cluster.nodes[order.node], order, self.cluster.next_id())
+        return Transfer(self, self.links[order.node].ends[order.node], order, self.cluster.next_id())
 
     # -- memory
 

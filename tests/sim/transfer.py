@@ -6,17 +6,16 @@ stops only then.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from tests.sim.arena import SHARDS, Arena
 from tests.sim.clock import RandomClock
+from tests.sim.world import World
+from tokenlake.core import NodeCore
 from tokenlake.core.instructions import SendBulk, StartFetch
 from tokenlake.wire import Code
 from tokenlake.wire.slots import SlotRef, unpack_slots
 from tokenlake_testing.driver import NodeDriver, Pull
-
-if TYPE_CHECKING:
-    from tests.sim.node import SimNode
 
 __all__ = ["FROZEN_POLL_S", "Transfer"]
 
@@ -25,10 +24,26 @@ STALL_S = 0.2
 FROZEN_POLL_S = 0.01
 
 
+class End(Protocol):
+    """A node at either end of a transfer."""
+
+    cluster: World
+    name: str
+    life: NodeDriver
+    arena: Arena
+
+    @property
+    def core(self) -> NodeCore | None:
+        """The rules; None after a crash."""
+
+    def connected(self, other: str) -> bool:
+        """The link to the other node carries frames."""
+
+
 class Transfer(Pull):
     """Copies the segments of `order.keys` from the arena of `source` into slots of `target`."""
 
-    def __init__(self, target: SimNode, source: SimNode, order: StartFetch, stream: int) -> None:
+    def __init__(self, target: End, source: End, order: StartFetch, stream: int) -> None:
         super().__init__(target.life, order, stream)
         self.clock: RandomClock = target.cluster.clock
         self.target = target
@@ -55,7 +70,7 @@ class Transfer(Pull):
     def _ask(self) -> None:
         if self.returned:
             return
-        if self.source.core is None or not self.target.connected(self.source):
+        if self.source.core is None or not self.target.connected(self.source.name):
             self.fail()
             return
         self._from = self.source.arena

@@ -99,7 +99,7 @@ def run_eviction(arguments: EvictionArguments) -> StudyResult:
         for nodes, capacity in itertools.product(arguments.plan().nodes, source.capacities):
             slots_per_node(source.accesses, nodes, capacity)
         if source.malformed:
-            console.print(f"{source.name}: {source.malformed} malformed lines passed over")
+            console.print(f"{source.name}: {source.malformed} malformed lines skipped")
     study = _Study(arguments, sources)
     complete = True
     try:
