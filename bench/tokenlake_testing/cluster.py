@@ -37,17 +37,18 @@ class Node:
         self.socket = directory / f"{name}.sock"
         self.log = directory / f"{name}.log"
         self.metrics_port = free_port()
-        self._settings = {
+        self.settings = {
             "node": name,
             "socket": str(self.socket),
             "metrics": f"127.0.0.1:{self.metrics_port}",
             **settings,
         }
+        """Flags of every life of the daemon, by name."""
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, module: str | None = None, /, **settings: str) -> None:
         """Start the process; `Cluster.wait_ready` waits until it serves. `module`, `settings`: for this life only."""
-        flags = [word for name, value in {**self._settings, **settings}.items() for word in (f"--{name}", value)]
+        flags = [word for name, value in {**self.settings, **settings}.items() for word in (f"--{name}", value)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TOKENLAKE_")}
         with self.log.open("ab") as log:
             self.process = start_child(

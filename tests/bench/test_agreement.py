@@ -17,7 +17,7 @@ pytestmark = pytest.mark.live
 
 def test_daemons_and_simulated_nodes_agree() -> None:
     """Evictions of a tiny pool depend on the order of concurrent events, which a busy machine changes: two points and a
-    tenth are allowed here; on a trace and a larger pool it is one point and a hundredth (docs/results/simulation.md)."""
+    tenth are allowed here; on a trace and a larger pool, one point and a hundredth (docs/results/simulation.md)."""
     workload, segment_tokens, capacity_tokens = builtin_workload(BuiltinSettings(requests=400)), 64, 24_000
     nodes = 2
     live = run_live(

@@ -277,4 +277,4 @@ def test_malformed_lines_are_told(tmp_path: Path) -> None:
     path = tmp_path / "sessions.jsonl"
     path.write_text("\n".join([good] * 150 + ["broken"]))
     done = invoke("--trace", str(path), "--policy", "lru", "--capacity-tokens", "100000")
-    assert "sessions.jsonl: 1 malformed lines passed over" in done.output
+    assert "sessions.jsonl: 1 malformed lines skipped" in done.output

@@ -7,15 +7,17 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tokenlake.config import ServerConfig
 from tokenlake.errors import ConfigurationError, Unreachable
 from tokenlake_bench.transfer.base import MATCH, SIZES, WINDOWS, RowKind, Size
 from tokenlake_bench.transfer.command import TransferArguments, take_turns
-from tokenlake_bench.transfer.daemons import layout_of
+from tokenlake_bench.transfer.daemons import Daemons, layout_of
 from tokenlake_bench.transfer.peers import start_peer
 from tokenlake_bench.transfer.picture import plot_rows
 from tokenlake_bench.transfer.results import compare, row_of, write_rows
@@ -30,6 +32,13 @@ def arguments(**changed: object) -> TransferArguments:
     """The arguments of an empty command line."""
     plain = {"against": "", "sizes": "1MiB", "rounds": 1, "peer_python": None, "json_file": None, "plot_file": None}
     return TransferArguments(**{**plain, **changed})  # type: ignore[arg-type]
+
+
+def test_the_daemons_settings_exist() -> None:
+    with closing(Daemons(SIZES[0])) as daemons:
+        for node in daemons.nodes.values():
+            names = {name.replace("-", "_") for name in node.settings}
+            assert names <= set(ServerConfig.__struct_fields__)
 
 
 def test_rows_have_the_names_that_scripts_read() -> None:

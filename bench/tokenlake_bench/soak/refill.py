@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tokenlake.identity import SegmentKey
+from tokenlake.store import Kind
 from tokenlake.wire import Code
 from tokenlake_bench.live_client import LiveClient
 from tokenlake_bench.soak.load import GROUPS, PROMPTS, Group, Prompt, fresh_prompt, prompt
@@ -86,7 +87,7 @@ def _await_primary_copies(node: Node) -> None:
 
 
 def _is_copy(name: str) -> bool:
-    return 'kind="cached"' in name or 'kind="replica"' in name
+    return any(f'kind="{kind.name.lower()}"' in name for kind in (Kind.CACHED, Kind.REPLICA))
 
 
 def _store_many(pools: Sequence[Pool], seed: int, first: int, segments: int, result: Refilled) -> None:
