@@ -1,4 +1,4 @@
-"""A pool between an engine and the client that measures each call, and can spoil what is read."""
+"""A pool for engines that measures each call and can corrupt the bytes read."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = ["MeasuredPool", "Watch"]
 
 
 class Watch:
-    """What was measured, and what is to be done with reads. Several threads call."""
+    """Measurements of a pool's calls, and switches for its reads. Thread-safe as far as several engine threads call."""
 
     def __init__(self) -> None:
         self.flip = False
-        """Invert the sign bit of every second 16-bit word of what is read; store nothing."""
+        """Invert the sign bit of every second 16-bit word that is read; store nothing."""
         self.before_remote: Callable[[int], None] | None = None
         """Called with the number of remote segments before they are fetched."""
         self.local = 0
@@ -42,7 +42,7 @@ class Watch:
 
     @contextmanager
     def call(self, *, waited_for: bool) -> Iterator[None]:
-        """Around one call of the pool; `waited_for` by a request."""
+        """Context of one call of the pool; `waited_for`: a request waits for the call."""
         began = time.monotonic()
         try:
             yield
@@ -94,7 +94,7 @@ class MeasuredPool:
         in_flight_wait_per_segment_s: float = 0.0,
     ) -> MeasuredLease:
         """See `CachePool`."""
-        # Waiting for what others compute is not waiting for the pool.
+        # Waiting for another engine's computation is not waiting for the pool.
         with self._watch.call(waited_for=not in_flight_wait_s):
             lease = self._pool.match(
                 keys,
@@ -192,7 +192,8 @@ class MeasuredLease:
 
 
 def _flipped(array: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The numbers stay finite: the top byte of a little-endian float32 or of every second 16-bit float."""
+    """The values stay finite: this inverts the sign in the top byte of a little-endian float32 or of every second
+    16-bit float."""
     spoilt = array.copy()
     spoilt[3::4] ^= 0x80
     spoilt.flags.writeable = False

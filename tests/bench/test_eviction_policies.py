@@ -1,4 +1,4 @@
-"""The published policies that the study compares with: each keeps to the contract of a policy, and to its own idea."""
+"""The published policies of the study: each keeps the contract of a policy, and its published behaviour."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class AbortFetch(_Instruction, frozen=True, tag=5):
 
 
 class SendBulk(_Instruction, frozen=True, tag=6):
-    """Answer a `PullAsked`: the header, then the slots' bytes, in a thread; then `SendDone`, always."""
+    """Answer a `PullRequested`: the header, then the slots' bytes, in a thread; then `SendDone`, always."""
 
     stream: int
     slot_bytes: int

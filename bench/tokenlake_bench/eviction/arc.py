@@ -1,8 +1,8 @@
 """ARC: a queue of segments accessed once and a queue of segments accessed again. Ghosts of both move the border between
 them.
 
-Megiddo and Modha, "ARC: A self-tuning, low overhead replacement cache", FAST 2003. The capacity is how many segments
-are in order when one is evicted.
+Megiddo and Modha, "ARC: A self-tuning, low overhead replacement cache", FAST 2003. The capacity is the number of
+segments in order when one is evicted.
 """
 
 from __future__ import annotations

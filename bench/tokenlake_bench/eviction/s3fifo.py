@@ -54,7 +54,7 @@ class S3Fifo(EvictionPolicy):
         (self._main if record.main else self._small)[segment] = record
 
     def touch(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`. Changes no order."""
+        """See `EvictionPolicy`. Does not change the order."""
         if now - segment.touched >= SAME_ACCESS_S:
             segment.touched = now
             record = self._main.get(segment) or self._small[segment]

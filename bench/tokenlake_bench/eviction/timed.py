@@ -1,4 +1,4 @@
-"""A policy of eviction, and how long it took."""
+"""Measures the time that an eviction policy takes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Timed(EvictionPolicy):
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
         self.taken_ns = 0
-        """In all calls that change or compare something."""
+        """Nanoseconds in all calls that change or compare segments."""
 
     def insert(self, segment: Segment, now: float) -> None:
         """See `EvictionPolicy`."""
