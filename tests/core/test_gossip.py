@@ -21,7 +21,7 @@ def test_a_node_of_a_large_cluster_sends_few_pings_and_hears_from_all() -> None:
     intervals = 2 * ROUNDS
     cluster.run_for(intervals * GOSSIP_S)
     assert 0 < len(said(cluster, 0, peer.Ping)) - sent <= intervals * PINGED
-    heard = {each.node: each.told_at for each in cluster.core(0)._peers}
+    heard = {each.node: each.reported_at for each in cluster.core(0)._peers}
     assert len(heard) == MANY - 1
     # Its turn comes once in a round, and is passed over at most once.
     assert min(heard.values()) > cluster.clock.now - (2 * ROUNDS + 1) * GOSSIP_S
