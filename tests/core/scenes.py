@@ -32,7 +32,7 @@ def calm(nodes: int = 3, **rules: Any) -> Cluster:
 def placed(cluster: Cluster, directory_node: int, other: int, count: int = 1, name: str = "p") -> list[SegmentKey]:
     """Keys with these candidates."""
     wanted = (f"n{directory_node}", f"n{other}")
-    ring = cluster.core(directory_node)._context.ring
+    ring = cluster.core(directory_node).ring
     keys = prompt(name, 200 * len(cluster.nodes))
     return [key for key, pair in zip(keys, ring.candidates(join_keys(keys)), strict=True) if pair == wanted][:count]
 
