@@ -52,7 +52,7 @@ class Writes:
         """One code per key; slots for the RESERVED."""
         session = process.session
         keys = split_keys(request.keys)
-        write = Write(WriteId(self._context.next_id()), session.tenant, request.first, process.connection)
+        write = Write(WriteId(self._context.next_id()), session.tenant, process.connection)
         hints = with_access(request.hints, session.recent.access(keys, request.first))
         write.request, write.hints = request.request, hints
         codes = bytearray()
