@@ -7,11 +7,11 @@ import random
 import msgspec
 import pytest
 
-from tokenlake.core.fetch_calls import FETCHED, MISSING
+from tokenlake.core.fetch import FETCHED, MISSING
 from tokenlake.core.grants import SKIPPED
-from tokenlake.core.matches import ASKED, LOCAL, PENDING
-from tokenlake.core.serving import SENT, SENT_BYTES
-from tokenlake.core.writes import STORED
+from tokenlake.core.match import ASKED, LOCAL, PENDING
+from tokenlake.core.serve import SENT, SENT_BYTES
+from tokenlake.core.write import STORED
 from tokenlake.errors import ConfigurationError
 from tokenlake.metrics import Metric
 from tokenlake.wire import Code

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from tests.sim.prompts import prompt
 from tokenlake.core import NodeCore, events
 from tokenlake.core.context import CoreConfig
-from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
+from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.store import Kind, Segment
 from tokenlake.wire import engine, peer
 from tokenlake.wire.slots import join_keys
@@ -93,9 +93,9 @@ def a_peer_came_back(count: int) -> Longest:
 def a_peer_restarted(count: int) -> Longest:
     """The directory forgets what it said before."""
     node = Longest(count)
-    directory = node.core._context.directory
-    for key in keys_of(count):
-        directory.held(RED, key, B, Incarnation(1))
+    keys = keys_of(count)
+    for start in range(0, len(keys), PER_PROMPT):
+        node.handle(events.PeerSent(B, peer.PrimaryCopies(RED, join_keys(keys[start : start + PER_PROMPT]))))
     node.longest_s = 0.0
     node.handle(events.PeerUp(B, 2))
     node.run_for(3.0)

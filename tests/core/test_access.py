@@ -8,7 +8,7 @@ from tests.core.scenes import answer, calm, copies, fetch, match, prepare, store
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
 from tests.sim.prompts import prompt
-from tokenlake.core.access import REMEMBERED, RecentMatches, access_after
+from tokenlake.core.access import MAX_RECENT_MATCHES, RecentMatches, access_after
 from tokenlake.hints import NEVER, AccessRecord, Hints, Outlook
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.store import Kind
@@ -123,14 +123,14 @@ def test_of_two_who_remember_the_same_segment_the_later_word_counts() -> None:
 def test_a_node_that_knows_of_more_keys_than_it_was_asked_for_is_refused() -> None:
     cluster = calm(2, regions=16)
     reader = cluster.join(0)
-    cluster.core(1)._serving.lookup = lambda node, message, keys: peer.LookupReply(  # type: ignore[method-assign]
+    cluster.core(1)._serving.lookup = lambda node, message: peer.LookupReply(  # type: ignore[method-assign]
         message.call,
         0,
-        bytes([Code.MISSING]) * len(keys),
+        bytes([Code.MISSING]) * 4,
         (),
         (0.0, 0.0, 0.0),
         0.0,
-        len(keys) + 1,
+        5,
         AccessRecord(9, 9),
         1.0,
     )
@@ -160,13 +160,13 @@ def test_what_an_engine_says_of_its_use_is_not_listened_to() -> None:
     assert {(hints.access.segments, hints.access.turn) for hints in told} == {(2, 1)}
 
 
-@pytest.mark.parametrize("between", [0, REMEMBERED - 1, REMEMBERED])
+@pytest.mark.parametrize("between", [0, MAX_RECENT_MATCHES - 1, MAX_RECENT_MATCHES])
 def test_a_session_remembers_its_last_matches(between: int) -> None:
     recent = RecentMatches()
     recent.add(join_keys(KEYS), AccessRecord(12, 3, 2))
     for number in range(between):
         recent.add(join_keys(prompt(f"other {number}", 5)), AccessRecord(5, 0))
-    known = between < REMEMBERED
+    known = between < MAX_RECENT_MATCHES
     assert recent.access(KEYS[3:6], 3) == (AccessRecord(12, 3, 2) if known else AccessRecord(6, 3))
     assert recent.access(KEYS[6:], 6) == (AccessRecord(12, 3, 2) if known else AccessRecord(12, 6))
     assert recent.access(KEYS[3:6], 4) == AccessRecord(7, 4)

@@ -88,7 +88,9 @@ def test_what_was_refused_comes_back_to_whoever_remembers_it(full: Cluster) -> N
     for key in keys:
         assert kinds(full, key) == {}
         directory_node = full.core(0)._context.ring.candidates(key)[0][0]
-        previous_owner = full.core(int(directory_node[1:]))._context.directory.previous_owner(TenantId("red"), key)
+        previous_owner = full.core(int(directory_node[1:]))._directory_node._directory.previous_owner(
+            TenantId("red"), key
+        )
         assert previous_owner is not None
         refusers.append(int(previous_owner[1:]))
         store(full, full.engines[0], [key])

@@ -9,7 +9,7 @@ from tests.core.scenes import ask, calm, match, placed, prepare, said, store
 from tests.sim.arena import SLOT_BYTES
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Storing
-from tokenlake.core.background import FLIGHTS, MOST_CREDIT, PIECE_BYTES, Background
+from tokenlake.core.fetch import MAX_CREDIT, MAX_PIECE_BYTES, MAX_PIECES, BackgroundLimit
 from tokenlake.core.instructions import StartFetch
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import KEY_BYTES
@@ -22,60 +22,60 @@ MIB = 1 << 20
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 32)), max_size=200), st.floats(0.05, 0.9))
 def test_what_comes_beside_reads_is_at_most_its_share(wanted: list[tuple[bool, int]], share: float) -> None:
     """A read is under way all the time."""
-    background = Background(share)
-    background.departs(MIB, background=False)
+    background = BackgroundLimit(share)
+    background.started(MIB, background=False)
     read, kept = MIB, 0
     for is_read, mib in wanted:
         if is_read:
-            background.departs(mib * MIB, background=False)
-            background.returned(background=False)
+            background.started(mib * MIB, background=False)
+            background.ended(background=False)
             read += mib * MIB
-        elif background.may_depart(mib * MIB):
-            background.departs(mib * MIB, background=True)
-            background.returned(background=True)
+        elif background.allows(mib * MIB):
+            background.started(mib * MIB, background=True)
+            background.ended(background=True)
             kept += mib * MIB
         assert kept <= share * (read + kept) + 1
 
 
 def test_alone_it_takes_all_but_not_all_at_once() -> None:
-    background = Background(0.5)
-    for _ in range(FLIGHTS):
-        assert background.may_depart(1 << 40)
-        background.departs(1 << 40, background=True)
-    assert not background.may_depart(1)
-    background.returned(background=True)
-    assert background.may_depart(1)
+    background = BackgroundLimit(0.5)
+    for _ in range(MAX_PIECES):
+        assert background.allows(1 << 40)
+        background.started(1 << 40, background=True)
+    assert not background.allows(1)
+    background.ended(background=True)
+    assert background.allows(1)
 
 
 def test_what_is_saved_up_is_bounded() -> None:
-    background = Background(0.9)
-    background.departs(1 << 50, background=False)
-    background.departs(MOST_CREDIT - 1, background=True)
-    background.returned(background=True)
-    assert background.may_depart(1)
-    assert not background.may_depart(2)
+    background = BackgroundLimit(0.9)
+    background.started(1 << 50, background=False)
+    background.started(MAX_CREDIT - 1, background=True)
+    background.ended(background=True)
+    assert background.allows(1)
+    assert not background.allows(2)
 
 
 def test_a_segment_that_is_more_than_can_be_saved_up_comes_all_the_same() -> None:
-    background = Background(0.5)
-    background.departs(MIB, background=False)
-    assert not background.may_depart(2 * MOST_CREDIT)
-    background.departs(MOST_CREDIT, background=False)
-    assert background.may_depart(2 * MOST_CREDIT)
-    background.departs(2 * MOST_CREDIT, background=True)
-    background.returned(background=True)
+    background = BackgroundLimit(0.5)
+    background.started(MIB, background=False)
+    assert not background.allows(2 * MAX_CREDIT)
+    background.started(MAX_CREDIT, background=False)
+    assert background.allows(2 * MAX_CREDIT)
+    background.started(2 * MAX_CREDIT, background=True)
+    background.ended(background=True)
     # What was more than its share is made up for first.
-    background.departs(MOST_CREDIT, background=False)
-    assert not background.may_depart(MIB)
-    background.departs(2 * MIB, background=False)
-    assert background.may_depart(MIB)
+    background.started(MAX_CREDIT, background=False)
+    assert not background.allows(MIB)
+    background.started(2 * MIB, background=False)
+    assert background.allows(MIB)
 
 
 def test_pieces_take_a_moment_and_are_never_nothing() -> None:
-    background = Background(0.5)
-    assert background.piece(MIB, 0.001) == PIECE_BYTES // MIB
-    assert background.piece(MIB, 0.02) == 2
-    assert background.piece(64 * MIB, 10.0) == 1
+    background = BackgroundLimit(0.5)
+    assert background.piece_segments(MIB, 0.001) == MAX_PIECE_BYTES // MIB
+    assert background.piece_segments(MIB, 0.02) == 2
+    assert background.piece_segments(64 * MIB, 10.0) == 1
 
 
 def scene() -> tuple[Cluster, Engine, Engine, list[SegmentKey]]:
@@ -112,10 +112,10 @@ def test_pushes_wait_while_a_read_is_under_way() -> None:
     kept = sum(len(each.keys) // KEY_BYTES for each in during if each.background)
     assert read == 2
     assert kept <= read
-    assert cluster.core(0).census()["flights to come"] > 0
+    assert cluster.core(0).census()["queued transfers"] > 0
     cluster.node(2).thaw()
     cluster.run_for(1.5)
-    assert cluster.core(0).census()["flights to come"] == 0
+    assert cluster.core(0).census()["queued transfers"] == 0
     cluster.check()
     cluster.settle()
     cluster.check_settled()
@@ -123,27 +123,27 @@ def test_pushes_wait_while_a_read_is_under_way() -> None:
 
 def test_what_an_engine_wants_does_not_wait_its_turn() -> None:
     cluster, reader, writer, keys = scene()
-    cluster.core(0)._fetches._background._reads += 1
+    cluster.core(0)._transfers._limit._fetches += 1
     writer.store(keys[:2], 0, Storing())
     cluster.run_for(0.2)
-    assert cluster.core(0).census()["flights to come"] > 0
+    assert cluster.core(0).census()["queued transfers"] > 0
     found = match(cluster, reader, keys[:2])
     fetched = ask(reader.processes[0], engine.Fetch, found.lease, 0, found.hits, 0.5)
     cluster.run_for(0.3)
     assert fetched
     assert list(fetched[0].codes) == [Code.LOCAL] * 2
-    cluster.core(0)._fetches._background._reads -= 1
+    cluster.core(0)._transfers._limit._fetches -= 1
     cluster.check()
 
 
 def test_what_waited_too_long_is_kept_by_its_writer() -> None:
     cluster, _, writer, keys = scene()
-    cluster.core(0)._fetches._background._reads += 1
+    cluster.core(0)._transfers._limit._fetches += 1
     prepare(cluster, writer, [])
     writer.store(keys[:2], 0, Storing())
     cluster.run_for(3.0)
-    cluster.core(0)._fetches._background._reads -= 1
-    assert cluster.core(0).census()["flights to come"] == 0
+    cluster.core(0)._transfers._limit._fetches -= 1
+    assert cluster.core(0).census()["queued transfers"] == 0
     assert cluster.keepers() == {("red", key): ["n1"] for key in keys[:2]}
     kept = [segment for segment in cluster.core(1).store.segments() if segment.kind is Kind.PRIMARY]
     assert sum(segment.slot_bytes for segment in kept) == 2 * SLOT_BYTES

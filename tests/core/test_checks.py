@@ -41,7 +41,7 @@ def busy() -> tuple[Cluster, NodeCore, int]:
     core.handle(events.Requested(connection, engine.Fetch(77, found.lease, 0, found.hits, 0.0)), now)
     core.handle(events.Requested(connection, engine.Match(78, join_keys(prompt("nowhere", 3)), 0.0)), now)
     core.handle(events.PullRequested(900, "n1", "red", join_keys(prompt("here", 4))), now)
-    assert all(core.census()[name] for name in ("flights", "matches", "sends", "writes", "leases"))
+    assert all(core.census()[name] for name in ("transfers", "matches", "sends", "writes", "leases"))
     return cluster, core, connection
 
 
@@ -256,11 +256,11 @@ def test_a_transfer_that_a_failed_handler_began_is_ordered(monkeypatch: pytest.M
     found = match(cluster, reader, keys)
     core, now = cluster.core(0), cluster.clock.now
     with monkeypatch.context() as patch:
-        failing(patch, type(core._fetches), "bring", type(core._fetches).bring)
+        failing(patch, type(core._transfers), "bring", type(core._transfers).bring)
         request = engine.Fetch(1, found.lease, 0, found.hits, 0.0)
         out = failed(core, events.Requested(reader.processes[0].connection, request), now)
     [ordered] = [each for each in out if isinstance(each, StartFetch)]
     lost = bytes([Code.LOST]) * (len(ordered.keys) // KEY_BYTES)
     core.handle(events.FetchDone(ordered.fetch, lost, bytes(8 * ordered.shards * len(lost))), now)
     core.check_integrity()
-    assert not core.census()["flights"]
+    assert not core.census()["transfers"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from tests.core.scenes import ask, calm, placed, said, store, tell
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
-from tokenlake.core.claims import MAX_CLAIMED
-from tokenlake.core.pendings import MAX_IN_FLIGHT_WAIT_S
+from tokenlake.core.waiting import MAX_CLAIMED, MAX_IN_FLIGHT_WAIT_S
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import join_keys

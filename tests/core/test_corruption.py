@@ -8,8 +8,7 @@ from tests.sim.engine import SEGMENT_TOKENS, Engine, Storing
 from tests.sim.prompts import prompt
 from tokenlake.core import events
 from tokenlake.core.corruption import CHECKING_SHARE, CONFIRMED, MAX_QUEUED, REPORTED
-from tokenlake.core.fetch_calls import FETCHED, MISSING
-from tokenlake.core.fetches import CORRUPT
+from tokenlake.core.fetch import CORRUPT, FETCHED, MISSING
 from tokenlake.core.grants import SKIPPED
 from tokenlake.core.instructions import CheckSlot, StartFetch
 from tokenlake.identity import ConnectionId, LeaseId, SegmentKey, TenantId
@@ -52,11 +51,11 @@ def test_a_wrong_copy_is_dropped_where_it_lies_and_computed_again() -> None:
     assert cluster.core(3 - source).counters[MISSING] == SEGMENT_TOKENS
     assert cluster.core(source).counters[REPORTED] == cluster.core(source).counters[CONFIRMED] == 1
     assert kinds(cluster, key) == {0: Kind.CACHED}, "copies of other nodes stay"
-    directory_node = cluster.core(1)._context
-    gone = directory_node.history.get(TenantId("red"), key)
+    directory_node = cluster.core(1)
+    gone = directory_node._context.history.get(TenantId("red"), key)
     assert gone is not None
     assert gone.rule == CORRUPT_RULE, "for those who ask why it was missed"
-    assert directory_node.directory.previous_owner(TenantId("red"), key) != f"n{source}", (
+    assert directory_node._directory_node._directory.previous_owner(TenantId("red"), key) != f"n{source}", (
         "nothing draws the next copy there"
     )
     for asking in (local, reader):

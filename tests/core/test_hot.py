@@ -12,10 +12,9 @@ from tests.sim.arena import SHARDS, SLOT_BYTES
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
 from tokenlake.core import events, instructions
-from tokenlake.core.fetch_calls import FETCHED
-from tokenlake.core.hot import CHOSEN, MISSED
-from tokenlake.core.hot_copies import COPIED, UNLISTED_S
-from tokenlake.core.hot_directory import DEMOTED, PROMOTED, REFUSED_S
+from tokenlake.core.fetch import FETCHED
+from tokenlake.core.replicas import CHOSEN, COPIED, UNLISTED_S
+from tokenlake.core.replication import DEMOTED, MISSED, PROMOTED, REFUSED_S
 from tokenlake.hot.rule import DROP_S
 from tokenlake.identity import SegmentKey
 from tokenlake.store import Kind
@@ -163,7 +162,7 @@ def test_a_primary_copy_that_is_evicted_is_replaced_by_a_copy() -> None:
     cluster, _, key = hot()
     directory_node = cluster.core(0)
     directory_node.store.discard(copies(cluster, key)[0], cluster.clock.now)
-    directory_node._context.directory.gone(copies(cluster, key)[1].tenant, key, directory_node._context.node)
+    directory_node._directory_node._directory.gone(copies(cluster, key)[1].tenant, key, directory_node._context.node)
     cluster.run_for(1.0)
     assert list(kinds(cluster, key).values()).count(Kind.PRIMARY) == 1
     cluster.settle()
@@ -302,7 +301,10 @@ def test_a_copy_of_which_no_more_may_be_leased_is_still_there() -> None:
         for pool in cluster.core(node).store.pools():
             serving._leased[pool] -= 1000
     directory_node = cluster.core(0)
-    assert directory_node._context.directory.get(copies(cluster, key)[0].tenant, key, cluster.clock.now) is not None
+    assert (
+        directory_node._directory_node._directory.get(copies(cluster, key)[0].tenant, key, cluster.clock.now)
+        is not None
+    )
     assert len(said(cluster, reader, peer.Evicted)) == told
     assert read(cluster, engines[reader], [key]) == [Code.LOCAL]
 
@@ -338,7 +340,7 @@ def test_a_directory_node_that_has_the_last_copy_keeps_it() -> None:
     cluster.node(0).deliver(events.PeerSent("n1", peer.Evicted(tenant, key, "n1")))
     cluster.run_for(0.5)
     assert kinds(cluster, key)[0] is Kind.PRIMARY
-    entry = directory_node._context.directory.get(tenant, key, cluster.clock.now)
+    entry = directory_node._directory_node._directory.get(tenant, key, cluster.clock.now)
     assert entry is not None
     assert entry.node == "n0"
     cluster.settle()
@@ -350,12 +352,12 @@ def test_one_copy_at_a_time_is_asked_to_take_the_place_of_the_primary_copy() -> 
     directory_node = cluster.core(0)
     tenant = copies(cluster, key)[0].tenant
     evict(cluster, key, (1,))
-    directory_node._context.directory.gone(tenant, key, directory_node._context.ring.members[1])
-    directory_node._hot.directory_node.gone(tenant, key, directory_node._context.node)
+    directory_node._directory_node._directory.gone(tenant, key, directory_node._context.ring.members[1])
+    directory_node._replication.gone(tenant, [key], directory_node._context.node)
     offers = len(said(cluster, 0, peer.Offer))
     # A crowd: decided again and again before the answer can be here.
     for _ in range(5):
-        directory_node._hot.directory_node.decide()
+        directory_node._replication._decide()
     assert directory_node.hot()["of this directory node"] == 1
     cluster.run_for(0.5)
     assert list(kinds(cluster, key).values()).count(Kind.PRIMARY) == 1
@@ -389,7 +391,7 @@ def test_a_directory_node_that_counts_nothing_is_not_made_to_by_others() -> None
 
 def test_another_node_gets_the_copy_of_one_that_died() -> None:
     cluster, _, key = hot(nodes=6)
-    (looked_after,) = cluster.core(0)._hot.directory_node._hot.values()
+    (looked_after,) = cluster.core(0)._replication._copies.values()
     looked_after.target = 3
     cluster.run_for(UNLISTED_S + 1.0)
     assert list(kinds(cluster, key).values()).count(Kind.REPLICA) == 2

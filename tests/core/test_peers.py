@@ -9,7 +9,7 @@ from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Storing
 from tokenlake.core import events, instructions
 from tokenlake.core.context import Context
-from tokenlake.core.fetches import ABORTED, deadline_s
+from tokenlake.core.fetch import ABORTED, deadline_s
 from tokenlake.core.peers import PINGED, SUSPECTED, Peers
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.store import Kind
@@ -117,7 +117,7 @@ def test_a_node_advertises_to_an_overdue_directory_node() -> None:
     peer_ = peers.get(NodeId("n1"))
     assert peer_ is not None
     peer_.liveness.deadline_missed()
-    node._advertising.begin(NodeId("n1"))
+    node._directory_node.advertise(NodeId("n1"))
     assert [type(i.message) for i in node._context.out] == [peer.AdvertisingDone]  # type: ignore[union-attr]
 
 

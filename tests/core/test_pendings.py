@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.core.scenes import ask, calm, copies, placed, said, store, tell
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Storing
-from tokenlake.core.pendings import CLAIMED, MAX_IN_FLIGHT_WAIT_S, WAITED
+from tokenlake.core.waiting import IN_FLIGHT_CLAIMS, IN_FLIGHT_WAITS, MAX_IN_FLIGHT_WAIT_S
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import join_keys
@@ -48,8 +48,8 @@ def test_one_computes_and_all_read() -> None:
     assert len(computed) == 1
     assert sorted(reply.hits for reply in replies) == [0, *[3] * 7]
     cores = [cluster.core(node) for node in range(4)]
-    assert sum(core.counters[CLAIMED] for core in cores) == 1
-    assert sum(core.counters[WAITED] for core in cores) == 7
+    assert sum(core.counters[IN_FLIGHT_CLAIMS] for core in cores) == 1
+    assert sum(core.counters[IN_FLIGHT_WAITS] for core in cores) == 7
     cluster.settle()
     cluster.check_settled()
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.core.scenes import calm, match, said, store
 from tests.sim.prompts import prompt
-from tokenlake.core.probing import MANY_NODES
+from tokenlake.core.match import MANY_NODES
 from tokenlake.wire import Code, peer
 
 LENGTH = 24

@@ -7,10 +7,10 @@ import pytest
 from tests.core.scenes import answer, ask, calm, copies, fetch, kinds, match, placed, prepare, said, store, tell
 from tests.sim.arena import SHARDS, content
 from tokenlake.core import events, peers
-from tokenlake.core.fetch_calls import FETCHED, MISSING
+from tokenlake.core.fetch import FETCHED, MISSING
 from tokenlake.core.grants import SHIPPED, SKIPPED
 from tokenlake.core.instructions import AbortFetch, StartFetch
-from tokenlake.core.matches import ASKED, LOCAL
+from tokenlake.core.match import ASKED, LOCAL
 from tokenlake.store import Kind
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import SLOT_BYTES, join_keys, unpack_slots
@@ -140,7 +140,7 @@ def test_a_directory_node_is_told_that_the_node_it_names_has_nothing() -> None:
         reader = cluster.join(1)
         assert match(cluster, reader, [key]).codes == bytes([Code.MISSING])
         cluster.run_for(0.01)
-        assert not len(directory_node._context.directory)
+        assert not directory_node.census()["directory"]
 
 
 def test_missing_is_for_the_directory_node_to_say() -> None:

@@ -11,8 +11,8 @@ import pytest
 from tests.core.scenes import ask, calm, copies, fetch, kinds, match, placed, said, store, tell
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Reading, Storing
-from tokenlake.core import events, instructions, turns
-from tokenlake.core.turns import DELAYED, FEW, KEPT_S, NAMED
+from tokenlake.core import events, instructions, serve
+from tokenlake.core.serve import DEFERRED, FAN_OUT, RECIPIENTS_KEPT_S, REDIRECTED, Verdict
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind
@@ -60,8 +60,8 @@ def test_the_third_reads_where_it_was_just_sent() -> None:
     cluster, engines, key = scene()
     for reader in engines[2:]:
         read(cluster, reader, [key])
-    assert total(cluster, NAMED) == len(engines) - 2 - FEW
-    assert pulls(cluster)["n0"] == FEW
+    assert total(cluster, REDIRECTED) == len(engines) - 2 - FAN_OUT
+    assert pulls(cluster)["n0"] == FAN_OUT
     assert pulls(cluster).total() == len(engines) - 2
     cluster.settle()
     cluster.check_settled()
@@ -70,8 +70,8 @@ def test_the_third_reads_where_it_was_just_sent() -> None:
 def test_it_is_forgotten_to_whom_it_was_sent() -> None:
     cluster, engines, key = scene()
     for reader in engines[2:]:
-        cluster.run_for(KEPT_S + 0.5)
-        assert cluster.core(0).census()["segments with readers"] == 0
+        cluster.run_for(RECIPIENTS_KEPT_S + 0.5)
+        assert cluster.core(0).census()["segments with recipients"] == 0
         read(cluster, reader, [key])
     assert pulls(cluster) == {"n0": len(engines) - 2}
 
@@ -96,9 +96,9 @@ def test_a_crowd_that_waits_for_the_first_writer_reads_from_each_other() -> None
     cluster.run_for(2.0)
     assert [reader.answers[0].hits for reader in readers] == [len(keys)] * len(readers)
     assert [reader.answers[1].codes for reader in readers] == [bytes([Code.LOCAL] * len(keys))] * len(readers)
-    assert max(pulls(cluster).values()) <= 2 * FEW * len(keys)
-    assert total(cluster, NAMED)
-    assert total(cluster, DELAYED)
+    assert max(pulls(cluster).values()) <= 2 * FAN_OUT * len(keys)
+    assert total(cluster, REDIRECTED)
+    assert total(cluster, DEFERRED)
     cluster.settle()
     cluster.check_settled()
 
@@ -120,7 +120,7 @@ def test_who_cannot_wait_is_sent_it_as_well() -> None:
     cluster, engines, key = scene()
     freeze_readers(cluster, engines[2:4], key)
     read(cluster, engines[4], [key])
-    assert total(cluster, NAMED) == total(cluster, DELAYED) == 0
+    assert total(cluster, REDIRECTED) == total(cluster, DEFERRED) == 0
     assert pulls(cluster)["n0"] == 3
 
 
@@ -132,7 +132,7 @@ def test_readers_that_freeze_with_their_turn_keep_nobody_waiting_for_long() -> N
     while not waiting and cluster.clock.now < began + 5.0:
         cluster.run_for(0.001)
     assert waiting[0].hits == 1
-    assert cluster.core(0).counters[DELAYED] > 0
+    assert cluster.core(0).counters[DEFERRED] > 0
     assert cluster.clock.now - began < 0.2
     assert fetch(cluster, engines[4], waiting[0].lease, 1).codes == bytes([Code.LOCAL])
     for reader in engines[2:4]:
@@ -145,8 +145,8 @@ def test_readers_that_freeze_with_their_turn_keep_nobody_waiting_for_long() -> N
 def test_patience_that_ends_finds_what_is_there() -> None:
     """However long others are being sent it."""
     cluster, engines, key = scene()
-    readers = cluster.core(0)._hot.turns
-    readers.look = lambda node, segments, *, patient: node if patient else None  # type: ignore[method-assign]
+    readers = cluster.core(0)._serving._fan_out
+    readers.decide = lambda node, segments, *, patient: Verdict(deferred=patient)  # type: ignore[method-assign]
     waiting = ask(engines[4].processes[0], engine.Match, key, 0.0, True, "", None, 0, 0.5)
     cluster.run_for(0.3)
     assert waiting == []
@@ -164,7 +164,7 @@ def test_whoever_is_named_and_has_it_no_more_costs_one_question_and_is_not_named
     read(cluster, engines[4], [key])
     read(cluster, engines[5], [key])
     assert pulls(cluster) == {"n0": 4}
-    assert cluster.core(0).counters[NAMED] == 2
+    assert cluster.core(0).counters[REDIRECTED] == 2
     read(cluster, engines[6], [key])
     assert pulls(cluster)["n0"] == 4
     assert pulls(cluster).keys() - {"n0"} <= {"n4", "n5"}
@@ -196,19 +196,19 @@ def test_readers_that_die_are_not_named() -> None:
     assert waiting[0].hits == 1
     read(cluster, engines[5], [key])
     counters = cluster.core(0).counters
-    assert counters[NAMED] == counters[DELAYED] == 0
+    assert counters[REDIRECTED] == counters[DEFERRED] == 0
 
 
 @pytest.mark.parametrize("named", ["n4", "n0", "n1", "n5"])
 def test_a_node_that_names_others_for_nothing_costs_a_question(named: str) -> None:
     """The reader itself, the liar, a candidate, one that has nothing."""
     cluster, engines, key = scene()
-    liar = cluster.core(0)._hot.turns
-    liar.look = lambda node, segments, *, patient: NodeId(named)  # type: ignore[method-assign]
+    liar = cluster.core(0)._serving._fan_out
+    liar.decide = lambda node, segments, *, patient: Verdict(NodeId(named))  # type: ignore[method-assign]
     asked = len(said(cluster, 4, peer.Lookup))
     if named == "n4":
         # As a frame would say it: the rules of the sender cannot.
-        liar.look = lambda node, segments, *, patient: None  # type: ignore[method-assign]
+        liar.decide = lambda node, segments, *, patient: Verdict()  # type: ignore[method-assign]
         reply = peer.LookupReply(0, 0, b"", (), (0.0, 0.0, 0.0), 0.0, redirect="n4")
         cluster.node(4).deliver(events.PeerSent("n0", reply))
     for _ in range(3):
@@ -218,13 +218,13 @@ def test_a_node_that_names_others_for_nothing_costs_a_question(named: str) -> No
     assert len(said(cluster, 4, peer.Lookup)) - asked <= 3 * 3
     read(cluster, engines[4], [key])
     cluster.check()
-    del liar.look
+    del liar.decide
     cluster.settle()
     cluster.check_settled()
 
 
 def test_its_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "MAX_KEPT", 2)
+    monkeypatch.setattr(serve, "MAX_REMEMBERED", 2)
     cluster = calm(4)
     engines = [cluster.join(node) for node in range(4)]
     keys = placed(cluster, 0, 1, 4)
@@ -232,20 +232,20 @@ def test_its_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     found = match(cluster, engines[2], keys)
     fetch(cluster, engines[2], found.lease, found.hits)
     assert found.hits == 4
-    assert cluster.core(0).census()["segments with readers"] == 2
+    assert cluster.core(0).census()["segments with recipients"] == 2
     cluster.check()
 
 
 def test_nobody_is_told_to_wait_for_longer_than_those_before_it_may_take() -> None:
     """However many are sent it after those: they got their turns, and others asked later."""
     cluster, _, key = scene()
-    turns_of_owner, segment = cluster.core(0)._hot.turns, copies(cluster, key)[0]
-    told, began = NodeId("n4"), cluster.clock.now
-    while told == "n4" and cluster.clock.now < began + 1.0:
+    turns_of_owner, segment = cluster.core(0)._serving._fan_out, copies(cluster, key)[0]
+    deferred, began = True, cluster.clock.now
+    while deferred and cluster.clock.now < began + 1.0:
         cluster.node(0).deliver(events.Tick())
         for node in (2, 3):
-            turns_of_owner.begin(NodeId(f"n{node}"), [segment])
-        told = turns_of_owner.look(NodeId("n4"), [segment], patient=True) or NodeId("")
+            turns_of_owner.began(NodeId(f"n{node}"), [segment])
+        deferred = turns_of_owner.decide(NodeId("n4"), [segment], patient=True).deferred
         cluster.run_for(0.01)
     assert 0.05 <= cluster.clock.now - began < 0.1
-    assert cluster.core(0).counters[DELAYED] > 3
+    assert cluster.core(0).counters[DEFERRED] > 3

@@ -12,7 +12,7 @@ from tests.sim.arena import SHARDS, SLOTS, content
 from tests.sim.engine import Storing
 from tests.sim.prompts import prompt
 from tokenlake.core.instructions import ReplaceRegion
-from tokenlake.core.pushes import DUPLICATES
+from tokenlake.core.ownership import DUPLICATES
 from tokenlake.store import Kind
 from tokenlake.store import store as store_module
 from tokenlake.wire import Code, engine, peer

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.fuzz.hostile import KEYS, NODES, TENANTS, hostile
 from tests.sim.malformed import malformed
 from tests.sim.snapshot import changes, snapshot
-from tokenlake.core import NodeCore, advertising, events
+from tokenlake.core import NodeCore, directory_node, events
 from tokenlake.core.context import CoreConfig
 from tokenlake.core.instructions import (
     Answer,
@@ -335,7 +335,7 @@ def test_a_peer_that_is_lost_while_it_is_told_leaves_nothing() -> None:
         node.wait(2.0)
     assert len(list(node.core.store.segments())) > 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(advertising, "SLOTS", 1)
+        patch.setattr(directory_node, "ADVERTISED_SLOTS", 1)
         node.connect("n2", 2)
         assert node.core.census()["advertisings"]
         node.disconnect("n2", 2)

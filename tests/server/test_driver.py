@@ -9,6 +9,7 @@ import pytest
 
 from tests.robustness.live import LAYOUT
 from tokenlake.core import CoreConfig, NodeCore, events
+from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.events import Event
 from tokenlake.core.instructions import Answer, Instruction, SendToPeer, Stamp, Welcomed
 from tokenlake.core.node import HandlerFailed
@@ -147,7 +148,7 @@ def test_what_the_rules_changed_before_they_failed_is_carried_out_and_replayed(
     def fail(*of: object) -> None:
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr(type(core._claims), "announce", fail)
+    monkeypatch.setattr(DirectoryNode, "announce", fail)
     try:
         driver.handle(events.Joined(1, 1, "t", LAYOUT.segment_bytes, LAYOUT.shards, LAYOUT.segment_tokens, 0, 0))
         carried.clear()

@@ -208,9 +208,9 @@ def _wrong_events(core: NodeCore, connection: int, node: str) -> Iterator[events
     ):
         yield events.Joined(1 << 40, 1, "red", slot_bytes, shards, tokens, 0, 0)
     yield events.FetchDone(1, bytes([Code.LOCAL]), bytes(16))
-    for fetch, flight in core._fetches._flights.items():
-        count = len(flight.segments)
-        codes, checksums = bytes([Code.LOCAL]) * count, bytes(8 * flight.shards * count)
+    for fetch, transfer in core._transfers.under_way.items():
+        count = len(transfer.segments)
+        codes, checksums = bytes([Code.LOCAL]) * count, bytes(8 * transfer.shards * count)
         yield events.FetchDone(fetch, codes[1:], checksums)
         yield events.FetchDone(fetch, codes + codes[:1], checksums)
         yield events.FetchDone(fetch, codes[1:] + b"\xff", checksums)

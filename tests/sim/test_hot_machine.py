@@ -12,14 +12,14 @@ from tests.sim.cluster import Cluster
 from tests.sim.engine import Reading, Storing
 from tests.sim.prompts import PROMPTS
 from tests.sim.test_cluster_machine import NODES, ClusterMachine
-from tokenlake.core import hot, hot_copies, hot_directory, turns
-from tokenlake.core.hot_copies import COPIED
-from tokenlake.core.hot_directory import DEMOTED, PROMOTED
-from tokenlake.core.pendings import CLAIMED, WAITED
-from tokenlake.core.turns import DELAYED, NAMED
+from tokenlake.core import replicas, replication, serve
+from tokenlake.core.replicas import COPIED
+from tokenlake.core.replication import DEMOTED, PROMOTED
+from tokenlake.core.serve import DEFERRED, REDIRECTED
+from tokenlake.core.waiting import IN_FLIGHT_CLAIMS, IN_FLIGHT_WAITS
 from tokenlake.hot import rule as hot_rule
 
-SEEN = dict.fromkeys((PROMOTED, DEMOTED, COPIED, WAITED, CLAIMED, NAMED, DELAYED), 0)
+SEEN = dict.fromkeys((PROMOTED, DEMOTED, COPIED, IN_FLIGHT_WAITS, IN_FLIGHT_CLAIMS, REDIRECTED, DEFERRED), 0)
 """Over all examples: the machine must meet what it is for."""
 
 
@@ -64,9 +64,9 @@ def test_copies_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hot_rule, "DECIDES_S", 0.2)
     monkeypatch.setattr(hot_rule, "REACTS_S", 0.1)
     monkeypatch.setattr(hot_rule, "DROP_S", 0.3)
-    monkeypatch.setattr(hot_copies, "UNLISTED_S", 0.3)
-    monkeypatch.setattr(hot_directory, "REFUSED_S", 0.1)
-    monkeypatch.setattr(hot, "KEPT_S", 0.5)
-    monkeypatch.setattr(turns, "FEW", 1)
+    monkeypatch.setattr(replicas, "UNLISTED_S", 0.3)
+    monkeypatch.setattr(replication, "REFUSED_S", 0.1)
+    monkeypatch.setattr(replicas, "SILENT_S", 0.5)
+    monkeypatch.setattr(serve, "FAN_OUT", 1)
     run_state_machine_as_test(HotMachine, settings=settings(max_examples=40, stateful_step_count=30))
     assert all(SEEN.values()), {metric.name: count for metric, count in SEEN.items()}

@@ -12,18 +12,17 @@ from typing import Any
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from tokenlake.core.serving import Serving
 
 from tests.sim.test_cluster_machine import ClusterMachine
-from tokenlake.core.advertising import Advertising
 from tokenlake.core.checks import Checks
 from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.events import PeerSent, Requested
-from tokenlake.core.fetches import Fetches
+from tokenlake.core.fetch import Transfers
 from tokenlake.core.grants import Grants, SessionGrants, Write
 from tokenlake.core.instructions import AbortFetch
 from tokenlake.core.node import HandlerFailed, NodeCore
 from tokenlake.core.peers import Peers
-from tokenlake.core.serving import Serving
 from tokenlake.core.sessions import Sessions
 from tokenlake.identity import ConnectionId, NodeId
 from tokenlake.store import Kind, SegmentStore
@@ -75,33 +74,33 @@ def lease_ignored(patch: pytest.MonkeyPatch) -> None:
 
 def late_receiver_ignored(patch: pytest.MonkeyPatch) -> None:
     """The slots of a fetch are given away at its deadline, while its receiver may still write into them."""
-    returned = Fetches.done
+    returned = Transfers.done
 
-    def abort(self: Fetches, fetch: int) -> None:
-        flight = self._flights.get(fetch)
+    def abort(self: Transfers, fetch: int) -> None:
+        transfer = self._under_way.get(fetch)
         self._context.emit(AbortFetch(fetch))
-        if flight is not None:
-            count = len(flight.segments)
+        if transfer is not None:
+            count = len(transfer.segments)
             returned(self, fetch, bytes([Code.LOST]) * count, bytes(16 * count))
 
-    def done(self: Fetches, fetch: int, codes: bytes, checksums: bytes) -> None:
-        if fetch in self._flights:
+    def done(self: Transfers, fetch: int, codes: bytes, checksums: bytes) -> None:
+        if fetch in self._under_way:
             returned(self, fetch, codes, checksums)
 
-    patch.setattr(Fetches, "_abort", abort)
-    patch.setattr(Fetches, "done", done)
+    patch.setattr(Transfers, "_abort", abort)
+    patch.setattr(Transfers, "done", done)
     # The receiver returns after its fetch is forgotten.
-    patch.setattr(Fetches, "check_done", lambda self, fetch, codes, checksums: None)
+    patch.setattr(Transfers, "check_done", lambda self, fetch, codes, checksums: None)
 
 
 def aborted_fetch_trusted(patch: pytest.MonkeyPatch) -> None:
     """What an aborted fetch brought is published without a look at its codes."""
-    original = Fetches.done
+    original = Transfers.done
 
-    def done(self: Fetches, fetch: int, codes: bytes, checksums: bytes) -> None:
+    def done(self: Transfers, fetch: int, codes: bytes, checksums: bytes) -> None:
         original(self, fetch, bytes([Code.LOCAL]) * len(codes), checksums)
 
-    patch.setattr(Fetches, "done", done)
+    patch.setattr(Transfers, "done", done)
 
 
 def dead_engine_frees_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -130,14 +129,14 @@ def expired_write_reused(patch: pytest.MonkeyPatch) -> None:
 
 def push_delivered_twice(patch: pytest.MonkeyPatch) -> None:
     """An offer that comes again takes slots again."""
-    original = Fetches.bring
+    original = Transfers.bring
 
-    def bring(self: Fetches, node: NodeId, tenant: Any, wanted: Any, *, kind: Kind, **how: Any) -> None:
+    def bring(self: Transfers, node: NodeId, tenant: Any, wanted: Any, *, kind: Kind, **how: Any) -> None:
         for key, _, _ in wanted if kind is Kind.PRIMARY else ():
             self._context.store.index(tenant).pop(key, None)
         original(self, node, tenant, wanted, kind=kind, **how)
 
-    patch.setattr(Fetches, "bring", bring)
+    patch.setattr(Transfers, "bring", bring)
 
 
 def send_unpinned(patch: pytest.MonkeyPatch) -> None:
@@ -153,7 +152,7 @@ def send_unpinned(patch: pytest.MonkeyPatch) -> None:
 
 def directory_node_restarted_empty(patch: pytest.MonkeyPatch) -> None:
     """Nobody advertises to a directory node that came back, and it answers MISSING."""
-    patch.setattr(Advertising, "begin", lambda self, node: None)
+    patch.setattr(DirectoryNode, "advertise", lambda self, node: None)
     patch.setattr(DirectoryNode, "complete", property(lambda self: True))
 
 
@@ -162,7 +161,7 @@ def second_primary_copy_kept(patch: pytest.MonkeyPatch) -> None:
 
     def held(self: DirectoryNode, node: NodeId, tenant: Any, keys: Any) -> peer.Redundant:
         for key in keys:
-            self._context.directory.held(tenant, key, node, self._life(node))
+            self._directory.held(tenant, key, node, self._incarnation(node))
         return peer.Redundant(tenant, b"", ())
 
     patch.setattr(DirectoryNode, "held", held)
@@ -219,7 +218,7 @@ def call_ended_by_a_wrong_reply(patch: pytest.MonkeyPatch) -> None:
 
 def transfer_not_checked(patch: pytest.MonkeyPatch) -> None:
     """What a receiver reports is taken as it comes."""
-    patch.setattr(Fetches, "check_done", lambda self, fetch, codes, checksums: None)
+    patch.setattr(Transfers, "check_done", lambda self, fetch, codes, checksums: None)
 
 
 def wrong_copy_kept(patch: pytest.MonkeyPatch) -> None:

@@ -18,12 +18,12 @@ from typing import Any
 
 from tokenlake.core import events
 from tokenlake.core.context import Context
-from tokenlake.core.fetches import Fetches
-from tokenlake.core.hot import MAX_COUNTED
+from tokenlake.core.fetch import Transfers
 from tokenlake.core.learned import Learned
 from tokenlake.core.peers import Peers
 from tokenlake.core.regions import Regions
-from tokenlake.core.serving import Serving
+from tokenlake.core.replication import MAX_COUNTED
+from tokenlake.core.serve import Serving
 from tokenlake.core.sessions import Sessions
 from tokenlake.hot import COUNTERS
 from tokenlake.identity import ConnectionId, NodeId
@@ -43,7 +43,7 @@ class Checks:
         context: Context,
         sessions: Sessions,
         peers: Peers,
-        fetches: Fetches,
+        transfers: Transfers,
         serving: Serving,
         regions: Regions,
         learned: Learned,
@@ -51,7 +51,7 @@ class Checks:
         self._context = context
         self._sessions = sessions
         self._peers = peers
-        self._fetches = fetches
+        self._transfers = transfers
         self._serving = serving
         self._regions = regions
         self._learned = learned
@@ -64,7 +64,7 @@ class Checks:
             events.PeerUp: lambda e: self._peer(e.node),
             events.PeerDown: lambda e: self._peer(e.node),
             events.PeerSent: self._peer_sent,
-            events.FetchDone: lambda e: self._fetches.check_done(e.fetch, e.codes, e.checksums),
+            events.FetchDone: lambda e: self._transfers.check_done(e.fetch, e.codes, e.checksums),
             events.PullRequested: self._pull_requested,
             events.SendDone: _any,
             events.SlotChecked: _any,

@@ -10,7 +10,6 @@ import msgspec
 from tokenlake.config import RuleSettings, ServerConfig
 from tokenlake.core.instructions import Instruction
 from tokenlake.core.timers import Timer, Timers
-from tokenlake.directory import Directory
 from tokenlake.hot import Rate
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Counters, Metric
@@ -78,15 +77,12 @@ class Context:
             quotas=config.quotas,
             history=self.history,
         )
-        self.directory = Directory(config.directory_limit)
         self._load = Rate(LOAD_HALF_LIFE_S)
         self.timers = Timers()
         self.now = 0.0
         """Time of the event that is being handled."""
         self.started = 0.0
         """Time of `NodeCore.start`."""
-        self.hot_version = 0
-        """Version of the hot set that this node, as a directory node, last sent to all others."""
         self.out: list[Instruction] = []
         """Instructions of the event that is being handled."""
         # Each incarnation begins at another number, so that no id of an earlier one names anything.

@@ -1,21 +1,19 @@
-"""Copies here whose bytes are wrong: a reader reports one, a thread checks it again, and it is dropped.
+"""Copies here with wrong bytes: a reader reports one, a thread checks it again, and it is dropped.
 
 ::
 
-    report of a node, or of an engine here -> queue of the reporter -> CheckSlot -> SlotChecked
-                                                                                      | right: the copy stays
-                                                                                      | wrong: out of the index at once,
-                                                                                      v        its directory node is
-                                                                                      told
-                                                                                    a miss, until it is computed again
+    report of a node, or of an engine here -> the reporter's queue -> CheckSlot -> SlotChecked
+                                                                                    | right: the copy stays
+                                                                                    v
+                                                wrong: the copy leaves the index at once, its directory node is told
 
-The report of a reader proves nothing: only the check drops a copy. One copy is checked at a time, reporters take turns,
-each queue has a bound, and checks that find sound copies take a share of one thread's time at most.
+A report alone proves nothing: only a failed check drops a copy. One copy is checked at a time, reporters take turns,
+each queue has a bound, and checks that find right bytes take a limited share of one thread's time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from tokenlake.core.context import Context
@@ -29,19 +27,17 @@ from tokenlake.wire.slots import split_keys
 
 __all__ = ["Corruption"]
 
-REPORTED = Metric("tokenlake_reported_segments_total", "Reports of readers that a copy here has wrong bytes")
-CONFIRMED = Metric(
-    "tokenlake_confirmed_segments_total", "Copies that were reported, had a wrong checksum here too, and were dropped"
-)
+REPORTED = Metric("tokenlake_reported_segments_total", "Reports of readers that a copy on this node has wrong bytes")
+CONFIRMED = Metric("tokenlake_confirmed_segments_total", "Reported copies whose bytes were wrong, which were dropped")
 
 MAX_QUEUED = 256
-"""Copies of one reporter that wait for their check; its further reports are ignored. A copy that stays wrong is
-reported again by its next reader."""
+"""Copies of one reporter that wait for a check. Further reports are ignored: if the copy is wrong, its next reader
+reports it again."""
 CHECKING_SHARE = 0.25
-"""Of one thread's time, for checks that find sound copies: a reporter that lies costs no more."""
+"""Share of one thread's time for checks that find right bytes: the most that false reports cost."""
 
 Reporter = tuple[str, str]
-"""("node", its name) or ("tenant", its name): as many as there are nodes and tenants."""
+"""("node", its name) or ("tenant", its name), so there are as many as nodes and tenants."""
 
 
 class _Check(NamedTuple):
@@ -52,16 +48,14 @@ class _Check(NamedTuple):
 
 
 class Corruption:
-    """Reports and the check under way."""
+    """The queues of reported copies, and the check under way."""
 
-    def __init__(self, context: Context, on_drop: Callable[[Segment], None]) -> None:
-        """`on_drop`: called with a READY segment just before it leaves the index."""
+    def __init__(self, context: Context) -> None:
         self._context = context
-        self._on_drop = on_drop
         self._queues: dict[Reporter, dict[Segment, None]] = {}
-        """None of them is empty. The first reporter is the next."""
+        """Queues that are not empty. The first reporter is served next."""
         self._queued: dict[Segment, None] = {}
-        """Of all queues: each segment waits in one."""
+        """The segments of all queues; each is in one queue."""
         self._check: _Check | None = None
         self._resting = False
 
@@ -73,7 +67,7 @@ class Corruption:
         self._report(("node", node), self._context.ready(TenantId(message.tenant), keys))
 
     def engine_reports(self, process: Process, message: engine.Corrupt) -> None:
-        """A process here read a segment of a lease in place, and its checksum was wrong."""
+        """A process of this node read a leased segment in place, and its checksum was wrong."""
         lease = process.session.leases.get(LeaseId(message.lease))
         if lease is not None and message.index < len(lease.segments):
             self._report(("tenant", process.session.tenant), [lease.segments[message.index]])
@@ -107,7 +101,7 @@ class Corruption:
             self._context.emit(CheckSlot(self._check.id, segment.packed, segment.slot_bytes, segment.checksums))
 
     def checked(self, number: int, *, right: bool) -> None:
-        """The thread that checked has returned."""
+        """The thread of a check has returned: drop a copy with wrong bytes, then begin the next check."""
         check = self._check
         if check is None or check.id != number:
             return
@@ -127,18 +121,18 @@ class Corruption:
         self._next()
 
     def _drop(self, segment: Segment, reporter: Reporter) -> None:
-        self._on_drop(segment)
         self._context.store.drop(segment, self._context.now)
         self._context.counters.add(CONFIRMED)
         kind, key, place = segment.kind.name, segment.key.hex()[:16], segment.place
         where = f"{kind} copy of segment {key} of tenant {segment.tenant!r} in region {place.region}, slot {place.slot}"
-        reported = f"{reporter[0]} {reporter[1]!r} reported it"
-        self._context.emit(Note(f"the {where} has wrong bytes and is dropped: {reported}"))
+        self._context.emit(
+            Note(f"the {where} has wrong bytes and is dropped: {reporter[0]} {reporter[1]!r} reported it")
+        )
 
-    # -- for tests
+    # -- integrity
 
     def pinned(self) -> Iterator[Segment]:
-        """A segment per pin held here; for integrity checks."""
+        """A segment per pin held here."""
         if self._check is not None:
             yield self._check.segment
 
@@ -147,9 +141,9 @@ class Corruption:
         return {"copies to check": len(self._queued) + (self._check is not None)}
 
     def check_integrity(self) -> None:
-        """AssertionError when a segment waits in no queue or in two."""
+        """AssertionError when a queued segment is in no queue or in two, or queued copies wait and none is checked."""
         assert all(self._queues.values())
         queued = [segment for queue in self._queues.values() for segment in queue]
         assert len(queued) == len(self._queued) == len(set(queued))
         assert all(segment in self._queued for segment in queued)
-        assert self._check is not None or self._resting or not queued, "nobody checks what was reported"
+        assert self._check is not None or self._resting or not queued, "reported copies wait and no check is under way"

@@ -10,12 +10,11 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from tokenlake.core.access import RecentMatches
+from tokenlake.core.access import RecentMatches, Touches
 from tokenlake.core.context import Context
 from tokenlake.core.explain import Trail
 from tokenlake.core.peers import Peers
 from tokenlake.core.timers import Timer
-from tokenlake.core.touches import Touches
 from tokenlake.hints import Hints
 from tokenlake.identity import ConnectionId, LeaseId, NodeId, SegmentKey, TenantId, WriteId
 from tokenlake.metrics import Metric
@@ -107,8 +106,6 @@ class Write:
         self.timer: Timer | None = None
         self.request = ""
         """Name of the request, for the logs."""
-        self.hints: Hints | None = None
-        """Those of that request."""
 
 
 class SessionGrants:

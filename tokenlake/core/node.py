@@ -11,27 +11,26 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from tokenlake.core import events
-from tokenlake.core.advertising import Advertising
+from tokenlake.core.access import Touches
 from tokenlake.core.checks import Checks
-from tokenlake.core.claims import Claims
 from tokenlake.core.context import Context, CoreConfig
 from tokenlake.core.corruption import Corruption
 from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.explain import Explain
-from tokenlake.core.fetches import Fetches
+from tokenlake.core.fetch import LeaseReads, Transfers
 from tokenlake.core.grants import Grants
-from tokenlake.core.hot import Hot
 from tokenlake.core.instructions import Answer, Instruction, SendToPeer, Stamp, Welcomed
 from tokenlake.core.learned import Learned
-from tokenlake.core.matches import Matches
+from tokenlake.core.match import Matches
+from tokenlake.core.ownership import Ownership
 from tokenlake.core.peers import Peer, Peers
-from tokenlake.core.pushes import Pushes
-from tokenlake.core.reads import Reads
 from tokenlake.core.regions import Regions
-from tokenlake.core.serving import Serving
+from tokenlake.core.replicas import Replicas
+from tokenlake.core.replication import Replication
+from tokenlake.core.serve import Serving
 from tokenlake.core.sessions import Process, Session, Sessions
-from tokenlake.core.touches import Touches
-from tokenlake.core.writes import Writes
+from tokenlake.core.waiting import InFlightMarkers, WaitingMatches
+from tokenlake.core.write import Writes
 from tokenlake.identity import ConnectionId, Incarnation, LeaseId, NodeId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.metrics import Counters
 from tokenlake.ring import Ring
@@ -65,24 +64,34 @@ class NodeCore:
         context = self._context = Context(config)
         self._peers = Peers(context, self._lost, self._suspected, self._restored)
         self._directory_node = DirectoryNode(context, self._peers)
-        self._fetches = Fetches(context, self._peers)
-        self._hot = Hot(context, self._peers, self._fetches)
-        self._pushes = Pushes(context, self._peers, self._directory_node, self._fetches)
-        self._touches = Touches(context, self._peers, self._pushes.again)
-        self._claims = Claims(context, self._peers, self._directory_node)
-        self._grants = Grants(context, self._peers, self._touches, self._claims.withdraw)
+        self._transfers = Transfers(context, self._peers)
+        self._ownership = Ownership(context, self._peers, self._directory_node, self._transfers)
+        self._touches = Touches(context, self._peers, self._ownership.place_again)
+        self._replicas = Replicas(context, self._peers, self._transfers)
+        self._replication = Replication(context, self._peers, self._directory_node, self._ownership, self._replicas)
+        self._markers = InFlightMarkers(context, self._directory_node)
+        self._grants = Grants(context, self._peers, self._touches, self._directory_node.withdraw)
         self._sessions = Sessions(context, self._peers, self._grants)
         self._regions = Regions(context, self._sessions)
-        self._serving = Serving(context, self._peers, self._directory_node, self._hot)
+        self._serving = Serving(context, self._peers, self._directory_node, self._replication)
         self._explain = Explain(context, self._peers)
-        self._matches = Matches(context, self._grants, self._peers, self._directory_node, self._hot, self._explain)
-        self._corruption = Corruption(context, self._pushes.dropped)
-        self._reads = Reads(context, self._grants, self._peers, self._fetches, self._touches, self._copies_of)
-        self._writes = Writes(context, self._grants, self._claims, self._pushes, self._touches)
-        self._advertising = Advertising(context, self._peers)
+        waiting = WaitingMatches(context, self._peers, self._directory_node)
+        self._matches = Matches(
+            context,
+            self._grants,
+            self._peers,
+            self._directory_node,
+            self._replicas,
+            self._replication,
+            waiting,
+            self._explain,
+        )
+        self._corruption = Corruption(context)
+        self._reads = LeaseReads(context, self._grants, self._peers, self._transfers, self._touches, self._copies_of)
+        self._writes = Writes(context, self._grants, self._directory_node, self._ownership, self._touches)
         self._learned = Learned(context, self._peers)
         self._checks = Checks(
-            context, self._sessions, self._peers, self._fetches, self._serving, self._regions, self._learned
+            context, self._sessions, self._peers, self._transfers, self._serving, self._regions, self._learned
         )
         self._handlers: dict[type, Callable[..., None]] = {
             # Events of the driver: handler(event).
@@ -93,7 +102,7 @@ class NodeCore:
             events.PeerUp: lambda e: self._peers.came_up(NodeId(e.node), Incarnation(e.incarnation)),
             events.PeerDown: lambda e: self._peers.went_down(NodeId(e.node), Incarnation(e.incarnation)),
             events.PeerSent: self._peer_sent,
-            events.FetchDone: lambda e: self._fetches.done(e.fetch, e.codes, e.checksums),
+            events.FetchDone: lambda e: self._transfers.done(e.fetch, e.codes, e.checksums),
             events.PullRequested: self._pull_requested,
             events.SendDone: lambda e: self._serving.sent(e.stream),
             events.SlotChecked: lambda e: self._corruption.checked(e.check, right=e.right),
@@ -113,7 +122,7 @@ class NodeCore:
             engine.Prepare: self._writes.prepare,
             engine.Commit: self._writes.commit,
             engine.Abort: self._writes.abort,
-            engine.Claim: self._claims.claim,
+            engine.Claim: self._markers.claim,
             engine.ReconcileGrants: lambda process, m: self._sessions.reconcile(process, m.leases, m.writes),
             # Messages of another node: handler(node, message).
             peer.Ping: self._pinged,
@@ -122,23 +131,23 @@ class NodeCore:
             peer.LookupReply: self._peers.replied,
             peer.ReleaseLease: self._release_lease,
             peer.RenewLease: lambda node, m: self._serving.renew(node, m.leases),
-            peer.MarkInFlight: lambda node, m: self._directory_node.announce(node, m, split_keys(m.keys)),
-            peer.ClearInFlight: self._clear_in_flight,
+            peer.MarkInFlight: self._directory_node.announced,
+            peer.ClearInFlight: self._directory_node.withdrawn,
             peer.Ready: self._ready,
             peer.ReadyReply: self._peers.replied,
-            peer.Offer: self._pushes.offered,
+            peer.Offer: self._ownership.offered,
             peer.OfferReply: self._peers.replied,
             peer.PrimaryCopies: self._primary_copies,
             peer.AdvertisingDone: lambda node, m: self._directory_node.advertised(node),
-            peer.Redundant: lambda node, m: self._pushes.redundant(m),
+            peer.Redundant: lambda node, m: self._ownership.redundant(m),
             peer.Evicted: self._evicted,
-            peer.Touched: self._touched,
+            peer.Touched: lambda node, m: self._touches.touched(m),
             peer.Corrupt: self._corruption.node_reports,
-            peer.ReadCounts: lambda node, m: self._hot.directory_node.reads(m),
-            peer.Replicate: self._hot.copies.asked,
+            peer.ReadCounts: lambda node, m: self._replication.reported(m),
+            peer.Replicate: self._replicas.requested,
             peer.ReplicateReply: self._peers.replied,
-            peer.HotSet: self._hot.told,
-            peer.RequestHotSet: lambda node, m: self._hot.directory_node.wanted(node),
+            peer.HotSet: self._replicas.hot_set,
+            peer.RequestHotSet: lambda node, m: self._replication.set_wanted(node),
             peer.EvictionStatistics: lambda node, m: self._learned.heard(m),
             peer.ExplainMissing: self._explain.ask,
             peer.ExplainMissingReply: self._peers.replied,
@@ -174,7 +183,7 @@ class NodeCore:
         """Call once, before the first event: timers begin at `now`."""
         self._context.now = self._context.started = now
         self._peers.start()
-        self._hot.start()
+        self._replication.start()
         self._learned.start()
         self._sessions.start()
         self._context.after(self._context.config.gossip_s, self._report)
@@ -260,19 +269,19 @@ class NodeCore:
 
     def _process_gone(self, event: events.ProcessGone) -> None:
         self._sessions.gone(ConnectionId(event.connection))
-        self._claims.gone(ConnectionId(event.connection))
+        self._markers.process_gone(ConnectionId(event.connection))
 
     # -- peers
 
     def _lost(self, peer_: Peer) -> None:
         self._serving.release_all(peer_.node)
-        self._pushes.lost(peer_)
+        self._ownership.owner_lost(peer_)
 
     def _suspected(self, peer_: Peer) -> None:
-        self._pushes.lost(peer_)
+        self._ownership.owner_lost(peer_)
 
     def _restored(self, peer_: Peer) -> None:
-        self._advertising.begin(peer_.node)
+        self._directory_node.restored(peer_)
 
     def _peer_sent(self, event: events.PeerSent) -> None:
         node = NodeId(event.node)
@@ -284,28 +293,23 @@ class NodeCore:
         self._serving.pull(event.stream, NodeId(event.node), TenantId(event.tenant), keys, background=event.background)
 
     def _pinged(self, node: NodeId, message: peer.Ping) -> None:
-        self._hot.heard_version(node, message.hot_version)
+        self._replicas.heard_version(node, message.hot_version)
         self._peers.pinged(node, message)
 
     def _ponged(self, node: NodeId, message: peer.Pong) -> None:
-        self._hot.heard_version(node, message.hot_version)
+        self._replicas.heard_version(node, message.hot_version)
         self._peers.replied(node, message)
 
     def _lookup(self, node: NodeId, message: peer.Lookup) -> None:
-        self._context.emit(SendToPeer(node, self._serving.lookup(node, message, split_keys(message.keys))))
+        self._context.emit(SendToPeer(node, self._serving.lookup(node, message)))
 
     def _release_lease(self, node: NodeId, message: peer.ReleaseLease) -> None:
         for lease in message.leases:
             self._serving.release(LeaseId(lease), node)
 
-    def _clear_in_flight(self, node: NodeId, message: peer.ClearInFlight) -> None:
-        for key in split_keys(message.keys):
-            self._context.directory.withdraw(TenantId(message.tenant), key, node)
-
     def _ready(self, node: NodeId, message: peer.Ready) -> None:
         keys = split_keys(message.keys)
-        codes, first_writers, previous_owners = self._directory_node.ready(node, TenantId(message.tenant), keys)
-        self._peers.tell(node, peer.ReadyReply(message.call, codes, tuple(first_writers), tuple(previous_owners)))
+        self._peers.tell(node, self._directory_node.ready(node, TenantId(message.tenant), keys, message.call))
 
     def _primary_copies(self, node: NodeId, message: peer.PrimaryCopies) -> None:
         redundant = self._directory_node.held(node, TenantId(message.tenant), split_keys(message.keys))
@@ -315,22 +319,8 @@ class NodeCore:
     def _evicted(self, node: NodeId, message: peer.Evicted) -> None:
         tenant, keys, owner = TenantId(message.tenant), split_keys(message.keys), NodeId(message.node)
         self._directory_node.left(owner, tenant, keys, message.rule)
-        self._hot.gone(tenant, keys, owner)
+        self._replication.gone(tenant, keys, owner)
         self._explain.gone(tenant, keys, message)
-
-    def _touched(self, node: NodeId, message: peer.Touched) -> None:
-        """Reads of copies at other nodes count as reads of the primary copies here, and their hints apply to these. The
-        keys come deepest first."""
-        found = self._context.ready(TenantId(message.tenant), split_keys(message.keys))
-        primary = [segment for segment in reversed(found) if segment is not None and segment.kind is Kind.PRIMARY]
-        if message.used:
-            self._context.store.touch(primary, self._context.now, message.hints)
-            self._pushes.again([segment for segment in reversed(found) if segment is not None])
-        elif message.hints is not None:
-            self._context.store.hint(primary, message.hints, self._context.now)
-        copies = [segment for segment in found if segment is not None and segment.kind is not Kind.PRIMARY]
-        if copies and not message.relayed:
-            self._touches.relay(copies, message.hints, used=message.used)
 
     def _report_evicted(self) -> None:
         """Tell the directory nodes which segments left this node, and by which rule."""
@@ -347,18 +337,19 @@ class NodeCore:
                     continue
                 self._directory_node.left(here, tenant, keys, rule)
                 if rule == CORRUPT_RULE:
-                    self._hot.gone(tenant, keys, here)
+                    self._replication.gone(tenant, keys, here)
 
     def _copies_of(self, tenant: TenantId, key: SegmentKey) -> list[NodeId]:
         """Other usable nodes that may have a copy, the most likely first: those of the hot set, the one that this
         node's directory names, the candidates of the key."""
         named = self._directory_node.ask(tenant, [key])[0][1]
         pair = self._context.ring.candidates(key)[0]
-        nodes = [*self._hot.copies_of(tenant, key), *([named] if named is not None else []), *pair]
+        nodes = [*self._replicas.copies_of(tenant, key), *([named] if named is not None else []), *pair]
         return [node for node in dict.fromkeys(nodes) if self._peers.usable(node)]
 
     def _report(self) -> None:
         self._touches.report()
+        self._serving.sweep()
         # When a tenant joined, the memory that it needs may have been pinned by engines that were dead already.
         self._regions.look()
         self._context.after(self._context.config.gossip_s, self._report)
@@ -371,28 +362,29 @@ class NodeCore:
             self._sessions,
             self._matches,
             self._touches,
-            self._fetches,
+            self._transfers,
             self._serving,
-            self._pushes,
+            self._ownership,
             self._peers,
-            self._advertising,
+            self._directory_node,
             self._explain,
-            self._hot,
-            self._claims,
+            self._replicas,
+            self._replication,
+            self._markers,
             self._corruption,
         )
         counted = {name: count for part in parts for name, count in part.census().items()}
-        return {**counted, "directory": len(self._context.directory), "timers": len(self._context.timers)}
+        return {**counted, "timers": len(self._context.timers)}
 
     def hot(self) -> dict[str, int]:
         """Number of hot segments, by their relation to this node: for gauges."""
-        return self._hot.gauges()
+        return self._replication.gauges()
 
     def idle(self) -> bool:
         """True while nothing is leased, reserved, pinned, in transfer or waited for."""
         held = any(segment.pins or segment.kind is Kind.DIRTY for segment in self.store.segments())
         quarantined = any(pool.quarantined for pool in self.store.pools())
-        return not (held or quarantined or self._matches.matching or self._pushes.dirty)
+        return not (held or quarantined or self._matches.matching)
 
     def check_integrity(self) -> None:
         """AssertionError when slots, pins or counts do not add up. Slow; for tests.
@@ -403,13 +395,14 @@ class NodeCore:
         self.store.check_integrity()
         self._sessions.check_integrity()
         self._serving.check_integrity()
-        self._fetches.check_integrity()
-        self._pushes.check_integrity()
+        self._transfers.check_integrity()
+        self._ownership.check_integrity()
         self._peers.check_integrity()
-        self._hot.check_integrity()
+        self._replicas.check_integrity()
+        self._replication.check_integrity()
         self._explain.check_integrity()
         self._corruption.check_integrity()
-        self._context.directory.check_integrity()
+        self._directory_node.check_integrity()
         pins = Counter(self._pinned())
         for segment in self.store.segments():
             assert segment.pins == pins[segment], f"{segment}: {pins[segment]} pins are held"
@@ -420,5 +413,5 @@ class NodeCore:
         assert gone == sum(pool.quarantined for pool in self.store.pools()), "a slot outside the quarantine is pinned"
 
     def _pinned(self) -> Iterator[Segment]:
-        for part in (self._sessions, self._matches, self._fetches, self._serving, self._corruption):
+        for part in (self._sessions, self._matches, self._transfers, self._serving, self._corruption):
             yield from part.pinned()

@@ -54,8 +54,6 @@ MEASURED_BYTES = 1 << 20
 """A smaller fetch measures the delay of the network and not its rate."""
 MAX_SLOWDOWN = 4
 """Maximum reduction of the rate per fetch that missed its deadline."""
-SWEPT = 1024
-"""Directory entries examined per slice of work after a peer came back with a new incarnation."""
 LOAD_HOLDS_S = 1.0
 """Minimum time for which a reported load counts in full; it lasts until the peer must have reported again, and decays
 afterwards."""
@@ -121,6 +119,7 @@ class Peers:
         self._round_s = context.config.gossip_s * math.ceil(len(names) / PINGED)
         """Duration of one rotation."""
         self._load_holds_s = max(LOAD_HOLDS_S, 2 * self._round_s)
+        self._hot_version = 0
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(self._peers.values())
@@ -158,8 +157,6 @@ class Peers:
         peer.liveness.heard(self._context.now)
         if peer.incarnation != incarnation:
             peer.incarnation, peer.born = incarnation, self._context.now
-            self._context.directory.forget(node, incarnation)
-            self._context.in_slices(lambda: self._context.directory.sweep(SWEPT))
         self._on_restored(peer)
 
     def went_down(self, node: NodeId, incarnation: Incarnation) -> None:
@@ -270,7 +267,7 @@ class Peers:
         config = self._context.config
         pinged = self._next_pinged()
         if pinged:
-            vacancy, load, hot = self._context.vacancy(), self._context.load(), self._context.hot_version
+            vacancy, load, hot = self._context.vacancy(), self._context.load(), self._hot_version
         for peer in pinged:
             self._send(
                 peer,
@@ -298,7 +295,7 @@ class Peers:
     def pinged(self, node: NodeId, message: wire.Ping) -> None:
         """Answer, and record the peer's vacancy and load."""
         self._reported(self._peers[node], message)
-        vacancy, load, hot = self._context.vacancy(), self._context.load(), self._context.hot_version
+        vacancy, load, hot = self._context.vacancy(), self._context.load(), self._hot_version
         self._context.emit(SendToPeer(node, wire.Pong(message.call, vacancy, load, hot)))
 
     def _reported(self, peer: Peer, message: wire.Ping | wire.Pong | wire.LookupReply | wire.OfferReply) -> None:
@@ -336,6 +333,10 @@ class Peers:
     def silent_since(self, node: NodeId, began: float) -> None:
         """A transfer that began at `began` missed its deadline. The peer is overdue if it sent nothing since."""
         self._peers[node].liveness.deadline_missed(began)
+
+    def tell_hot_version(self, version: int) -> None:
+        """Pings and their answers carry this version of the node's hot set from now on."""
+        self._hot_version = version
 
     # -- speed
 

@@ -19,7 +19,7 @@ __all__ = ["KNOWN_CODES", "REPLY_TO", "check_request", "check_peer_message"]
 MOST_DEPTH = 1 << 32
 """Depths travel as `fields.Index`: a peer refuses a greater one."""
 KNOWN_CODES = bytes(Code)
-_LOOKUP_CODES = bytes([Code.LOCAL, Code.ELSEWHERE, Code.PENDING, Code.MISSING, Code.UNKNOWN])
+_LOOKUP_CODES = bytes([Code.LOCAL, Code.ELSEWHERE, Code.DEFERRED, Code.PENDING, Code.MISSING, Code.UNKNOWN])
 _READY_CODES = bytes([Code.COMMITTED, Code.EXISTS])
 _ELSEWHERE, _EXISTS = bytes([Code.ELSEWHERE]), bytes([Code.EXISTS])
 

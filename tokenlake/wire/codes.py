@@ -10,19 +10,22 @@ __all__ = ["Code"]
 class Code(IntEnum):
     """One per key and call."""
 
+    # From here to UNKNOWN in order: where several nodes answer for a key, the lowest code counts.
     LOCAL = 1
     """Leased, in this node's arena: the slot is in the reply."""
     REMOTE = 2
-    """Leased at another node: fetch brings it here."""
-    PENDING = 3
-    """An engine is computing or writing it."""
-    MISSING = 4
-    """No node has it."""
-    UNKNOWN = 5
-    """Its directory node does not answer, or its directory is incomplete after a restart."""
-    LOST = 6
-    """It was leased and is gone, or could not be fetched within the deadline."""
-    ELSEWHERE = 7
+    """Leased at another node: a fetch brings it here."""
+    DEFERRED = 3
+    """Its owner has it and is sending it to other readers; a lookup that follows soon is served. Not leased."""
+    PENDING = 4
+    """In flight: an engine is computing it."""
+    MISSING = 5
+    """No node has it, and no engine is known to compute it."""
+    UNKNOWN = 6
+    """Its directory node does not answer, or does not know yet which segments other nodes have."""
+    LOST = 7
+    """It was leased and is gone, or did not arrive whole within the deadline."""
+    ELSEWHERE = 8
     """Between nodes: the directory node names the node that has it."""
 
     RESERVED = 16

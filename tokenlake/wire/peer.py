@@ -135,12 +135,12 @@ class Lookup(_Message, frozen=True, tag=4):
     claim_s: Seconds = 0.0
     """Above 0: each key answered with MISSING gets an in-flight marker that names the caller, for so long."""
     may_defer: bool = False
-    """A segment that is being sent to other readers may be answered with PENDING: the caller asks again."""
+    """A segment that is being sent to other readers may be answered with DEFERRED: the caller asks again."""
 
 
 class LookupReply(_Message, frozen=True, tag=5):
-    """Answers `Lookup`, per key: LOCAL (leased at the sender), ELSEWHERE (node in `nodes`), PENDING, MISSING or
-    UNKNOWN."""
+    """Answers `Lookup`, per key: LOCAL (leased at the sender), ELSEWHERE (node in `nodes`), DEFERRED, PENDING, MISSING
+    or UNKNOWN."""
 
     call: int
     lease: int

@@ -1,20 +1,18 @@
-"""Writing: prepare, commit, and what the directory nodes are told.
+"""Writes of local engines: prepare, then commit or abort.
 
-Prepare reserves slots and tells each directory node that the segments are PENDING here; commit publishes them at once
-as
-dirty copies and hands them to `Pushes`. Nothing here waits for the network.
+Prepare reserves slots and sets in-flight markers at the directory nodes. Commit publishes the segments at once as dirty
+copies, and `Ownership` then chooses their owners. Neither waits for the network.
 """
 
 from __future__ import annotations
 
-from tokenlake.core.access import with_access
-from tokenlake.core.claims import Claims
+from tokenlake.core.access import Touches, with_access
 from tokenlake.core.context import Context
+from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.grants import Grants, Write
 from tokenlake.core.instructions import Answer
-from tokenlake.core.pushes import Pushes
+from tokenlake.core.ownership import Ownership
 from tokenlake.core.sessions import Process, Session
-from tokenlake.core.touches import Touches
 from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.identity import SegmentKey, WriteId
 from tokenlake.metrics import Metric
@@ -26,46 +24,46 @@ from tokenlake.wire.slots import NO_SLOT_BYTES, split_keys
 
 __all__ = ["Writes"]
 
-STORED = Metric("tokenlake_stored_segments_total", "Segments committed by local engines")
+STORED = Metric("tokenlake_stored_segments_total", "Segments committed by engines of this node")
 WRITTEN_BYTES = Metric("tokenlake_written_bytes_total", "Bytes of segments committed by engines of this node", "tenant")
-REFUSED = Metric("tokenlake_refused_segments_total", "Segments for which a local engine got no slot")
+REFUSED = Metric("tokenlake_refused_segments_total", "Segments for which an engine of this node got no slot")
 
 
 class Writes:
-    """Prepare, Commit and Abort of the local engines."""
+    """Prepare, Attach, Commit and Abort."""
 
     def __init__(
         self,
         context: Context,
         grants: Grants,
-        claims: Claims,
-        pushes: Pushes,
+        directory_node: DirectoryNode,
+        ownership: Ownership,
         touches: Touches,
     ) -> None:
         self._context = context
-        self._touches = touches
         self._grants = grants
-        self._claims = claims
-        self._pushes = pushes
+        self._directory_node = directory_node
+        self._ownership = ownership
+        self._touches = touches
 
     def prepare(self, process: Process, request: wire.Prepare) -> None:
-        """One code per key; slots for the RESERVED."""
-        session = process.session
+        """Answers with one code per key, and a slot for each RESERVED. After a refusal no further key of the request
+        gets a slot."""
+        session, store = process.session, self._context.store
         keys = split_keys(request.keys)
-        write = Write(WriteId(self._context.next_id()), session.tenant, process.connection)
         hints = with_access(request.hints, session.recent.access(keys, request.first))
-        write.request, write.hints = request.request, hints
+        write = Write(WriteId(self._context.next_id()), session.tenant, process.connection)
+        write.request = request.request
+        room = self._grants.reserve_room(session)
         codes = bytearray()
         slots: list[bytes] = []
-        room = self._grants.reserve_room(session)
         refusal: Code | None = None
         for index, key in enumerate(keys):
-            known = self._context.store.get(session.tenant, key)
+            known = store.get(session.tenant, key)
             outcome: Segment | Code
             if known is not None:
                 outcome = Code.EXISTS if known.state is State.READY else Code.PENDING
             elif refusal is not None:
-                # Nothing comes free meanwhile.
                 outcome = refusal
             else:
                 outcome = self._reserve(session, key, request.first + index, room - len(write.open), hints)
@@ -79,26 +77,24 @@ class Writes:
                 if outcome.refused:
                     refusal = outcome
                     self._context.counters.add(REFUSED)
-        # What was computed again although it is here was wanted: it must not be the next to go. Looked up anew,
-        # since a later key of the same request may have taken its slot.
+        # An engine computed the EXISTS again: that counts as a read, and keeps them. They are looked up anew, since the
+        # reservation for a later key of this request may have evicted one.
         existing = [key for key, code in zip(keys, codes, strict=True) if code == Code.EXISTS]
         found = self._context.ready(session.tenant, existing)
         self._touches.read([segment for segment in found if segment is not None], hints)
         if write.open:
             self._grants.add_write(session, write)
-            announced = [segment.key for segment in write.open.values()]
-            self._claims.announce(session.tenant, announced, self._context.config.reservation_s)
-        number = write.id if write.open else 0
-        reply = wire.Prepared(request.id, number, bytes(codes), b"".join(slots))
+            reserved = [segment.key for segment in write.open.values()]
+            self._directory_node.announce(session.tenant, reserved, self._context.config.reservation_s)
+        reply = wire.Prepared(request.id, write.id if write.open else 0, bytes(codes), b"".join(slots))
         self._context.emit(Answer(process.connection, reply))
 
     def _reserve(self, session: Session, key: SegmentKey, depth: int, room: int, hints: Hints | None) -> Segment | Code:
+        store = self._context.store
         if room <= 0:
-            pool = self._context.store.pool(session.tenant, session.slot_bytes)
-            if pool is None:
-                return self._context.store.refusal(session.tenant, Code.NO_REGION)
-            return Code.SESSION_LIMIT
-        segment = self._context.store.reserve(
+            pool = store.pool(session.tenant, session.slot_bytes)
+            return Code.SESSION_LIMIT if pool is not None else store.refusal(session.tenant, Code.NO_REGION)
+        segment = store.reserve(
             session.tenant, session.slot_bytes, key, Kind.DIRTY, depth, self._context.now, hints or NO_HINTS
         )
         if isinstance(segment, Segment):
@@ -107,8 +103,9 @@ class Writes:
         return segment
 
     def attach(self, process: Process, request: wire.Attach) -> None:
-        """Another process of the session fills shards of the write: its slots stay until it gave them back too.
-        RESERVED for what is open, EXPIRED once the deadline passed, COMMITTED for the rest."""
+        """Another process of the session fills shards of the write: the slots stay pinned until it gives them back as
+        well. Answers RESERVED for open segments, EXPIRED for those whose deadline has passed, COMMITTED for the
+        rest."""
         write = process.session.writes[WriteId(request.lease)]
         self._grants.attach(write, process.connection)
         count = max(write.open) + 1
@@ -118,7 +115,8 @@ class Writes:
         self._context.emit(Answer(process.connection, wire.Prepared(request.id, write.id, codes, slots)))
 
     def commit(self, process: Process, request: wire.Commit) -> None:
-        """Publish what is whole. A commit after the deadline gives those slots back: they were filled."""
+        """Publish the segments whose shards are all committed. After the deadline nothing is published, and the slots
+        that the request names are given back."""
         session = process.session
         write = session.writes.get(WriteId(request.write))
         if write is None or write.expired:
@@ -137,11 +135,11 @@ class Writes:
         whole: list[Segment] = []
         for position, index in enumerate(request.indices):
             segment = write.open.get(index)
-            mine = request.checksums[position * per_segment : (position + 1) * per_segment]
-            if segment is None or len(mine) != per_segment:
+            checksums = request.checksums[position * per_segment : (position + 1) * per_segment]
+            if segment is None or len(checksums) != per_segment:
                 codes.append(Code.EXPIRED)
                 continue
-            segment.checksums = _with_checksums(segment.checksums, shards, mine)
+            segment.checksums = _with_checksums(segment.checksums, shards, checksums)
             for shard in shards:
                 segment.missing_shards &= ~(1 << shard)
             codes.append(Code.RESERVED if segment.missing_shards else Code.COMMITTED)
@@ -153,22 +151,22 @@ class Writes:
                 whole.append(segment)
         self._context.counters.add(STORED, len(whole))
         self._context.counters.add_for(WRITTEN_BYTES, session.tenant, len(whole) * session.slot_bytes)
-        self._pushes.add(session.tenant, whole, write.request)
+        self._ownership.committed(session.tenant, whole, write.request)
         return bytes(codes)
 
     def abort(self, process: Process, request: wire.Abort) -> None:
-        """This process will not write into the slots any more."""
+        """The process gives back all slots of the write."""
         write = process.session.writes.get(WriteId(request.write))
         if write is not None:
             self._grants.give_back(process.session, write, process.connection)
 
 
-def _with_checksums(known: bytes, shards: list[int], mine: bytes) -> bytes:
-    """`known` with the checksums of `shards` replaced by `mine`, in order."""
-    if len(mine) == len(known):
-        return mine
+def _with_checksums(known: bytes, shards: list[int], new: bytes) -> bytes:
+    """`known` with the checksums of `shards` replaced by `new`, in order."""
+    if len(new) == len(known):
+        return new
     merged = bytearray(known)
     for position, shard in enumerate(shards):
         at = shard * CHECKSUM_BYTES
-        merged[at : at + CHECKSUM_BYTES] = mine[position * CHECKSUM_BYTES : (position + 1) * CHECKSUM_BYTES]
+        merged[at : at + CHECKSUM_BYTES] = new[position * CHECKSUM_BYTES : (position + 1) * CHECKSUM_BYTES]
     return bytes(merged)
