@@ -124,7 +124,7 @@ def swept(story: list[Step]) -> list[Step]:
 @pytest.mark.parametrize("limit", [LIMIT, 100], ids=["bounded", "swept at any time"])
 @given(st.lists(steps, max_size=40))
 @settings(max_examples=300)
-def test_it_does_what_a_dict_does(limit: int, story: list[Step]) -> None:
+def test_it_behaves_as_a_model(limit: int, story: list[Step]) -> None:
     directory, model = Directory(limit), Model(limit)
     for step in swept(story) if limit == LIMIT else story:
         if step.act != "forget":
@@ -139,14 +139,14 @@ def test_it_does_what_a_dict_does(limit: int, story: list[Step]) -> None:
 
 
 @pytest.mark.parametrize(("now", "there"), [(4.999, True), (5.0, False), (6.0, False)])
-def test_pending_counts_until_its_deadline(now: float, there: bool) -> None:
+def test_a_pending_entry_ends_at_its_deadline(now: float, there: bool) -> None:
     directory = Directory(LIMIT)
     directory.pending(TENANT, KEY, A, FIRST, 5.0, 0.0)
     assert (directory.get(TENANT, KEY, now) is not None) == there
     assert len(directory) == there
 
 
-def test_a_second_writer_takes_over_after_the_deadline_only() -> None:
+def test_a_second_writer_waits_for_the_deadline() -> None:
     directory = Directory(LIMIT)
     directory.pending(TENANT, KEY, A, FIRST, 5.0, 0.0)
     directory.pending(TENANT, KEY, B, FIRST, 9.0, 4.0)
@@ -155,7 +155,7 @@ def test_a_second_writer_takes_over_after_the_deadline_only() -> None:
     assert directory.get(TENANT, KEY, 5.0) == Entry(Standing.PENDING, B, FIRST, 9.0)
 
 
-def test_the_first_commit_wins_whoever_announced() -> None:
+def test_the_first_commit_wins() -> None:
     directory = Directory(LIMIT)
     directory.pending(TENANT, KEY, A, FIRST, 5.0, 0.0)
     assert directory.ready(TENANT, KEY, B, FIRST) is None
@@ -165,7 +165,7 @@ def test_the_first_commit_wins_whoever_announced() -> None:
     assert directory.ready(TENANT, KEY, B, FIRST) == A
 
 
-def test_beyond_the_bound_the_oldest_goes() -> None:
+def test_the_oldest_entry_is_removed_beyond_the_limit() -> None:
     directory = Directory(LIMIT)
     keys = [SegmentKey(bytes([number]) * 32) for number in range(LIMIT + 1)]
     for key in keys[:LIMIT]:
@@ -175,7 +175,7 @@ def test_beyond_the_bound_the_oldest_goes() -> None:
     assert [directory.get(TENANT, key, 0.0) is not None for key in keys] == [True, False, True, True, True]
 
 
-def test_forget_drops_what_an_earlier_life_said_and_nothing_else() -> None:
+def test_forget_drops_only_entries_of_earlier_incarnations() -> None:
     directory = Directory(LIMIT)
     early, late, other = (SegmentKey(bytes([number]) * 32) for number in range(3))
     directory.ready(TENANT, early, A, FIRST)
@@ -204,7 +204,7 @@ def test_a_sweep_leaves_the_order() -> None:
     assert [directory.get(TENANT, key, 0.0) is not None for key in keys] == [True, False, True, True, True]
 
 
-def test_what_is_said_during_a_sweep_survives_it() -> None:
+def test_entries_made_during_a_sweep_remain() -> None:
     directory = Directory(LIMIT)
     early, late, again = (SegmentKey(bytes([number]) * 32) for number in range(3))
     for key in (early, again):
@@ -224,7 +224,7 @@ def test_tenants_do_not_see_each_other() -> None:
     assert directory.get(TenantId("u"), KEY, 0.0) is None
 
 
-def test_who_remembers_what_left_is_bounded_and_the_last_word_counts() -> None:
+def test_previous_owners_are_bounded_and_the_newest_counts() -> None:
     directory = Directory(8)
     keys = [SegmentKey(bytes([number]) * 32) for number in range(3)]
     for key in keys:
