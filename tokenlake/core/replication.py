@@ -25,7 +25,7 @@ from tokenlake.core.ownership import Ownership
 from tokenlake.core.packing import CHECKSUM_BYTES
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.core.replicas import GRACE_S, Replicas
-from tokenlake.hot import COUNTERS, Change, HotItem, HotRule, Shape, by_a_further_hash
+from tokenlake.hot import COUNTERS, Change, HotItem, HotRule, Shape, rendezvous_order
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind, Segment
@@ -207,7 +207,7 @@ class Replication:
         elif copies is None:
             owner = self._directory_node.recorded_node(*item)
             others = [node for node in self._context.ring.members if node != owner]
-            self._copies[item] = _Copies(by_a_further_hash(item[1], others), change.copies)
+            self._copies[item] = _Copies(rendezvous_order(item[1], others), change.copies)
             self._context.counters.add(PROMOTED)
             self._note(item, f"is hot: {change.copies} copies")
         else:
