@@ -40,7 +40,7 @@ from tokenlake.ring import Ring
 from tokenlake.store import Kind, Segment, SegmentStore, State
 from tokenlake.store.history import CORRUPT_RULE
 from tokenlake.wire import engine, peer
-from tokenlake.wire.slots import join_keys, split_keys
+from tokenlake.wire.slots import split_keys
 
 __all__ = ["NodeCore"]
 
@@ -335,14 +335,12 @@ class NodeCore:
         for segment in evicted:
             gone = self._context.history.get(segment.tenant, segment.key)
             by_rule.setdefault((segment.tenant, gone.rule if gone is not None else ""), []).append(segment)
+        here = self._context.node
         for (tenant, rule), segments in by_rule.items():
-            for directory_node, keys in self._context.by_directory_node(segment.key for segment in segments).items():
-                if directory_node == self._context.node:
-                    self._directory_node.left(directory_node, tenant, keys, rule)
-                    if rule == CORRUPT_RULE:
-                        self._replication.gone(tenant, keys, directory_node)
-                else:
-                    self._peers.tell(directory_node, peer.Evicted(tenant, join_keys(keys), self._context.node, rule))
+            own = self._directory_node.tell_evicted(tenant, (segment.key for segment in segments), here, rule)
+            self._directory_node.left(here, tenant, own, rule)
+            if rule == CORRUPT_RULE:
+                self._replication.gone(tenant, own, here)
 
     def _copies_of(self, tenant: TenantId, key: SegmentKey) -> list[NodeId]:
         """Other nodes that may have a copy, the likeliest first: what its hot set or this node's directory says, then
