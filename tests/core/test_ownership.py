@@ -11,6 +11,7 @@ from tests.core.scenes import answer, calm, copies, fetch, kinds, match, placed,
 from tests.sim.arena import SHARDS, content
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Storing
+from tests.sim.prompts import prompt
 from tokenlake.core.instructions import StartFetch
 from tokenlake.core.ownership import DUPLICATES
 from tokenlake.hints import Hints
@@ -139,11 +140,12 @@ def test_sequences_of_four_have_one_owner_on_16_nodes() -> None:
     assert len({node for [node] in owners[:4]}) == len({node for [node] in owners[4:]}) == 1
 
 
-def test_parents_are_evicted_last_at_writer_and_owner() -> None:
-    cluster = calm(regions=4, dirty_share=1.0, session_reserve_share=1.0)
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_parents_are_evicted_last_at_writer_and_owner(nodes: int) -> None:
+    cluster = calm(nodes, regions=4, dirty_share=1.0, session_reserve_share=1.0)
     writer = cluster.join(0)
     cluster.run_for(0.01)
-    keys = placed(cluster, 1, 2, 3)
+    keys = placed(cluster, 1, 2, 3) if nodes > 1 else prompt("parents", 3)
     prepared = prepare(cluster, writer, keys)
     checksums = b""
     for index, key in enumerate(keys):
@@ -153,7 +155,7 @@ def test_parents_are_evicted_last_at_writer_and_owner() -> None:
             checksums += data
     answer(cluster, writer.processes[0], engine.Commit, prepared.write, (0, 1, 2), 3, checksums)
     cluster.run_for(0.5)
-    for node in (0, 1, 2):
+    for node in range(nodes):
         for kind in (Kind.CACHED, Kind.PRIMARY):
             for pool in cluster.core(node).store.pools():
                 order = list(pool.order[kind])

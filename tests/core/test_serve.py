@@ -251,6 +251,39 @@ def test_later_sends_do_not_prolong_a_deferral() -> None:
     assert core.counters[DEFERRED] > 3
 
 
+def redirects(cluster: Cluster, key: SegmentKey, reader: str, lookups: int = 12) -> set[str]:
+    """The redirects that node 0 answers to lookups of a reader; the load that each causes makes the next one differ."""
+    core, now = cluster.core(0), cluster.clock.now
+    found = set()
+    for _ in range(lookups):
+        out = core.handle(events.PeerSaid(reader, peer.Lookup(1, "red", key)), now)
+        (reply,) = (each.message for each in out if isinstance(each, instructions.Say))
+        assert isinstance(reply, peer.LookupReply)
+        found.add(reply.redirect)
+        core.handle(events.PeerSaid(reader, peer.ReleaseLease((reply.lease,))), now)
+    return found
+
+
+def send(cluster: Cluster, key: SegmentKey, reader: str, stream: int) -> None:
+    """Node 0 sends the segment to an engine of a node."""
+    core = cluster.core(0)
+    core.handle(events.PullAsked(stream, reader, "red", key), cluster.clock.now)
+    core.handle(events.SendDone(stream), cluster.clock.now)
+
+
+def test_redirects_name_only_recipients_that_have_it() -> None:
+    """Not a recipient that is down, and not one from which a redirected reader came back."""
+    cluster, _, key = scene(nodes=7)
+    for stream, node in enumerate(("n2", "n3", "n6"), 100):
+        send(cluster, key, node, stream)
+    assert redirects(cluster, key, "n5") == {"n2", "n3", "n6"}
+    cluster.core(0).handle(events.PeerDown("n6", 1), cluster.clock.now)
+    assert redirects(cluster, key, "n5") == {"n2", "n3"}
+    (without_it,) = redirects(cluster, key, "n4", lookups=1)
+    send(cluster, key, "n4", 103)
+    assert redirects(cluster, key, "n5", lookups=60) == {"n2", "n3", "n4"} - {without_it}
+
+
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_other_nodes_lease_a_share_of_the_slots(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond it the answer is UNKNOWN: there may be another copy."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.core.scenes import answer, calm, match, placed, prepare, store, tell
+from tests.core.scenes import answer, calm, copies, match, placed, prepare, store, tell
 from tests.sim.arena import content
 from tests.sim.prompts import prompt
 from tokenlake.wire import Code, engine
@@ -17,6 +17,17 @@ def test_existing_and_in_flight_keys_get_no_slot() -> None:
     assert list(prepare(cluster, writer, keys).codes) == [Code.EXISTS, Code.RESERVED]
     assert list(prepare(cluster, other, keys).codes) == [Code.EXISTS, Code.PENDING]
     assert prepare(cluster, other, keys).write == 0
+
+
+def test_a_prepare_touches_existing_segments() -> None:
+    """An engine computed them again: they were needed, and must not be evicted next."""
+    cluster = calm()
+    writer = cluster.join(0)
+    keys = placed(cluster, 0, 1, 2)
+    store(cluster, writer, keys)
+    before = [copies(cluster, key)[0].touched for key in keys]
+    prepare(cluster, writer, keys)
+    assert all(copies(cluster, key)[0].touched > touched for key, touched in zip(keys, before, strict=True))
 
 
 def test_session_limit_and_write_budget() -> None:
