@@ -89,17 +89,6 @@ def test_a_peer_that_missed_a_deadline_is_still_told() -> None:
     assert match(cluster, cluster.join(1), [key]).codes == bytes([Code.PENDING])
 
 
-def test_advertising_goes_on_while_the_directory_node_is_overdue() -> None:
-    cluster = calm()
-    node = cluster.core(0)
-    peers = node._peers
-    peer_ = peers.get(NodeId("n1"))
-    assert peer_ is not None
-    peer_.overdue = True
-    node._directory_node.advertise(NodeId("n1"))
-    assert [type(i.message) for i in node._context.out] == [peer.AdvertisingDone]  # type: ignore[union-attr]
-
-
 def test_a_fetch_from_a_frozen_node_is_given_up_in_time() -> None:
     cluster = calm()
     writer, reader = cluster.join(0), cluster.join(2)
