@@ -110,17 +110,6 @@ def test_an_overdue_peer_gets_one_way_messages() -> None:
     assert match(cluster, cluster.join(1), [key]).codes == bytes([Code.PENDING])
 
 
-def test_a_node_advertises_to_an_overdue_directory_node() -> None:
-    cluster = calm()
-    node = cluster.core(0)
-    peers = node._peers
-    peer_ = peers.get(NodeId("n1"))
-    assert peer_ is not None
-    peer_.liveness.deadline_missed()
-    node._directory_node.advertise(NodeId("n1"))
-    assert [type(i.message) for i in node._context.out] == [peer.AdvertisingDone]  # type: ignore[union-attr]
-
-
 def test_a_fetch_from_a_frozen_node_ends_at_its_deadline() -> None:
     cluster = calm()
     writer, reader = cluster.join(0), cluster.join(2)

@@ -1,4 +1,4 @@
-"""Bytes read and written per tenant, against what the engines of the scene did."""
+"""Bytes read and written per tenant, as the engines of the scene count them, and the bounds of what a node states."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from tests.sim.cluster import Cluster
 from tests.sim.engine import Reading, Storing
 from tests.sim.prompts import prompt
 from tokenlake.core import events, instructions
-from tokenlake.core.context import READ_BYTES
+from tokenlake.core.context import READ_BYTES, Context
 from tokenlake.core.write import WRITTEN_BYTES
+from tokenlake.identity import TenantId
 from tokenlake.metrics import Metric
 from tokenlake.wire import Code, engine, peer
+from tokenlake.wire.fields import MAX_AMOUNT
 from tokenlake.wire.frames import decode, encode
 from tokenlake.wire.slots import join_keys
 
@@ -26,7 +28,7 @@ def counted(cluster: Cluster, metric: Metric) -> dict[str, int]:
     return dict(sums)
 
 
-def test_each_byte_is_counted_once_where_it_lay() -> None:
+def test_each_byte_is_counted_once() -> None:
     cluster = calm(3, regions=6, hot="off", dirty_share=1.0)
     draw = random.Random(7)
     engines = [cluster.join(node, tenant) for node in range(3) for tenant in ("red", "blue")]
@@ -52,19 +54,22 @@ def test_each_byte_is_counted_once_where_it_lay() -> None:
     assert set(read) == set(written) == {"red", "blue"}
 
 
-def test_what_a_node_says_can_be_heard_however_much_is_read_and_however_long_ago() -> None:
-    """Else its peers would take it for one that breaks the protocol."""
+def test_a_node_states_its_load_and_ages_within_bounds() -> None:
+    """Other nodes would refuse the frames otherwise."""
     cluster = calm(3)
     (key,) = prompt("old", 1)
     store(cluster, cluster.join(0), [key])
-    keeper = next(iter(copies(cluster, key)))
-    core = cluster.core(keeper)
-    later = cluster.clock.now + 2e9
-    asker = f"n{(keeper + 1) % 3}"
-    asked = core.handle(events.PeerSent(asker, peer.Lookup(1, "red", join_keys([key]))), later)
-    core._context.served(copies(cluster, key)[keeper].tenant, 1 << 120)
-    pinged = core.handle(events.PeerSent(asker, peer.Ping(2, (0.0, 0.0, 0.0), 0.0, 0)), later)
-    said = [each.message for each in (*asked, *pinged) if isinstance(each, instructions.SendToPeer)]
-    assert {type(message) for message in said} >= {peer.LookupReply, peer.Pong}
-    for message in said:
+    owner = next(iter(copies(cluster, key)))
+    core, asking, later = cluster.core(owner), f"n{(owner + 1) % 3}", cluster.clock.now + 2e9
+    looked_up = core.handle(events.PeerSent(asking, peer.Lookup(1, "red", join_keys([key]))), later)
+    pinged = core.handle(events.PeerSent(asking, peer.Ping(2, (0.0, 0.0, 0.0), 0.0, 0)), later)
+    messages = [each.message for each in (*looked_up, *pinged) if isinstance(each, instructions.SendToPeer)]
+    assert {type(message) for message in messages} >= {peer.LookupReply, peer.Pong}
+    for message in messages:
         assert decode(peer.peer_decoder, encode(message)) == message
+
+
+def test_the_load_is_bounded() -> None:
+    context = Context(calm(3).core(0).config)
+    context.served(TenantId("red"), 1 << 120)
+    assert context.load() == MAX_AMOUNT
