@@ -1,4 +1,4 @@
-"""A copy with wrong bytes: reported by its reader, checked again where it lies, dropped, and computed again."""
+"""A copy with wrong bytes is reported by its reader, checked again on its node, dropped, and computed again."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tokenlake.core import events
 from tokenlake.core.corruption import CHECKING_SHARE, CONFIRMED, MAX_QUEUED, REPORTED
 from tokenlake.core.fetch import CORRUPT, FETCHED, MISSING
 from tokenlake.core.grants import SKIPPED
-from tokenlake.core.instructions import CheckSlot, StartFetch
-from tokenlake.identity import ConnectionId, LeaseId, SegmentKey, TenantId
+from tokenlake.core.instructions import CheckSlot, SendToPeer, StartFetch
+from tokenlake.identity import SegmentKey
 from tokenlake.store import Kind, State
 from tokenlake.store.removals import CORRUPT_RULE
 from tokenlake.store.store import HEALED
@@ -19,16 +19,16 @@ from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import join_keys
 
 SHORTEST_S = 0.0001
-"""A check in the simulated cluster takes no less."""
+"""The least time of a check in the simulated cluster."""
 
 
 def flip(cluster: Cluster, node: int, key: SegmentKey) -> None:
-    """A bit flips in the copy of one node."""
+    """Flip a bit in the copy of one node."""
     cluster.node(node).arena.flip(copies(cluster, key)[node].place, 0)
 
 
 def fetched(cluster: Cluster, reader: Engine, keys: list[SegmentKey]) -> list[Code]:
-    """A reader matches all of these, fetches them, and gives them back: what it got."""
+    """Match all of these, fetch them, and release them. The codes of the fetch."""
     lease = match(cluster, reader, keys)
     assert lease.hits == len(keys)
     codes = fetch(cluster, reader, lease.lease, lease.hits).codes
@@ -36,7 +36,16 @@ def fetched(cluster: Cluster, reader: Engine, keys: list[SegmentKey]) -> list[Co
     return [Code(code) for code in codes]
 
 
-def test_a_wrong_copy_is_dropped_where_it_lies_and_computed_again() -> None:
+def rule_of(cluster: Cluster, directory_node: int, key: SegmentKey) -> str:
+    """The rule by which a segment left the pool, as its directory node answers another node."""
+    question = events.PeerSent("n0", peer.ExplainMissing(1, "red", key))
+    out = cluster.core(directory_node).handle(question, cluster.clock.now)
+    (reply,) = (each.message for each in out if isinstance(each, SendToPeer))
+    assert isinstance(reply, peer.ExplainMissingReply)
+    return reply.rules[0]
+
+
+def test_a_wrong_copy_is_dropped_and_computed_again() -> None:
     cluster = calm(3)
     writer = cluster.join(0)
     (key,) = placed(cluster, 1, 2)
@@ -51,17 +60,12 @@ def test_a_wrong_copy_is_dropped_where_it_lies_and_computed_again() -> None:
     assert cluster.core(3 - source).counters[MISSING] == SEGMENT_TOKENS
     assert cluster.core(source).counters[REPORTED] == cluster.core(source).counters[CONFIRMED] == 1
     assert kinds(cluster, key) == {0: Kind.CACHED}, "copies of other nodes stay"
-    directory_node = cluster.core(1)
-    gone = directory_node._context.removals.get(TenantId("red"), key)
-    assert gone is not None
-    assert gone.rule == CORRUPT_RULE, "for those who ask why it was missed"
-    assert directory_node._directory_node._directory.previous_owner(TenantId("red"), key) != f"n{source}", (
-        "nothing draws the next copy there"
-    )
+    assert rule_of(cluster, 1, key) == CORRUPT_RULE
     for asking in (local, reader):
         assert match(cluster, asking, [key]).codes == bytes([Code.MISSING])
 
     store(cluster, reader, [key])
+    assert copies(cluster, key)[3 - source].previous_owner is None, "the node with the wrong copy is no previous owner"
     assert cluster.core(3 - source).counters[HEALED] == 1
     assert fetched(cluster, local, [key]) == fetched(cluster, reader, [key]) == [Code.LOCAL]
     cluster.check()
@@ -69,7 +73,7 @@ def test_a_wrong_copy_is_dropped_where_it_lies_and_computed_again() -> None:
     cluster.check_settled()
 
 
-def test_a_sound_copy_elsewhere_is_used_by_the_same_fetch() -> None:
+def test_the_same_fetch_uses_a_right_copy_elsewhere() -> None:
     cluster = calm(3)
     writer, reader = cluster.join(0), cluster.join(2)
     keys = placed(cluster, 1, 0)
@@ -79,10 +83,8 @@ def test_a_sound_copy_elsewhere_is_used_by_the_same_fetch() -> None:
     if 1 not in copies(cluster, key):
         fetched(cluster, cluster.join(1), [key])
     lease = match(cluster, reader, [key])
-    session = cluster.core(2)._sessions.process(ConnectionId(reader.processes[0].connection))
-    assert session is not None
-    (remote,) = session.session.leases[LeaseId(lease.lease)].remotes
-    source = {"n0": 0, "n1": 1}[str(remote)]
+    where = answer(cluster, reader.processes[0], engine.Locate, lease.lease)
+    source = {"n0": 0, "n1": 1}[where.nodes[where.owners[0]]]
     flip(cluster, source, key)
     got = fetch(cluster, reader, lease.lease, 1)
     assert list(got.codes) == [Code.LOCAL]
@@ -96,7 +98,7 @@ def test_a_sound_copy_elsewhere_is_used_by_the_same_fetch() -> None:
     assert (counters[FETCHED], counters[MISSING], counters[SKIPPED]) == (SEGMENT_TOKENS, 0, 0)
 
 
-def test_an_engine_that_verifies_rids_the_others_of_a_wrong_copy() -> None:
+def test_a_report_of_a_local_engine_drops_the_copy() -> None:
     cluster = calm(1)
     careful, other = cluster.join(0, processes=2), cluster.join(0)
     keys = prompt("p", 3)
@@ -109,7 +111,7 @@ def test_an_engine_that_verifies_rids_the_others_of_a_wrong_copy() -> None:
     core = cluster.core(0)
     assert core.counters[CONFIRMED] == 1
     assert match(cluster, other, keys).hits == 1
-    # The engine that leased it may still read it: the slot gets no other segment.
+    # A process with a lease may still read the slot: it is quarantined.
     pool = core.store.pool(*wrong.pool)
     assert pool is not None
     assert wrong.pins == 1
@@ -128,18 +130,18 @@ def test_an_engine_that_verifies_rids_the_others_of_a_wrong_copy() -> None:
     cluster.check()
 
 
-def test_a_reader_that_lies_evicts_nothing_and_costs_a_share_of_a_thread() -> None:
+def test_false_reports_drop_nothing_and_cost_little() -> None:
     cluster = calm(2)
     writer = cluster.join(0)
     keys = prompt("p", 4)
     store(cluster, writer, keys)
     node = cluster.node(0)
     here = [key for key in keys if 0 in copies(cluster, key)]
-    lie = events.PeerSent("n1", peer.Corrupt("red", join_keys(here * MAX_QUEUED)))
+    report = events.PeerSent("n1", peer.Corrupt("red", join_keys(here * MAX_QUEUED)))
     began = cluster.clock.now
     before = kinds(cluster, here[0])
     for _ in range(400):
-        node.deliver(lie)
+        node.deliver(report)
         cluster.check()
         cluster.run_for(0.0005)
     assert kinds(cluster, here[0]) == before
@@ -153,7 +155,7 @@ def test_a_reader_that_lies_evicts_nothing_and_costs_a_share_of_a_thread() -> No
     assert cluster.core(0).census()["copies to check"] == 0
 
 
-def test_reporters_take_turns_and_their_queues_have_a_bound() -> None:
+def test_reporters_take_turns_with_bounded_queues() -> None:
     cluster = calm(3, regions=120)
     writer = cluster.join(0)
     keys = [SegmentKey(key) for number in range(60) for key in prompt(f"p{number}", 6)]
@@ -168,11 +170,11 @@ def test_reporters_take_turns_and_their_queues_have_a_bound() -> None:
     node.deliver(events.PeerSent("n2", peer.Corrupt("red", here[-1])))
     assert cluster.core(0).census()["copies to check"] == MAX_QUEUED + 1
     cluster.run_for(0.05)
-    assert cluster.core(0).counters[CONFIRMED] == 1, "an honest reader does not wait behind a liar's queue"
+    assert cluster.core(0).counters[CONFIRMED] == 1, "a reporter does not wait behind the queue of another"
     cluster.check()
 
 
-def test_a_dirty_copy_is_dropped_as_well() -> None:
+def test_a_wrong_dirty_copy_is_dropped() -> None:
     cluster = calm(2)
     writer = cluster.join(0)
     (key,) = placed(cluster, 1, 0)
@@ -192,7 +194,7 @@ def test_a_dirty_copy_is_dropped_as_well() -> None:
     cluster.check_settled()
 
 
-def test_a_push_that_arrives_wrong_drops_the_copy_of_its_writer() -> None:
+def test_a_push_with_wrong_bytes_drops_the_writers_copy() -> None:
     cluster = calm(3)
     writer = cluster.join(0)
     (key,) = placed(cluster, 1, 2)
@@ -208,7 +210,7 @@ def test_a_push_that_arrives_wrong_drops_the_copy_of_its_writer() -> None:
     cluster.check()
 
 
-def test_a_match_under_way_leases_nothing_that_a_check_finds_wrong() -> None:
+def test_a_match_under_way_leases_no_dropped_copy() -> None:
     cluster = calm(3)
     writer, reader = cluster.join(0), cluster.join(0)
     (key,) = placed(cluster, 0, 1)

@@ -1,4 +1,4 @@
-"""What became of a request: every token has its place in the funnel, and what was missed its reason."""
+"""Explain: each token of a request is counted once in the funnel, and each missed one has a reason."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def detail(funnel: Funnel, reason: MissReason) -> str:
     return next(missed.detail for missed in funnel.missed if missed.reason == reason)
 
 
-def test_what_is_read_here_and_there_is_useful() -> None:
+def test_local_and_fetched_segments_are_useful() -> None:
     cluster = calm(3, **ROOMY)
     writer, reader = cluster.join(0), cluster.join(2)
     keys = placed(cluster, 0, 1, 3)
@@ -76,7 +76,7 @@ def test_what_is_read_here_and_there_is_useful() -> None:
     assert why(funnel) == {MissReason.TOO_SHORT: 5}
 
 
-def test_what_was_shipped_is_useful_and_what_was_not_wanted_is_skipped() -> None:
+def test_shipped_segments_are_useful_and_released_ones_skipped() -> None:
     cluster = calm(3, **ROOMY)
     writer, reader = cluster.join(0), cluster.join(2)
     keys = placed(cluster, 0, 1, 3)
@@ -88,7 +88,7 @@ def test_what_was_shipped_is_useful_and_what_was_not_wanted_is_skipped() -> None
     assert (funnel.useful, funnel.fetched, why(funnel)) == (2 * SIZE, 0, {MissReason.SKIPPED: SIZE})
 
 
-def test_what_nobody_stored_is_named_with_its_directory_node() -> None:
+def test_never_stored_names_the_directory_node() -> None:
     cluster = calm(3, **ROOMY)
     writer, reader = cluster.join(0), cluster.join(2)
     keys = placed(cluster, 0, 1, 3)
@@ -99,7 +99,7 @@ def test_what_nobody_stored_is_named_with_its_directory_node() -> None:
     assert detail(funnel, MissReason.NEVER_STORED) == "not known to n0"
 
 
-def test_what_is_behind_a_gap_is_told_apart() -> None:
+def test_segments_behind_a_gap_have_their_own_reason() -> None:
     cluster = calm(1, **ROOMY)
     reader = cluster.join(0)
     keys = prompt("p", 3)
@@ -110,7 +110,7 @@ def test_what_is_behind_a_gap_is_told_apart() -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "reuse"])
-def test_what_was_evicted_here_has_its_rule(policy: str) -> None:
+def test_an_eviction_on_this_node_has_its_rule(policy: str) -> None:
     cluster = calm(1, regions=1, eviction=policy, **ROOMY)
     reader = cluster.join(0)
     store(cluster, reader, prompt("first", 2))
@@ -125,7 +125,7 @@ def test_what_was_evicted_here_has_its_rule(policy: str) -> None:
     assert "unused for 1" in said
 
 
-def test_what_was_evicted_elsewhere_is_known_to_its_directory_node() -> None:
+def test_an_eviction_elsewhere_is_known_to_the_directory_node() -> None:
     cluster = calm(3, regions=1, eviction="lru", **ROOMY)
     writer, reader = cluster.join(0), cluster.join(2)
     first = placed(cluster, 0, 1, 1, "first")
@@ -140,7 +140,7 @@ def test_what_was_evicted_elsewhere_is_known_to_its_directory_node() -> None:
     assert detail(funnel, MissReason.EVICTED).startswith(f"lru, at n{owner} ")
 
 
-def test_a_directory_node_that_does_not_say_is_named() -> None:
+def test_a_silent_directory_node_is_named() -> None:
     cluster = calm(3, **ROOMY)
     reader = cluster.join(2)
     keys = placed(cluster, 0, 1, 2)
@@ -152,7 +152,7 @@ def test_a_directory_node_that_does_not_say_is_named() -> None:
     cluster.node(0).thaw()
 
 
-def test_who_does_not_answer_a_match_is_named() -> None:
+def test_a_node_that_does_not_answer_a_match_is_named() -> None:
     cluster = calm(3, **ROOMY)
     writer, reader = cluster.join(0), cluster.join(2)
     keys = placed(cluster, 0, 1, 2)
@@ -167,7 +167,52 @@ def test_who_does_not_answer_a_match_is_named() -> None:
         cluster.node(node).thaw()
 
 
-def test_who_does_not_send_in_time_is_named() -> None:
+def test_nodes_that_are_not_connected_are_named() -> None:
+    cluster = calm(3, **ROOMY)
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 2)
+    store(cluster, writer, keys)
+    for node in (0, 1):
+        cluster.link(f"n{node}", "n2").cut(60.0)
+    read(cluster, reader, keys, "r")
+    funnel = explained(cluster, reader, "r")
+    assert why(funnel) == {MissReason.UNREACHABLE: 2 * SIZE}
+    assert detail(funnel, MissReason.UNREACHABLE) == "no connection with n0, n1"
+
+
+def test_an_owner_that_is_not_connected_any_more_is_named() -> None:
+    cluster = calm(3, **ROOMY)
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 2)
+    store(cluster, writer, keys)
+    reply = ask(cluster, reader, keys, "r")
+    cluster.link("n0", "n2").cut(60.0)
+    fetch(cluster, reader, reply.lease, 2)
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 2),)))
+    funnel = explained(cluster, reader, "r")
+    assert MissReason.TOO_SLOW not in why(funnel)
+    assert detail(funnel, MissReason.UNREACHABLE) == "n0 is not connected"
+
+
+def test_a_request_is_found_by_the_beginning_of_its_name() -> None:
+    cluster = calm(1)
+    reader = cluster.join(0)
+    for name in ("a-1-x", "a-12-x", "b", "a-1"):
+        read(cluster, reader, [], name)
+
+    def ask_for(name: str) -> engine.Explained:
+        reply: engine.Explained = answer(cluster, reader.processes[0], engine.Explain, name)
+        return reply
+
+    assert explained(cluster, reader, "a-12").request == "a-12-x"
+    assert explained(cluster, reader, "a-1").request == "a-1", "an equal name is never ambiguous"
+    ambiguous = ask_for("a-")
+    assert (ambiguous.funnel, ambiguous.names) == (None, ("a-1", "a-12-x", "a-1-x"))
+    assert ask_for("").names == ("a-1", "b", "a-12-x", "a-1-x")
+    assert ask_for("c").names == ()
+
+
+def test_a_node_that_does_not_send_in_time_is_named() -> None:
     cluster = calm(3, **ROOMY)
     writer, reader = cluster.join(0), cluster.join(2)
     keys = placed(cluster, 0, 1, 2)
@@ -183,7 +228,7 @@ def test_who_does_not_send_in_time_is_named() -> None:
     cluster.node(0).thaw()
 
 
-def test_what_is_being_written_is_pending() -> None:
+def test_segments_in_flight_are_pending() -> None:
     cluster = calm(1, **ROOMY)
     writer, reader = cluster.join(0), cluster.join(0)
     keys = prompt("p", 2)
@@ -192,7 +237,7 @@ def test_what_is_being_written_is_pending() -> None:
     assert why(explained(cluster, reader, "r")) == {MissReason.PENDING: 2 * SIZE}
 
 
-def test_another_tenants_request_and_an_unknown_name_are_the_same() -> None:
+def test_a_request_of_another_tenant_is_unknown() -> None:
     cluster = calm(1, **ROOMY)
     red, blue = cluster.join(0), cluster.join(0, tenant="blue")
     read(cluster, red, prompt("p", 1), "r")
@@ -201,7 +246,7 @@ def test_another_tenants_request_and_an_unknown_name_are_the_same() -> None:
         assert answer(cluster, asker.processes[0], engine.Explain, name).funnel is None
 
 
-def test_the_newest_request_of_a_name_counts() -> None:
+def test_the_newest_request_of_a_name_is_explained() -> None:
     cluster = calm(1, **ROOMY)
     reader = cluster.join(0)
     read(cluster, reader, prompt("p", 2), "r")
@@ -211,10 +256,10 @@ def test_the_newest_request_of_a_name_counts() -> None:
     assert (funnel.useful, funnel.missed) == (2 * SIZE, ())
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trails_and_history_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain, "MAX_TRAILS", 5)
     monkeypatch.setattr(explain, "MAX_KEYS", 6)
-    monkeypatch.setattr(explain, "MISSING_EACH", 2)
+    monkeypatch.setattr(explain, "MAX_MISSING", 2)
     cluster = calm(1, **ROOMY)
     reader = cluster.join(0)
     for number in range(9):
@@ -231,9 +276,9 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert history.get(TenantId("red"), SegmentKey(bytes(32))) is None
 
 
-def test_requests_for_very_much_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what is missing a part is remembered by name, and what was said of the rest takes memory too."""
-    monkeypatch.setattr(explain, "MISSING_EACH", 1)
+def test_long_requests_count_more_towards_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The codes of a trail count towards the bound beside its keys."""
+    monkeypatch.setattr(explain, "MAX_MISSING", 1)
     monkeypatch.setattr(explain, "MAX_KEYS", 100)
     cluster = calm(1, **ROOMY)
     reader = cluster.join(0)

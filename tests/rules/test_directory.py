@@ -1,4 +1,4 @@
-"""Directory against a plain dict, operation by operation; the bound; what an earlier life said."""
+"""The directory against a plain dict, operation by operation; its bound, and entries of earlier incarnations."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ steps = st.builds(
 
 
 class Model:
-    """A dict in order of the last change. An expired PENDING entry is there until somebody asks for it, what a node
-    said in another life than its present one until it is swept."""
+    """A dict in order of the last change. An expired PENDING entry stays until a query for it, an entry of an earlier
+    incarnation until a sweep."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -72,14 +72,14 @@ class Model:
                 del self.entries[at]
             case "gone", Entry() if mine:
                 del self.entries[at]
-            case "ready", Entry(Standing.READY_AT | Standing.HELD, node) if not mine:
+            case "ready", Entry(Standing.DIRTY | Standing.PRIMARY, node) if not mine:
                 return node
-            case "ready", None | Entry(Standing.PENDING | Standing.READY_AT):
-                self.put(at, Entry(Standing.READY_AT, step.node, step.incarnation, 0.0))
-            case "held", Entry(Standing.HELD, node) if not mine:
+            case "ready", None | Entry(Standing.PENDING | Standing.DIRTY):
+                self.put(at, Entry(Standing.DIRTY, step.node, step.incarnation, 0.0))
+            case "held", Entry(Standing.PRIMARY, node) if not mine:
                 return node
             case "held", _:
-                self.put(at, Entry(Standing.HELD, step.node, step.incarnation, 0.0))
+                self.put(at, Entry(Standing.PRIMARY, step.node, step.incarnation, 0.0))
             case "forget", _:
                 self.lives[step.node] = step.incarnation
             case "sweep", _:
@@ -115,7 +115,7 @@ def take(directory: Directory, step: Step) -> object:
 
 
 def swept(story: list[Step]) -> list[Step]:
-    """The same, and each sweep follows what made it necessary, so that it leaves the order."""
+    """The same steps, with a sweep after each `forget`, so that the sweep keeps the order."""
     return [
         after for step in story for after in ([step, step._replace(act="sweep")] if step.act == "forget" else [step])
     ]
@@ -124,17 +124,17 @@ def swept(story: list[Step]) -> list[Step]:
 @pytest.mark.parametrize("limit", [LIMIT, 100], ids=["bounded", "swept at any time"])
 @given(st.lists(steps, max_size=40))
 @settings(max_examples=300)
-def test_it_does_what_a_dict_does(limit: int, story: list[Step]) -> None:
+def test_it_behaves_as_a_plain_dict(limit: int, story: list[Step]) -> None:
     directory, model = Directory(limit), Model(limit)
     for step in swept(story) if limit == LIMIT else story:
         if step.act != "forget":
-            # A node speaks in its present life only.
+            # A node makes statements in its present incarnation only.
             step = step._replace(incarnation=model.lives.get(step.node, step.incarnation))
         assert take(directory, step) == model.step(step), step
         directory.check_integrity()
         assert len(directory) == len(model.entries), step
     for (tenant, key), entry in list(model.entries.items()):
-        # Before every deadline, so that asking drops nothing.
+        # At a time before every deadline, so that the query drops nothing.
         assert directory.get(tenant, key, -1.0) == (entry if model.counts(entry) else None)
 
 
@@ -146,7 +146,7 @@ def test_pending_counts_until_its_deadline(now: float, there: bool) -> None:
     assert len(directory) == there
 
 
-def test_a_second_writer_takes_over_after_the_deadline_only() -> None:
+def test_a_second_writer_waits_for_the_deadline() -> None:
     directory = Directory(LIMIT)
     directory.pending(TENANT, KEY, A, FIRST, 5.0, 0.0)
     directory.pending(TENANT, KEY, B, FIRST, 9.0, 4.0)
@@ -155,7 +155,7 @@ def test_a_second_writer_takes_over_after_the_deadline_only() -> None:
     assert directory.get(TENANT, KEY, 5.0) == Entry(Standing.PENDING, B, FIRST, 9.0)
 
 
-def test_the_first_commit_wins_whoever_announced() -> None:
+def test_the_first_commit_wins_over_an_announcement() -> None:
     directory = Directory(LIMIT)
     directory.pending(TENANT, KEY, A, FIRST, 5.0, 0.0)
     assert directory.ready(TENANT, KEY, B, FIRST) is None
@@ -175,7 +175,7 @@ def test_beyond_the_bound_the_oldest_goes() -> None:
     assert [directory.get(TENANT, key, 0.0) is not None for key in keys] == [True, False, True, True, True]
 
 
-def test_forget_drops_what_an_earlier_life_said_and_nothing_else() -> None:
+def test_forget_drops_entries_of_an_earlier_incarnation() -> None:
     directory = Directory(LIMIT)
     early, late, other = (SegmentKey(bytes([number]) * 32) for number in range(3))
     directory.ready(TENANT, early, A, FIRST)
@@ -190,7 +190,7 @@ def test_forget_drops_what_an_earlier_life_said_and_nothing_else() -> None:
     assert [directory.get(TENANT, key, 0.0) is not None for key in (early, late, other)] == [False, True, True]
 
 
-def test_a_sweep_leaves_the_order() -> None:
+def test_a_sweep_keeps_the_order() -> None:
     directory = Directory(LIMIT)
     keys = [SegmentKey(bytes([number]) * 32) for number in range(LIMIT + 1)]
     directory.ready(TENANT, keys[0], A, FIRST)
@@ -204,7 +204,7 @@ def test_a_sweep_leaves_the_order() -> None:
     assert [directory.get(TENANT, key, 0.0) is not None for key in keys] == [True, False, True, True, True]
 
 
-def test_what_is_said_during_a_sweep_survives_it() -> None:
+def test_entries_made_during_a_sweep_survive_it() -> None:
     directory = Directory(LIMIT)
     early, late, again = (SegmentKey(bytes([number]) * 32) for number in range(3))
     for key in (early, again):
@@ -218,13 +218,13 @@ def test_what_is_said_during_a_sweep_survives_it() -> None:
     assert [directory.get(TENANT, key, 0.0) is not None for key in (early, late, again)] == [False, True, True]
 
 
-def test_tenants_do_not_see_each_other() -> None:
+def test_tenants_are_separate() -> None:
     directory = Directory(LIMIT)
     directory.ready(TENANT, KEY, A, FIRST)
     assert directory.get(TenantId("u"), KEY, 0.0) is None
 
 
-def test_who_remembers_what_left_is_bounded_and_the_last_word_counts() -> None:
+def test_previous_owners_are_bounded_and_the_latest_counts() -> None:
     directory = Directory(8)
     keys = [SegmentKey(bytes([number]) * 32) for number in range(3)]
     for key in keys:

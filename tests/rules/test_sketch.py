@@ -1,4 +1,4 @@
-"""Space-saving counters against exact counts, and rates against streams that are known."""
+"""Space-saving counters against exact counts, and rates against known streams."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_hot_item_among_many_cold_ones_is_counted() -> None:
     assert max(sketch.heaviest(now), key=lambda each: each.count).item == 7
 
 
-def test_what_is_forgotten_begins_anew() -> None:
+def test_a_forgotten_item_starts_at_zero() -> None:
     sketch: SpaceSaving[str] = SpaceSaving(2, HALF_LIFE_S)
     sketch.add("a", 8.0, 0.0)
     sketch.forget("a")
@@ -60,21 +60,21 @@ def test_what_is_forgotten_begins_anew() -> None:
     assert sketch.count("a", 0.0) == 1.0
 
 
-def test_what_nobody_counts_any_more_fades_whoever_asks_first() -> None:
+def test_counts_decay_in_any_order_of_queries() -> None:
     sketch: SpaceSaving[str] = SpaceSaving(4, HALF_LIFE_S)
     sketch.add("a", 1e6, 0.0)
     assert sketch.count("a", 65 * HALF_LIFE_S) < 1e-9
     assert sketch.rate("a", 200 * HALF_LIFE_S) < 1e-9
 
 
-def test_the_rate_of_a_young_stream_is_its_own() -> None:
+def test_the_rate_of_a_young_stream() -> None:
     sketch: SpaceSaving[str] = SpaceSaving(2, HALF_LIFE_S)
     for step in range(10):
         sketch.add("a", 3.0, 100.0 + step * 0.1)
     assert 28.0 < sketch.rate("a", 101.0) < 32.0
 
 
-def test_counts_survive_years() -> None:
+def test_counts_do_not_overflow_in_years() -> None:
     sketch: SpaceSaving[str] = SpaceSaving(4, HALF_LIFE_S)
     for year in range(50):
         sketch.add("a", 1.0, year * 3e7)
@@ -82,7 +82,7 @@ def test_counts_survive_years() -> None:
     assert math.isclose(heavy.count, 1.0)
 
 
-def test_the_rate_of_a_steady_stream_is_its_own() -> None:
+def test_the_rate_of_a_steady_stream() -> None:
     rate = Rate(HALF_LIFE_S)
     for step in range(1000):
         rate.add(5.0, step * 0.1)
@@ -90,7 +90,7 @@ def test_the_rate_of_a_steady_stream_is_its_own() -> None:
     assert math.isclose(rate.at(99.9 + 4 * HALF_LIFE_S), rate.at(99.9) / 16)
 
 
-def test_a_rate_that_is_set_holds_and_then_decays() -> None:
+def test_a_set_rate_holds_and_then_decays() -> None:
     rate = Rate(HALF_LIFE_S)
     rate.add(1e9, 0.0)
     rate.set(8.0, until=1.0)
@@ -98,7 +98,7 @@ def test_a_rate_that_is_set_holds_and_then_decays() -> None:
     assert math.isclose(rate.at(1.0 + HALF_LIFE_S), 4.0)
 
 
-def test_what_is_added_while_a_rate_holds_is_on_top() -> None:
+def test_an_amount_adds_to_a_set_rate() -> None:
     rate = Rate(HALF_LIFE_S)
     rate.set(8.0, until=1.0)
     rate.add(HALF_LIFE_S / math.log(2), 0.5)

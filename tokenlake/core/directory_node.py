@@ -10,7 +10,7 @@ nodes of other keys about this node.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tokenlake.core.context import Context
 from tokenlake.core.peers import Peer, Peers
@@ -97,13 +97,8 @@ class DirectoryNode:
 
     def announce(self, tenant: TenantId, keys: Sequence[SegmentKey], seconds: float) -> None:
         """Tell the directory nodes of `keys` that an engine of this node computes them, for at most `seconds`."""
-        here = self._context.node
-        for directory_node, its_keys in self._context.by_directory_node(keys).items():
-            if directory_node == here:
-                for key in its_keys:
-                    self.claim(here, tenant, key, seconds)
-            else:
-                self._peers.tell(directory_node, wire.MarkInFlight(tenant, join_keys(its_keys), seconds))
+        for key in self._tell(keys, lambda packed: wire.MarkInFlight(tenant, packed, seconds)):
+            self.claim(self._context.node, tenant, key, seconds)
 
     def announced(self, node: NodeId, message: wire.MarkInFlight) -> None:
         """Engines of `node` compute these segments."""
@@ -119,19 +114,24 @@ class DirectoryNode:
 
     def withdraw(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> None:
         """Tell the directory nodes of `keys` that no engine of this node computes them any more."""
-        for directory_node, its_keys in self._context.by_directory_node(keys).items():
-            if directory_node == self._context.node:
-                self._withdraw(directory_node, tenant, its_keys)
-            else:
-                self._peers.tell(directory_node, wire.ClearInFlight(tenant, join_keys(its_keys)))
+        for key in self._tell(keys, lambda packed: wire.ClearInFlight(tenant, packed)):
+            self._directory.withdraw(tenant, key, self._context.node)
 
     def withdrawn(self, node: NodeId, message: wire.ClearInFlight) -> None:
         """`node` takes back its in-flight markers."""
-        self._withdraw(node, TenantId(message.tenant), split_keys(message.keys))
+        for key in split_keys(message.keys):
+            self._directory.withdraw(TenantId(message.tenant), key, node)
 
-    def _withdraw(self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey]) -> None:
-        for key in keys:
-            self._directory.withdraw(tenant, key, node)
+    def _tell(self, keys: Iterable[SegmentKey], make: Callable[[bytes], wire.PeerMessage]) -> Sequence[SegmentKey]:
+        """Send `make(concatenated keys)` to each directory node of `keys` other than this one. Returns the keys whose
+        directory node this node is."""
+        own: Sequence[SegmentKey] = ()
+        for directory_node, its_keys in self._context.by_directory_node(keys).items():
+            if directory_node == self._context.node:
+                own = its_keys
+            else:
+                self._peers.tell(directory_node, make(join_keys(its_keys)))
+        return own
 
     # -- copies
 
@@ -185,6 +185,13 @@ class DirectoryNode:
         """`node` does not have these segments: entries that name it are dropped."""
         for key in keys:
             self._directory.gone(tenant, key, node)
+
+    def tell_evicted(
+        self, tenant: TenantId, keys: Iterable[SegmentKey], node: NodeId, rule: str = ""
+    ) -> Sequence[SegmentKey]:
+        """Tell the directory nodes other than this one that `node` does not have these, and by which rule they left it.
+        Returns the keys whose directory node this node is."""
+        return self._tell(keys, lambda packed: wire.Evicted(tenant, packed, node, rule))
 
     def left(self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey], rule: str = "") -> None:
         """`node` evicted these segments, or refused them. A candidate of a key becomes its previous owner, unless the

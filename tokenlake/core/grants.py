@@ -93,10 +93,9 @@ class Write:
     """One reservation of slots. A segment stays pinned until it is committed, or until every process that may write
     into its slot gave it back."""
 
-    def __init__(self, write: WriteId, tenant: TenantId, first: int, connection: ConnectionId) -> None:
+    def __init__(self, write: WriteId, tenant: TenantId, connection: ConnectionId) -> None:
         self.id = write
         self.tenant = tenant
-        self.first = first
         self.open: dict[int, Segment] = {}
         """Reserved and not committed segments, by index into the keys of the prepare."""
         self.held: dict[ConnectionId, dict[int, None]] = {connection: {}}
@@ -107,8 +106,6 @@ class Write:
         self.timer: Timer | None = None
         self.request = ""
         """Name of the request, for the logs."""
-        self.hints: Hints | None = None
-        """Those of that request."""
 
 
 class SessionGrants:

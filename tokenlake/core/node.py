@@ -37,7 +37,7 @@ from tokenlake.ring import Ring
 from tokenlake.store import Kind, Segment, SegmentStore, State
 from tokenlake.store.removals import CORRUPT_RULE
 from tokenlake.wire import engine, peer
-from tokenlake.wire.slots import join_keys, split_keys
+from tokenlake.wire.slots import split_keys
 
 __all__ = ["HandlerFailed", "NodeCore"]
 
@@ -331,13 +331,10 @@ class NodeCore:
             by_rule.setdefault((segment.tenant, gone.rule if gone is not None else ""), []).append(segment)
         here = self._context.node
         for (tenant, rule), segments in by_rule.items():
-            for directory_node, keys in self._context.by_directory_node(segment.key for segment in segments).items():
-                if directory_node != here:
-                    self._peers.tell(directory_node, peer.Evicted(tenant, join_keys(keys), here, rule))
-                    continue
-                self._directory_node.left(here, tenant, keys, rule)
-                if rule == CORRUPT_RULE:
-                    self._replication.gone(tenant, keys, here)
+            own = self._directory_node.tell_evicted(tenant, (segment.key for segment in segments), here, rule)
+            self._directory_node.left(here, tenant, own, rule)
+            if rule == CORRUPT_RULE:
+                self._replication.gone(tenant, own, here)
 
     def _copies_of(self, tenant: TenantId, key: SegmentKey) -> list[NodeId]:
         """Other usable nodes that may have a copy, the most likely first: those of the hot set, the one that this

@@ -347,11 +347,8 @@ class Ownership:
     def _tell_refused(self, tenant: TenantId, keys: list[SegmentKey]) -> None:
         """Tell the directory nodes, so that a later commit is offered to this node again: it has the access record."""
         here = self._context.node
-        for directory_node, its_keys in self._context.by_directory_node(keys).items():
-            if directory_node == here:
-                self._directory_node.left(here, tenant, its_keys)
-            else:
-                self._peers.tell(directory_node, wire.Evicted(tenant, join_keys(its_keys), here, NOT_ADMITTED_RULE))
+        own = self._directory_node.tell_evicted(tenant, keys, here, NOT_ADMITTED_RULE)
+        self._directory_node.left(here, tenant, own)
 
     # -- checks
 

@@ -19,7 +19,7 @@ from itertools import islice
 from tokenlake.core.context import Context
 from tokenlake.core.fetch import Transfers, deadline_s
 from tokenlake.core.peers import Peers
-from tokenlake.hot import HotItem, KnownSets, draws, less_loaded_of_two
+from tokenlake.hot import HotItem, KnownSets, less_loaded_of_two, splitmix64
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind, Segment, State
@@ -56,7 +56,7 @@ class Replicas:
         """Each replica here, and since when no hot set lists it; None: one does. Examined longest ago first."""
         self._on = context.config.hot == "on"
         seed = hashlib.blake2b(f"{context.node}#{context.incarnation}".encode(), digest_size=8).digest()
-        self._draws = draws(int.from_bytes(seed, "big"))
+        self._draws = splitmix64(int.from_bytes(seed, "big"))
 
     def __len__(self) -> int:
         """Replicas here."""

@@ -24,7 +24,7 @@ from tokenlake.core.instructions import Note
 from tokenlake.core.ownership import Ownership
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.core.replicas import GRACE_S, Replicas
-from tokenlake.hot import COUNTERS, Change, HotItem, HotRule, Shape, by_a_further_hash
+from tokenlake.hot import COUNTERS, Change, HotItem, HotRule, Shape, rendezvous_order
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind, Segment
@@ -173,11 +173,7 @@ class Replication:
         """`node` was chosen for `count` hot segments that are now asked of other nodes. `denied`: the keys of which it
         answered that it has no copy; their directory nodes are told."""
         self._context.counters.add(MISSED, count)
-        for directory_node, its_keys in self._context.by_directory_node(denied).items():
-            if directory_node == self._context.node:
-                self.gone(tenant, its_keys, node)
-            else:
-                self._peers.tell(directory_node, wire.Evicted(tenant, join_keys(its_keys), node))
+        self.gone(tenant, self._directory_node.tell_evicted(tenant, denied, node), node)
 
     def set_wanted(self, node: NodeId) -> None:
         """`node` missed a version of the hot set: send the newest."""
@@ -207,7 +203,7 @@ class Replication:
         elif copies is None:
             owner = self._directory_node.recorded_node(*item)
             others = [node for node in self._context.ring.members if node != owner]
-            self._copies[item] = _Copies(by_a_further_hash(item[1], others), change.copies)
+            self._copies[item] = _Copies(rendezvous_order(item[1], others), change.copies)
             self._context.counters.add(PROMOTED)
             self._note(item, f"is hot: {change.copies} copies")
         else:
@@ -309,8 +305,11 @@ class Replication:
         if node == self._context.node:
             self._replicas.replicate(make(0), done)
             return
+
+        def answered(reply: Reply | None) -> None:
+            done(reply.codes if isinstance(reply, wire.ReplicateReply) else b"")
+
         wait_s = deadline_s(self._peers.predict_s(node, shape.slot_bytes)) + GRACE_S
-        answered = partial(_codes, done)
         self._peers.call(node, make, wait_s, answered, proves_life=False)
 
     def _continue(self, item: HotItem, copies: _Copies) -> None:
@@ -365,7 +364,3 @@ class Replication:
         for item, copies in self._copies.items():
             assert item in self._rule
             assert not copies.nodes.keys() & copies.requested.keys()
-
-
-def _codes(done: Callable[[bytes], None], reply: Reply | None) -> None:
-    done(reply.codes if isinstance(reply, wire.ReplicateReply) else b"")

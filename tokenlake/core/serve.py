@@ -17,6 +17,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tokenlake.core.context import Context
@@ -182,15 +183,15 @@ class FanOut:
         assert all(recipients.until for recipients in self._recipients.values())
 
 
+@dataclass(slots=True, eq=False)
 class _PeerLease:
     """A lease of another node."""
 
-    def __init__(self, node: NodeId, segments: list[Segment], counts: Counter[PoolId], timer: Timer) -> None:
-        self.node = node
-        self.segments = segments
-        self.counts = counts
-        """Number of the segments in each pool."""
-        self.timer = timer
+    node: NodeId
+    segments: list[Segment]
+    counts: Counter[PoolId]
+    """Number of the segments in each pool."""
+    timer: Timer
 
 
 class Serving:
@@ -269,8 +270,7 @@ class Serving:
             elif directory_node == here:
                 # The second candidate knows only the keys for which it stood in, so its MISSING proves nothing.
                 codes[index] = code
-        for directory_node, gone in self._context.by_directory_node(not_candidate).items():
-            self._peers.tell(directory_node, wire.Evicted(tenant, join_keys(gone), here))
+        self._directory_node.tell_evicted(tenant, not_candidate, here)
         return nodes
 
     def _within_room(self, found: list[Segment | None], codes: bytearray) -> list[Segment]:

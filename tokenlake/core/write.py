@@ -52,7 +52,7 @@ class Writes:
         session, store = process.session, self._context.store
         keys = split_keys(request.keys)
         hints = with_access(request.hints, session.recent.access(keys, request.first))
-        write = Write(WriteId(self._context.next_id()), session.tenant, request.first, process.connection)
+        write = Write(WriteId(self._context.next_id()), session.tenant, process.connection)
         write.request = request.request
         room = self._grants.reserve_room(session)
         codes = bytearray()

@@ -1,7 +1,7 @@
-"""Hot segments: how often each is read, how many copies that asks for, where they go, and what every node knows."""
+"""Hot segments: counting reads, deciding how many copies each needs, where they go, and which copy is read."""
 
+from tokenlake.hot.choice import less_loaded_of_two, rendezvous_order, splitmix64
 from tokenlake.hot.known import KnownSets
-from tokenlake.hot.places import by_a_further_hash, draws, less_loaded_of_two
 from tokenlake.hot.rate import Rate
 from tokenlake.hot.rule import COUNTERS, Change, HotItem, HotRule, Shape, fair_mean
 from tokenlake.hot.sketch import Heavy, SpaceSaving
@@ -16,8 +16,8 @@ __all__ = [
     "Rate",
     "Shape",
     "SpaceSaving",
-    "by_a_further_hash",
-    "draws",
     "fair_mean",
     "less_loaded_of_two",
+    "rendezvous_order",
+    "splitmix64",
 ]

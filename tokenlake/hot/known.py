@@ -1,13 +1,13 @@
-"""What a node knows of everybody's hot segments.
+"""The hot sets of all directory nodes, as one node knows them.
 
-Each directory node pushes its whole set, under a version, to every other node when it changes. A set counts for one
-life of its
-home. A node whose version is old asks nodes that have nothing any more, or not those that do: slower, never wrong.
+A directory node sends its whole hot set, with a version, to every other node when it changes. A set belongs to one
+incarnation of its directory node. A node with an old version asks nodes that no longer have a copy, or misses new
+copies: reads take longer, and no read is wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from tokenlake.hot.rule import HotItem
@@ -15,23 +15,25 @@ from tokenlake.identity import Incarnation, NodeId
 
 __all__ = ["KnownSets"]
 
-_NOBODY: tuple[NodeId, ...] = ()
+_NONE: tuple[NodeId, ...] = ()
 
 
-class _OfDirectoryNode(NamedTuple):
+class _HotSet(NamedTuple):
     incarnation: Incarnation
     version: int
     nodes: dict[HotItem, tuple[NodeId, ...]]
 
 
 class KnownSets:
-    """Sets by directory node; the newest of each."""
+    """The newest known hot set of each directory node, and their union. A segment has one directory node, so the sets
+    are disjoint."""
 
     def __init__(self) -> None:
-        self._of: dict[NodeId, _OfDirectoryNode] = {}
+        self._sets: dict[NodeId, _HotSet] = {}
         self._nodes: dict[HotItem, tuple[NodeId, ...]] = {}
 
     def __len__(self) -> int:
+        """Segments in all sets."""
         return len(self._nodes)
 
     def learn(
@@ -41,44 +43,41 @@ class KnownSets:
         version: int,
         nodes: Mapping[HotItem, tuple[NodeId, ...]],
     ) -> bool:
-        """The whole set of `directory node`. False when a newer one of the same life is known."""
-        known = self._of.get(directory_node)
+        """Replace the set of `directory_node`. `nodes`: per segment, the nodes with a copy, the owner first. Returns
+        False, and changes nothing, when this or a newer version of the same incarnation is known."""
+        known = self._sets.get(directory_node)
         if known is not None and known.incarnation == incarnation and known.version >= version:
             return False
         self.drop(directory_node)
-        self._of[directory_node] = _OfDirectoryNode(incarnation, version, dict(nodes))
+        self._sets[directory_node] = _HotSet(incarnation, version, dict(nodes))
         self._nodes.update(nodes)
         return True
 
     def drop(self, directory_node: NodeId) -> None:
-        """It has none any more."""
-        known = self._of.pop(directory_node, None)
+        """Forget the set of `directory_node`."""
+        known = self._sets.pop(directory_node, None)
         for item in known.nodes if known is not None else ():
             del self._nodes[item]
 
     def version(self, directory_node: NodeId, incarnation: Incarnation) -> int:
-        """Of the newest set known of that life; 0: none."""
-        known = self._of.get(directory_node)
+        """The version of the known set of that incarnation; 0 where none is known."""
+        known = self._sets.get(directory_node)
         return known.version if known is not None and known.incarnation == incarnation else 0
 
     def directory_nodes(self) -> list[NodeId]:
-        """Those of which a set is known."""
-        return list(self._of)
+        """The directory nodes whose sets are known."""
+        return list(self._sets)
 
     def of(self, directory_node: NodeId) -> Mapping[HotItem, tuple[NodeId, ...]]:
-        """The set of `directory node`."""
-        known = self._of.get(directory_node)
+        """The known set of `directory_node`; empty where none is known."""
+        known = self._sets.get(directory_node)
         return known.nodes if known is not None else {}
 
     def nodes(self, item: HotItem) -> tuple[NodeId, ...]:
-        """Who has a copy, owner first; empty: it is not hot."""
-        return self._nodes.get(item, _NOBODY)
-
-    def items(self) -> Iterator[tuple[HotItem, tuple[NodeId, ...]]]:
-        """All of them."""
-        return iter(self._nodes.items())
+        """The nodes with a copy, owner first; empty where the segment is in no known set."""
+        return self._nodes.get(item, _NONE)
 
     def check_integrity(self) -> None:
-        """AssertionError when the sets and their union differ."""
-        union = {item: nodes for known in self._of.values() for item, nodes in known.nodes.items()}
+        """AssertionError when the union is not that of the sets."""
+        union = {item: nodes for known in self._sets.values() for item, nodes in known.nodes.items()}
         assert union == self._nodes

@@ -1,4 +1,4 @@
-"""How much per second, lately."""
+"""A recent amount per second."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ __all__ = ["Rate"]
 
 
 class Rate:
-    """A sum that halves every `half_life_s`, read as an amount per second: of a steady stream, its true rate."""
+    """A sum that decays with the half-life `half_life_s`, read as an amount per second: for a steady stream, its
+    rate."""
 
     __slots__ = ("_at", "_half_life_s", "_sum")
 
@@ -18,17 +19,17 @@ class Rate:
         self._at = 0.0
 
     def add(self, amount: float, now: float) -> None:
-        """`amount` more, at `now`, which never decreases."""
+        """Add `amount` at `now`, in seconds, which never decreases."""
         self._sum = self._decayed(now) + amount
         self._at = max(self._at, now)
 
     def set(self, per_second: float, until: float) -> None:
-        """Forget what was added: it is `per_second` until then."""
+        """Replace the sum: the rate is `per_second` until that time, then decays."""
         self._sum = per_second * self._half_life_s / math.log(2)
         self._at = until
 
     def at(self, now: float) -> float:
-        """Per second."""
+        """The amount per second at `now`."""
         return self._decayed(now) * math.log(2) / self._half_life_s
 
     def _decayed(self, now: float) -> float:

@@ -1,18 +1,16 @@
-"""How many copies of which segments: what a directory node decides from how often they are read and how busy the nodes
-are.
+"""The number of copies of each hot segment, decided by its directory node from reads and from the load of the nodes.
 
-The rule is that of the design's simulations, over reads that a copy elsewhere could take: when the load of a segment's
-node is above (1 + eps) x the mean, the segment that is read most there gets as many copies as bring each of them to a
-share of eps x the mean, at once; after that half as many again per second for as long as one of its nodes stays above.
-It loses them when it was read less than a quarter of one share for 20 s.
+When the load of a node that has the segment exceeds (1 + eps) x the mean, the segment that is read most there gets as
+many copies as bring the load per copy to one share, eps x the mean, at once; after that half as many again per second
+for as long as one of its nodes stays above. It loses its copies after 20 s with less than a quarter of one share. Reads
+are those that a copy on another node could serve. The rule is that of the simulations in
+docs/decisions/009-hot-set.md, with three refinements, since reported loads are late, estimated, or false:
 
-Three things are said more exactly than there, since loads are late, estimated, and may be lies:
-
-- The mean is that of all nodes but the busiest as reported: one node that claims an enormous load keeps nobody from
-  getting copies, and one that claims none makes the mean smaller by one part in n.
-- A rate counts when some reads stand behind it (`LEAST_READS`): on many nodes with little to do a single read would
-  look like a share.
-- A copy must be worth its own transfer: where the mean is tiny, the share is one read in the time after which it would
+- The mean leaves out the busiest node as reported: a node that reports an enormous load does not prevent copies, and
+  one that reports none lowers the mean by one part in n.
+- A rate counts only if at least `LEAST_READS` reads stand behind it: on many idle nodes a single read would look like
+  a share.
+- A copy must be worth its transfer: where the mean is tiny, a share is one read in the time after which the copy would
   be dropped.
 """
 
@@ -33,25 +31,26 @@ HotItem = tuple[TenantId, SegmentKey]
 
 EPSILON = 0.1
 COUNTERS = 64
-"""Segments that a directory node counts at a time; 16 suffice, 8 thrash."""
+"""Segments that a directory node counts; 16 suffice in simulations, with 8 they displace each other."""
 REACTS_S, DECIDES_S = 2.0, 60.0
-"""Half-lives of the two counts: the first sees a crowd come, the second knows what is read at all times."""
-GROWTH = 1.5
-GROWTH_S = 1.0
+"""Half-lives of the two counts: the fast one reacts to a crowd, the slow one measures the steady rate."""
+GROWTH, GROWTH_S = 1.5, 1.0
+"""The number of copies grows by at most this factor per so many seconds."""
 DROP_SHARE, DROP_S = 0.25, 20.0
+"""A segment read less than this part of one share for so many seconds loses its copies."""
 SPARE = 1.25
-"""Times as many copies as the slow count asks for may stay."""
+"""The number of copies may exceed the need of the slow count by this factor."""
 LEAST_READS = 4.0
-"""Decayed, in one of the counts."""
+"""Decayed reads in one of the counts, below which a rate is ignored."""
 MOST_COPIES = 1.25
-"""Times as many as its rate needs. A node may stay above the mean for what its own engines read there, which no copy
-takes from it."""
+"""The number of copies is at most the need of the rate times this factor. Without the bound it would grow as long as a
+node stays above the mean through reads of its own engines, which no copy takes over."""
 MOST_HOT = 2 * COUNTERS
-"""Segments of a directory node that have copies: what is read beyond is reported by nodes that lie."""
+"""Segments of a directory node that have copies; honest reports cause no more."""
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """What whoever copies a segment must know of it."""
+    """The properties of a segment that a node needs to fetch it."""
 
     depth: int
     slot_bytes: int
@@ -59,23 +58,23 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 class Change(msgspec.Struct, frozen=True):
-    """`item` is to be on `copies` nodes in all, its owner among them; 1: no copies any more."""
+    """`item` should have `copies` copies, the primary copy included; 1: no others."""
 
     item: HotItem
     copies: int
 
 
 class _Read(NamedTuple):
-    """A segment that is counted."""
+    """A counted segment and its nodes."""
 
     item: HotItem
     nodes: Sequence[NodeId]
     per_copy: float
-    """Bytes per second."""
+    """Bytes per second read from each copy."""
 
 
 class _Hot:
-    """A segment that has copies."""
+    """A segment with more than one copy."""
 
     __slots__ = ("cold_since", "copies", "grown_at", "since", "spare_since")
 
@@ -87,7 +86,7 @@ class _Hot:
 
 
 class HotRule:
-    """Of one home. Times are seconds of the workload and never decrease."""
+    """The hot segments of one directory node. Times are in seconds and never decrease."""
 
     def __init__(self) -> None:
         self._reacts: SpaceSaving[HotItem] = SpaceSaving(COUNTERS, REACTS_S)
@@ -96,19 +95,16 @@ class HotRule:
         self._hot: dict[HotItem, _Hot] = {}
         self._may_be_busy = False
 
-    def __len__(self) -> int:
-        """Segments that have copies."""
-        return len(self._hot)
-
     def __contains__(self, item: HotItem) -> bool:
+        """Is the segment hot?"""
         return item in self._hot
 
     def shape(self, item: HotItem) -> Shape:
-        """Of one that is counted, or has copies."""
+        """The shape of a segment that is counted or hot."""
         return self._shapes[item]
 
     def read(self, item: HotItem, shape: Shape, times: int, now: float) -> None:
-        """Read so often, from wherever a copy elsewhere could have been read as well."""
+        """The segment was read `times` times, and a copy on another node could have served the reads."""
         self._may_be_busy = True
         self._reacts.add(item, times * shape.slot_bytes, now)
         self._decides.add(item, times * shape.slot_bytes, now)
@@ -118,14 +114,14 @@ class HotRule:
             self._shapes = {each: known for each, known in self._shapes.items() if any(each in c for c in counted)}
 
     def forget(self, item: HotItem) -> None:
-        """It is gone: its copies are no copies any more."""
+        """The segment is gone: it is not hot and not counted any more."""
         self._hot.pop(item, None)
         self._reacts.forget(item)
         self._decides.forget(item)
 
     def busy(self, now: float) -> bool:
-        """Is there anything to decide about?"""
-        # Once nothing is read often enough, that stays so until something is read.
+        """False: `decide` would change nothing."""
+        # Once no rate is high enough, none is until the next read.
         self._may_be_busy = bool(self._hot or (self._may_be_busy and self._rates(now)))
         return self._may_be_busy
 
@@ -135,8 +131,8 @@ class HotRule:
         loads: Mapping[NodeId, float],
         nodes_of: Callable[[HotItem], Sequence[NodeId]],
     ) -> list[Change]:
-        """What changes. `loads`: bytes per second of every node that can be reached. `nodes_of`: who has it, owner
-        first; empty when nobody is known to."""
+        """The changes from now on. `loads`: bytes per second of every node that can be reached. `nodes_of`: the nodes
+        with a copy, owner first; empty where none is known."""
         mean = fair_mean(list(loads.values()))
         changes = [self._drop(item, hot, mean, now) for item, hot in list(self._hot.items())]
         rates = self._rates(now)
@@ -144,13 +140,13 @@ class HotRule:
             _Read(item, nodes, rate / self._copies(item)) for item, rate in rates.items() if (nodes := nodes_of(item))
         ]
         over = self._over(loads, read, (1 + EPSILON) * mean)
-        # What is read most at the nodes that are over, until what is expected to stay is not.
+        # The segments read most at the nodes above the limit, until the expected load of each is below it.
         for each in sorted(read, key=lambda each: -each.per_copy) if over else ():
             share = self._share(each.item, mean)
             least = share / MOST_COPIES if each.item in self._hot else share
             if each.per_copy <= least or not any(over.get(node, 0.0) > 0.0 for node in each.nodes):
                 continue
-            copies = self._wanted(each.item, rates[each.item], share, now, len(loads))
+            copies = self._needed(each.item, rates[each.item], share, now, len(loads))
             if copies is None:
                 continue
             for node in each.nodes:
@@ -164,8 +160,8 @@ class HotRule:
         return 1 if hot is None else hot.copies
 
     def _over(self, loads: Mapping[NodeId, float], read: list[_Read], limit: float) -> dict[NodeId, float]:
-        """By how much which nodes are above `limit`. A load is late; what this directory node knows to be read there
-        is not."""
+        """The excess load of the nodes above `limit`. A reported load is late, so a node's load is at least the reads
+        that this directory node has counted there."""
         known: dict[NodeId, float] = {}
         for each in read:
             for node in each.nodes:
@@ -173,8 +169,8 @@ class HotRule:
         now = {node: max(load, known.get(node, 0.0)) for node, load in loads.items()}
         return {node: load - limit for node, load in now.items() if load > limit}
 
-    def _wanted(self, item: HotItem, rate: float, share: float, now: float, most: int) -> int | None:
-        """On how many nodes from now on; None: as before."""
+    def _needed(self, item: HotItem, rate: float, share: float, now: float, most: int) -> int | None:
+        """The new number of copies; None: unchanged."""
         hot = self._hot.get(item)
         needed = math.ceil(rate / share)
         if hot is None:
@@ -201,7 +197,7 @@ class HotRule:
         return self._shrink(item, hot, mean, now)
 
     def _shrink(self, item: HotItem, hot: _Hot, mean: float, now: float) -> Change | None:
-        """Fewer copies where it has had too many for long: made for a crowd, or while all nodes had little to do."""
+        """Fewer copies where there have been too many for long: made for a crowd, or while all nodes were idle."""
         fit = max(2, math.ceil(MOST_COPIES * self._decides.rate(item, now) / self._share(item, mean)))
         if hot.copies <= SPARE * fit or now < hot.since + DECIDES_S:
             hot.spare_since = None
@@ -213,11 +209,11 @@ class HotRule:
         return None
 
     def _share(self, item: HotItem, mean: float) -> float:
-        """What one copy should have to do for it."""
+        """The bytes per second that one copy should serve."""
         return max(EPSILON * mean, self._shapes[item].slot_bytes / DROP_S)
 
     def _rates(self, now: float) -> dict[HotItem, float]:
-        """Bytes per second of those behind which enough reads stand."""
+        """Bytes per second of the segments with enough reads."""
         rates: dict[HotItem, float] = {}
         for counts in (self._reacts, self._decides):
             for heavy in counts.heaviest(now):
@@ -226,7 +222,7 @@ class HotRule:
         return rates
 
     def check_integrity(self) -> None:
-        """AssertionError when something is kept that nobody needs, or not kept that somebody does."""
+        """AssertionError when a bound is exceeded, or a hot segment has no shape or no copies."""
         assert len(self._hot) <= MOST_HOT
         assert len(self._shapes) <= 4 * COUNTERS + 1
         assert all(item in self._shapes for item in self._hot)
@@ -234,5 +230,5 @@ class HotRule:
 
 
 def fair_mean(loads: Sequence[float]) -> float:
-    """Of all but the greatest; 0 where there is no other."""
+    """The mean of all loads but the greatest; 0 where there is no other."""
     return (sum(loads) - max(loads)) / (len(loads) - 1) if len(loads) > 1 else 0.0

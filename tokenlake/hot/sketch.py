@@ -1,9 +1,9 @@
-"""Space-saving counters (Metwally et al. 2005) that forget: the heaviest items of a stream in bounded memory.
+"""Space-saving counters (Metwally et al. 2005) with decay: the heaviest items of a stream in bounded memory.
 
-Each amount counts half as much after a half-life. That is the plain algorithm over amounts that grow by 2 per half-life
-and are scaled back when asked about (forward decay, Cormode et al. 2009), so its bound holds at every moment: with
-`m` counters and a decayed total of T no item's count is above the truth by more than T / m, and every item that has
-more than T / m is among them.
+The weight of an amount halves with each half-life. The implementation is the plain algorithm over amounts that are
+multiplied by 2 per half-life, and divided by that factor when they are read (forward decay, Cormode et al. 2009), so
+its bound holds at any time: with `m` counters and a decayed total of T, no count exceeds the true one by more than T /
+m, and every item with more than T / m is counted.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ __all__ = ["Heavy", "SpaceSaving"]
 Item = TypeVar("Item", bound=Hashable)
 
 FARTHEST = 64.0
-"""Half-lives after which all counts are scaled back, so that no float overflows."""
+"""Half-lives after which all counts are scaled down, so that no float overflows."""
 YOUNGEST = 0.25
+"""Half-lives: the least age of a stream in the estimate of its rate."""
 
 
 class Heavy(msgspec.Struct, Generic[Item], frozen=True):
-    """An item and what it has, decayed: between `count - error` and `count`."""
+    """An item; its decayed amount is between `count - error` and `count`."""
 
     item: Item
     count: float
@@ -32,23 +33,21 @@ class Heavy(msgspec.Struct, Generic[Item], frozen=True):
 
 
 class SpaceSaving(Generic[Item]):
-    """At most `counters` items. Of equals the one that has been counted longest gives way."""
+    """Counts at most `counters` items. A new item replaces the one with the lowest count; of several, the one that has
+    been counted longest."""
 
     def __init__(self, counters: int, half_life_s: float) -> None:
         self.counters = counters
         self._half_life_s = half_life_s
         self._counts: dict[Item, tuple[float, float, float]] = {}
-        """(count, error) in units of the landmark's time, and since when it has been counted."""
+        """(count, error) in units of the landmark's time, and the time since which the item is counted."""
         self._landmark = 0.0
-
-    def __len__(self) -> int:
-        return len(self._counts)
 
     def __contains__(self, item: Item) -> bool:
         return item in self._counts
 
     def add(self, item: Item, amount: float, now: float) -> None:
-        """`item` had `amount` (positive) more at `now`, which never decreases."""
+        """Add the positive `amount` of `item` at `now`, in seconds, which never decreases."""
         grown = amount * self._growth(now)
         known = self._counts.get(item)
         if known is not None:
@@ -61,32 +60,32 @@ class SpaceSaving(Generic[Item]):
             self._counts[item] = (error + grown, error, now)
 
     def forget(self, item: Item) -> None:
-        """It is counted from nothing when it comes again."""
+        """Drop the counter of `item`."""
         self._counts.pop(item, None)
 
     def rate(self, item: Item, now: float) -> float:
-        """Amount per second of `item`: of a stream that has been steady since it was first counted, its true rate; 0
-        when it is not among the heaviest. What came a moment ago counts as if it had taken `YOUNGEST` half-lives."""
+        """Amount per second of `item`: the true rate of a stream that has been steady since it is counted; 0 for an
+        item that is not counted. A younger stream is taken to be `YOUNGEST` half-lives old."""
         if item not in self._counts:
             return 0.0
         age = max(YOUNGEST, (now - self._counts[item][2]) / self._half_life_s)
         return self.count(item, now) * math.log(2) / self._half_life_s / (1.0 - math.exp2(-age))
 
     def count(self, item: Item, now: float) -> float:
-        """What `item` has, decayed, at least; 0 when it is not among the heaviest."""
-        # In this order: counts are scaled back when it is long ago that they were.
+        """A lower bound of the decayed amount of `item`; 0 for an item that is not counted."""
+        # Before the counter is read: `_growth` may scale all counts down.
         growth = self._growth(now)
         count, error, _ = self._counts.get(item, (0.0, 0.0, 0.0))
         return (count - error) / growth
 
     def heaviest(self, now: float) -> Iterator[Heavy[Item]]:
-        """All counted items, in the order in which they came among them."""
+        """All counted items, the one counted longest first."""
         growth = self._growth(now)
         for item, (count, error, _) in self._counts.items():
             yield Heavy(item, count / growth, error / growth)
 
     def _growth(self, now: float) -> float:
-        """What an amount of `now` counts in units of the landmark's time."""
+        """The weight of an amount at `now` in units of the landmark's time."""
         elapsed = (now - self._landmark) / self._half_life_s
         if elapsed > FARTHEST:
             shrink = 2.0**-elapsed

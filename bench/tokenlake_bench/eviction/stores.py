@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 
 from tokenlake.core.access import access_after, with_access
-from tokenlake.core.learned import TELL_S
+from tokenlake.core.learned import SEND_S
 from tokenlake.errors import ConfigurationError
 from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import NodeId, SegmentKey, TenantId
@@ -97,7 +97,7 @@ class NodeStores:
 
     def _share_learned(self, now: float) -> None:
         """Each store sends what its policy learned to one other store, in rotation, as daemons do."""
-        if len(self._stores) == 1 or now < self._shared_at + TELL_S:
+        if len(self._stores) == 1 or now < self._shared_at + SEND_S:
             return
         self._shared_at = now
         self._rounds += 1

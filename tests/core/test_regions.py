@@ -1,16 +1,19 @@
-"""Tenants side by side: who writes without end, who comes later, and who keeps what is its own."""
+"""Memory moves between tenants: fair shares, quotas, idle pools."""
 
 from __future__ import annotations
 
+import collections
+
 import pytest
 
-from tests.core.scenes import calm, match, prepare, said, tell
+from tests.core.scenes import ask, calm, match, placed, prepare, said, store, tell
 from tests.sim.arena import SLOTS
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Storing
 from tests.sim.prompts import prompt
 from tokenlake.core.instructions import ReplaceRegion
-from tokenlake.core.regions import PATIENCE_S
+from tokenlake.core.regions import DRAIN_ALONE_S
+from tokenlake.store import store as store_module
 from tokenlake.wire import Code, engine
 
 ROOMY = {"dirty_share": 1.0, "session_reserve_share": 1.0, "session_lease_share": 1.0}
@@ -35,7 +38,7 @@ def hits(cluster: Cluster, reader: Engine, name: str, segments: int) -> int:
 
 
 @pytest.mark.parametrize("quotas", [{"red": 0.5}, {}], ids=["quota", "none"])
-def test_who_writes_without_end_takes_nothing_from_others(quotas: dict[str, float]) -> None:
+def test_an_endless_writer_takes_no_memory_of_others(quotas: dict[str, float]) -> None:
     cluster = calm(1, regions=4, quotas=quotas, **ROOMY)
     red, blue = cluster.join(0), cluster.join(0, tenant="blue")
     write(cluster, blue, "kept", 2 * SLOTS)
@@ -48,7 +51,7 @@ def test_who_writes_without_end_takes_nothing_from_others(quotas: dict[str, floa
     assert regions(cluster, "red") == 2
 
 
-def test_who_comes_later_gets_its_part_of_what_another_uses() -> None:
+def test_a_later_tenant_gets_its_fair_share() -> None:
     cluster = calm(1, regions=4, **ROOMY)
     red = cluster.join(0)
     write(cluster, red, "all", 4 * SLOTS)
@@ -60,12 +63,12 @@ def test_who_comes_later_gets_its_part_of_what_another_uses() -> None:
         cluster.run_for(0.3)
         cluster.check()
     assert (regions(cluster, "red"), regions(cluster, "blue")) == (2, 2)
-    # No more than that: a tenant with its fair part takes from nobody.
+    # A tenant with its fair share takes no more.
     assert len(said(cluster, 0, ReplaceRegion)) == 2
     assert hits(cluster, blue, "mine 11", SLOTS) == SLOTS
 
 
-def test_a_lease_outlives_the_region_that_is_asked_back() -> None:
+def test_the_only_region_of_a_tenant_stays() -> None:
     cluster = calm(1, regions=1, **ROOMY)
     red = cluster.join(0)
     write(cluster, red, "read", SLOTS)
@@ -73,13 +76,13 @@ def test_a_lease_outlives_the_region_that_is_asked_back() -> None:
     assert lease.hits == SLOTS
     cluster.join(0, tenant="blue")
     cluster.run_for(2.0)
-    # The only region of a tenant that is here is its fair part.
+    # One region is the fair share of a tenant that is connected.
     assert regions(cluster, "red") == 1
     assert not said(cluster, 0, ReplaceRegion)
     cluster.check()
 
 
-def test_who_gives_nothing_back_does_not_keep_others_from_what_nobody_uses() -> None:
+def test_idle_memory_is_given_out_while_another_pool_drains() -> None:
     cluster = calm(1, regions=4, **ROOMY)
     green = cluster.join(0, tenant="green")
     write(cluster, green, "kept", SLOTS)
@@ -89,19 +92,19 @@ def test_who_gives_nothing_back_does_not_keep_others_from_what_nobody_uses() -> 
         write(cluster, red, f"leased {region}", SLOTS)
         assert match(cluster, red, prompt(f"leased {region}", SLOTS)).hits == SLOTS
     blue = cluster.join(0, tenant="blue")
-    cluster.run_for(2 * PATIENCE_S)
+    cluster.run_for(2 * DRAIN_ALONE_S)
     assert (regions(cluster, "red"), regions(cluster, "blue"), regions(cluster, "green")) == (3, 1, 0)
     cluster.check()
-    # What is asked back of who has too much still goes to who wanted it, as soon as it can.
+    # A region of the tenant that has too much follows as soon as its leases end.
     red.die()
-    cluster.run_for(2 * PATIENCE_S)
+    cluster.run_for(2 * DRAIN_ALONE_S)
     assert regions(cluster, "blue") == 2
     write(cluster, blue, "mine", SLOTS)
     cluster.check()
 
 
-def test_a_push_finds_memory_where_another_tenant_had_all() -> None:
-    """Nobody of the tenant is on the node that is to keep its segments."""
+def test_a_push_gets_memory_where_another_tenant_had_all() -> None:
+    """No engine of the tenant is connected to the node that becomes the owner."""
     cluster = calm(2, regions=2, **ROOMY)
     reds = [cluster.join(node) for node in (0, 1)]
     for turn in range(4):
@@ -118,10 +121,45 @@ def test_a_push_finds_memory_where_another_tenant_had_all() -> None:
     cluster.check()
 
 
-def test_the_reason_of_a_refusal_is_the_quota() -> None:
+def test_a_refusal_names_the_quota() -> None:
     cluster = calm(1, regions=4, quotas={"red": 0.25}, **ROOMY)
     red, blue = cluster.join(0), cluster.join(0, tenant="blue")
     write(cluster, red, "leased", SLOTS)
     assert match(cluster, red, prompt("leased", SLOTS)).hits == SLOTS
     assert prepare(cluster, red, prompt("refused", 2)).codes == bytes([Code.QUOTA] * 2)
     assert prepare(cluster, blue, prompt("refused", 2)).codes == bytes([Code.RESERVED] * 2)
+
+
+def test_a_new_tenant_gets_a_region_without_engines() -> None:
+    cluster = calm(regions=2)
+    red = cluster.join(0)
+    store(cluster, red, placed(cluster, 0, 1, 3))
+    while cluster.core(0).store.regions.spare:
+        store(cluster, red, placed(cluster, 0, 1, 2, f"more {cluster.clock.now}"))
+    red.die()
+    cluster.run_for(0.01)
+    blue = cluster.join(0, tenant="blue")
+    cluster.run_for(0.05)
+    assert len(said(cluster, 0, ReplaceRegion)) == 1
+    keys = placed(cluster, 0, 1)
+    store(cluster, blue, keys)
+    assert match(cluster, blue, keys).hits == 1
+    assert not ask(red.processes[0], engine.Heartbeat)
+
+
+def test_one_region_is_taken_from_one_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found: a region is emptied in slices, and each slice evicted segments of all tenants without engines."""
+    monkeypatch.setattr(store_module, "RECLAIM_EVICTIONS", 1)
+    cluster = calm(1, regions=3, dirty_share=1.0, session_reserve_share=1.0)
+    former = [cluster.join(0, tenant=tenant) for tenant in ("red", "blue", "grey")]
+    for each in former:
+        store(cluster, each, prompt("kept", SLOTS))
+        each.die()
+    cluster.run_for(0.01)
+    newcomer = cluster.join(0, tenant="green")
+    cluster.run_for(2.0)
+    assert len(said(cluster, 0, ReplaceRegion)) == 1
+    left = collections.Counter(segment.tenant for segment in cluster.core(0).store.segments())
+    assert list(left.values()) == [SLOTS, SLOTS]
+    store(cluster, newcomer, prompt("new", 1))
+    assert match(cluster, newcomer, prompt("new", 1)).hits == 1

@@ -1,23 +1,44 @@
-"""Nodes that freeze, die, come back empty, and networks that break."""
+"""Peers that freeze, die or restart, networks that break or slow down, and the number of pings."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 from tests.core.scenes import answer, ask, calm, copies, fetch, kinds, match, placed, prepare, said, store
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Storing
 from tokenlake.core import events, instructions
+from tokenlake.core.context import Context
 from tokenlake.core.fetch import ABORTED, deadline_s
-from tokenlake.core.peers import SUSPECTED
-from tokenlake.identity import LeaseId, NodeId, SegmentKey
+from tokenlake.core.peers import PINGED, SUSPECTED, Peers
+from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.store import Kind
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import join_keys
 
 MATCH_S = 0.020
+MANY = 2 * PINGED + 4
+GOSSIP_S = 0.25
+ROUNDS = 3
+"""Intervals in which each peer of `MANY` has its turn."""
 
 
 def usable(cluster: Cluster, node: int, other: int) -> bool:
-    return cluster.core(node)._peers.usable(NodeId(f"n{other}"))
+    """Does a match at `node` send a lookup to `other`?"""
+    sent = lookups(cluster, node, other)
+    match(cluster, cluster.join(node), placed(cluster, other, node))
+    return lookups(cluster, node, other) > sent
+
+
+def lookups(cluster: Cluster, node: int, other: int) -> int:
+    frames = said(cluster, node, instructions.SendToPeer)
+    return sum(frame.node == f"n{other}" and isinstance(frame.message, peer.Lookup) for frame in frames)
+
+
+def reports(cluster: Cluster, node: int, to: int) -> int:
+    """Reports of its load that `node` sent to `to`."""
+    frames = said(cluster, node, instructions.SendToPeer)
+    return sum(frame.node == f"n{to}" and isinstance(frame.message, peer.Ping | peer.Pong) for frame in frames)
 
 
 def timed_match(cluster: Cluster, reader: Engine, keys: list[SegmentKey]) -> float:
@@ -26,7 +47,7 @@ def timed_match(cluster: Cluster, reader: Engine, keys: list[SegmentKey]) -> flo
     return cluster.clock.now - began
 
 
-def test_a_frozen_peer_costs_one_deadline_and_comes_back() -> None:
+def test_a_frozen_peer_costs_one_deadline() -> None:
     cluster = calm()
     reader = cluster.join(0)
     keys = placed(cluster, 1, 2)
@@ -45,7 +66,7 @@ def test_a_frozen_peer_costs_one_deadline_and_comes_back() -> None:
     assert list(match(cluster, reader, keys).codes) == [Code.MISSING]
 
 
-def test_matches_under_way_wait_for_a_frozen_peer_together() -> None:
+def test_matches_wait_for_a_frozen_peer_at_the_same_time() -> None:
     cluster = calm()
     readers = [cluster.join(0), cluster.join(0)]
     keys = placed(cluster, 1, 2)
@@ -56,7 +77,7 @@ def test_matches_under_way_wait_for_a_frozen_peer_together() -> None:
     assert all(replies)
 
 
-def test_a_node_that_stood_still_takes_the_answers_that_came_meanwhile() -> None:
+def test_a_node_that_froze_takes_replies_that_arrived_in_time() -> None:
     """Its own absence is no peer's: what came is not UNKNOWN, and the peer is asked again at once."""
     cluster = calm()
     writer, reader = cluster.join(1), cluster.join(0)
@@ -73,7 +94,7 @@ def test_a_node_that_stood_still_takes_the_answers_that_came_meanwhile() -> None
     assert usable(cluster, 0, 1)
 
 
-def test_a_peer_that_missed_a_deadline_is_still_told() -> None:
+def test_an_overdue_peer_gets_one_way_messages() -> None:
     """What an overdue peer is not told nobody would repeat: it never becomes SUSPECT."""
     cluster = calm()
     engine_ = cluster.join(0)
@@ -89,26 +110,14 @@ def test_a_peer_that_missed_a_deadline_is_still_told() -> None:
     assert match(cluster, cluster.join(1), [key]).codes == bytes([Code.PENDING])
 
 
-def test_advertising_goes_on_while_the_directory_node_is_overdue() -> None:
-    cluster = calm()
-    node = cluster.core(0)
-    peers = node._peers
-    peer_ = peers.get(NodeId("n1"))
-    assert peer_ is not None
-    peer_.overdue = True
-    node._directory_node.advertise(NodeId("n1"))
-    assert [type(i.message) for i in node._context.out] == [peer.AdvertisingDone]  # type: ignore[union-attr]
-
-
-def test_a_fetch_from_a_frozen_node_is_given_up_in_time() -> None:
+def test_a_fetch_from_a_frozen_node_ends_at_its_deadline() -> None:
     cluster = calm()
     writer, reader = cluster.join(0), cluster.join(2)
     keys = placed(cluster, 0, 1, 2)
     store(cluster, writer, keys)
     lease = match(cluster, reader, keys).lease
-    (session,) = cluster.core(2)._sessions
-    (source,) = set(session.leases[LeaseId(lease)].remotes)
-    cluster.node(int(str(source).removeprefix("n"))).freeze()
+    (source,) = answer(cluster, reader.processes[0], engine.Locate, lease).nodes
+    cluster.node(int(source.removeprefix("n"))).freeze()
     began = cluster.clock.now
     assert list(fetch(cluster, reader, lease, 2).codes) == [Code.LOST] * 2
     assert cluster.clock.now - began < 0.060
@@ -118,7 +127,7 @@ def test_a_fetch_from_a_frozen_node_is_given_up_in_time() -> None:
     assert not copies(cluster, keys[0]).get(2)
 
 
-def test_the_other_candidate_serves_when_the_directory_node_is_dead() -> None:
+def test_the_second_candidate_replaces_a_dead_directory_node() -> None:
     cluster = calm()
     reader = cluster.join(0)
     key = placed(cluster, 1, 2)[0]
@@ -131,7 +140,7 @@ def test_the_other_candidate_serves_when_the_directory_node_is_dead() -> None:
     assert match(cluster, reader, [key]).codes == bytes([Code.REMOTE])
 
 
-def test_a_directory_node_that_came_back_empty_learns_what_others_hold() -> None:
+def test_a_restarted_directory_node_learns_the_primary_copies() -> None:
     """Until the owner advertised, the directory node does not say that nobody has it."""
     cluster = calm(4, sync_grace_s=60.0)
     writer = cluster.join(0)
@@ -156,7 +165,7 @@ def test_a_directory_node_that_came_back_empty_learns_what_others_hold() -> None
     assert match(cluster, reader, [missing]).codes == bytes([Code.MISSING])
 
 
-def test_a_node_that_restarts_stores_nothing_twice() -> None:
+def test_a_restarted_node_stores_no_second_primary_copy() -> None:
     cluster = calm()
     writer = cluster.join(0)
     keys = placed(cluster, 1, 2, 3)
@@ -171,7 +180,7 @@ def test_a_node_that_restarts_stores_nothing_twice() -> None:
     assert all(list(kinds(cluster, key).values()).count(Kind.PRIMARY) == 1 for key in keys)
 
 
-def test_a_push_to_a_owner_that_dies_ends_as_a_primary_copy_here() -> None:
+def test_a_push_to_a_dead_owner_ends_as_a_primary_copy_here() -> None:
     cluster = calm()
     writer = cluster.join(0)
     keys = placed(cluster, 1, 2, 3)
@@ -185,7 +194,7 @@ def test_a_push_to_a_owner_that_dies_ends_as_a_primary_copy_here() -> None:
     assert all(kinds(cluster, key) == {0: Kind.PRIMARY} for key in keys)
 
 
-def test_an_offer_that_nobody_answers_ends() -> None:
+def test_an_offer_without_an_answer_ends() -> None:
     cluster = calm()
     writer = cluster.join(0)
     keys = placed(cluster, 1, 2, 3)
@@ -203,7 +212,7 @@ def test_an_offer_that_nobody_answers_ends() -> None:
     assert all(list(kinds(cluster, key).values()).count(Kind.PRIMARY) == 1 for key in keys)
 
 
-def test_a_connection_made_anew_ends_what_the_former_one_carried() -> None:
+def test_a_new_connection_ends_the_leases_of_the_previous_one() -> None:
     """PeerUp without a PeerDown before it: the peer restarted faster than its connection broke."""
     cluster = calm()
     store(cluster, cluster.join(0), placed(cluster, 0, 1, 2))
@@ -215,65 +224,7 @@ def test_a_connection_made_anew_ends_what_the_former_one_carried() -> None:
     assert cluster.core(lender).census()["leases to peers"] == 0
 
 
-def test_a_session_that_is_gone_frees_what_it_held() -> None:
-    cluster = calm()
-    engine_ = cluster.join(0, processes=2)
-    cluster.run_for(0.01)
-    keys = placed(cluster, 0, 1, 3)
-    store(cluster, engine_, keys)
-    match(cluster, engine_, keys)
-    prepare(cluster, engine_, placed(cluster, 0, 1, 2, "more"))
-    assert not cluster.core(0).idle()
-    engine_.die()
-    cluster.run_for(0.5)
-    assert cluster.core(0).idle()
-    assert not cluster.core(0).census()["sessions"]
-
-
-def test_a_silent_session_keeps_its_slots_and_loses_its_names() -> None:
-    cluster = calm(reservation_s=60.0)
-    silent, other = cluster.join(0), cluster.join(0)
-    keys = placed(cluster, 0, 1, 2)
-    cluster.run_for(0.01)
-    prepared = prepare(cluster, silent, keys)
-    silent.silent_until = cluster.clock.now + 5.0
-    cluster.run_for(2 * cluster.lease_s)
-    assert list(prepare(cluster, other, keys).codes) == [Code.RESERVED] * 2
-    assert [pool.quarantined for pool in cluster.core(0).store.pools()] == [2]
-    beat = answer(cluster, silent.processes[0], engine.Heartbeat)
-    assert not beat.alive
-    late = answer(cluster, silent.processes[0], engine.Commit, prepared.write, (0, 1), 3, bytes(32))
-    assert list(late.codes) == [Code.EXPIRED] * 2
-    assert [pool.quarantined for pool in cluster.core(0).store.pools()] == [0]
-
-
-def test_a_lease_outlives_its_deadline_while_the_process_lives() -> None:
-    cluster = calm(dirty_share=1.0, session_reserve_share=1.0)
-    silent, other = cluster.join(0), cluster.join(0)
-    keys = placed(cluster, 0, 1, 3)
-    store(cluster, silent, keys)
-    reply = match(cluster, silent, keys)
-    silent.silent_until = cluster.clock.now + 60.0
-    for turn in range(8):
-        store(cluster, other, placed(cluster, 0, 1, 4, f"turn {turn}"))
-    assert [copies(cluster, key)[0].packed for key in keys] == [reply.slots[at : at + 16] for at in (0, 16, 32)]
-    silent.die()
-    cluster.run_for(0.1)
-    for turn in range(8):
-        store(cluster, other, placed(cluster, 0, 1, 4, f"again {turn}"))
-    assert not any(0 in copies(cluster, key) for key in keys)
-
-
-def test_too_many_sessions_and_wrong_ones_are_refused_by_name() -> None:
-    cluster = calm(max_sessions=1)
-    for connection, session in enumerate((0, 0, 4711), 1):
-        cluster.node(0).deliver(events.Joined(connection, 1, "red", 64, 2, 16, session, 0))
-    refused = [i.message.reason for i in said(cluster, 0, instructions.Answer) if isinstance(i.message, engine.Failed)]
-    assert "max_sessions" in refused[0]
-    assert "session 4711 does not exist" in refused[1]
-
-
-def test_nothing_is_fetched_from_a_node_that_is_known_to_be_silent() -> None:
+def test_nothing_is_fetched_from_a_suspect_node() -> None:
     """Leases made before the freeze cost one deadline together, not one each."""
     cluster = calm()
     writer, readers = cluster.join(0), [cluster.join(2), cluster.join(2)]
@@ -281,12 +232,12 @@ def test_nothing_is_fetched_from_a_node_that_is_known_to_be_silent() -> None:
     store(cluster, writer, keys)
     writer.die()
     leases = [match(cluster, reader, keys[:1] if at else keys[1:]).lease for at, reader in enumerate(readers)]
-    sources = {
-        session.leases[LeaseId(lease)].remotes[0]
-        for session, lease in zip(cluster.core(2)._sessions, leases, strict=False)
-    }
-    for source in sources:
-        cluster.node(int(str(source).removeprefix("n"))).freeze()
+    located = [
+        answer(cluster, reader.processes[0], engine.Locate, lease)
+        for reader, lease in zip(readers, leases, strict=True)
+    ]
+    for source in {node for reply in located for node in reply.nodes}:
+        cluster.node(int(source.removeprefix("n"))).freeze()
     cluster.run_for(1.0)
     began = cluster.clock.now
     for reader, lease in zip(readers, leases, strict=True):
@@ -295,24 +246,8 @@ def test_nothing_is_fetched_from_a_node_that_is_known_to_be_silent() -> None:
     assert cluster.core(2).counters[ABORTED] == 0
 
 
-def test_leases_at_other_nodes_live_as_long_as_the_engine() -> None:
-    cluster = calm(peer_lease_s=1.0)
-    writer, reader = cluster.join(0), cluster.join(2)
-    keys = placed(cluster, 0, 1, 2)
-    store(cluster, writer, keys)
-    lease = match(cluster, reader, keys).lease
-    for _ in range(6):
-        cluster.run_for(0.5)
-        answer(cluster, reader.processes[0], engine.Heartbeat)
-    assert sum(cluster.core(node).census()["leases to peers"] for node in (0, 1)) > 0
-    assert list(fetch(cluster, reader, lease, 2).codes) == [Code.LOCAL] * 2
-    reader.die()
-    cluster.run_for(1.5)
-    assert sum(cluster.core(node).census()["leases to peers"] for node in (0, 1)) == 0
-
-
-def test_a_network_that_became_slower_is_given_longer_deadlines_until_fetches_end_in_time() -> None:
-    peers = calm(2).core(0)._peers
+def test_missed_deadlines_lengthen_the_next_ones() -> None:
+    peers = Peers(Context(calm(2).core(0).config), *3 * [lambda lost: None])
     node, nbytes = NodeId("n1"), 16 << 20
     slow_s = nbytes / 10e6
     missed = 0
@@ -324,3 +259,39 @@ def test_a_network_that_became_slower_is_given_longer_deadlines_until_fetches_en
     before = peers.predict_s(node, nbytes)
     peers.missed(node, 1000, 1.0)
     assert peers.predict_s(node, nbytes) == before
+
+
+def test_a_large_cluster_pings_few_peers_per_interval() -> None:
+    cluster = calm(MANY)
+    sent = len(said(cluster, 0, peer.Ping))
+    intervals = 2 * ROUNDS
+    cluster.run_for(intervals * GOSSIP_S)
+    assert 0 < len(said(cluster, 0, peer.Ping)) - sent <= intervals * PINGED
+    before = [reports(cluster, node, 0) for node in range(1, MANY)]
+    # A peer comes up once in a round, and is passed over at most once.
+    cluster.run_for((2 * ROUNDS + 1) * GOSSIP_S)
+    assert all(reports(cluster, node, 0) > before[node - 1] for node in range(1, MANY))
+
+
+def test_a_peer_that_reported_its_load_is_not_pinged() -> None:
+    cluster = calm(2)
+    before = [len(said(cluster, node, peer.Ping)) for node in (0, 1)]
+    cluster.run_for(8 * GOSSIP_S)
+    sent = Counter({node: len(said(cluster, node, peer.Ping)) - before[node] for node in (0, 1)})
+    assert 4 <= sent.total() <= 10
+
+
+def test_a_large_cluster_finds_a_frozen_node_in_two_rounds() -> None:
+    cluster = calm(MANY)
+    cluster.run_for(2 * ROUNDS * GOSSIP_S)
+    reader = cluster.join(0)
+    cluster.node(1).freeze()
+    match(cluster, reader, placed(cluster, 1, 2))
+    cluster.run_for(2 * GOSSIP_S + 0.05)
+    assert cluster.core(0).counters[SUSPECTED] == 1
+    # All other nodes find it within two rounds.
+    cluster.run_for(2 * ROUNDS * GOSSIP_S + cluster.core(0).config.suspect_s)
+    assert all(cluster.core(node).counters[SUSPECTED] == 1 for node in range(MANY) if node != 1)
+    cluster.node(1).thaw()
+    cluster.run_for(GOSSIP_S + 0.05)
+    assert all(usable(cluster, node, 1) for node in range(MANY) if node != 1)

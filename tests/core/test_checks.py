@@ -17,7 +17,7 @@ from tests.sim.prompts import prompt
 from tests.sim.snapshot import changes, snapshot
 from tokenlake.core import NodeCore, events
 from tokenlake.core.directory_node import DirectoryNode
-from tokenlake.core.instructions import Answer, CheckSlot, Instruction, SendToPeer, Stamp, StartFetch
+from tokenlake.core.instructions import Answer, CheckSlot, Instruction, Note, SendToPeer, Stamp, StartFetch
 from tokenlake.core.node import HandlerFailed
 from tokenlake.errors import ProtocolRefused
 from tokenlake.keys import KEY_BYTES
@@ -242,7 +242,8 @@ def test_a_failed_report_of_evictions_is_dropped(monkeypatch: pytest.MonkeyPatch
     assert isinstance(check, CheckSlot)
     with monkeypatch.context() as patch:
         failing(patch, DirectoryNode, "left")
-        assert failed(core, events.SlotChecked(check.check, False), now) == []
+        out = failed(core, events.SlotChecked(check.check, False), now)
+    assert [type(each) for each in out] == [Note]
     assert core.handle(events.SendDone(4711), now) == []
     core.check_integrity()
 

@@ -1,4 +1,4 @@
-"""Where copies of a hot segment go, and which copy is read."""
+"""The order in which nodes get copies of a hot segment, and the choice of the copy to read."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tokenlake.identity import NodeId, SegmentKey
 
-__all__ = ["by_a_further_hash", "draws", "less_loaded_of_two"]
+__all__ = ["less_loaded_of_two", "rendezvous_order", "splitmix64"]
 
 
-def by_a_further_hash(key: SegmentKey, nodes: Iterable[NodeId]) -> list[NodeId]:
-    """`nodes` in the order in which they get copies of `key` (rendezvous hashing): a node that comes or goes moves
-    nobody else's."""
+def rendezvous_order(key: SegmentKey, nodes: Iterable[NodeId]) -> list[NodeId]:
+    """`nodes` in the order in which they get copies of `key` (rendezvous hashing): when a node joins or leaves, the
+    order of the others does not change."""
 
     def rank(node: NodeId) -> bytes:
         return hashlib.blake2b(node.encode(), key=key, digest_size=8).digest()
@@ -21,8 +21,8 @@ def by_a_further_hash(key: SegmentKey, nodes: Iterable[NodeId]) -> list[NodeId]:
 
 
 def less_loaded_of_two(nodes: Sequence[NodeId], draw: int, load: Callable[[NodeId], float]) -> NodeId:
-    """Two of `nodes`, which are not empty, by the 64-bit `draw`; of these the one with less to do, the first where they
-    are equal."""
+    """Pick two of `nodes`, which must not be empty, by the 64-bit `draw`; return the one with the lower load, the first
+    if the loads are equal."""
     count = len(nodes)
     first = (draw >> 32) % count
     if count == 1:
@@ -31,8 +31,8 @@ def less_loaded_of_two(nodes: Sequence[NodeId], draw: int, load: Callable[[NodeI
     return min((nodes[first], nodes[second]), key=load)
 
 
-def draws(seed: int) -> Iterator[int]:
-    """64-bit numbers that look random, the same for the same seed (SplitMix64, Steele et al. 2014)."""
+def splitmix64(seed: int) -> Iterator[int]:
+    """Pseudorandom 64-bit numbers, the same for the same seed (SplitMix64, Steele et al. 2014)."""
     state = seed
     while True:
         state = (state + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
