@@ -13,6 +13,7 @@ from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix, TokenIds
 from tokenlake.layout import Layout
+from tokenlake_client.match import MatchOptions
 
 __all__ = ["NOBODY", "Asked", "CacheLease", "CachePool", "PrefixView", "QueryPool"]
 
@@ -66,21 +67,8 @@ class CachePool(Protocol):
         """The key chain of a prompt."""
         ...
 
-    def match(
-        self,
-        keys: Sequence[SegmentKey],
-        *,
-        request: str | None = None,
-        hints: Hints | None = None,
-        tokens: int = 0,
-        in_flight_wait_s: float = 0.0,
-        in_flight_wait_per_segment_s: float = 0.0,
-    ) -> CacheLease:
-        """Lease the longest run of present segments from the first key on. `request`: its name in logs and for
-        `tokenlake explain`. `tokens`: of the prompt. `in_flight_wait_s`: wait so long for whoever is about to write
-        what comes
-        next; where nobody is, others wait for the caller. `in_flight_wait_per_segment_s`: of it, for each missing
-        segment."""
+    def match(self, keys: Sequence[SegmentKey], options: MatchOptions = ...) -> CacheLease:
+        """Lease the longest prefix of `keys` that the pool has."""
         ...
 
     def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:

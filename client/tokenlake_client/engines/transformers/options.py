@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from tokenlake.errors import ConfigurationError
+from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
 
 __all__ = ["EngineOptions"]
 
@@ -19,6 +20,8 @@ class EngineOptions:
     credential: str | None = None
     daemon_uid: int | None = None
     """The user that the daemon runs as, where that is neither root nor this process's."""
+    deadlines: Deadlines = DEFAULT_DEADLINES
+    """Of the pool that the engine opens."""
     adapter: str | None = None
     """Id of the LoRA adapters that are active; part of every key."""
     salt: str | None = None

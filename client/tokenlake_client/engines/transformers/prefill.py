@@ -14,6 +14,7 @@ from tokenlake.identity import SegmentKey
 from tokenlake_client.engines.base import Asked, CacheLease, CachePool
 from tokenlake_client.engines.transformers.measured import IMPATIENT, LEAST_S, Measured, Patience
 from tokenlake_client.engines.transformers.slots import LayerPair, read_segments
+from tokenlake_client.match import MatchOptions
 
 __all__ = ["PartialLoad", "compute", "load"]
 
@@ -97,14 +98,14 @@ def _lease(
     lease = None
     try:
         if keys:
-            lease = pool.match(
-                keys,
+            options = MatchOptions(
                 request=asked.name,
                 hints=asked.hints,
-                tokens=asked.tokens,
+                prompt_tokens=asked.tokens,
                 in_flight_wait_s=patience.in_flight_wait_s,
                 in_flight_wait_per_segment_s=patience.segment_s,
             )
+            lease = pool.match(keys, options)
     finally:
         # Not before: what was given back was used, and would be found as used twice.
         if held is not None:

@@ -19,6 +19,7 @@ from tokenlake_client.engines.transformers.shipment import Shipment
 from tokenlake_client.engines.transformers.shipped import SharedPrefix, ShippedCache, ShippedLayer
 from tokenlake_client.engines.transformers.slots import LayerPair
 from tokenlake_client.engines.transformers.writer import Writer, task_of
+from tokenlake_client.match import MatchOptions
 
 __all__ = ["Shipping", "shipped_cache"]
 
@@ -88,7 +89,7 @@ class Shipping:
             return True
         try:
             row.give_back()
-            lease = pool.match(wanted, request=row.name, hints=row.hints, tokens=len(row.tokens))
+            lease = pool.match(wanted, MatchOptions(request=row.name, hints=row.hints, prompt_tokens=len(row.tokens)))
         except Exception as error:
             self._pool_failed("reading segments", error)
             return False

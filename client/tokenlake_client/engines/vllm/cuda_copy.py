@@ -3,7 +3,7 @@
 A segment is gathered into one buffer on the GPU in the slot's order, by one kernel per block and side, and crosses the
 bus in one copy per shard; loading is the reverse. All of it runs on a stream of its own. The arena is page-locked where
 this process maps it, so that copies need no staging and no CPU; each lock belongs to one mapping and ends before it
-(`tokenlake_client.pages`).
+(`tokenlake_client.mapped_memory`).
 
 ::
 
@@ -26,7 +26,7 @@ from tokenlake.layout import Layout
 from tokenlake_client.engines.slots import TORCH_DTYPES, slot_flat
 from tokenlake_client.engines.vllm.paged import PagedLayers
 from tokenlake_client.engines.vllm.ranks import RankShards
-from tokenlake_client.pages import pages_of
+from tokenlake_client.mapped_memory import mapped_memory_of
 
 __all__ = ["CudaCopy"]
 
@@ -120,7 +120,7 @@ class CudaCopy:
     def _lock_pages(self, slot: NDArray[np.uint8]) -> None:
         """Page-lock the mapping that `slot` lies in, once. What cannot be locked is copied through the driver's own
         staging memory, right but slower."""
-        pages = pages_of(slot)
+        pages = mapped_memory_of(slot)
         if pages is not None:
             pages.register("cuda", partial(_lock, self._device))
 

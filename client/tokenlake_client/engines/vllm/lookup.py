@@ -9,6 +9,7 @@ from tokenlake.errors import TokenLakeError
 from tokenlake.hints import Hints
 from tokenlake.identity import LeaseId, SegmentKey, WriteId
 from tokenlake.keys import Prefix, TokenIds
+from tokenlake_client.match import MatchOptions
 
 __all__ = ["HERE", "AskedLease", "Desk", "Lookup", "LookupPool", "Reserved"]
 
@@ -60,7 +61,7 @@ class _PendingNodes(Protocol):
     def cancel(self) -> None: ...
 
 
-class _PendingBeat(Protocol):
+class _PendingHeartbeat(Protocol):
     def poll(self) -> bool: ...
 
 
@@ -115,25 +116,13 @@ class LookupPool(Protocol):
         ...
 
     def begin_match(
-        self,
-        keys: Sequence[SegmentKey],
-        *,
-        deadline_s: float = ...,
-        request: str | None = None,
-        hints: Hints | None = None,
-        tokens: int = 0,
-        in_flight_wait_s: float = 0.0,
-        in_flight_wait_per_segment_s: float = 0.0,
+        self, keys: Sequence[SegmentKey], options: MatchOptions = ..., *, deadline_s: float | None = None
     ) -> _Pending:
-        """Ask which of these the pool has. `request`: its name in the logs. `tokens`: of the prompt.
-        `in_flight_wait_s`: how
-        long the answer may wait for somebody who computes what is missing; `in_flight_wait_per_segment_s`: of that,
-        for each
-        segment that is."""
+        """Begin to lease the longest prefix of `keys` that the pool has."""
         ...
 
-    def begin_beat(self) -> _PendingBeat:
-        """Ask for a sign of life."""
+    def begin_heartbeat(self) -> _PendingHeartbeat:
+        """Send a heartbeat; its reply shows that the daemon is alive."""
         ...
 
     def reserve(
@@ -247,14 +236,14 @@ class Pulse:
         self._deadline_s = deadline_s
         self._clock = clock
         self._pool: LookupPool | None = None
-        self._beat: _PendingBeat | None = None
+        self._beat: _PendingHeartbeat | None = None
         self._asked = 0.0
 
     def ask(self, pool: LookupPool) -> None:
         """From now on. Raises `TokenLakeError`."""
         if not self._owed():
             self._pool, self._asked = pool, self._clock()
-            self._beat = pool.begin_beat()
+            self._beat = pool.begin_heartbeat()
 
     def beats(self) -> bool:
         """False: it has owed a sign of life for a deadline. Raises `TokenLakeError`."""
@@ -304,15 +293,14 @@ class Desk:
         if self._owed is not None and not self._settled(self._owed):
             return None
         deadline_s = self._deadline_s
-        pending = pool.begin_match(
-            keys,
-            deadline_s=deadline_s,
+        options = MatchOptions(
             request=request,
             hints=hints,
-            tokens=tokens,
+            prompt_tokens=tokens,
             in_flight_wait_s=in_flight_wait_s,
             in_flight_wait_per_segment_s=segment_s,
         )
+        pending = pool.begin_match(keys, options, deadline_s=deadline_s)
         if in_flight_wait_s:
             self._pulse.ask(pool)
         return Lookup(pending, keys, pool.node, deadline_s, self._clock, in_flight_wait_s, segment_s)
