@@ -45,7 +45,7 @@ def test_what_has_no_meaning_is_named(said: Any, named: str) -> None:
 def test_a_hint_goes_with_the_lookup_and_with_what_is_stored() -> None:
     bench, asked = Bench("sync"), request(33)
     bench.side.new_request(asked, AGENT)
-    assert [(match.hints, match.tokens) for match in bench.pool.matches] == [(AGENT, 33)]
+    assert [(match.options.hints, match.options.prompt_tokens) for match in bench.pool.matches] == [(AGENT, 33)]
     bench.side.allocated(asked, blocks_of(asked), 0)
     saves = bench.step(asked, 0, 33).saves
     assert [save.hints for save in saves] == [AGENT]

@@ -34,10 +34,12 @@ def asked(bench: Bench, name: str = "r", tokens: int = TOKENS, first: int = 0) -
 def test_a_prompt_may_wait_as_long_as_computing_it_takes() -> None:
     bench = measured()
     asked(bench)
-    assert bench.pool.matches[-1].in_flight_wait_s == pytest.approx(BOUND_S, rel=0.01)
-    assert bench.pool.matches[-1].in_flight_wait_per_segment_s == pytest.approx(PATIENCE * SEGMENT * TOKEN_S, rel=0.05)
+    assert bench.pool.matches[-1].options.in_flight_wait_s == pytest.approx(BOUND_S, rel=0.01)
+    assert bench.pool.matches[-1].options.in_flight_wait_per_segment_s == pytest.approx(
+        PATIENCE * SEGMENT * TOKEN_S, rel=0.05
+    )
     asked(bench, "long", 100_000, 1000)
-    assert bench.pool.matches[-1].in_flight_wait_s == LONGEST_S
+    assert bench.pool.matches[-1].options.in_flight_wait_s == LONGEST_S
 
 
 def test_nothing_is_waited_for_where_nothing_is_measured_or_soon_computed_or_dear_to_load() -> None:
@@ -48,7 +50,9 @@ def test_nothing_is_waited_for_where_nothing_is_measured_or_soon_computed_or_dea
     load(bench, CHEAP)
     asked(bench, "long", TOKENS, 2000)
     assert [
-        match.in_flight_wait_s > 0 for match in bench.pool.matches if match.request in ("unknown", "short", "long")
+        match.options.in_flight_wait_s > 0
+        for match in bench.pool.matches
+        if match.options.request in ("unknown", "short", "long")
     ] == [
         False,
         False,
@@ -58,12 +62,12 @@ def test_nothing_is_waited_for_where_nothing_is_measured_or_soon_computed_or_dea
     prefill(slow)
     load(slow, LoadTime(0.0, 8.0))
     asked(slow)
-    assert slow.pool.matches[-1].in_flight_wait_s == 0.0
+    assert slow.pool.matches[-1].options.in_flight_wait_s == 0.0
     far = Bench()
     prefill(far)
     load(far, LoadTime(8.0, 0.0), "far")
     asked(far)
-    assert far.pool.matches[-1].in_flight_wait_s == 0.0
+    assert far.pool.matches[-1].options.in_flight_wait_s == 0.0
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
@@ -135,7 +139,7 @@ def test_so_many_wait_at_a_time_and_others_are_computed() -> None:
     many = [asked(bench, str(number), TOKENS, 1000 * number) for number in range(2 * MOST_WAITING)]
     for _ in range(3):
         assert [bench.side.matched(one, 0) for one in many] == [None] * len(many)
-    assert [match.in_flight_wait_s > 0 for match in bench.pool.matches[-len(many) :]] == [
+    assert [match.options.in_flight_wait_s > 0 for match in bench.pool.matches[-len(many) :]] == [
         *[True] * MOST_WAITING,
         *[False] * MOST_WAITING,
     ]
@@ -147,7 +151,7 @@ def test_so_many_wait_at_a_time_and_others_are_computed() -> None:
     for number in range(3):
         later = asked(bench, f"later {number}", TOKENS, 100_000 + 1000 * number)
         assert bench.side.matched(later, 0) is None
-    assert [match.in_flight_wait_s > 0 for match in bench.pool.matches[-3:]] == [True, True, False]
+    assert [match.options.in_flight_wait_s > 0 for match in bench.pool.matches[-3:]] == [True, True, False]
 
 
 def test_a_daemon_that_dies_meanwhile_ends_the_wait() -> None:
@@ -173,13 +177,13 @@ def test_what_this_engine_computes_is_not_waited_for() -> None:
     computes(bench, first)
     # Asked for before it was known who computes: asked for again without patience.
     waiting = bench.pool.matches[-1]
-    assert waiting.in_flight_wait_s > 0
+    assert waiting.options.in_flight_wait_s > 0
     assert bench.side.matched(beside, 96) is None
     assert waiting.cancelled
-    assert bench.pool.matches[-1].in_flight_wait_s == 0.0
+    assert bench.pool.matches[-1].options.in_flight_wait_s == 0.0
     longer = request(2 * TOKENS, "longer")
     bench.side.new_request(longer)
-    assert bench.pool.matches[-1].in_flight_wait_s == 0.0
+    assert bench.pool.matches[-1].options.in_flight_wait_s == 0.0
     bench.pool.answers = True
     assert bench.side.matched(beside, 96) == 0
     # When that one ended it is in the pool, or it never will be.
@@ -187,7 +191,7 @@ def test_what_this_engine_computes_is_not_waited_for() -> None:
     bench.side.finished(beside, [], complete=False)
     bench.pool.answers = False
     asked(bench, "again")
-    assert bench.pool.matches[-1].in_flight_wait_s > 0
+    assert bench.pool.matches[-1].options.in_flight_wait_s > 0
 
 
 def test_a_prompt_that_lost_its_blocks_does_not_wait_for_itself() -> None:
@@ -196,7 +200,7 @@ def test_a_prompt_that_lost_its_blocks_does_not_wait_for_itself() -> None:
     computes(bench, one)
     bench.step(one, 0, TOKENS)
     bench.side.matched(one, 0)
-    assert bench.pool.matches[-1].in_flight_wait_s == 0.0
+    assert bench.pool.matches[-1].options.in_flight_wait_s == 0.0
 
 
 def test_what_vllm_has_by_now_is_not_waited_for() -> None:
@@ -204,7 +208,7 @@ def test_what_vllm_has_by_now_is_not_waited_for() -> None:
     one = asked(bench)
     bench.now += DEADLINE_S
     assert bench.side.matched(one, 96) is None
-    assert bench.pool.matches[-1].in_flight_wait_s == 0.0
+    assert bench.pool.matches[-1].options.in_flight_wait_s == 0.0
     bench.pool.answers = True
     assert bench.side.matched(one, 96) == 0
 
@@ -263,7 +267,7 @@ def test_an_engine_that_stores_nothing_makes_nobody_wait() -> None:
     bench = Bench(save=False)
     prefill(bench)
     asked(bench)
-    assert bench.pool.matches[-1].in_flight_wait_s == 0.0
+    assert bench.pool.matches[-1].options.in_flight_wait_s == 0.0
 
 
 def test_a_claim_that_fails_costs_a_step_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
