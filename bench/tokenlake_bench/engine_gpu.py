@@ -23,8 +23,8 @@ from tokenlake.layout import Layout
 from tokenlake_bench.engine_workload import prompt
 from tokenlake_bench.environment import check_interpreter
 from tokenlake_client import Pool
+from tokenlake_client.engines.vllm.blocks import block_views, stack_layers
 from tokenlake_client.engines.vllm.cuda_copy import CudaCopy
-from tokenlake_client.engines.vllm.paged import block_views, stack_layers
 from tokenlake_client.engines.vllm.ranks import rank_shards
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine

@@ -291,6 +291,8 @@ class _Vllm:
         """What a new prompt costs the scheduler: hashing it, asking for it, looking for the answer; the least of 20."""
         from types import SimpleNamespace
 
+        from tokenlake_client.engines.vllm.request import RequestEnd
+
         scheduler = self._side()._scheduler if self._pool is not None else None
         if scheduler is None:
             return None
@@ -305,7 +307,7 @@ class _Vllm:
             scheduler.matched(request, 0)
             best = min(best, time.perf_counter() - started)
             time.sleep(0.03)
-            scheduler.finished(request, [], complete=False)
+            scheduler.finished(request, [], RequestEnd(complete=False))
         return best * 1e3
 
     def _side(self) -> Any:

@@ -1,4 +1,4 @@
-"""A pool and a request as the connector's scheduler side sees them."""
+"""A pool and requests for the scheduler's side of the connector."""
 
 from __future__ import annotations
 
@@ -115,10 +115,10 @@ class FakePool:
     answers: bool = True
     answers_where: bool = True
     alive: bool = True
-    """Does it give signs of life?"""
+    """Does the daemon give signs of life?"""
     beats: int = 0
     places: dict[SegmentKey, str] = field(default_factory=dict)
-    """The node of each segment that is not here."""
+    """The node of each segment that is not on this node."""
     known: set[SegmentKey] = field(default_factory=set)
     leases: list[FakeLease] = field(default_factory=list)
     matches: list[FakeMatch] = field(default_factory=list)
@@ -126,7 +126,7 @@ class FakePool:
     claimed: list[tuple[tuple[SegmentKey, ...], float]] = field(default_factory=list)
     hinted: list[tuple[tuple[SegmentKey, ...], Hints]] = field(default_factory=list)
     refuse_from: int = 1 << 30
-    """Of each reservation, segments from this one on are refused."""
+    """The index in a reservation from which segments are refused."""
     segment_tokens: int = 8
     hashed: int = 0
 

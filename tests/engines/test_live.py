@@ -82,7 +82,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
     running.kill()
 
 
-def test_another_process_continues_from_what_this_one_computed(daemon: Daemon) -> None:
+def test_another_process_uses_the_computed_segments(daemon: Daemon) -> None:
     model = family("llama-gqa")
     expected = [greedy(model.generate, ids) for ids in prompts()]
     with TokenLakeEngine(
@@ -96,11 +96,11 @@ def test_another_process_continues_from_what_this_one_computed(daemon: Daemon) -
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     tokens, hit, failures = json.loads(output.splitlines()[-1])
     assert tokens == expected
-    # Of the first prompt, which ends with a segment, the last one stays to compute.
+    # The first prompt ends with a segment, whose last token is left to compute.
     assert (hit, failures) == ((4 + 5 * (PROMPTS - 1)) * SEGMENT, 0)
 
 
-def test_a_killed_daemon_changes_no_token_and_is_used_again(daemon: Daemon) -> None:
+def test_a_killed_daemon_changes_no_token(daemon: Daemon) -> None:
     model = family("llama-gqa")
     ids = prompts()[0]
     expected = greedy(model.generate, ids)
@@ -112,7 +112,7 @@ def test_a_killed_daemon_changes_no_token_and_is_used_again(daemon: Daemon) -> N
         assert greedy(engine.generate, ids) == expected
         daemon.start()
         hits = engine.counts.tokens_hit
-        # The engine leaves a failed pool alone for a second, and its client reconnects meanwhile.
+        # The engine does not use a failed pool for a second, and its client reconnects meanwhile.
         while engine.counts.tokens_hit == hits:
             assert greedy(engine.generate, ids) == expected
             engine.flush(20)

@@ -39,8 +39,8 @@ from tokenlake_bench.planner.shaping import Route, Shape, Shaping
 from tokenlake_client import Pool
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
 from tokenlake_client.engines.transformers.cache import RoomyCache, RoomyLayer, allocate
-from tokenlake_client.engines.transformers.layout import cache_shape
-from tokenlake_client.engines.transformers.slots import LayerPair, write_segment
+from tokenlake_client.engines.transformers.identity import cache_shape
+from tokenlake_client.engines.transformers.segment_copy import LayerPair, write_segment
 from tokenlake_client.lease import Lease
 from tokenlake_client.match import DEFAULT_MATCH, MatchOptions
 from tokenlake_testing.cluster import Cluster, Node, free_port
