@@ -27,6 +27,7 @@ from tokenlake_client.engines.transformers.rows import Row, cache_of_rows
 from tokenlake_client.engines.transformers.segment_copy import LayerPair, read_segments
 from tokenlake_client.engines.transformers.shipped_cache import ShippedCache
 from tokenlake_client.engines.transformers.writer import Writer, task_of
+from tokenlake_client.match import MatchOptions
 
 __all__ = ["Forward", "PartialLoad", "Prefiller", "compute", "load"]
 
@@ -114,14 +115,14 @@ def _lease(
     lease = None
     try:
         if keys:
-            lease = pool.match(
-                keys,
+            options = MatchOptions(
                 request=info.name,
                 hints=info.hints,
-                tokens=info.tokens,
+                prompt_tokens=info.tokens,
                 in_flight_wait_s=wait.total_s,
                 in_flight_wait_per_segment_s=wait.segment_s,
             )
+            lease = pool.match(keys, options)
     finally:
         # Not earlier: the segments would count as used when they are released, and again when they are matched.
         if held is not None:

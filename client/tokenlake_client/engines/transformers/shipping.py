@@ -33,6 +33,7 @@ from tokenlake_client.engines.transformers.prefill import PartialLoad, compute, 
 from tokenlake_client.engines.transformers.rows import Row
 from tokenlake_client.engines.transformers.shipped_cache import SharedPrefix, ShippedCache
 from tokenlake_client.engines.transformers.writer import Writer, task_of
+from tokenlake_client.match import MatchOptions
 
 __all__ = ["Shipment", "Shipping", "Void"]
 
@@ -285,7 +286,8 @@ class Shipping:
             return True
         try:
             row.release_lease()
-            lease = pool.match(matched, request=row.name, hints=row.hints, tokens=len(row.tokens))
+            options = MatchOptions(request=row.name, hints=row.hints, prompt_tokens=len(row.tokens))
+            lease = pool.match(matched, options)
         except Exception as error:
             self._pool_failed("reading segments", error)
             return False

@@ -1,4 +1,4 @@
-"""The control plane against real daemons, and the example scheduler of the documentation on top of it."""
+"""The control plane with real daemons, and the example scheduler of the documentation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenlake.attention import AttentionShape
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.planner import Request, Way
 from tokenlake_client import Pool
-from tokenlake_client.control import ControlPlane
+from tokenlake_client.control_plane import ControlPlane
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
@@ -52,7 +52,7 @@ def ask(pool: Pool, prompt: Prompt, name: str) -> Request:
     )
 
 
-def test_a_tree_names_the_nodes_that_have_what_was_stored(three: Cluster) -> None:
+def test_a_tree_names_the_nodes_of_stored_segments(three: Cluster) -> None:
     shared = Prompt(1, 4)
     mine, other, unknown = Prompt(2, 2, shared), Prompt(3, 3, shared), Prompt(4, 2)
     instances = {node.name: NodeId(node.name) for node in three.nodes}
@@ -85,7 +85,7 @@ def test_a_tree_names_the_nodes_that_have_what_was_stored(three: Cluster) -> Non
         assert plane.get_prefix_tree().hit_tokens == tree.hit_tokens
 
 
-def test_a_scheduler_whose_daemon_is_gone_goes_on_with_nothing_cached() -> None:
+def test_a_scheduler_without_a_daemon_gets_a_plan() -> None:
     instances = {"a": NodeId("node0")}
     with (
         daemons(1) as cluster,
@@ -99,9 +99,9 @@ def test_a_scheduler_whose_daemon_is_gone_goes_on_with_nothing_cached() -> None:
         assert plane.gen_plans([[0]], [1], tree).groups == (("a",),)
 
 
-def test_a_request_that_is_refused_is_a_miss_and_the_others_are_not(three: Cluster) -> None:
-    """One prompt of more segments than a daemon looks up at once: the scheduler failed, and what had been found for the
-    other requests stayed leased."""
+def test_a_refused_request_is_a_miss(three: Cluster) -> None:
+    """With one prompt of more segments than a daemon looks up at once the scheduler failed, and the segments that were
+    found for the other requests stayed leased."""
     known = Prompt(300, 3)
     with three.connect(0, LAYOUT) as pool, ControlPlane(pool, {"a": NodeId("node0")}, SHAPE) as plane:
         store(pool, known)
@@ -113,9 +113,9 @@ def test_a_request_that_is_refused_is_a_miss_and_the_others_are_not(three: Clust
         assert [lease is None for lease in plane.leases] == [False, True, False]
 
 
-def test_the_example_scheduler_serves_everything_where_it_is_cheapest(three: Cluster, example: ModuleType) -> None:
-    """Instances are two on node0 and one on each other; an engine stands behind each: it reads what is cached, compares
-    it, and stores the rest."""
+def test_the_example_scheduler(three: Cluster, example: ModuleType) -> None:
+    """Two instances run on node0 and one on each other node. The engine of an instance reads the cached segments,
+    compares them and stores the others."""
     instances = {"a": NodeId("node0"), "b": NodeId("node0"), "c": NodeId("node1"), "d": NodeId("node2")}
     documents = [Prompt(100 + number, 6) for number in range(3)]
     prompts = [Prompt(200 + number, 2, documents[number % 3]) for number in range(18)]

@@ -1,4 +1,4 @@
-"""New cache put into the pool layer by layer."""
+"""New cache that is stored layer by layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenlake.attention import SlotMap
 from tokenlake.errors import LayoutRefused, Unreachable
 from tokenlake.wire import Code
 from tokenlake_client import Pool
-from tokenlake_client.transfers import LayerCache
+from tokenlake_client.transfer import LayerCache
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
@@ -30,11 +30,12 @@ def cluster() -> Iterator[Cluster]:
 def pool(cluster: Cluster) -> Iterator[Pool]:
     with cluster.connect(0, LAYOUT) as pool:
         yield pool
-    wait_until(lambda: accounted(cluster.nodes[0]), "everything was given back")
+    wait_until(lambda: accounted(cluster.nodes[0]), "all grants were given back")
 
 
 def layer_of(prompt: Prompt, layer: int, segments: Sequence[int]) -> LayerCache:
-    """What an engine computed: one array over all tokens, not contiguous, whose segments are the prompt's bytes."""
+    """A layer as an engine computes it: one array over all tokens, not contiguous, whose segments are the prompt's
+    bytes."""
     parts = [SLOTS.views(np.frombuffer(prompt.content(index), np.uint8), layer) for index in segments]
     keys, values = (
         np.concatenate([part[side].reshape(LAYOUT.kv_heads, SEGMENT_TOKENS, -1) for part in parts], axis=1)
@@ -52,14 +53,14 @@ def put_all(pool: Pool, prompts: Sequence[Prompt], layers: Sequence[int], first:
 
 
 @pytest.mark.parametrize("layers", [[0, 1], [1, 0]])
-def test_what_is_put_layer_by_layer_is_read_as_a_whole(pool: Pool, layers: list[int]) -> None:
+def test_layers_are_read_as_whole_segments(pool: Pool, layers: list[int]) -> None:
     prompts = [Prompt(10 + layers[0], 3), Prompt(20 + layers[0], 5)]
     codes = put_all(pool, prompts, layers)
     assert codes == [bytes([Code.COMMITTED]) * 3, bytes([Code.COMMITTED]) * 5]
     assert [read(pool, prompt) for prompt in prompts] == [3, 5]
 
 
-def test_only_what_is_new_is_copied(pool: Pool) -> None:
+def test_only_new_segments_are_copied(pool: Pool) -> None:
     short = Prompt(30, 2)
     longer = Prompt(31, 2, short)
     assert put_all(pool, [short], [0, 1]) == [bytes([Code.COMMITTED]) * 2]
@@ -68,7 +69,7 @@ def test_only_what_is_new_is_copied(pool: Pool) -> None:
     assert read(pool, longer) == 4
 
 
-def test_before_the_last_layer_nobody_sees_anything(pool: Pool) -> None:
+def test_nothing_is_found_before_the_last_layer(pool: Pool) -> None:
     prompt = Prompt(40, 2)
     transfer = pool.init_transfer([(pool.prefix(prompt.tokens).keys, 0)])
     pool.put(transfer, 0, [layer_of(prompt, 0, range(2))])
@@ -84,7 +85,7 @@ def test_before_the_last_layer_nobody_sees_anything(pool: Pool) -> None:
         assert lease.hits == 0
 
 
-def test_arrays_that_do_not_fit_are_refused_by_name(pool: Pool) -> None:
+def test_arrays_that_do_not_fit_are_refused(pool: Pool) -> None:
     prompt = Prompt(50, 2)
     transfer = pool.init_transfer([(pool.prefix(prompt.tokens).keys, 0)])
     keys, values = layer_of(prompt, 0, range(2))
@@ -102,7 +103,7 @@ def test_arrays_that_do_not_fit_are_refused_by_name(pool: Pool) -> None:
     transfer.abort()
 
 
-def test_a_daemon_that_dies_meanwhile_is_told_by_the_codes() -> None:
+def test_the_codes_after_the_death_of_the_daemon() -> None:
     prompt = Prompt(60, 2)
     with daemons() as cluster, cluster.connect(0, LAYOUT) as pool:
         transfer = pool.init_transfer([(pool.prefix(prompt.tokens).keys, 0)])
