@@ -22,18 +22,18 @@ from tokenlake.identity import Incarnation, NodeId
 from tokenlake.wire import supervision
 from tokenlake.wire.peer import PeerHello, Purpose
 from tokenlake.wire.slots import unpack_slots
-from tokenlake_server import garbage
+from tokenlake_server import garbage_collector
 from tokenlake_server.arena import Arena
-from tokenlake_server.bulk import Receivers, Senders
-from tokenlake_server.checking import Checker
+from tokenlake_server.bulk_receiver import Receivers, Senders
+from tokenlake_server.slot_checker import Checker
 from tokenlake_server.driver import Driver
-from tokenlake_server.engines import EngineListener, EngineSettings
-from tokenlake_server.memory import require_memory
-from tokenlake_server.metrics import MetricsServer, Snapshot
-from tokenlake_server.peers import Adopt, PeerIdentity, PeerListener, ring_members
+from tokenlake_server.engine_listener import EngineListener, EngineSettings
+from tokenlake_server.available_memory import require_memory
+from tokenlake_server.metrics_page import MetricsServer, Snapshot
+from tokenlake_server.peer_connections import Adopt, PeerIdentity, PeerListener, ring_members
 from tokenlake_server.query_engine import QueryEngine
-from tokenlake_server.recording import Recorder
-from tokenlake_server.state import StateFile, require_directory
+from tokenlake_server.event_log import Recorder
+from tokenlake_server.state_file import StateFile, require_directory
 from tokenlake_server.tenants import Tenants
 from tokenlake_server.watchdog import Watchdog
 
@@ -262,7 +262,7 @@ async def run(
     try:
         await asyncio.to_thread(arena.populate, progress)
         daemon = Daemon(config, arena, speed)
-        garbage.set_up(daemon.watchdog.collected)
+        garbage_collector.set_up(daemon.watchdog.collected)
         ready(daemon)
         await stop.wait()
         log.info("stopping")

@@ -13,7 +13,7 @@ from tokenlake.core import NodeCore
 from tokenlake.core.events import Event, Tick
 from tokenlake.core.failure import HandlerFailed
 from tokenlake.core.instructions import Instruction
-from tokenlake_server.recording import Recorder
+from tokenlake_server.event_log import Recorder
 
 __all__ = ["Driver", "Handle", "Sink"]
 

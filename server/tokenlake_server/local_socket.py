@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokenlake.errors import ConfigurationError, ListenerUntrusted, Unreachable
 from tokenlake.local_socket import check_listener, check_place, directory_mode, trusted_users
-from tokenlake_server.processes import credentials
+from tokenlake_server.connected_process import credentials
 
 __all__ = ["dial", "listen"]
 

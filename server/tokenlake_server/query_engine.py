@@ -19,9 +19,9 @@ from tokenlake.config import Address
 from tokenlake.errors import ConfigurationError, TokenLakeError, Unreachable
 from tokenlake.wire import pack_frame, peer, supervision
 from tokenlake.wire.frames import decode
-from tokenlake_server.blocking import introduce
-from tokenlake_server.frames import FrameConnection
-from tokenlake_server.proof import PeerIdentity
+from tokenlake_server.blocking_sockets import introduce
+from tokenlake_server.frame_connection import FrameConnection
+from tokenlake_server.handshake import PeerIdentity
 
 __all__ = ["QueryEngine"]
 

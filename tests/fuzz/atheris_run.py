@@ -40,7 +40,7 @@ def fuzz(target: str, arguments: list[str]) -> None:
     from hypothesis import strategies as st
 
     with atheris.instrument_imports(include=PACKAGES):
-        for package in ("tokenlake.core", "tokenlake.config", "tokenlake_server.proof", "tokenlake_server.recording"):
+        for package in ("tokenlake.core", "tokenlake.config", "tokenlake_server.handshake", "tokenlake_server.event_log"):
             importlib.import_module(package)
     module, name, *index = target.split(":")
     test = vars(importlib.import_module(module))[name]

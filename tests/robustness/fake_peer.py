@@ -14,7 +14,7 @@ import msgspec
 from tokenlake.layout import Layout
 from tokenlake.wire import Code, pack_frame, peer
 from tokenlake.wire.frames import decode
-from tokenlake_server.proof import acceptor_proof
+from tokenlake_server.handshake import acceptor_proof
 
 __all__ = ["FakePeer"]
 

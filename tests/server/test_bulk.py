@@ -14,7 +14,7 @@ from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT_S, daemons, wait_push
 from tokenlake.identity import SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
-from tokenlake_server.bulk import CACHED_BYTES, HALVES_BYTES
+from tokenlake_server.bulk_receiver import CACHED_BYTES, HALVES_BYTES
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live

@@ -14,7 +14,7 @@ from tokenlake.core.failure import HandlerFailed
 from tokenlake.core.instructions import Answer, Instruction, Say, Stamp, Welcomed
 from tokenlake.wire import Code, engine, peer
 from tokenlake_server.driver import Driver, Handle
-from tokenlake_server.recording import Recorder, replay
+from tokenlake_server.event_log import Recorder, replay
 
 
 class SteppedLoop(asyncio.SelectorEventLoop):

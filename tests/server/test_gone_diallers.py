@@ -12,7 +12,7 @@ import pytest
 from tests.robustness.live import daemons
 from tests.server.raw import Raw, identity_of, introduce, peer_address
 from tokenlake.wire import peer
-from tokenlake_server.proof import NONCE_BYTES, Dialler
+from tokenlake_server.handshake import NONCE_BYTES, Dialler
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live

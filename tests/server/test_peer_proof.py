@@ -29,7 +29,7 @@ from tokenlake.config import Secret
 from tokenlake.wire import Code, pack_frame, peer
 from tokenlake.wire.frames import decode
 from tokenlake_client import Pool
-from tokenlake_server.proof import NONCE_BYTES, Dialler, PeerIdentity, dialler_proof
+from tokenlake_server.handshake import NONCE_BYTES, Dialler, PeerIdentity, dialler_proof
 from tokenlake_testing.cluster import Cluster, Node, free_port
 
 pytestmark = pytest.mark.live

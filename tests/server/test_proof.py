@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from tokenlake.config import Secret
 from tokenlake.errors import CredentialRefused, ProtocolRefused, RingRefused
 from tokenlake.wire import peer
-from tokenlake_server.proof import NONCE_BYTES, Acceptor, Dialler, PeerIdentity, acceptor_proof, dialler_proof
+from tokenlake_server.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity, acceptor_proof, dialler_proof
 
 SECRET = Secret(b"s" * 16)
 MEMBERS = ("a", "b", "c-of-the-ring")

@@ -19,7 +19,7 @@ from tokenlake.errors import Unreachable
 from tokenlake.wire import engine
 from tokenlake.wire.supervision import Start
 from tokenlake_server import query_engine as query_engine_module
-from tokenlake_server.proof import PeerIdentity
+from tokenlake_server.handshake import PeerIdentity
 from tokenlake_server.query_engine import QueryEngine
 from tokenlake_testing.cluster import Cluster, Node
 

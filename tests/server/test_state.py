@@ -10,8 +10,8 @@ import pytest
 from tests.robustness.live import LAYOUT, Prompt, daemons, outcomes, read, store, wait_pushed
 from tokenlake.core.learned import MAX_LEARNED_BYTES
 from tokenlake.wire import Code
-from tokenlake_server.recording import replay
-from tokenlake_server.state import StateFile
+from tokenlake_server.event_log import replay
+from tokenlake_server.state_file import StateFile
 
 
 def test_what_was_saved_is_loaded(tmp_path: Path) -> None:

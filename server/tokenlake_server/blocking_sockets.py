@@ -8,7 +8,7 @@ import socket
 from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.wire import HEADER_BYTES, pack_frame, peer
 from tokenlake.wire.frames import decode
-from tokenlake_server.proof import NONCE_BYTES, Dialler, PeerIdentity
+from tokenlake_server.handshake import NONCE_BYTES, Dialler, PeerIdentity
 
 __all__ = ["introduce", "read_frame", "receive_exactly"]
 

@@ -17,8 +17,8 @@ from tokenlake.ring import Ring
 from tokenlake.wire import pack_frame, peer
 from tokenlake.wire.frames import decode
 from tokenlake_server.driver import Driver
-from tokenlake_server.frames import FrameConnection
-from tokenlake_server.proof import NONCE_BYTES, Acceptor, Dialler, PeerIdentity
+from tokenlake_server.frame_connection import FrameConnection
+from tokenlake_server.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity
 
 __all__ = ["Adopt", "PeerIdentity", "PeerListener", "ring_members"]
 
@@ -179,7 +179,7 @@ class PeerListener:
             connection.send(pack_frame(stranger.half.hello))
 
     def _introduced(self, connection: FrameConnection, stranger: _Stranger, body: bytes) -> None:
-        """One frame of the handshake that `tokenlake_server.proof` draws."""
+        """One frame of the handshake that `tokenlake_server.handshake` draws."""
         try:
             match decode(peer.handshake_decoder, body), stranger.half:
                 case peer.PeerRefused() as refused, _:

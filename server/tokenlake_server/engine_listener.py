@@ -23,9 +23,9 @@ from tokenlake.wire import agree, engine, pack_frame
 from tokenlake.wire.frames import decode
 from tokenlake_server.arena import Arena
 from tokenlake_server.driver import Driver
-from tokenlake_server.frames import FrameConnection
+from tokenlake_server.frame_connection import FrameConnection
 from tokenlake_server.local_socket import listen
-from tokenlake_server.processes import PeerProcess
+from tokenlake_server.connected_process import PeerProcess
 from tokenlake_server.tenants import Tenants
 
 __all__ = ["EngineListener", "EngineSettings"]

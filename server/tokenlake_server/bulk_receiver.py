@@ -28,9 +28,9 @@ from tokenlake.wire import Code, pack_frame, peer
 from tokenlake.wire.frames import decode
 from tokenlake.wire.slots import SLOT_BYTES, unpack_slots
 from tokenlake_server.arena import Arena
-from tokenlake_server.blocking import introduce, read_frame, receive_exactly
+from tokenlake_server.blocking_sockets import introduce, read_frame, receive_exactly
 from tokenlake_server.driver import Driver
-from tokenlake_server.proof import PeerIdentity
+from tokenlake_server.handshake import PeerIdentity
 
 __all__ = ["Receivers", "Senders"]
 
