@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 from tokenlake.core.context import Context
@@ -24,7 +25,7 @@ from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
 from tokenlake.store.history import CACHED_RULE, Gone
 from tokenlake.wire import Code, engine, peer
-from tokenlake.wire.funnel import Funnel, Missed, Why
+from tokenlake.wire.funnel import MAX_EXPLAINED_NAMES, Funnel, Missed, Why
 from tokenlake.wire.slots import join_keys, split_keys
 
 __all__ = ["Explain", "Trail"]
@@ -60,6 +61,7 @@ class Trail:
         "skipped",
         "slot_bytes",
         "tokens",
+        "unconnected",
         "useful",
     )
 
@@ -78,7 +80,9 @@ class Trail:
         self.elsewhere: dict[NodeId, int] = {}
         """Hits by the node that had them."""
         self.silent: dict[NodeId, None] = {}
-        """Who did not answer in time."""
+        """Nodes that did not answer in time."""
+        self.unconnected: frozenset[NodeId] = frozenset()
+        """Of these, the nodes that were not connected when they were needed."""
         self.fetched = self.useful = self.skipped = 0
         self.lost: dict[tuple[Why, str], int] = {}
         """Hits that did not come, by reason and detail."""
@@ -95,7 +99,9 @@ class Trail:
         rest."""
         self.useful += read + shipped
         for node in unfetched:
-            if node in self.silent:
+            if node in self.unconnected:
+                self._lose(Why.UNREACHABLE, f"{node} is not connected")
+            elif node in self.silent:
                 self._lose(Why.TOO_SLOW, f"{node} did not answer")
             elif node is not None:
                 self.skipped += 1
@@ -137,6 +143,8 @@ class Explain:
 
     def begin(self, tenant: TenantId, trail: Trail, codes: bytes, keys: Sequence[SegmentKey]) -> None:
         """A match was answered with `codes`; `trail` has its hits. Takes the place of an earlier one of that name."""
+        if trail.silent:
+            trail.unconnected = frozenset(node for node in trail.silent if not self._peers.connected(node))
         trail.beyond = codes[trail.hits :]
         missing = Code.MISSING
         for key, code in zip(keys[trail.hits :], trail.beyond, strict=True):
@@ -155,10 +163,13 @@ class Explain:
 
     def asked(self, connection: int, tenant: TenantId, message: engine.Explain) -> None:
         """Answered when all directory nodes said what became of what was missing, after `WHY_S` at the latest."""
-        trail = self._trails.get((tenant, message.request))
+        trail = self._trails.get((tenant, message.request)) if message.request else None
         if trail is None:
-            self._context.emit(Answer(connection, engine.Explained(message.id, None)))
-            return
+            names = self._matching(tenant, message.request)
+            if len(names) != 1 or not message.request:
+                self._context.emit(Answer(connection, engine.Explained(message.id, None, names)))
+                return
+            trail = self._trails[tenant, names[0]]
         question = _Question(connection, message.id, tenant, trail, {}, {})
         unknown = []
         for key in trail.missing:
@@ -190,6 +201,11 @@ class Explain:
             self._peers.call(directory_node, ask, WHY_S, partial(heard, directory_node, keys), proves_life=False)
         if not directory_nodes:
             self._answer(question)
+
+    def _matching(self, tenant: TenantId, prefix: str) -> tuple[str, ...]:
+        """Names of the tenant's requests that begin with `prefix`, newest first."""
+        found = (name for owner, name in reversed(self._trails) if owner == tenant and name.startswith(prefix))
+        return tuple(islice(found, MAX_EXPLAINED_NAMES))
 
     def _told(self, gone: Gone) -> tuple[str, str, float, float]:
         return gone.rule, gone.node or self._context.node, self._context.since(gone.at), gone.unused_s
@@ -242,7 +258,15 @@ class Explain:
         """(why, detail, segments) of what is behind the hits."""
         codes = Counter(question.trail.beyond)
         missing = codes.pop(Code.MISSING, 0)
-        silent = _names(question.trail.silent)
+        unconnected = question.trail.unconnected
+        silent = _names(node for node in question.trail.silent if node not in unconnected)
+        no_answer = (
+            (Why.TOO_SLOW, f"no answer from {silent}")
+            if silent
+            else (Why.UNREACHABLE, f"no connection with {_names(sorted(unconnected))}")
+            if unconnected
+            else (Why.UNKNOWN, "")
+        )
         reasons: Counter[tuple[Why, str]] = Counter()
         for number, count in sorted(codes.items()):
             code = Code(number)
@@ -251,7 +275,7 @@ class Explain:
             elif code is Code.PENDING:
                 reasons[Why.PENDING, ""] += count
             elif code is Code.UNKNOWN:
-                reasons[(Why.TOO_SLOW, f"no answer from {silent}") if silent else (Why.UNKNOWN, "")] += count
+                reasons[no_answer] += count
             else:
                 reasons[Why.LIMIT, code.name] += count
         found = [(*reason, count) for reason, count in reasons.items()]

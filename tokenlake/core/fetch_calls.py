@@ -79,6 +79,8 @@ class FetchCall:
             # Nothing is asked of a node that is gone or silent; should it come back, a later fetch finds it.
             if lease.trail is not None:
                 lease.trail.silent[node] = None
+                if not self.parts.peers.connected(node):
+                    lease.trail.unconnected |= {node}
             for index in by_node.pop(node):
                 self.codes[index - self.request.start] = Code.LOST
         self._bound(by_node)

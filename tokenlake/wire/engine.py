@@ -312,8 +312,8 @@ class Hint(_Message, frozen=True, tag=26):
 
 
 class Explain(_Message, frozen=True, tag=27):
-    """What became of the request that goes by this name? Also of a process that did not say `Hello`: `token` says
-    whose requests it may ask about."""
+    """Explain the request with this name or, where no name is equal, the only one whose name begins so. The empty name
+    lists the newest requests. A process may send it before `Hello`; `token` then gives the tenant."""
 
     id: int
     request: RequestName
@@ -321,10 +321,13 @@ class Explain(_Message, frozen=True, tag=27):
 
 
 class Explained(_Message, frozen=True, tag=28):
-    """Answers `Explain`; None where no request of the tenant goes by that name, or it was long ago."""
+    """Answers `Explain`: the funnel of one request of the tenant, or None."""
 
     id: int
     funnel: Funnel | None
+    names: tuple[str, ...] = ()
+    """Without a funnel: names of the tenant's requests that begin with the given name, newest first, at most
+    `MAX_EXPLAINED_NAMES`."""
 
 
 class Claim(_Message, frozen=True, tag=29):

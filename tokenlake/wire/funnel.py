@@ -17,7 +17,10 @@ import msgspec
 
 from tokenlake.wire.fields import Index, Seconds
 
-__all__ = ["Funnel", "Missed", "Why"]
+__all__ = ["MAX_EXPLAINED_NAMES", "Funnel", "Missed", "Why"]
+
+MAX_EXPLAINED_NAMES = 64
+"""Names of requests in one `engine.Explained`."""
 
 
 class Why(StrEnum):
@@ -35,6 +38,8 @@ class Why(StrEnum):
     """somebody was still writing them."""
     TOO_SLOW = "too_slow"
     """a node did not answer, or did not send, within the deadline."""
+    UNREACHABLE = "unreachable"
+    """a node was not connected: it was down, or it and this node had refused each other."""
     UNKNOWN = "unknown"
     """their directory node came back and does not know yet what others hold, or cannot be asked now."""
     BEHIND_A_GAP = "behind_a_gap"
