@@ -1,7 +1,7 @@
-"""Who is at the other end of a local connection, and is it still alive?
+"""The process at the other end of a local connection: its identity, and whether it is alive.
 
-A closed socket does not mean that the process is gone: it may still look at the arena. Nor does an open one mean
-that it lives: a forked child keeps the socket of its dead parent. The pidfd tells.
+The state of the socket does not tell whether the process is alive. A process may close its socket and still map the
+arena, and a forked child keeps the socket of its dead parent open. The pidfd becomes readable when the process ends.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import socket
 import struct
 from typing import NamedTuple
 
-__all__ = ["Credentials", "PeerProcess", "credentials"]
+__all__ = ["Credentials", "ConnectedProcess", "credentials"]
 
 SO_PEERPIDFD = 77
-"""Linux 6.5; not named by Python 3.11. Unlike the pid of SO_PEERCRED it works across PID namespaces."""
+"""Socket option since Linux 6.5; Python 3.11 has no name for it. Unlike the pid of SO_PEERCRED it works across PID
+namespaces."""
 _CREDENTIALS = struct.Struct("3i")
 
 
 class Credentials(NamedTuple):
-    """Of a process: the one that connected, or that called listen on the socket that was connected to."""
+    """Credentials of the process that called connect, or of the one that called listen, at that time."""
 
     pid: int
     uid: int
@@ -28,12 +29,12 @@ class Credentials(NamedTuple):
 
 
 def credentials(sock: socket.socket) -> Credentials:
-    """Of the process at the other end of a connected Unix socket."""
+    """Credentials of the process at the other end of a connected Unix socket."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return Credentials(*_CREDENTIALS.unpack(raw))
 
 
-class PeerProcess:
+class ConnectedProcess:
     """The process that opened a connection. Owns a pidfd until `close`."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -42,16 +43,16 @@ class PeerProcess:
 
     @property
     def dead(self) -> bool:
-        """It can touch nothing any more. Without a pidfd nobody can tell, so it counts as alive."""
+        """The process has ended and accesses no memory. Without a pidfd this is not known, and it counts as alive."""
         if self.pidfd is None:
             return False
-        # select would take no descriptor beyond 1023.
+        # poll, because select accepts no descriptor above 1023.
         poller = select.poll()
         poller.register(self.pidfd, select.POLLIN)
         return bool(poller.poll(0))
 
     def close(self) -> None:
-        """Give the pidfd back."""
+        """Close the pidfd."""
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None

@@ -1,8 +1,7 @@
-"""Python's garbage collector, set up for a loop that nothing may hold for long.
+"""Settings of Python's garbage collector that keep its pauses out of the control loop.
 
-A full collection looks at every object there is: 80 ms with 100,000 segments, and with Python's settings there is
-one about every thousand requests. The rules free what they made by reference counts, so a full collection finds
-next to nothing; it only has to come at some time.
+A full collection visits every object: 80 ms with 100,000 segments, and with Python's default thresholds about one per
+thousand requests. The rules make hardly any reference cycles, so a full collection frees little and may be rare.
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ from collections.abc import Callable
 __all__ = ["set_up"]
 
 THRESHOLDS = (700, 5, 300)
-"""Objects more than before until the young are looked at; how many such looks until the middle-aged are; how many of
-those until all are: about one in a million objects that were made and kept."""
+"""Arguments of `gc.set_threshold`: a full collection comes about once per million objects that were made and kept."""
 
 
-def set_up(told: Callable[[str, dict[str, int]], None]) -> None:
-    """For the whole process, once all modules are loaded: what is there now is never looked at again. `told` is
-    called as `gc.callbacks` are."""
+def set_up(on_collection: Callable[[str, dict[str, int]], None]) -> None:
+    """Set the thresholds of the whole process, and exclude all present objects from later collections. Called once,
+    after all modules are loaded. `on_collection` is added to `gc.callbacks`."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
-    gc.callbacks.append(told)
+    gc.callbacks.append(on_collection)

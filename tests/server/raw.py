@@ -19,8 +19,8 @@ from tokenlake.keys import probe
 from tokenlake.wire import HEADER_BYTES, PROTOCOL_VERSION, engine, pack_frame, peer
 from tokenlake.wire.frames import decode
 from tokenlake_server.daemon import core_config
-from tokenlake_server.peer_connections import ring_members
 from tokenlake_server.handshake import NONCE_BYTES, Dialler, PeerIdentity
+from tokenlake_server.peer_connections import ring_members
 from tokenlake_testing.cluster import Node
 
 LIMIT_S = 20.0

@@ -28,7 +28,7 @@ from tokenlake.errors import LimitReached
 from tokenlake.hints import Hints, Outlook
 from tokenlake.layout import Layout
 from tokenlake.wire import Code, engine, pack_frame
-from tokenlake_server.engine_listener import MAX_IN_FLIGHT, MAX_KEYS
+from tokenlake_server.engine_connection import MAX_IN_FLIGHT, MAX_KEYS
 from tokenlake_server.metrics_page import MAX_THREADS
 from tokenlake_testing.cluster import Cluster, Node
 

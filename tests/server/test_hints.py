@@ -15,7 +15,7 @@ from tests.server.raw import Raw, hello
 from tokenlake.hints import NO_HINTS, Hints, Outlook
 from tokenlake.wire import HEADER_BYTES, Code, engine
 from tokenlake_client import Pool
-from tokenlake_server.engine_listener import MAX_KEYS
+from tokenlake_server.engine_connection import MAX_KEYS
 from tokenlake_testing.cluster import Cluster, Node
 
 pytestmark = pytest.mark.live

@@ -120,7 +120,7 @@ def test_variables_of_a_kubernetes_service_do_not_stop_a_daemon(tmp_path: Path) 
     assert "state_directory" in message
     lines = [line for line in message.splitlines() if "Kubernetes" in line]
     assert len(lines) == 1
-    assert lines[0].endswith("no settings: TOKENLAKE_PORT, TOKENLAKE_SERVICE_HOST")
+    assert lines[0].endswith("not settings: TOKENLAKE_PORT, TOKENLAKE_SERVICE_HOST")
 
 
 def test_only_loopback_is_listened_on(tmp_path: Path) -> None:

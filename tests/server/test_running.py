@@ -139,7 +139,7 @@ def test_the_log_of_a_live_run_replays(tmp_path: Path) -> None:
         ended = replay(log)
         assert ended.returncode == 0, ended
         assert "the same instructions as recorded" in ended.stdout
-        assert "no whole record" not in ended.stdout
+        assert "not a whole record" not in ended.stdout
         events = int(ended.stdout.split()[0])
         assert events > 100
 
@@ -149,7 +149,7 @@ def test_the_log_of_a_live_run_replays(tmp_path: Path) -> None:
         ended = replay(cut)
         assert ended.returncode == 0, ended
         assert f"{events - 1} events" in ended.stdout
-        assert "no whole record" in ended.stdout
+        assert "not a whole record" in ended.stdout
 
         draw = random.Random(5)
         for _ in range(2):
@@ -158,7 +158,7 @@ def test_the_log_of_a_live_run_replays(tmp_path: Path) -> None:
             cut.write_bytes(tampered)
             ended = replay(cut)
             # A length that was changed looks like the end of the log.
-            assert ended.returncode != 0 or "no whole record" in ended.stdout, ended
+            assert ended.returncode != 0 or "not a whole record" in ended.stdout, ended
             assert "Traceback" not in ended.stderr, ended
     junk = tmp_path / "junk.log"
     junk.write_bytes(random.Random(6).randbytes(5000))

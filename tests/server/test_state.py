@@ -87,7 +87,7 @@ def test_a_daemon_goes_on_with_what_it_learned_and_its_log_replays(tmp_path: Pat
             store(pool, Prompt(1, 3))
             assert read(pool, Prompt(1, 3)) == 3
         assert node.stop() == 0
-        assert f"goes on with {len(learned)} bytes" in node.log.read_text()
+        assert f"continues with {len(learned)} bytes" in node.log.read_text()
     replayed = replay(record)
     assert replayed.events > 5
     assert not replayed.difference
