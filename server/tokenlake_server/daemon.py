@@ -232,6 +232,10 @@ def _raise_descriptor_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+class _StartStopped(Exception):
+    """A signal arrived while the arena was populated, which takes seconds per 10 GiB."""
+
+
 async def run(
     config: ServerConfig,
     report: Callable[[int, int], None],
@@ -254,21 +258,29 @@ async def run(
     total = config.memory // config.region_size * config.region_size
     done = 0
 
+    stop = asyncio.Event()
+
     def progress(nbytes: int) -> None:
         nonlocal done
         done += nbytes
         report(done, total)
+        if stop.is_set():
+            raise _StartStopped
 
-    stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     try:
-        await asyncio.to_thread(arena.populate, progress)
+        try:
+            await asyncio.to_thread(arena.populate, progress)
+        except _StartStopped:
+            log.info("stopped before the memory was ready")
+            return
         daemon = Daemon(config, arena, speed)
         garbage_collector.set_up(daemon.watchdog.collected)
         ready(daemon)
         await stop.wait()
         log.info("stopping")
+        daemon.watchdog.stop()
         await daemon.close()
         for number in (signal.SIGTERM, signal.SIGINT):
             # A second signal while the interpreter exits would end the process by the signal and not with status 0.

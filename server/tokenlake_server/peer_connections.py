@@ -273,6 +273,8 @@ class PeerConnections:
         if current is None or current[0] is not connection:
             return
         del self._connections[node]
+        if self._closing:
+            return
         log.warning("connection with %s ended: %s", node, reason)
         self._driver.handle(events.PeerDown(node, incarnation))
         self._dial_soon(node)

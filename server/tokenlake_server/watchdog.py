@@ -44,6 +44,7 @@ class Watchdog:
         self._counters = Counters()
         self._event: Event | str | None = None
         """The event that the current callback handled last, or the name of another cause."""
+        self._stopped = False
         self._counts: dict[str, int] = {}
         self._longest: dict[str, float] = {}
         self._logged_at = -LOG_S
@@ -54,6 +55,10 @@ class Watchdog:
         """Count in `counters` from now on. Called in the callback that makes the daemon."""
         self._counters = counters
         self._event = STARTED
+
+    def stop(self) -> None:
+        """The daemon stops: count and log nothing from now on, because no client waits any more."""
+        self._stopped = True
 
     def watch(self, callback: Callable[..., Any]) -> Callable[..., Any]:
         """Return the callback with its time measured."""
@@ -85,7 +90,7 @@ class Watchdog:
             self._event = COLLECTION
 
     def _took(self, callback: Callable[..., Any], seconds: float) -> None:
-        if seconds <= LIMIT_S or self._event is STARTED:
+        if seconds <= LIMIT_S or self._event is STARTED or self._stopped:
             return
         kind = _kind(self._event, callback)
         self._counters.add(LONG)

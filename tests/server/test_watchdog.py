@@ -107,6 +107,13 @@ def test_the_start_is_not_counted() -> None:
     assert watched.kinds() == {"busy": 1}
 
 
+def test_the_stop_is_not_counted() -> None:
+    watched = Watched()
+    watched.watchdog.stop()
+    watched.watchdog.watch(busy)()
+    assert not watched.kinds()
+
+
 def test_an_error_passes_through_and_is_timed() -> None:
     watched = Watched()
 
