@@ -79,7 +79,8 @@ class Watchdog:
         """Return the rules; callbacks are then named after the event that they handle."""
 
         def noted(event: Event, now: float) -> Any:
-            self._event = event
+            if self._event is not STARTED:
+                self._event = event
             return handle(event, now)
 
         return noted

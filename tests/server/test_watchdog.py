@@ -99,6 +99,8 @@ def test_the_start_is_not_counted() -> None:
 
     def start() -> None:
         watched.watchdog.use(watched.counters)
+        # As with the statistics of an earlier daemon.
+        watched.watchdog.noting(lambda event, now: [])(events.Tick(), 0.0)
         busy()
 
     watched.watchdog.watch(start)()
