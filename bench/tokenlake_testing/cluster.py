@@ -31,13 +31,14 @@ class Node:
     """One daemon. Survives `kill` and `start` again under the same name and addresses."""
 
     def __init__(self, name: str, directory: Path, settings: Mapping[str, str], module: str = SERVER) -> None:
-        """`module`: what Python runs as the daemon."""
+        """`settings`: flags of the daemon, by name with hyphens; a change counts from the next start. `module`: run by
+        Python as the daemon."""
         self.name = name
         self._module = module
         self.socket = directory / f"{name}.sock"
         self.log = directory / f"{name}.log"
         self.metrics_port = free_port()
-        self._settings = {
+        self.settings = {
             "node": name,
             "socket": str(self.socket),
             "metrics": f"127.0.0.1:{self.metrics_port}",
@@ -47,7 +48,7 @@ class Node:
 
     def start(self, module: str | None = None, /, **settings: str) -> None:
         """Start the process; `Cluster.wait_ready` tells when it serves. `module`, `settings`: of this life only."""
-        flags = [word for name, value in {**self._settings, **settings}.items() for word in (f"--{name}", value)]
+        flags = [word for name, value in {**self.settings, **settings}.items() for word in (f"--{name}", value)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TOKENLAKE_")}
         with self.log.open("ab") as log:
             self.process = start_child(

@@ -39,6 +39,8 @@ MAX_HANDSHAKES = 64
 """Connections whose handshake is not complete; further ones are closed at once."""
 MAX_REASON = 2000
 """Characters of the other side's reason that are logged."""
+REFUSAL_S = 1.0
+"""Least time between two lines about refusals of the same node."""
 
 
 Adopt = Callable[[socket.socket, peer.PeerHello, bytes], None]
@@ -59,11 +61,9 @@ class _Handshake:
     """This node's side; None until the other side's hello."""
 
     @property
-    def name(self) -> str:
-        """The other side, as the log names it."""
-        if isinstance(self.side, Acceptor):
-            return f"an unproven node {self.side.hello.node!r}"
-        return self.dialled or "an unnamed connection"
+    def node(self) -> str:
+        """The node that was dialled, or the unproven name that the dialler gave; empty before its hello."""
+        return self.side.hello.node if isinstance(self.side, Acceptor) else self.dialled or ""
 
 
 def ring_members(ring: Ring, weights: Mapping[str, int]) -> tuple[str, ...]:
@@ -92,7 +92,8 @@ class PeerConnections:
         self._connections: dict[str, tuple[FrameConnection, int]] = {}
         self._handshakes: dict[FrameConnection, _Handshake] = {}
         self._dialling: dict[str, asyncio.Task[None]] = {}
-        self._refused: dict[str, str] = {}
+        self._refused: dict[str, tuple[str, float]] = {}
+        """The last line about a refusal, and its time, by node."""
         self._closing = False
         self._sock = _listen(listen)
         self.address = Address(*self._sock.getsockname()[:2])
@@ -192,7 +193,7 @@ class PeerConnections:
         try:
             match decode(peer.handshake_decoder, body), handshake.side:
                 case peer.PeerRefused() as refused, _:
-                    self._log_refusal(handshake.name, refused.reason)
+                    self._log_refusal(handshake, refused.reason)
                     connection.close("refused by the other side")
                 case peer.PeerHello() as hello, None:
                     handshake.side = Acceptor(self._identity, hello, secrets.token_bytes(NONCE_BYTES))
@@ -213,7 +214,7 @@ class PeerConnections:
             self._refuse_handshake(connection, handshake, error)
 
     def _refuse_handshake(self, connection: FrameConnection, handshake: _Handshake, error: TokenLakeError) -> None:
-        self._log_refusal(handshake.name, str(error))
+        self._log_refusal(handshake, str(error))
         connection.send(pack_frame(peer.PeerRefused(type(error).__name__, str(error))))
         connection.close(str(error))
 
@@ -236,13 +237,20 @@ class PeerConnections:
             sock, rest = connection.detach()
             self._adopters[hello.purpose](sock, hello, rest)
 
-    def _log_refusal(self, name: str, reason: str) -> None:
-        """Log a refusal. A repetition is not logged; each peer has one entry, and all other names share one."""
-        # Name and reason may come from an unproven node: it can neither forge a line of the log nor make the map grow.
-        known = name if name in self._addresses else ""
+    def _log_refusal(self, handshake: _Handshake, reason: str) -> None:
+        """Log a refusal, unless it is the last one that was logged of this node. Peers repeat their attempts, so that
+        no reason is lost when `REFUSAL_S` has not passed."""
+        # Name and reason may come from an unproven process: it can neither forge a line of the log nor make the map
+        # grow. All names that are not those of peers share one entry.
+        name = handshake.node or "an unnamed process"
+        if handshake.dialled is None:
+            name = f"{name} (not proven)"
         line = "".join(each if each.isprintable() else " " for each in f"{name} refused: {reason}"[:MAX_REASON])
-        if self._refused.get(known) != line:
-            self._refused[known] = line
+        node = handshake.node if handshake.node in self._addresses else ""
+        last, logged_at = self._refused.get(node, ("", -REFUSAL_S))
+        now = self._loop.time()
+        if line != last and now - logged_at >= REFUSAL_S:
+            self._refused[node] = line, now
             log.error("connection with %s", line)
 
     # -- established

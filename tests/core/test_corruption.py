@@ -97,7 +97,7 @@ def test_a_sound_copy_elsewhere_is_used_by_the_same_fetch() -> None:
     assert (counters[FETCHED], counters[MISSING], counters[SKIPPED]) == (SEGMENT_TOKENS, 0, 0)
 
 
-def test_an_engine_that_verifies_rids_the_others_of_a_wrong_copy() -> None:
+def test_a_verifying_engine_reports_a_corrupt_copy() -> None:
     cluster = calm(1)
     careful, other = cluster.join(0, processes=2), cluster.join(0)
     keys = prompt("p", 3)

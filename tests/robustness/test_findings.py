@@ -52,7 +52,7 @@ def test_an_answer_that_was_cut_off_grants_nothing(cluster: Cluster, tmp_path: P
         wait_until(lambda: accounted(node), "everything is given back")
 
 
-def test_a_grant_that_another_connection_overtook_is_not_handed_out(cluster: Cluster) -> None:
+def test_a_grant_of_an_earlier_connection_is_not_used(cluster: Cluster) -> None:
     """Its answer is here, but the next connection did not name it: it is leased no more."""
     with cluster.connect(0, LAYOUT) as pool:
         store(pool, PROMPT)

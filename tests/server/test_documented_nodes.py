@@ -22,7 +22,7 @@ pytestmark = pytest.mark.live
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 
 
-def test_the_two_nodes_of_the_page_find_each_other(tmp_path: Path) -> None:
+def test_the_two_nodes_of_the_page_connect(tmp_path: Path) -> None:
     """With the ports and sizes of the page replaced: other daemons may have the one, and the other is not there."""
     files = dict(re.findall(r"```toml\n# ([ab])\.toml\n(.*?)```", PAGE.read_text(), re.DOTALL))
     assert sorted(files) == ["a", "b"]

@@ -9,6 +9,7 @@ import pytest
 
 from tests.robustness.live import LAYOUT
 from tokenlake.core import CoreConfig, NodeCore, events
+from tokenlake.core.claims import Claims
 from tokenlake.core.events import Event
 from tokenlake.core.failure import HandlerFailed
 from tokenlake.core.instructions import Answer, Instruction, Say, Stamp, Welcomed
@@ -31,7 +32,7 @@ async def turns(count: int) -> None:
         await asyncio.sleep(0)
 
 
-def test_an_answer_between_alarm_and_tick_leaves_one_alarm() -> None:
+def test_an_answer_between_alarm_and_tick() -> None:
     """Each such answer made one more alarm for good: after hours of matches every deadline cost thousands of ticks."""
     loop = SteppedLoop()
     said: list[peer.PeerMessage] = []
@@ -86,7 +87,7 @@ def test_an_answer_between_alarm_and_tick_leaves_one_alarm() -> None:
         loop.close()
 
 
-def test_a_faster_clock_is_the_only_clock_of_the_rules() -> None:
+def test_all_times_of_the_rules_follow_their_clock() -> None:
     """Events and alarms: a deadline of the rules passes ten times as soon."""
     loop = SteppedLoop()
     seen: list[tuple[str, float]] = []
@@ -128,9 +129,7 @@ def test_a_faster_clock_is_the_only_clock_of_the_rules() -> None:
         loop.close()
 
 
-def test_what_the_rules_changed_before_they_failed_is_carried_out_and_replayed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_instructions_of_a_failed_handler_are_carried_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else memory that has a new owner would bear the generation of the former."""
     loop = SteppedLoop()
     config = CoreConfig("a", 1, {"a": 1}, regions=1, region_bytes=1 << 20)
@@ -147,7 +146,7 @@ def test_what_the_rules_changed_before_they_failed_is_carried_out_and_replayed(
     def fail(*of: object) -> None:
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr(type(core._claims), "announce", fail)
+    monkeypatch.setattr(Claims, "announce", fail)
     try:
         driver.handle(events.Joined(1, 1, "t", LAYOUT.segment_bytes, LAYOUT.shards, LAYOUT.segment_tokens, 0, 0))
         carried.clear()

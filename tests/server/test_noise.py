@@ -140,7 +140,7 @@ def noise_from_a_process(path: Path, seed: int) -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=LIMIT_S, cwd=Path(__file__).parents[2])
 
 
-def test_connections_that_map_nothing_leave_nothing(node: Node) -> None:
+def test_connections_without_a_mapping_leave_nothing(node: Node) -> None:
     growth = Growth(node)
     for _ in range(100):
         with Raw(node.socket) as raw:
@@ -169,7 +169,7 @@ def test_noise_on_the_peers_port(node: Node, cluster: Cluster) -> None:
     wait_until(lambda: total(node, "tokenlake_peers_connected") == 1, "the real peer is still there")
 
 
-def test_connections_that_say_nothing_are_bounded(node: Node) -> None:
+def test_silent_connections_are_bounded(node: Node) -> None:
     address = peer_address(node)
     growth = Growth(node)
     silent = [Raw(address) for _ in range(200)]

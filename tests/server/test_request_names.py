@@ -17,7 +17,7 @@ def logged(nodes: list[Node], text: str) -> bool:
     return any(text in node.log.read_text() for node in nodes)
 
 
-def test_a_request_is_found_in_all_logs_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_all_logs_name_a_request(caplog: pytest.LogCaptureFixture) -> None:
     with daemons(3, log_level="debug") as cluster:
         check(cluster, caplog)
 

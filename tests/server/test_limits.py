@@ -50,7 +50,7 @@ def regions_mapped(node: Node) -> int:
     return sum("/tokenlake-" in line and line.endswith("(deleted)") for line in maps)
 
 
-def test_a_region_that_cannot_be_replaced_yet(tmp_path: Path) -> None:
+def test_a_region_is_replaced_once_there_is_memory(tmp_path: Path) -> None:
     """A newcomer gets it once there is memory; until then there is less memory than 'memory', never more."""
     arena, away = tmp_path / "arena", tmp_path / "away"
     arena.mkdir()
@@ -78,7 +78,7 @@ def test_a_region_that_cannot_be_replaced_yet(tmp_path: Path) -> None:
         assert node.log.read_text().count("could not be replaced") == 1
 
 
-def test_a_disk_that_is_full_ends_the_event_log_and_nothing_else() -> None:
+def test_a_full_disk_ends_only_the_event_log() -> None:
     with daemons(record="/dev/full") as cluster, cluster.connect(0, LAYOUT) as pool:
         node = cluster.nodes[0]
         draw = random.Random(1)
@@ -133,7 +133,7 @@ def test_keys_per_request_are_bounded(cluster: Cluster) -> None:
         assert pool.match(keys[:10], deadline_s=PATIENT_S).hits == 0
 
 
-def test_the_metrics_page_takes_so_many_at_a_time(cluster: Cluster) -> None:
+def test_requests_for_metrics_are_bounded(cluster: Cluster) -> None:
     """Who connects and asks nothing holds a thread; beyond the bound connections are closed at once."""
     node = cluster.nodes[0]
     address = ("127.0.0.1", node.metrics_port)

@@ -89,7 +89,7 @@ def test_a_file_with_secrets_that_others_may_read(tmp_path: Path) -> None:
     assert "chmod 600" in start(tmp_path, "--config", str(file))
 
 
-def test_a_file_without_secrets_may_be_read_by_others_and_a_secret_of_mode_0600_is_taken(tmp_path: Path) -> None:
+def test_files_that_are_accepted(tmp_path: Path) -> None:
     file = tmp_path / "tokenlake.toml"
     for mode, text in ((0o644, "cluster_secret = ''\n"), (0o600, f"cluster_secret = '{'aa' * 32}'\n")):
         file.write_text(text)
@@ -97,7 +97,7 @@ def test_a_file_without_secrets_may_be_read_by_others_and_a_secret_of_mode_0600_
         assert read_config_file(file) == text
 
 
-def test_a_directory_for_what_was_learned_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_state_directory(tmp_path: Path) -> None:
     missing = tmp_path / "none"
     message = start(tmp_path, "--state-directory", str(missing))
     assert f"setting 'state_directory' is '{missing}'; expected a directory that exists" in message
@@ -113,7 +113,7 @@ def test_huge_pages_that_were_not_set_aside(tmp_path: Path) -> None:
     assert "sysctl vm.nr_hugepages" in message
 
 
-def test_variables_of_a_kubernetes_service_do_not_stop_a_daemon(tmp_path: Path) -> None:
+def test_variables_of_a_kubernetes_service(tmp_path: Path) -> None:
     """It comes as far as to the directory that is not there."""
     service = {"TOKENLAKE_PORT": "tcp://10.0.0.7:7440", "TOKENLAKE_SERVICE_HOST": "10.0.0.7"}
     message = start(tmp_path, "--state-directory", str(tmp_path / "none"), environment=service)
@@ -159,7 +159,7 @@ def _available() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
 
 
-def test_a_stale_socket_is_replaced_and_the_end_is_clean() -> None:
+def test_stale_sockets_and_clean_stops() -> None:
     with daemons() as cluster:
         node = cluster.nodes[0]
         node.kill()

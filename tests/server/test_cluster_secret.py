@@ -84,7 +84,7 @@ def test_the_right_secret_opens_control_and_bulk_connections(cluster: Cluster) -
         assert outcomes(decode(peer.pulled_decoder, raw.body()).codes) & {Code.LOCAL}, "so Pull is what a thief says"
 
 
-def test_another_secret_is_named_on_both_sides_and_the_others_serve_on(tmp_path: Path) -> None:
+def test_another_secret_is_logged_on_both_sides(tmp_path: Path) -> None:
     ports = {name: free_port() for name in ("a", "b", "c")}
     peers = ",".join(f"{name}=127.0.0.1:{port}" for name, port in ports.items())
     right, wrong = config(tmp_path / "right.toml"), config(tmp_path / "wrong.toml", "0badca" * 10)
@@ -143,7 +143,7 @@ def challenged(raw: Raw, hello: peer.PeerHello) -> peer.PeerChallenge:
 
 
 @pytest.mark.parametrize("purpose", get_args(peer.Purpose))
-def test_strangers_obtain_nothing_in_the_name_of_a_member_that_is_down(cluster: Cluster, purpose: peer.Purpose) -> None:
+def test_a_stranger_cannot_pose_as_a_dead_member(cluster: Cluster, purpose: peer.Purpose) -> None:
     node, member = cluster.nodes
     keys, address, posing = keys_of(cluster), peer_address(node), identity_of(member)
     hello, proof = record(address, posing, purpose)
@@ -203,7 +203,22 @@ def record(
     return dialler.hello, proof
 
 
-def test_a_stranger_at_the_address_of_a_member_is_told_nothing(cluster: Cluster) -> None:
+def test_refusals_of_two_nodes_are_logged_once_each() -> None:
+    """Two nodes with another secret took turns, and each of their attempts, ten a second, was a line of the log."""
+    with daemons(peers=f"x=127.0.0.1:{free_port()},y=127.0.0.1:{free_port()}") as cluster:
+        node = cluster.nodes[0]
+        for _ in range(10):
+            for name in ("x", "y"):
+                identity = replace(identity_of(node), node=name)
+                with Raw(peer_address(node)) as raw:
+                    challenged(raw, Dialler(identity, node.name, secrets.token_bytes(NONCE_BYTES), "control").hello)
+                    raw.send(peer.PeerRefused("CredentialRefused", f"'node0' did not prove to '{name}'"))
+                    assert raw.closed()
+        text = node.log.read_text()
+        assert [text.count(f"did not prove to '{name}'") for name in ("x", "y")] == [1, 1]
+
+
+def test_a_stranger_at_a_members_address_learns_nothing(cluster: Cluster) -> None:
     """node0 dials node1, whose port a stranger took."""
     node, member = cluster.nodes
     with Raw(peer_address(member)) as raw:
