@@ -1,4 +1,4 @@
-"""What a daemon refuses at its start: it says what is wrong and leaves nothing behind."""
+"""`tokenlake serve` refuses wrong settings with a reason and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SERVE = [sys.executable, "-m", "tokenlake_server"]
 
 
 def start(tmp_path: Path, *flags: str, environment: dict[str, str] | None = None) -> str:
-    """What a daemon that does not start says; it must end with status 1 or 2 and no traceback."""
+    """The error of a daemon that does not start; its status must be 1 or 2, without a traceback."""
     given = {word for word in flags if word.startswith("--")}
     defaults = {
         "--node": "x",
@@ -114,7 +114,7 @@ def test_huge_pages_that_were_not_set_aside(tmp_path: Path) -> None:
 
 
 def test_variables_of_a_kubernetes_service(tmp_path: Path) -> None:
-    """It comes as far as to the directory that is not there."""
+    """The daemon ignores them and ends at the missing directory."""
     service = {"TOKENLAKE_PORT": "tcp://10.0.0.7:7440", "TOKENLAKE_SERVICE_HOST": "10.0.0.7"}
     message = start(tmp_path, "--state-directory", str(tmp_path / "none"), environment=service)
     assert "state_directory" in message

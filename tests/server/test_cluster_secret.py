@@ -1,4 +1,4 @@
-"""Nobody obtains or is told anything on the peers' port who does not know the cluster secret."""
+"""A process without the cluster secret obtains no segments and no facts on the port for peers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def keys_of(cluster: Cluster) -> bytes:
 
 
 def believed(cluster: Cluster) -> Callable[[], tuple[float, ...]]:
-    """What changes at node0 when somebody is believed."""
+    """Metrics of node0 that change when it accepts a handshake."""
     names = ("tokenlake_peers_connected", "tokenlake_sent_segments_total", "tokenlake_received_segments_total")
     return lambda: tuple(total(cluster.nodes[0], name) for name in names)
 
@@ -176,7 +176,7 @@ def test_a_stranger_cannot_pose_as_a_dead_member(cluster: Cluster, purpose: peer
                     challenged(raw, each)
                 raw.send(message)
                 refused(raw, "ProtocolRefused")
-    # 5. The hello and what comes after the welcome, without waiting for anything.
+    # 5. The hello and the frames after the welcome, without waiting for replies.
     with Raw(address) as raw:
         raw.write(pack_frame(hello) + pack_frame(proof) + pack_frame(peer.Pull("red", keys)))
         assert isinstance(raw.answer(), peer.PeerChallenge)
@@ -194,7 +194,7 @@ def test_a_stranger_cannot_pose_as_a_dead_member(cluster: Cluster, purpose: peer
 def record(
     address: tuple[str, int], posing: PeerIdentity, purpose: peer.Purpose
 ) -> tuple[peer.PeerHello, peer.PeerProof]:
-    """What a real member said when it was believed. Over a control connection it replaces the member's own."""
+    """The messages of a member in an accepted handshake. A control connection replaces the member's own."""
     dialler = Dialler(posing, "node0", secrets.token_bytes(NONCE_BYTES), purpose)
     with Raw(address) as raw:
         proof = dialler.answer(challenged(raw, dialler.hello))
@@ -238,7 +238,7 @@ def test_a_stranger_at_a_members_address_learns_nothing(cluster: Cluster) -> Non
                 assert answer.kind == "CredentialRefused"
                 assert "node0, " not in answer.reason
                 assert sock.recv(1) == b""
-        # A welcome that nobody asked for, and messages of somebody believed.
+        # A welcome without a handshake, and a message of a peer.
         for message in (peer.PeerWelcome(), peer.Ready(1, "red", bytes(32))):
             sock, _ = listener.accept()
             with sock:

@@ -50,7 +50,7 @@ def tokens(node: Node, name: str) -> float:
 
 
 def test_the_token_counters_add_up() -> None:
-    """Against a count of our own, made from what the client was told about each segment."""
+    """Compared with counts of the test, from the codes that the client received."""
     draw = random.Random(11)
     prompts = [Prompt(seed, 6) for seed in range(20)]
     with daemons(3) as cluster:

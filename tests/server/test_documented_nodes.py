@@ -36,7 +36,7 @@ def test_the_two_nodes_of_the_page_connect(tmp_path: Path) -> None:
             file.write_text(re.sub(r"(?<=127\.0\.0\.1:)[0-9]+", lambda match: ports[match[0]], text))
             log = stack.enter_context((tmp_path / f"{node}.log").open("wb"))
             command = [sys.executable, "-m", "tokenlake_server", "--config", str(file), "--memory", "4MiB"]
-            # The default place depends on the user who runs the test.
+            # The default place depends on the user of the test.
             command += ["--socket", str(tmp_path / f"tokenlake-{node}.sock")]
             daemons[node] = stack.enter_context(
                 subprocess.Popen([*command, "--region-size", "1MiB"], stdout=log, stderr=log, env=environment)

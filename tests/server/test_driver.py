@@ -1,4 +1,4 @@
-"""The driver: one Tick per deadline, whatever is read between the alarm and its Tick; events that the rules fail on."""
+"""The driver: one Tick per deadline, the rules' clock, and events on which the rules fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenlake_server.event_log import Recorder, replay
 
 
 class SteppedLoop(asyncio.SelectorEventLoop):
-    """Its time stands until it is set."""
+    """A loop whose time changes only when it is set."""
 
     now = 0.0
 
@@ -33,7 +33,7 @@ async def turns(count: int) -> None:
 
 
 def test_an_answer_between_alarm_and_tick() -> None:
-    """Each such answer made one more alarm for good: after hours of matches every deadline cost thousands of ticks."""
+    """Each such answer left one more alarm: after hours of matches every deadline cost thousands of ticks."""
     loop = SteppedLoop()
     said: list[peer.PeerMessage] = []
     ticks: list[float] = []
@@ -88,7 +88,7 @@ def test_an_answer_between_alarm_and_tick() -> None:
 
 
 def test_all_times_of_the_rules_follow_their_clock() -> None:
-    """Events and alarms: a deadline of the rules passes ten times as soon."""
+    """With speed 10, a deadline of the rules passes in a tenth of the time."""
     loop = SteppedLoop()
     seen: list[tuple[str, float]] = []
 
@@ -130,7 +130,7 @@ def test_all_times_of_the_rules_follow_their_clock() -> None:
 
 
 def test_instructions_of_a_failed_handler_are_carried_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else memory that has a new owner would bear the generation of the former."""
+    """Otherwise a reused slot would keep the generation of its previous segment."""
     loop = SteppedLoop()
     config = CoreConfig("a", 1, {"a": 1}, regions=1, region_bytes=1 << 20)
     core = NodeCore(config)

@@ -1,4 +1,4 @@
-"""What a daemon refuses on the local socket says what is wrong; and the daemon serves on."""
+"""Refusals on the local socket name their reason, and the daemon continues to serve."""
 
 from __future__ import annotations
 

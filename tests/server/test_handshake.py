@@ -1,4 +1,4 @@
-"""Proofs of a handshake: both sides believe who knows the secret, and nothing that was changed on the way."""
+"""Handshakes: both sides accept the right secret and refuse messages that were changed or recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hints, retention, quotas and bytes per tenant on real daemons, and hints without meaning."""
+"""Hints, retention, quotas and bytes per tenant on real daemons, and invalid hints."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_an_invalid_hint_cannot_be_made() -> None:
 
 
 def test_segments_of_high_priority_stay(one: Cluster) -> None:
-    """Said at the store, at a read, and after all."""
+    """The priority is given at the store, at a read, or later."""
     prompts = [Prompt(100 + number, 2) for number in range(3)]
     with one.connect(0, LAYOUT) as pool:
         keys = [pool.prefix(prompt.tokens).keys for prompt in prompts]

@@ -1,4 +1,4 @@
-"""What runs out, of disk, memory or patience, stops nobody who needs none of it."""
+"""Limits: a resource that runs out affects only the requests that need it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def regions_mapped(node: Node) -> int:
 
 
 def test_a_region_is_replaced_once_there_is_memory(tmp_path: Path) -> None:
-    """A newcomer gets it once there is memory; until then there is less memory than 'memory', never more."""
+    """A new layout gets it once there is memory; until then the arena is smaller than `memory`, never larger."""
     arena, away = tmp_path / "arena", tmp_path / "away"
     arena.mkdir()
     with daemons(1, "1MiB", "1MiB", arena_directory=str(arena)) as cluster:
@@ -98,7 +98,7 @@ def test_a_full_disk_ends_only_the_event_log() -> None:
 
 
 def test_requests_in_flight_are_bounded() -> None:
-    """Matches that wait for a frozen node: those beyond the bound are refused by name, and the connection lives."""
+    """Matches that wait for a frozen node: those above the limit are refused, and the connection stays open."""
     beyond = 40
     with daemons(2, suspect_ms="20000") as cluster:
         node = cluster.nodes[0]
@@ -134,7 +134,7 @@ def test_keys_per_request_are_bounded(cluster: Cluster) -> None:
 
 
 def test_requests_for_metrics_are_bounded(cluster: Cluster) -> None:
-    """Who connects and asks nothing holds a thread; beyond the bound connections are closed at once."""
+    """Connections without a request hold a thread each; above the limit they are closed at once."""
     node = cluster.nodes[0]
     address = ("127.0.0.1", node.metrics_port)
     silent = [socket.create_connection(address, LIMIT_S) for _ in range(MAX_THREADS)]

@@ -1,4 +1,4 @@
-"""The daemon's end: what it makes, replaces and refuses on the way to its socket."""
+"""The daemon's local socket: directories and sockets that it creates, replaces and refuses."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_socket_of_another_user_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
-    """A link to the socket of a daemon that had died was replaced; where it led is another's business."""
+    """A link to the socket of a dead daemon was replaced."""
     left_behind(tmp_path / "elsewhere")
     (tmp_path / "s").symlink_to(tmp_path / "elsewhere")
     assert "symbolic link" in refused(tmp_path / "s")

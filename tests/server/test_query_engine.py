@@ -1,4 +1,4 @@
-"""The daemon's side of its query engine: started, started again, and how one gets a connection to it."""
+"""The daemon's side of the query engine: start, restart, and connections to it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_an_engine_without_a_query_engine() -> None:
 
 
 def test_a_failed_start_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what the operating system refused as such was survived; for want of a thread there was none ever again."""
+    """After an error other than OSError, such as a missing thread, the query engine was never started again."""
     pytest.importorskip("torch")
     failures: list[Exception] = [RuntimeError("can't start new thread"), BlockingIOError("no process")]
     started = threading.Event()

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.live
 
 
 def logged(nodes: list[Node], text: str) -> bool:
-    """Is it in the log of one of them?"""
+    """True when the log of one of the nodes has the text."""
     return any(text in node.log.read_text() for node in nodes)
 
 

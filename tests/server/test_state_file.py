@@ -1,4 +1,4 @@
-"""What a node learned outlives its daemon, and a file that is no such thing harms nobody."""
+"""Eviction statistics survive a restart, and a damaged file is ignored."""
 
 from __future__ import annotations
 
