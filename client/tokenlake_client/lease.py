@@ -27,9 +27,10 @@ from tokenlake.wire.engine import (
     Shipped,
     Where,
 )
+from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import join_keys, slot_array
 from tokenlake_client.books import Books, Holding
-from tokenlake_client.checksums import CHECKSUM_BYTES, shard_checksums
+from tokenlake_client.checksums import shard_checksums
 from tokenlake_client.hands import Hands
 from tokenlake_client.link import Link
 from tokenlake_client.regions import Mapping, Window

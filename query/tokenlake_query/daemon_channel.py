@@ -1,5 +1,7 @@
-"""The socket pair that this process inherits from its daemon: connections come over it. Its end is the daemon's death,
-and ends the process at once: what it maps is nobody's any more."""
+"""The socket pair that this process inherits from its daemon. The daemon sends connections over it.
+
+The channel ends when the daemon dies, and then this process exits at once: it maps an arena that belongs to no daemon.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class DaemonChannel:
-    """`run` reads in the calling thread, `dial` from any."""
+    """`read` is for one thread; `send` and `dial` are thread-safe."""
 
     def __init__(self, descriptor: int) -> None:
         """Takes `descriptor` over."""
@@ -43,7 +45,8 @@ class DaemonChannel:
         self._sending = threading.Lock()
 
     def read(self) -> tuple[ToQueryEngine, socket.socket | None]:
-        """The next message and the connection that came with it. Ends the process with the channel."""
+        """Block for the next message; the second value is the connection that came with it. Exits the process when the
+        channel has ended, and with an error for a message that cannot be decoded."""
         try:
             message = decode(query_engine_decoder, self._reader.frame())
             if isinstance(message, EngineCame | PeerCame | Connected):
@@ -52,19 +55,19 @@ class DaemonChannel:
         except (EOFError, OSError):
             os._exit(0)
         except TokenLakeError:
-            log.exception("the daemon is of another version")
+            log.exception("the daemon sent a message that this version does not know")
             os._exit(1)
 
     def dial(self, node: str) -> None:
-        """Ask for a connection to the query engine of `node`; `read` tells."""
-        self.tell(Dial(node))
+        """Ask the daemon for a connection to the query engine of `node`; `read` returns `Connected` or `Unreached`."""
+        self.send(Dial(node))
 
-    def tell(self, message: ToDaemon) -> None:
-        """A frame of some bytes: it never waits. Nothing where the daemon is gone, which `read` learns."""
+    def send(self, message: ToDaemon) -> None:
+        """Send one small frame, which never blocks. An error is ignored: the daemon is dead, and `read` exits."""
         with self._sending, contextlib.suppress(OSError):
             self._sock.sendall(pack_frame(message))
 
 
 def die_with_parent() -> None:
-    """Where the channel's end would come late: a process that computes for long dies with its daemon all the same."""
+    """Let the kernel kill this process when the daemon dies, also while no thread reads the channel."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What this process counts; its daemon shows it on the metrics page."""
+"""Counters and gauges of this process. The daemon receives them once a second and shows them on its metrics page."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import threading
 
 from tokenlake.wire.supervision import Report
 
-__all__ = ["Tally"]
+__all__ = ["Counters"]
 
 
-class Tally:
-    """From any thread. Names are those of `Report`."""
+class Counters:
+    """Thread-safe. The names are the fields of `Report`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: dict[str, int] = dict.fromkeys(Report.__struct_fields__, 0)
 
     def add(self, **amounts: int) -> None:
-        """To the counts of these names."""
+        """Add to the named counters; a negative amount lowers a gauge."""
         with self._lock:
             for name, amount in amounts.items():
                 self._counts[name] += amount
@@ -26,6 +26,6 @@ class Tally:
         return self._counts[name]
 
     def report(self) -> Report:
-        """As they are now."""
+        """A consistent copy of all values."""
         with self._lock:
             return Report(**self._counts)

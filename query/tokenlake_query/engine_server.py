@@ -1,65 +1,106 @@
-"""The side of an engine: its buffers, views and steps, and a round per query."""
+"""Serves an engine: its views, the memory that it shares with this process, and a round for each of its queries."""
 
 from __future__ import annotations
 
+import fcntl
+import mmap
+import os
 import socket
 import threading
 from concurrent.futures import Executor
 
 import numpy as np
 
-from tokenlake.attention import stored_dtype
+from tokenlake.attention import Stored, stored_dtype
 from tokenlake.errors import LayoutRefused, LimitReached, ProtocolRefused, TokenLakeError
 from tokenlake.wire import Code
 from tokenlake.wire import query as wire
 from tokenlake.wire.frames import decode
-from tokenlake_query.buffers import SharedBuffer
 from tokenlake_query.connection import Connection
-from tokenlake_query.opening import Opener
-from tokenlake_query.steps import Part, Round, Step, Tools
-from tokenlake_query.tally import Tally
-from tokenlake_query.views import View
+from tokenlake_query.counters import Counters
+from tokenlake_query.rounds import Part, Round, Step, Threads
+from tokenlake_query.views import View, ViewOpener
 
-__all__ = ["EngineSide"]
+__all__ = ["EngineServer"]
 
 MAX_VIEWS = 1 << 14
 MAX_BUFFERS = 256
+MAX_BUFFER_BYTES = 16 << 30
+
+
+class _SharedMemory:
+    """A memfd of the engine, mapped here: queries in, outputs and sums out. Unmapped when the last array over it is
+    gone."""
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        """Takes `descriptor` over. Raises ProtocolRefused unless it is sealed against shrinking: an access beyond the
+        end of a file that shrank would kill this process. Raises LimitReached beyond `MAX_BUFFER_BYTES`."""
+        try:
+            if nbytes > MAX_BUFFER_BYTES:
+                raise LimitReached(f"a buffer of {nbytes} bytes; at most {MAX_BUFFER_BYTES}")
+            try:
+                sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            except OSError:
+                sealed = 0
+            size = os.fstat(descriptor).st_size
+            if not sealed or size < nbytes:
+                raise ProtocolRefused(
+                    f"a buffer of {size} bytes, {'sealed' if sealed else 'not sealed'} against shrinking; "
+                    f"expected a memfd of {nbytes} bytes that is"
+                )
+            self._map = mmap.mmap(descriptor, nbytes)
+        finally:
+            os.close(descriptor)
+        self.nbytes = nbytes
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Stored:
+        """A view of the memory. Raises ProtocolRefused where it is not aligned or does not fit."""
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if offset % wire.ALIGNMENT or offset + nbytes > self.nbytes:
+            raise ProtocolRefused(
+                f"{nbytes} bytes at {offset} of a buffer of {self.nbytes}; "
+                f"expected a multiple of {wire.ALIGNMENT} that fits"
+            )
+        return np.frombuffer(self._map, dtype, nbytes // dtype.itemsize, offset).reshape(shape)
 
 
 class _Buffer:
-    """A buffer, what `Query` of it means, and the one under way. Of the reading thread."""
+    """One buffer of the engine: its memory, the step that `Query` refers to, and the newest round. Used by the reading
+    thread alone."""
 
-    def __init__(self, memory: SharedBuffer) -> None:
+    def __init__(self, memory: _SharedMemory) -> None:
         self.memory = memory
         self.step: Step | None = None
         self.round: Round | None = None
 
-    def void(self) -> None:
+    def cancel(self) -> None:
+        """End the round: it writes nothing into the memory any more."""
         if self.round is not None:
-            self.round.void()
+            self.round.cancel()
             self.round = None
 
 
-class EngineSide:
-    """A connection of an engine. What it opened is closed with it."""
+class EngineServer:
+    """One connection of an engine. Its views, buffers and rounds end with the connection."""
 
     def __init__(
         self,
         sock: socket.socket,
         name: str,
-        opener: Opener,
+        opener: ViewOpener,
         opening: Executor,
-        tools: Tools,
-        tally: Tally,
+        threads: Threads,
+        counters: Counters,
     ) -> None:
+        """Takes `sock` over. `opening`: threads that may block while they open a view."""
         self._opener = opener
         self._opening = opening
-        self._tools = tools
-        self._tally = tally
+        self._threads = threads
+        self._counters = counters
         self._buffers: dict[int, _Buffer] = {}
         self._lock = threading.Lock()
         self._views: dict[int, View | None] = {}
-        """None while it is opened."""
+        """None while a view is being opened."""
         self._connection = Connection(sock, name)
         self._connection.serve(self._handle, self._ended)
 
@@ -88,11 +129,11 @@ class EngineSide:
     def _open_buffer(self, message: wire.OpenBuffer) -> None:
         old = self._buffers.pop(message.buffer, None)
         if old is not None:
-            old.void()
+            old.cancel()
         if not message.nbytes:
             return
         descriptor = self._connection.reader.descriptor()
-        memory = SharedBuffer(descriptor, message.nbytes)
+        memory = _SharedMemory(descriptor, message.nbytes)
         if len(self._buffers) >= MAX_BUFFERS:
             raise LimitReached(f"an engine shares at most {MAX_BUFFERS} buffers")
         self._buffers[message.buffer] = _Buffer(memory)
@@ -100,9 +141,9 @@ class EngineSide:
     def _set_step(self, message: wire.Step) -> None:
         buffer = self._buffers.get(message.buffer)
         if buffer is None:
-            raise ProtocolRefused(f"buffer {message.buffer} is not open")
-        buffer.void()
-        # What is refused leaves no step that a query could mean.
+            raise ProtocolRefused(f"buffer {message.buffer} is not open; open it before its step")
+        buffer.cancel()
+        # Before the checks: after a refused step no query may refer to the step before it.
         buffer.step = None
         layout = self._opener.layout
         if message.dtype != layout.dtype:
@@ -133,7 +174,7 @@ class EngineSide:
     def _view(self, number: int) -> View:
         view = self._views.get(number)
         if view is None:
-            raise ProtocolRefused(f"view {number} is not open")
+            raise ProtocolRefused(f"view {number} is not open; expected an open view")
         return view
 
     def _query(self, message: wire.Query) -> None:
@@ -143,12 +184,12 @@ class EngineSide:
         layers = self._opener.layout.layers
         if message.layer >= layers:
             raise LayoutRefused(f"layer {message.layer}; expected 0 to {layers - 1}")
-        buffer.void()
-        buffer.round = Round(buffer.step, message, self._tools, self._answer)
+        buffer.cancel()
+        buffer.round = Round(buffer.step, message, self._threads, self._answer)
         buffer.round.begin()
 
     def _answer(self, answered: wire.Answered) -> None:
-        self._tally.add(answers=1, lost_parts=answered.codes.count(Code.LOST))
+        self._counters.add(answers=1, lost_parts=answered.codes.count(Code.LOST))
         self._connection.send(answered)
 
     # -- views
@@ -174,12 +215,12 @@ class EngineSide:
             closed = message.view not in self._views
             if not closed:
                 self._views[message.view] = view
-                self._tally.add(views=1)
+                self._counters.add(views=1)
         if closed:
             view.close()
-        # Also then: whoever waited too long learns that this process lives.
-        segments, shares = view.holding
-        hits = len(segments) + sum(len(share.keys) for share in shares)
+        # Also for a view that the engine closed meanwhile: the answer proves to it that this process lives.
+        local, shares = view.placement
+        hits = len(local) + sum(len(share.keys) for share in shares)
         self._connection.send(wire.Viewed(message.view, hits, codes))
 
     def _close_views(self, numbers: tuple[int, ...]) -> None:
@@ -187,16 +228,16 @@ class EngineSide:
             views = [self._views.pop(number, None) for number in numbers]
         for view in views:
             if view is not None:
-                self._tally.add(views=-1)
+                self._counters.add(views=-1)
                 view.close()
-        # A step with one of them means nothing any more, and would keep its segments leased.
+        # A step with a closed view cannot be queried any more, and would keep the segments leased.
         for buffer in self._buffers.values():
             if buffer.step is not None and any(part.view in views for part in buffer.step.parts):
                 buffer.step = None
 
     def _ended(self) -> None:
         for buffer in self._buffers.values():
-            buffer.void()
+            buffer.cancel()
         self._buffers.clear()
         self._close_views(tuple(self._views))
-        self._tally.add(connections=-1)
+        self._counters.add(connections=-1)

@@ -1,4 +1,4 @@
-"""One thread that calls back at a time."""
+"""The thread that calls functions at given times: deadlines of queries, and the regular report to the daemon."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["Timer"]
+__all__ = ["TimerThread"]
 
 log = logging.getLogger(__name__)
 
 
-class Timer:
-    """`at` from any thread. What is no longer needed is called all the same, and must know."""
+class TimerThread:
+    """Calls cannot be cancelled: a function whose purpose is gone is called all the same and must do nothing then."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -27,7 +27,7 @@ class Timer:
         threading.Thread(target=self._run, name="timer", daemon=True).start()
 
     def at(self, when: float, call: Callable[[], None]) -> None:
-        """Call once it is `when` (monotonic time)."""
+        """Call `call()` in the timer thread at `when` (monotonic seconds). Thread-safe."""
         with self._changed:
             sooner = not self._due or when < self._due[0][0]
             heapq.heappush(self._due, (when, next(self._order), call))
@@ -43,7 +43,7 @@ class Timer:
             try:
                 call()
             except Exception:
-                # The other deadlines are others'.
-                log.exception("a deadline could not be dealt with")
-            # Nothing is kept while it waits.
+                # The deadlines of other queries must still be served.
+                log.exception("a timed call failed")
+            # The waiting thread keeps no reference to the query, and so no lease on its segments.
             del call

@@ -1,4 +1,4 @@
-"""The thread that computes: attention of many requests and engines over cached segments, a batch per layer.
+"""The thread that computes attention of many requests and engines over cached segments, a batch per layer.
 
 ::
 
@@ -6,8 +6,8 @@
     B attends to  s0 s1 t2        ->     s2 s3  queries of A                  then merged per task
                                          t2     queries of B
 
-A batch is whatever has come while the one before was computed. Tasks of it that attend to the same segment are computed
-together, so that the segment is read once for all of them.
+A batch is every task that was submitted while the batch before it was computed. Tasks that attend to the same segment
+are computed together, so that the segment is read once for all of them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from tokenlake.layout import Layout
 from tokenlake_query.kernels import Kernel, kernel_for
 from tokenlake_query.segments import Segments
 
-__all__ = ["Attention", "Task", "Worker"]
+__all__ = ["Attention", "ComputeThread", "Task"]
 
 log = logging.getLogger(__name__)
 
 MAX_KERNELS = 16
-"""Kept, those used last: each has threads and a scratch buffer, and engines choose heads and scales."""
+"""The most recently used kernels are kept. Each has threads and a scratch buffer, and there may be one per number of
+heads and scale that an engine chooses."""
 
 
 class Attention(NamedTuple):
-    """What is computed: tasks of equal ones, layer too, are computed together."""
+    """Layout of the segments and shape of the attention. Tasks with equal ones and the same layer are computed
+    together."""
 
     layout: Layout
     shape: AttentionShape
@@ -43,34 +45,34 @@ class Attention(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """Queries of one layer over segments."""
+    """Attention of some queries of one layer over some segments."""
 
     attention: Attention
     layer: int
     segments: Segments
     queries: Stored
-    """`[tokens, heads, key dim]` in the layout's dtype; as it is until `done`."""
+    """`[tokens, heads, key dim]` in the layout's dtype; borrowed until `done` is called."""
     wanted: Callable[[], bool]
-    """Asked before it is computed."""
+    """Called before the task is computed; a task that is not wanted is skipped."""
     done: Callable[[Partial | None], None]
-    """`out` `[tokens, heads, value dim]`, `lse` `[tokens, heads]`; None when it could not be computed or was not wanted
-    any more. Called once, in the computing thread."""
+    """Called once, in the computing thread, with `out` `[tokens, heads, value dim]` and `lse` `[tokens, heads]`; with
+    None when the task failed or was not wanted any more."""
 
 
-class Worker:
-    """`submit` from any thread."""
+class ComputeThread:
+    """`submit` is thread-safe."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Sequence[Task]] = queue.SimpleQueue()
         self._kernels: dict[Attention, Kernel] = {}
-        """The one used last comes last."""
+        """In order of use, the most recently used last."""
 
     def start(self) -> None:
         """Start the thread."""
         threading.Thread(target=self._run, name="compute", daemon=True).start()
 
     def submit(self, tasks: Sequence[Task]) -> None:
-        """Compute these, together."""
+        """Queue tasks for one batch."""
         self._queue.put(tasks)
 
     def _run(self) -> None:
@@ -78,7 +80,8 @@ class Worker:
             self._compute_all()
 
     def _compute_all(self) -> None:
-        """Wait for tasks, and compute what is there. Nothing of it is kept: a thread that waits leases no segment."""
+        """Wait for tasks and compute all that are queued. A function of its own, so that the waiting thread keeps no
+        reference to tasks and so no lease on their segments."""
         tasks = list(self._queue.get())
         while not self._queue.empty():
             tasks += self._queue.get()
@@ -96,13 +99,13 @@ class Worker:
                 kernel = self._kernel(wanted[0].attention)
                 partials.update(zip(wanted, attend_together(kernel, wanted), strict=True))
         except Exception:
-            # One task that cannot be computed ends nobody else's work.
+            # A task that fails must not end the thread, which other engines use too.
             log.exception("attention over layer %d failed", wanted[0].layer)
         for task in batch:
             try:
                 task.done(partials.get(task))
             except Exception:
-                log.exception("a result over layer %d could not be taken", task.layer)
+                log.exception("a result of layer %d could not be delivered", task.layer)
 
     def _kernel(self, attention: Attention) -> Kernel:
         kernel = self._kernels.pop(attention, None)
@@ -115,32 +118,33 @@ class Worker:
 
 
 def attend_together(kernel: Kernel, batch: Sequence[Task]) -> list[Partial]:
-    """One result per task; all of one attention and layer."""
+    """One result per task. All tasks are of one attention and layer."""
     if len(batch) == 1:
         return [_attend(kernel, batch[0].layer, batch[0].segments, [batch[0].queries])[0]]
     results: list[list[Partial]] = [[] for _ in batch]
-    for members, segments in _shared_runs(batch):
+    for members, segments in _shared_segments(batch):
         queries = [batch[member].queries for member in members]
         for member, partial in zip(members, _attend(kernel, batch[0].layer, segments, queries), strict=True):
             results[member].append(partial)
     return [parts[0] if len(parts) == 1 else merge(parts) for parts in results]
 
 
-def _shared_runs(batch: Sequence[Task]) -> list[tuple[tuple[int, ...], Segments]]:
-    """The segments of all tasks, each once, in groups of those that the same tasks attend to."""
+def _shared_segments(batch: Sequence[Task]) -> list[tuple[tuple[int, ...], Segments]]:
+    """The segments of all tasks, each once, grouped by the tasks that attend to them (indices into `batch`)."""
     readers: dict[int, list[int]] = {}
     slots = {}
     for number, task in enumerate(batch):
         for address, slot in zip(task.segments.addresses, task.segments.slots, strict=True):
             readers.setdefault(address, []).append(number)
             slots[address] = slot
-    runs: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
     for address, members in readers.items():
-        runs.setdefault(tuple(members), []).append(address)
-    return [(members, Segments([slots[address] for address in run])) for members, run in runs.items()]
+        groups.setdefault(tuple(members), []).append(address)
+    return [(members, Segments([slots[address] for address in group])) for members, group in groups.items()]
 
 
 def _attend(kernel: Kernel, layer: int, segments: Segments, queries: Sequence[Stored]) -> list[Partial]:
+    """Attention of each of `queries` over all `segments`."""
     joined = queries[0] if len(queries) == 1 else np.concatenate(queries)
     partial = kernel.attend(joined, segments.slots, layer)
     if len(queries) == 1:
