@@ -120,8 +120,8 @@ class Driver:
         try:
             return self._handle(event, now), None
         except HandlerFailed as failure:
-            # Its instructions, such as a Stamp, must be carried out: the rules already changed the state they belong
-            # to.
+            # The rules have changed the state that these instructions belong to; a Stamp, for instance, must not be
+            # lost (docs/decisions/013-instructions-of-a-failed-handler.md).
             return failure.instructions, failure
         except Exception as failure:
             return [], failure
