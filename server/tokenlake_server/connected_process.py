@@ -7,7 +7,6 @@ arena, and a forked child keeps the socket of its dead parent open. The pidfd be
 from __future__ import annotations
 
 import os
-import select
 import socket
 import struct
 from typing import NamedTuple
@@ -38,18 +37,8 @@ class ConnectedProcess:
     """The process that opened a connection. Owns a pidfd until `close`."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self.pid, self.uid, self.gid = credentials(sock)
+        self.pid, self.uid, _ = credentials(sock)
         self.pidfd = _pidfd(sock, self.pid)
-
-    @property
-    def dead(self) -> bool:
-        """The process has ended and accesses no memory. Without a pidfd this is not known, and it counts as alive."""
-        if self.pidfd is None:
-            return False
-        # poll, because select accepts no descriptor above 1023.
-        poller = select.poll()
-        poller.register(self.pidfd, select.POLLIN)
-        return bool(poller.poll(0))
 
     def close(self) -> None:
         """Close the pidfd."""
