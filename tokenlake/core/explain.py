@@ -273,6 +273,8 @@ class Explain:
                 reasons[MissReason.BEHIND_A_GAP, ""] += count
             elif code is Code.PENDING:
                 reasons[MissReason.PENDING, ""] += count
+            elif code is Code.DEFERRED:
+                reasons[MissReason.TOO_SLOW, "its owner was sending it to other nodes"] += count
             elif code is Code.UNKNOWN and silent:
                 reasons[MissReason.TOO_SLOW, f"no answer from {silent}"] += count
             elif code is Code.UNKNOWN and unconnected:
