@@ -13,23 +13,14 @@ from tests.sim.engine import Reading, Storing
 from tests.sim.prompts import PROMPTS
 from tests.sim.test_cluster_machine import NODES, ClusterMachine
 from tokenlake.core import replicas, replication, serve
-<<<<<<< HEAD
-=======
-from tokenlake.core.pendings import CLAIMED, WAITED
->>>>>>> core-write
 from tokenlake.core.replicas import COPIED
 from tokenlake.core.replication import DEMOTED, PROMOTED
 from tokenlake.core.serve import DEFERRED, REDIRECTED
 from tokenlake.core.waiting import IN_FLIGHT_CLAIMS, IN_FLIGHT_WAITS
 from tokenlake.hot import rule as hot_rule
 
-<<<<<<< HEAD
 SEEN = dict.fromkeys((PROMOTED, DEMOTED, COPIED, IN_FLIGHT_WAITS, IN_FLIGHT_CLAIMS, REDIRECTED, DEFERRED), 0)
-"""Over all examples: the machine must meet what it is for."""
-=======
-SEEN = dict.fromkeys((PROMOTED, DEMOTED, COPIED, WAITED, CLAIMED, REDIRECTED, DEFERRED), 0)
 """Counts over all examples: each of these must have happened."""
->>>>>>> core-write
 
 
 class HotMachine(ClusterMachine):
