@@ -3,8 +3,8 @@
 An engine computes the end of a prompt, not its middle. A sequence that is recomputed therefore takes all sequences
 behind it along. So the least cost from a sequence on is the smaller of two: recomputing everything from it on, or using
 it in its cheapest way plus the least costs of the sequences behind it. That is exact for a given set of peers that
-queries are shipped to, whose round trips are paid once. All sets of peers that could save more than their round trips are
-tried.
+queries are shipped to, whose round trips are paid once. All sets of peers that could save more than their round trips
+are tried.
 """
 
 from __future__ import annotations
