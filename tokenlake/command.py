@@ -1,4 +1,4 @@
-"""The `tokenlake` command: it finds the command named first and hands over the rest of the line.
+"""The `tokenlake` command: it finds the command of its first argument and passes on the other arguments.
 
 Distributions offer commands as entry points of the group `tokenlake.commands`.
 """
@@ -11,7 +11,7 @@ from typing import NoReturn
 
 GROUP = "tokenlake.commands"
 
-# Kept here, because a command's own help needs the extra that may be missing when the list is printed.
+# Here, because loading a command for its help may need an extra that is not installed when the list is printed.
 SUMMARIES = {
     "serve": "run the daemon of this node",
     "replay": "feed a recorded event log through the rules and compare the instructions",
@@ -22,7 +22,7 @@ SUMMARIES = {
     "workload": "write a workload as a trace file",
 }
 BENCH = "tokenlake-bench"
-"""The distribution of the benchmarks, which a node does not need."""
+"""The distribution of the benchmarks; a node does not need it."""
 BENCH_COMMANDS = ("demo", "bench", "workload")
 
 
@@ -40,7 +40,7 @@ def main() -> NoReturn:
         _fail(f"unknown command {name!r}; known: {', '.join(_ordered(commands))}")
     try:
         command: Callable[..., object] = entry.load()
-        # A click command, which ends the process itself. Some miss an extra only when they run.
+        # A click command, which ends the process. Some need an extra only when they run.
         command(args=arguments, prog_name=f"tokenlake {name}", standalone_mode=True)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
@@ -63,15 +63,14 @@ def _listing(commands: dict[str, EntryPoint]) -> str:
 
 
 def _ordered(commands: Collection[str]) -> list[str]:
-    """Our own commands in the order of `SUMMARIES`, then those of other distributions by name."""
+    """Commands of `SUMMARIES` in its order, then those of other distributions by name."""
     return [name for name in SUMMARIES if name in commands] + sorted(set(commands) - SUMMARIES.keys())
 
 
 def _requirement(entry: EntryPoint, missing: str) -> str:
-    """What to install, as a shell word. In `tokenlake`: the extra named like the command's package, and where that does
-    not bring the missing module, the smallest one that does (an extra that includes another lists its modules too).
-    For a module that no extra brings, and a command of another distribution: that distribution, whose installation is
-    incomplete."""
+    """The requirement to install, quoted for a shell. In `tokenlake`: the extra of the command's package, and where
+    that does not include the missing module, the smallest extra that does (an extra that includes another lists its
+    modules too). Otherwise the distribution of the command, whose installation is incomplete."""
     own = entry.module.partition(".")[0].removeprefix("tokenlake_")
     modules = _modules_of_extras()
     owners = [extra for extra, brought in modules.items() if missing.replace("_", "-").lower() in brought]
@@ -84,7 +83,7 @@ def _requirement(entry: EntryPoint, missing: str) -> str:
 
 
 def _modules_of_extras() -> dict[str, list[str]]:
-    """The distributions that each extra of this one requires."""
+    """The distributions that each extra of `tokenlake` requires."""
     modules: dict[str, list[str]] = {}
     for requirement in requires("tokenlake") or ():
         name = re.match(r"[\w.-]+", requirement)

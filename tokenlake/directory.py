@@ -1,7 +1,7 @@
-"""A directory node's directory: who has, or is writing, the segments that hash to this node.
+"""A directory node's directory: the nodes that have, or are computing, the segments that hash to this node.
 
-An entry is a hint: its owner decides. A lost entry costs a miss, a stale one a question. When a node begins
-another life, what it said before counts for nothing at once; the memory of it comes back entry by entry.
+An entry may be out of date; the node that it names decides. A lost entry costs a miss, a stale one a lookup. After a
+restart of a node its earlier entries do not count; their memory is freed bit by bit.
 """
 
 from __future__ import annotations
@@ -17,45 +17,46 @@ __all__ = ["Directory", "Entry", "Standing"]
 
 
 PREVIOUS_OWNERS_SHARE = 4
-"""One of so many entries at most is remembered after it went."""
+"""Previous owners are remembered for at most one in so many of the limit's entries."""
 
 
 class Standing(IntEnum):
-    """What a node says it does with a segment."""
+    """Statement of a node about a segment."""
 
     PENDING = 0
-    """Writing it."""
-    READY_AT = 1
-    """Has it, not yet pushed to its owner."""
-    HELD = 2
-    """Keeps the primary copy."""
+    """An engine of the node is computing or writing it."""
+    DIRTY = 1
+    """The node has it as a dirty copy."""
+    PRIMARY = 2
+    """The node has the primary copy."""
 
 
 class Entry(NamedTuple):
-    """Who has a segment."""
+    """The newest statement about a segment."""
 
     standing: Standing
     node: NodeId
     incarnation: Incarnation
-    """Of the node when it said so."""
+    """Of the node at that time."""
     deadline: float
-    """Of PENDING: when it stops to count."""
+    """End of a PENDING entry; 0 for the others."""
 
 
 class Directory:
-    """At most `limit` entries; beyond, the oldest go. Of a part of what left, the candidate that had it last."""
+    """At most `limit` entries; the oldest are removed beyond that. For a part of the removed segments it remembers the
+    previous owner."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._entries: OrderedDict[tuple[TenantId, SegmentKey], Entry] = OrderedDict()
         self._previous_owners: OrderedDict[tuple[TenantId, SegmentKey], NodeId] = OrderedDict()
         self._lives: dict[NodeId, Incarnation] = {}
-        """Of the nodes that were forgotten: an entry of another life is none."""
+        """Newest incarnation of each restarted node; its entries of other incarnations do not count."""
         self._unswept = 0
-        """Entries from the oldest on that may be of such a life."""
+        """Number of entries, from the oldest on, that may be of an earlier incarnation."""
 
     def __len__(self) -> int:
-        """Entries in memory, those not swept yet included."""
+        """Entries in memory, including those that `sweep` has not removed yet."""
         return len(self._entries)
 
     def _find(self, tenant: TenantId, key: SegmentKey) -> Entry | None:
@@ -66,7 +67,7 @@ class Directory:
         return self._lives.get(entry.node, entry.incarnation) == entry.incarnation
 
     def get(self, tenant: TenantId, key: SegmentKey, now: float) -> Entry | None:
-        """The entry; a PENDING one past its deadline is dropped."""
+        """The entry. A PENDING one past its deadline is removed."""
         entry = self._find(tenant, key)
         if entry is not None and entry.standing is Standing.PENDING and entry.deadline <= now:
             del self._entries[tenant, key]
@@ -93,62 +94,63 @@ class Directory:
         deadline: float,
         now: float,
     ) -> None:
-        """`node` is writing it, from now on until `deadline`. Changes nothing where somebody already has it or another
-        node writes it."""
+        """An engine of `node` computes it until `deadline`. Changes nothing where a node has it or another node
+        computes it."""
         entry = self.get(tenant, key, now)
         if entry is None or (entry.standing is Standing.PENDING and entry.node == node):
             self._put(tenant, key, Entry(Standing.PENDING, node, incarnation, deadline))
 
     def withdraw(self, tenant: TenantId, key: SegmentKey, node: NodeId) -> None:
-        """`node` gave up writing it."""
+        """`node` takes its PENDING entry back."""
         entry = self._find(tenant, key)
         if entry is not None and entry.standing is Standing.PENDING and entry.node == node:
             del self._entries[tenant, key]
 
     def ready(self, tenant: TenantId, key: SegmentKey, node: NodeId, incarnation: Incarnation) -> NodeId | None:
-        """`node` committed it. The node whose commit came first, None when that is `node` itself."""
+        """`node` committed it. Returns the other node whose commit came first, None when there is none."""
         entry = self._find(tenant, key)
         if entry is not None and entry.standing is not Standing.PENDING and entry.node != node:
             return entry.node
-        if entry is None or entry.standing is not Standing.HELD:
-            self._put(tenant, key, Entry(Standing.READY_AT, node, incarnation, 0.0))
+        if entry is None or entry.standing is not Standing.PRIMARY:
+            self._put(tenant, key, Entry(Standing.DIRTY, node, incarnation, 0.0))
         return None
 
     def held(self, tenant: TenantId, key: SegmentKey, node: NodeId, incarnation: Incarnation) -> NodeId | None:
-        """`node` keeps the primary copy. Another node that said so before stays the owner and is returned."""
+        """`node` has the primary copy. Returns the other node that has stated so before and remains the owner, None
+        when there is none."""
         entry = self._find(tenant, key)
-        if entry is not None and entry.standing is Standing.HELD and entry.node != node:
+        if entry is not None and entry.standing is Standing.PRIMARY and entry.node != node:
             return entry.node
-        self._put(tenant, key, Entry(Standing.HELD, node, incarnation, 0.0))
+        self._put(tenant, key, Entry(Standing.PRIMARY, node, incarnation, 0.0))
         return None
 
     def gone(self, tenant: TenantId, key: SegmentKey, node: NodeId) -> None:
-        """`node` no longer has it."""
+        """`node` does not have it any more."""
         entry = self._find(tenant, key)
         if entry is not None and entry.node == node:
             del self._entries[tenant, key]
 
     def remember(self, tenant: TenantId, key: SegmentKey, node: NodeId) -> None:
-        """`node` had it, or refused it, and knows how it was used."""
+        """`node` had it, or refused it, and has its access record."""
         self._previous_owners[tenant, key] = node
         self._previous_owners.move_to_end((tenant, key))
         if len(self._previous_owners) > self.limit // PREVIOUS_OWNERS_SHARE:
             self._previous_owners.popitem(last=False)
 
     def previous_owner(self, tenant: TenantId, key: SegmentKey) -> NodeId | None:
-        """Who remembers it."""
+        """The candidate that had it last and has its access record."""
         return self._previous_owners.get((tenant, key))
 
     def forget(self, node: NodeId, incarnation: Incarnation) -> None:
-        """From now on only what `node` says in its life `incarnation` counts. Call `sweep` until it returns False."""
+        """From now on only the entries of this incarnation of `node` count. Call `sweep` until it returns False."""
         self._lives[node] = incarnation
         self._unswept = len(self._entries)
 
     def sweep(self, most: int) -> bool:
-        """Drop what was forgotten among the next `most` entries; is there more to look at?
+        """Remove the forgotten ones of the next `most` entries. Is there more to examine?
 
-        The others go to the other end. After a whole turn they are in their order again, but for what was said
-        during the sweep, which counts as older than what the sweep passed later.
+        The others move to the newest end. After a whole sweep they are in their order again, except that entries made
+        during the sweep count as older than entries examined after that.
         """
         for _ in range(min(most, self._unswept, len(self._entries))):
             at, entry = self._entries.popitem(last=False)

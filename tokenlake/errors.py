@@ -4,17 +4,17 @@
 
     TokenLakeError
     +-- Unreachable             the daemon or the peer does not answer, or the connection broke
-    |   +-- DeadlinePassed      it is there, but did not answer in time
+    |   +-- DeadlinePassed      it is connected, but did not answer in time
     |   +-- ListenerUntrusted   another user listens at the daemon's socket, or could
-    +-- Refused                 the other side answered no
+    +-- Refused                 the other side refused the request
     |   +-- LayoutRefused       the layout is unknown, unsupported or another one
     |   +-- CredentialRefused   no tenant has this uid or token, or a peer knows another secret
     |   +-- ProtocolRefused     other protocol version, failed probe hash, malformed or oversized frame
     |   +-- LimitReached        a bound of the daemon or of the session; the message names it
-    |   +-- RingRefused         two members disagree on who is in the cluster
+    |   +-- RingRefused         two members have different rings
     +-- ConfigurationError      a setting is unknown or invalid; names field, value and what was expected
 
-A miss is not an error: what happened to a key is a `Code` (`tokenlake.wire`) in the reply.
+A miss is not an error: the reply has a `Code` (`tokenlake.wire`) for each key.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TokenLakeError(Exception):
 
 
 class Unreachable(TokenLakeError):
-    """Nobody answers at the address; the message names it."""
+    """No process answers at the address; the message names it."""
 
 
 class DeadlinePassed(Unreachable):
@@ -52,7 +52,7 @@ class ListenerUntrusted(Unreachable):
 
 
 class Refused(TokenLakeError):
-    """The other side answered and said no; the message is its reason."""
+    """The other side refused the request; the message is its reason."""
 
 
 class LayoutRefused(Refused):

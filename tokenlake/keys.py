@@ -5,7 +5,7 @@
     root   = blake2b-256(key = tenant secret, MessagePack [fingerprint, adapter id, salt])
     key[i] = blake2b-256(key[i-1] | token ids of segment i, uint32 little-endian | length-prefixed extras)
 
-So a key names the tenant, the layout, the adapter, the salt and every token up to the segment's end.
+So a key depends on the tenant, the layout, the adapter, the salt and every token up to the segment's end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TokenIds = Sequence[int] | NDArray[np.integer]
 def root_key(
     secret: bytes, fingerprint: Fingerprint, adapter: str | None = None, salt: str | None = None
 ) -> SegmentKey:
-    """The key that stands before the first segment. `secret`: 1 to 64 bytes, the tenant's own."""
+    """The parent of the first segment's key. `secret`: 1 to 64 bytes, the tenant's own."""
     body = msgspec.msgpack.encode([bytes(fingerprint), adapter, salt])
     return SegmentKey(hashlib.blake2b(body, digest_size=KEY_BYTES, key=secret).digest())
 
@@ -47,7 +47,7 @@ def probe(secret: bytes, fingerprint: Fingerprint) -> bytes:
 
 
 class Prefix:
-    """The keys of one growing prompt. Hashes only what `extend` adds; a tail shorter than a segment waits.
+    """The keys of one growing prompt. `extend` hashes only new tokens; a last part shorter than a segment waits.
 
     Not safe for concurrent `extend`. `keys` is mutated in place and only ever grows.
     """
@@ -57,7 +57,7 @@ class Prefix:
     def __init__(
         self, root: SegmentKey, segment_tokens: int, extras: Mapping[int, Iterable[bytes]] | None = None
     ) -> None:
-        """`extras`: per segment index, digests of what the tokens do not say (an image, for instance)."""
+        """`extras`: per segment index, digests of content that the tokens do not determine (an image, for example)."""
         self.root = root
         self.segment_tokens = segment_tokens
         self.keys: list[SegmentKey] = []

@@ -54,7 +54,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     segment_tokens: int = 256
 
     def check(self) -> None:
-        """Raise `LayoutRefused` naming the first field that nobody here can serve."""
+        """Raise `LayoutRefused` naming the first field that is not supported."""
         if self.dtype not in DTYPE_BYTES:
             raise LayoutRefused(f"layout field 'dtype' is {self.dtype!r}; supported: {', '.join(DTYPE_BYTES)}")
         if self.attention not in ATTENTION_KINDS:
@@ -131,7 +131,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             layout = msgspec.convert(dict(pairs), cls)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise LayoutRefused(f"layout cannot be read: {error}") from error
-        # A default that stands in for a missing field would be a guess at what the bytes mean.
+        # A default in place of a missing field would be a guess at the meaning of the bytes.
         sent = [name for name, _ in pairs]
         if sent != list(cls.__struct_fields__):
             raise LayoutRefused(f"layout has the fields {', '.join(sent)}; expected {', '.join(cls.__struct_fields__)}")

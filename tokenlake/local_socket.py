@@ -1,16 +1,16 @@
-"""The local socket: where a daemon listens, where a client looks for it, and whether others could listen there instead.
+"""The local socket: the path at which a daemon listens and a client connects, and the checks before a client trusts it.
 
-The path of a socket says nothing of the process behind it. A client sends its credential only
+The path of a socket does not identify the process that listens. A client sends its credential only
 
 1. to a path that other users cannot change: each directory and symbolic link on the way, and the socket, belongs to a
    trusted user, and no directory on the way can be written by its group or by others, unless it is sticky as /tmp is,
-   where nobody can rename or remove the entries of others;
-2. to a process that listens as a trusted user (SO_PEERCRED: the user that the process was when it called listen).
+   where a user can rename and remove only its own entries;
+2. to a process that listens as a trusted user (SO_PEERCRED: the user of the process when it called listen).
 
-Trusted are root, the client's own user, one that it was given, and in `SYSTEM_DIRECTORY` the owner of that directory:
-only root can create it, and gives it to the user that the service runs as.
+Trusted users are root, the client's own user, the configured one, and in `SYSTEM_DIRECTORY` its owner: only root can
+create that directory, and gives it to the user of the service.
 
-No I/O: the caller passes in how to look at a file.
+No I/O: the caller passes in the functions that read the file system.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SYSTEM_DIRECTORY = "/run/tokenlake"
 DEFAULT_NODE = "local"
 ROOT = 0
 MAX_LINKS = 40
-"""As Linux."""
+"""The limit of Linux."""
 
 Look = Callable[[str], os.stat_result]
 """`os.lstat`."""
@@ -47,29 +47,29 @@ T = TypeVar("T")
 
 
 def default_socket(environ: Mapping[str, str], node: str, uid: int) -> str:
-    """Where a daemon of user `uid` listens. Root, and a service that systemd made `SYSTEM_DIRECTORY` for, listen there;
-    any other user's daemon in that user's own runtime directory."""
+    """The path at which a daemon of user `uid` listens. Root, and a service with `SYSTEM_DIRECTORY` from systemd,
+    listen there; the daemon of any other user listens in that user's runtime directory."""
     if uid == ROOT or SYSTEM_DIRECTORY in environ.get("RUNTIME_DIRECTORY", "").split(":"):
         return _in(SYSTEM_DIRECTORY, node)
     return _in(_own_directories(environ, uid)[0], node)
 
 
 def sockets_to_try(environ: Mapping[str, str], node: str, uid: int) -> tuple[str, ...]:
-    """Where a client of user `uid` looks for a daemon, in this order: at its own user's, then at the system's. The
-    daemon may have been started where XDG_RUNTIME_DIR was not set, or the client may be."""
+    """The paths at which a client of user `uid` looks for a daemon, in order: those of its user, then the system's.
+    XDG_RUNTIME_DIR may be set for only one of daemon and client, so both paths of the user are tried."""
     own = () if uid == ROOT else _own_directories(environ, uid)
     return tuple(_in(directory, node) for directory in (*own, SYSTEM_DIRECTORY))
 
 
 def directory_mode(directory: str, uid: int) -> int | None:
-    """The mode with which a daemon of user `uid` makes a directory that is missing; None: it does not."""
+    """The mode with which a daemon of user `uid` creates this directory; None: it does not create it."""
     if directory == SYSTEM_DIRECTORY:
         return 0o755
     return 0o700 if directory == _private_directory(uid) else None
 
 
 def trusted_users(path: str, uid: int, given: int | None, look: Look) -> frozenset[int]:
-    """The users that may listen at `path`, absolute, for a client of user `uid` that was `given` one."""
+    """The users that may listen at `path`, absolute, for a client of user `uid`. `given`: the configured user."""
     trusted = {ROOT, uid} | (set() if given is None else {given})
     if posixpath.dirname(path) == SYSTEM_DIRECTORY:
         try:
@@ -82,8 +82,8 @@ def trusted_users(path: str, uid: int, given: int | None, look: Look) -> frozens
 
 
 def check_place(path: str, trusted: frozenset[int], look: Look, follow: Callable[[str], str]) -> None:
-    """Can no other user replace what lies at `path`, absolute, or a directory on the way to it? `follow` is
-    `os.readlink`. Raises `ListenerUntrusted`, and what `look` raises."""
+    """Raises `ListenerUntrusted` if an untrusted user could replace the file at `path`, absolute, or a directory on the
+    way to it; passes on the errors of `look`. `follow` is `os.readlink`."""
     at, links = "/", 0
     left = ["/", *path.split("/")][::-1]
     while left:
@@ -114,7 +114,7 @@ def check_place(path: str, trusted: frozenset[int], look: Look, follow: Callable
 
 
 def check_listener(path: str, uid: int, trusted: frozenset[int]) -> None:
-    """May a process that listens at `path` as user `uid` have a credential? Raises `ListenerUntrusted`."""
+    """Raises `ListenerUntrusted` unless a process that listens at `path` as user `uid` may be sent a credential."""
     if uid not in trusted:
         users = ", ".join(str(user) for user in sorted(trusted))
         raise ListenerUntrusted(
@@ -123,8 +123,8 @@ def check_listener(path: str, uid: int, trusted: frozenset[int]) -> None:
 
 
 def first_reachable(paths: Iterable[str], attempt: Callable[[str], T]) -> T:
-    """What `attempt` returns for the first path where it raises no `Unreachable`. Else raises the error that says most:
-    a listener that is not trusted, then a socket that is there and does not answer, then that none is there."""
+    """The result of `attempt` for the first path where it raises no `Unreachable`. Otherwise raises the most specific
+    error: an untrusted listener, then a socket that does not answer, then that no socket exists."""
     tried = tuple(paths)
     failures: list[Unreachable] = []
     for path in tried:
@@ -144,7 +144,7 @@ def first_reachable(paths: Iterable[str], attempt: Callable[[str], T]) -> T:
 
 
 def _remedy(uid: int) -> str:
-    return f"if the daemon runs as that user, say so (daemon_uid = {uid}); else look who put it there"
+    return f"if the daemon runs as that user, set daemon_uid = {uid}; otherwise find out which process created it"
 
 
 def _own_directories(environ: Mapping[str, str], uid: int) -> tuple[str, ...]:
@@ -153,8 +153,8 @@ def _own_directories(environ: Mapping[str, str], uid: int) -> tuple[str, ...]:
 
 
 def _private_directory(uid: int) -> str:
-    """For users without a runtime directory, as in most containers. Another user may take the name first; daemon and
-    client refuse what is not theirs."""
+    """For users without a runtime directory, as in most containers. Another user may create it first; daemon and client
+    refuse a directory of another user."""
     return f"/tmp/tokenlake-{uid}"
 
 

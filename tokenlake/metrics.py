@@ -1,7 +1,7 @@
 """Counters of the rules. A metric is declared beside the code that measures it.
 
-A counter only grows; it is named `tokenlake_<noun>_<unit>_total`. Gauges are read from the state when asked
-for, so they cannot drift from it.
+A counter only grows; its name is `tokenlake_<noun>_<unit>_total`. Gauges are computed from the state when the metrics
+page is read, so they cannot differ from it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from typing import ClassVar
 __all__ = ["MAX_LABELS", "OTHERS", "Counters", "Metric"]
 
 MAX_LABELS = 64
-"""Values of one metric's label; what comes later is counted together."""
+"""Maximum number of values of one label; all later values are counted together as `OTHERS`."""
 OTHERS = "(others)"
-"""What it is counted as."""
 
 
 class Metric:
-    """A counter's name and meaning, and the label that tells its values apart, if it has one; identity is the object.
-    `all()` yields every one declared."""
+    """A counter's name and meaning, and its label, if it has one. Two metrics are equal only if they are one object;
+    `all()` yields every declared one."""
 
     __slots__ = ("help", "label", "name")
     _declared: ClassVar[dict[str, Metric]] = {}
@@ -39,7 +38,8 @@ class Metric:
 
 
 class Counters:
-    """Values of one node's metrics; a metric never counted reads 0, and one with a label the sum."""
+    """Values of one node's metrics. A metric that was never counted is 0; one with a label is the sum over its
+    values."""
 
     __slots__ = ("_by_label", "_values")
 

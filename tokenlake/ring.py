@@ -1,4 +1,4 @@
-"""Consistent hashing with virtual nodes: which two nodes are the candidates of a segment key.
+"""Consistent hashing with virtual nodes: it names the two candidates of a segment key.
 
 A key is a uniform hash already, so its own bytes are the two hash values: bytes 0..8 name the directory node,
 bytes 8..16 the other candidate.
@@ -22,16 +22,16 @@ from tokenlake.keys import KEY_BYTES
 __all__ = ["VIRTUAL_NODES", "Ring"]
 
 VIRTUAL_NODES = 128
-"""Per node of average weight: the share of a node then varies by some 9 % (1 / sqrt(128))."""
+"""Per node of average weight; the standard deviation of a node's share is then about 9 % (1 / sqrt(128))."""
 
 
 FEW = 12
-"""Keys that are looked up one by one: an array's fixed cost is that of about so many."""
+"""Up to so many keys are looked up one by one; the fixed cost of an array is that of about as many."""
 
 
 class _Circle(NamedTuple):
     """Points in ascending order, and for each the member that owns it and the next other member; beyond the last point
-    the circle begins again. The same twice: as arrays (members by index) for many keys, as lists for a few."""
+    the circle begins again. Both as arrays (members by index), for many keys, and as lists, for a few."""
 
     points: NDArray[np.uint64]
     owner: NDArray[np.int64]
@@ -45,8 +45,8 @@ class Ring:
     """Immutable. Members with equal `members` and `run_length` build equal rings on every machine."""
 
     def __init__(self, members: Mapping[NodeId, int], run_length: int = 1) -> None:
-        """`members`: weight per node (bytes of memory). `run_length`: E of the design, carried here because
-        nodes that disagree on it would place differently."""
+        """`members`: weight per node (bytes of memory). `run_length`: maximum number of consecutive new segments with
+        one owner; a part of the ring because all nodes must agree on it."""
         if not members or min(members.values()) <= 0:
             raise ValueError("a ring needs at least one member, each of positive weight")
         self.members = tuple(sorted(members))
@@ -107,11 +107,11 @@ def _circle(weights: tuple[int, ...], members: tuple[NodeId, ...]) -> _Circle:
 
 
 def _next_distinct(owners: list[int]) -> list[int]:
-    """For each point of the circle, the first owner after it that is not its own."""
+    """For each point of the circle, the first owner after it that differs from its own."""
     count = len(owners)
     result = list(owners)
     following = owners[0]
-    # Two turns backwards: the first finds what lies beyond the end of the list.
+    # Two rounds backwards: the first finds the owners beyond the end of the list.
     for index in range(2 * count - 1, -1, -1):
         at = index % count
         after = (at + 1) % count

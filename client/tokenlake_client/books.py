@@ -119,7 +119,7 @@ class Books:
                 self._looking = self._writing = 0
             with contextlib.suppress(TokenLakeError):
                 # Before anything else: what it was granted in an answer that was cut off would stay granted.
-                link.channel.tell(engine.Holds(tuple(self._leases), tuple(self._writes)))
+                link.channel.tell(engine.ReconcileGrants(tuple(self._leases), tuple(self._writes)))
             former, self.link = self.link, link
             # Regions and their link refer to each other: without this, memory of a dead daemon stays until the garbage
             # collector comes by, and locked for a GPU where it was.

@@ -8,11 +8,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake_client.hands import Hands
 
 __all__ = ["copy_with_checksums", "shard_checksums"]
 
-CHECKSUM_BYTES = 8
 CACHED_BYTES = 1 << 20
 """Still in the processor's cache after they were written."""
 

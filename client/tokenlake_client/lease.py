@@ -16,20 +16,21 @@ from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake.wire.engine import (
     HERE,
+    AttendedInPlace,
     Corrupt,
     Fetch,
     Fetched,
     Heartbeat,
     Hint,
+    Locate,
+    Located,
     Match,
     Matched,
-    Placed,
-    Shipped,
-    Where,
 )
+from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import join_keys, slot_array
 from tokenlake_client.books import Books, Holding
-from tokenlake_client.checksums import CHECKSUM_BYTES, shard_checksums
+from tokenlake_client.checksums import shard_checksums
 from tokenlake_client.hands import Hands
 from tokenlake_client.link import Link
 from tokenlake_client.regions import Mapping, Window
@@ -128,7 +129,7 @@ class Lease:
         """The node where each segment lies, this daemon's for what is here; fewer than `hits` where one was lost.
         Raises `Unreachable`."""
         link = self._books.current(self.link)
-        return _node_names(link, link.call(lambda number: Where(number, self.id), Placed))
+        return _node_names(link, link.call(lambda number: Locate(number, self.id), Located))
 
     def begin_nodes(self) -> PendingNodes:
         """The same without waiting: `poll` the result. Raises `Unreachable`."""
@@ -183,7 +184,7 @@ class Lease:
     def shipped(self, stop: int) -> None:
         """The segments up to `stop` were attended to where they lie: for the daemon's counts. Never raises."""
         with contextlib.suppress(Unreachable):
-            self._books.current(self.link).channel.tell(Shipped(self.id, stop))
+            self._books.current(self.link).channel.tell(AttendedInPlace(self.id, stop))
 
     def hint(self, hints: Hints) -> None:
         """As `Pool.hint`, of all its segments, and of what is still to be read of it. Never waits, never raises."""
@@ -274,7 +275,7 @@ def _columns(places: NDArray[np.void]) -> tuple[list[int], list[int]]:
     return places["region"].tolist(), places["slot"].tolist()
 
 
-def _node_names(link: Link, placed: Placed) -> list[str]:
+def _node_names(link: Link, placed: Located) -> list[str]:
     if any(HERE != owner >= len(placed.nodes) for owner in placed.owners):
         raise ProtocolRefused("the daemon names nodes that it does not list")
     return [link.node if owner == HERE else placed.nodes[owner] for owner in placed.owners]
@@ -348,12 +349,12 @@ class PendingNodes:
 
     def __init__(self, link: Link, lease: LeaseId) -> None:
         self._link = link
-        self._pending = link.channel.begin(lambda number: Where(number, lease))
+        self._pending = link.channel.begin(lambda number: Locate(number, lease))
 
     def poll(self) -> list[str] | None:
         """The nodes once the answer is here, None before. Never waits. Raises `Unreachable`."""
         reply = self._link.channel.poll(self._pending)
-        return None if reply is None else _node_names(self._link, self._link.expect(reply, Placed))
+        return None if reply is None else _node_names(self._link, self._link.expect(reply, Located))
 
     def cancel(self) -> None:
         """Nobody wants it."""

@@ -134,7 +134,7 @@ class Daemon:
         self._saving = loop.create_task(self._save_state()) if self._state is not None else None
         learned = self._state.load() if self._state is not None else None
         if learned is not None:
-            self.driver.handle(events.LearnedBefore(learned))
+            self.driver.handle(events.StatisticsLoaded(learned))
 
     def snapshot(self) -> Snapshot:
         """On the loop."""
@@ -160,11 +160,11 @@ class Daemon:
         else:
             log.error("the rules failed on %s", type(event).__name__, exc_info=error)
             error = ProtocolRefused("the daemon failed on this request; its log says why")
-        if isinstance(event, events.Requested | events.Joined | events.Asked):
+        if isinstance(event, events.Requested | events.Joined | events.ExplainRequested):
             self.engines.refuse(event.connection, error)
-        elif isinstance(event, events.PeerSaid):
+        elif isinstance(event, events.PeerSent):
             self.peers.refuse(event.node, error)
-        elif isinstance(event, events.PullAsked):
+        elif isinstance(event, events.PullRequested):
             self.senders.refuse(event.stream)
 
     def _replace(self, instruction: ReplaceRegion) -> None:

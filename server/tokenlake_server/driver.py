@@ -11,8 +11,8 @@ from typing import Any
 
 from tokenlake.core import NodeCore
 from tokenlake.core.events import Event, Tick
-from tokenlake.core.failure import HandlerFailed
 from tokenlake.core.instructions import Instruction
+from tokenlake.core.node import HandlerFailed
 from tokenlake_server.recording import Recorder
 
 __all__ = ["Driver", "Handle", "Sink"]

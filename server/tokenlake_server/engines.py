@@ -374,7 +374,9 @@ class EngineListener:
                 return
         connection.in_flight += 1
         # Events are recorded, and a token is nobody's business there.
-        self._driver.handle(events.Asked(connection.number, tenant, msgspec.structs.replace(message, token=None)))
+        self._driver.handle(
+            events.ExplainRequested(connection.number, tenant, msgspec.structs.replace(message, token=None))
+        )
 
     def _bye(self, connection: _Connection, message: engine.EngineRequest) -> None:
         if connection.frames is not None:

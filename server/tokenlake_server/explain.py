@@ -75,7 +75,7 @@ def rows(funnel: Funnel) -> Iterator[tuple[str, int, str]]:
     yield "useful", funnel.useful, f"{funnel.held:,} more are held" if funnel.held else ""
     yield "missed", sum(missed.tokens for missed in funnel.missed), ""
     for missed in funnel.missed:
-        yield f"  {missed.why.replace('_', ' ')}", missed.tokens, missed.detail
+        yield f"  {missed.reason.replace('_', ' ')}", missed.tokens, missed.detail
 
 
 @click.command()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tokenlake.config import Address
 from tokenlake.core import events
-from tokenlake.core.instructions import Note, Say
+from tokenlake.core.instructions import Note, SendToPeer
 from tokenlake.errors import ConfigurationError, ProtocolRefused, RingRefused, TokenLakeError
 from tokenlake.ring import Ring
 from tokenlake.wire import pack_frame, peer
@@ -88,7 +88,7 @@ class PeerListener:
         self._sock = _listen(listen)
         self.address = Address(*self._sock.getsockname()[:2])
         loop.add_reader(self._sock, self._accept)
-        driver.carry_out(Say, self._say)
+        driver.carry_out(SendToPeer, self._say)
         driver.carry_out(Note, lambda note: log.warning("%s", note.text))
         for name in self._addresses:
             self._dial_soon(name)
@@ -257,7 +257,7 @@ class PeerListener:
             return
         if log.isEnabledFor(logging.DEBUG) and isinstance(message, peer.Lookup | peer.Offer):
             log.debug("request %r: a %s of %s", message.request, type(message).__name__, node)
-        self._driver.handle(events.PeerSaid(node, message))
+        self._driver.handle(events.PeerSent(node, message))
 
     def _lost(self, connection: FrameConnection, node: str, incarnation: int, reason: str) -> None:
         current = self._connections.get(node)
@@ -277,7 +277,7 @@ class PeerListener:
         """It broke the protocol: cut it off; it may come back."""
         self._drop(node, str(error))
 
-    def _say(self, instruction: Say) -> None:
+    def _say(self, instruction: SendToPeer) -> None:
         current = self._connections.get(instruction.node)
         if current is not None:
             current[0].send(pack_frame(instruction.message))

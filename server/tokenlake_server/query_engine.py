@@ -77,7 +77,7 @@ class QueryEngine:
             raise refusal
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            self._hand_over(supervision.EngineCame(tenant, layout), theirs)
+            self._hand_over(supervision.EngineConnected(tenant, layout), theirs)
         if self._channel is None:
             # It broke over this.
             ours.close()
@@ -90,7 +90,7 @@ class QueryEngine:
             # Who behaves waits for the welcome before it asks.
             if not rest:
                 sock.setblocking(True)
-                self._hand_over(supervision.PeerCame(who.node), sock)
+                self._hand_over(supervision.PeerConnected(who.node), sock)
 
     def _hand_over(self, message: supervision.ToQueryEngine, sock: socket.socket) -> None:
         if self._channel is not None:
@@ -171,9 +171,9 @@ class QueryEngine:
         except (OSError, TokenLakeError) as error:
             if sock is not None:
                 sock.close()
-            self._answer(supervision.Unreached(node, str(error)), None)
+            self._answer(supervision.DialFailed(node, str(error)), None)
         else:
-            self._answer(supervision.Connected(node), sock)
+            self._answer(supervision.DialSucceeded(node), sock)
 
     def _answer(self, message: supervision.ToQueryEngine, sock: socket.socket | None) -> None:
         """From a thread."""

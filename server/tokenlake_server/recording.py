@@ -18,8 +18,8 @@ import msgspec
 
 from tokenlake.core import CoreConfig, NodeCore
 from tokenlake.core.events import Event
-from tokenlake.core.failure import HandlerFailed
 from tokenlake.core.instructions import Instruction
+from tokenlake.core.node import HandlerFailed
 from tokenlake.errors import ProtocolRefused
 from tokenlake.wire.frames import HEADER_BYTES
 

@@ -111,7 +111,7 @@ def _kind(event: Event | str | None, callback: Callable[..., Any]) -> str:
     """A name from the code, so that there are only so many."""
     if isinstance(event, str):
         return event
-    if isinstance(event, events.Requested | events.PeerSaid):
+    if isinstance(event, events.Requested | events.PeerSent):
         return type(event.message).__name__
     if event is not None:
         return type(event).__name__

@@ -7,10 +7,10 @@ import random
 import msgspec
 import pytest
 
-from tokenlake.core.fetch_calls import FETCHED, MISSING
-from tokenlake.core.matches import ASKED, LOCAL, PENDING
+from tokenlake.core.fetch import FETCHED, MISSING
+from tokenlake.core.grants import SKIPPED
+from tokenlake.core.match import ASKED, LOCAL, PENDING
 from tokenlake.core.serve import SENT, SENT_BYTES
-from tokenlake.core.sessions import SKIPPED
 from tokenlake.core.write import STORED
 from tokenlake.errors import ConfigurationError
 from tokenlake.metrics import Metric

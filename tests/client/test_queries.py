@@ -216,7 +216,7 @@ def test_a_frozen_query_engine_costs_one_deadline(cluster: Cluster, pool: Pool, 
         wait_until(lambda: ask(pool, text, view), "it answers again")
     assert pool._queries.connections == 1
     # What came late was given back when the next buffer was made.
-    assert not pool._queries._owed
+    assert not pool._queries._in_use
 
 
 @pytest.mark.live
@@ -230,7 +230,7 @@ def test_a_buffer_that_is_closed_with_its_query_out_is_used_by_nobody_until_the_
             with pool.init_query([(view, TOKENS)]) as second:
                 assert second.number != number
             assert ask(pool, text, view)
-        assert len(pool._queries._owed) <= 1
+        assert len(pool._queries._in_use) <= 1
 
 
 @pytest.mark.live

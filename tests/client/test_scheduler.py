@@ -65,15 +65,15 @@ def test_a_tree_names_the_nodes_that_have_what_was_stored(three: Cluster) -> Non
         # The last token is always computed, and with it its segment.
         assert tree.hit_tokens == (5 * SEGMENT_TOKENS, 6 * SEGMENT_TOKENS, 0)
         assert sum(tree.slots().values()) == 4 + 1 + 2
-        assert {run.requests for run in tree.runs if run.parent < 0} == {(0, 1)}
+        assert {sequence.requests for sequence in tree.sequences if sequence.parent < 0} == {(0, 1)}
         for lease, request in zip(plane.leases, requests, strict=True):
             assert lease is not None
             places = [
                 node
-                for run in tree.runs
-                if requests.index(request) in run.requests
-                for node in run.owners
-                for _ in run.keys
+                for sequence in tree.sequences
+                if requests.index(request) in sequence.requests
+                for node in sequence.owners
+                for _ in sequence.keys
             ]
             assert lease.nodes() == places
             pending, until = lease.begin_nodes(), time.monotonic() + 10

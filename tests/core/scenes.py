@@ -32,7 +32,7 @@ def calm(nodes: int = 3, **rules: Any) -> Cluster:
 def placed(cluster: Cluster, directory_node: int, other: int, count: int = 1, name: str = "p") -> list[SegmentKey]:
     """Keys with these candidates."""
     wanted = (f"n{directory_node}", f"n{other}")
-    ring = cluster.core(directory_node)._context.ring
+    ring = cluster.core(directory_node).ring
     keys = prompt(name, 200 * len(cluster.nodes))
     return [key for key, pair in zip(keys, ring.candidates(join_keys(keys)), strict=True) if pair == wanted][:count]
 
@@ -103,5 +103,5 @@ def kinds(cluster: Cluster, key: SegmentKey) -> dict[int, Kind]:
 def said(cluster: Cluster, node: int, kind: type[T]) -> list[T]:
     """What a node's rules told its driver, or its peers, in this life."""
     emitted = [instruction for out in cluster.node(node).emitted for instruction in out]
-    frames = [i.message for i in emitted if isinstance(i, instructions.Say)]
+    frames = [i.message for i in emitted if isinstance(i, instructions.SendToPeer)]
     return [found for found in [*emitted, *frames] if isinstance(found, kind)]

@@ -17,7 +17,7 @@ from tests.sim.engine import Reading, Storing
 from tests.sim.prompts import PROMPTS, prompt
 from tokenlake.core import NodeCore, events
 from tokenlake.core.context import CoreConfig
-from tokenlake.core.instructions import Answer, Say
+from tokenlake.core.instructions import Answer, SendToPeer
 from tokenlake.store import Segment
 from tokenlake.store.eviction import POLICIES, EvictionPolicy
 from tokenlake.wire import Code, engine
@@ -101,7 +101,7 @@ def _pump(cores: dict[str, NodeCore], name: str, event: events.Event, took: dict
         out = cores[name].handle(event, LATER)
         what = type(getattr(event, "message", event)).__name__
         took.setdefault(f"{what} at {name}", []).append(time.perf_counter() - began)
-        waiting += ((i.node, events.PeerSaid(name, i.message)) for i in out if isinstance(i, Say))
+        waiting += ((i.node, events.PeerSent(name, i.message)) for i in out if isinstance(i, SendToPeer))
         answers += (i.message for i in out if isinstance(i, Answer))
     return answers
 

@@ -56,7 +56,7 @@ class Longest:
                 message = getattr(instruction, "message", None)
                 if isinstance(message, peer.Ping):
                     pong = peer.Pong(message.call, (0.0, 0.0, 0.0), 0.0, 0)
-                    self.core.handle(events.PeerSaid(instruction.node, pong), self.now)  # type: ignore[union-attr]
+                    self.core.handle(events.PeerSent(instruction.node, pong), self.now)  # type: ignore[union-attr]
         self.now = until
 
 
@@ -95,7 +95,7 @@ def a_peer_restarted(count: int) -> Longest:
     node = Longest(count)
     keys = keys_of(count)
     for start in range(0, len(keys), PER_PROMPT):
-        node.handle(events.PeerSaid(B, peer.Held(RED, join_keys(keys[start : start + PER_PROMPT]))))
+        node.handle(events.PeerSent(B, peer.PrimaryCopies(RED, join_keys(keys[start : start + PER_PROMPT]))))
     node.longest_s = 0.0
     node.handle(events.PeerUp(B, 2))
     node.run_for(3.0)
@@ -152,7 +152,7 @@ def a_peer_with_leases_was_lost(count: int) -> Longest:
     keys = fill(node, count, Kind.PRIMARY)
     for start in range(0, len(keys) // 2, PER_PROMPT):
         found = join_keys(keys[start : start + PER_PROMPT])
-        node.handle(events.PeerSaid(B, peer.Lookup(1, RED, found)))
+        node.handle(events.PeerSent(B, peer.Lookup(1, RED, found)))
     node.longest_s = 0.0
     node.handle(events.PeerDown(B, 1))
     node.run_for(3.0)

@@ -1,15 +1,18 @@
-"""What a request did with its prompt reaches whoever keeps the segments, whichever node served it."""
+"""Access records and hints: they reach every copy of a prompt's segments, whichever node served the request."""
 
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
-from tests.core.scenes import answer, calm, copies, fetch, match, prepare, store, tell
+from tests.core.scenes import answer, calm, copies, fetch, kinds, match, placed, prepare, said, store, tell
+from tests.sim.arena import SHARDS, content
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
 from tests.sim.prompts import prompt
-from tokenlake.core.access import REMEMBERED, RecentMatches, access_after
-from tokenlake.hints import NEVER, AccessRecord, Hints, Outlook
+from tokenlake.core import events
+from tokenlake.core.access import MAX_RECENT_MATCHES, RecentMatches, access_after
+from tokenlake.hints import NEVER, NO_ACCESS, NO_HINTS, AccessRecord, Hints, Outlook
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.store import Kind
 from tokenlake.wire import Code, engine, peer
@@ -17,28 +20,34 @@ from tokenlake.wire.frames import decode, encode
 from tokenlake.wire.slots import join_keys
 
 KEYS = prompt("uses", 12)
-PATIENCE_S = 0.5
+REPORTED_S = 0.5
+"""Two gossip intervals: reads are reported to the owners by then."""
 
 
 def turn(cluster: Cluster, reader: Engine, keys: list[SegmentKey], window: int = 100) -> int:
-    """Match, fetch, release, store what was missing, in windows. How many were found."""
+    """Match, fetch, release, and store the missing part in windows. The number of hits."""
     reply = match(cluster, reader, keys)
     if reply.hits:
         fetch(cluster, reader, reply.lease, reply.hits)
         tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, reply.hits),)))
     for start in range(reply.hits, len(keys), window):
         store(cluster, reader, keys[start : start + window], start)
-    cluster.run_for(PATIENCE_S)
+    cluster.run_for(REPORTED_S)
     return int(reply.hits)
 
 
 def accesses(cluster: Cluster, keys: list[SegmentKey]) -> list[AccessRecord]:
-    """As the keeper of each segment knows it."""
+    """The access record of each primary copy."""
     directory_nodes = [[each for each in copies(cluster, key).values() if each.kind is Kind.PRIMARY] for key in keys]
     return [directory_node[0].hints.access for directory_node in directory_nodes]
 
 
-def test_the_second_turn_reaches_every_keeper_through_another_node() -> None:
+def last_access(cluster: Cluster, key: SegmentKey) -> AccessRecord:
+    """The access record of any copy."""
+    return next(iter(copies(cluster, key).values())).hints.access
+
+
+def test_the_second_turn_reaches_every_primary_copy() -> None:
     cluster = calm(regions=16)
     first, second = cluster.join(0), cluster.join(1)
     assert turn(cluster, first, KEYS[:4]) == 0
@@ -60,7 +69,7 @@ def test_the_second_turn_reaches_every_keeper_through_another_node() -> None:
     assert all(access.gap_s < gap for access in third)
 
 
-def test_a_branch_starts_anew_and_the_trunk_remembers_only_the_branch() -> None:
+def test_a_branch_starts_a_new_conversation() -> None:
     cluster = calm(regions=16)
     first, second = cluster.join(0), cluster.join(1)
     turn(cluster, first, KEYS[:8])
@@ -71,12 +80,7 @@ def test_a_branch_starts_anew_and_the_trunk_remembers_only_the_branch() -> None:
     assert accesses(cluster, KEYS[3:8]) == [AccessRecord(8, 0)] * 5
 
 
-def last_access(cluster: Cluster, key: SegmentKey) -> AccessRecord:
-    """As any copy of it shows."""
-    return next(iter(copies(cluster, key).values())).hints.access
-
-
-def test_what_lies_behind_a_gap_is_known() -> None:
+def test_a_segment_behind_a_gap_is_known() -> None:
     cluster = calm(regions=16)
     writer = cluster.join(0)
     store(cluster, writer, KEYS[2:5], 2)
@@ -90,8 +94,8 @@ def test_what_lies_behind_a_gap_is_known() -> None:
             assert 1.0 < access.gap_s < 3.0
 
 
-@pytest.mark.parametrize("asker", [0, 1], ids=["the node that wrote it", "another"])
-def test_a_conversation_goes_on_after_all_of_it_was_evicted(asker: int) -> None:
+@pytest.mark.parametrize("asker", [0, 1], ids=["the writing node", "another node"])
+def test_an_evicted_conversation_goes_on(asker: int) -> None:
     cluster = calm(2, regions=3, eviction="forecast")
     engines = [cluster.join(0), cluster.join(1)]
     assert turn(cluster, engines[0], KEYS[:6]) == 0
@@ -102,17 +106,17 @@ def test_a_conversation_goes_on_after_all_of_it_was_evicted(asker: int) -> None:
     assert not any(copies(cluster, key) for key in KEYS[:6])
     stores = [cluster.core(node).store for node in (0, 1)]
     remembered = [store.remembers(TenantId("red"), KEYS[:6], cluster.clock.now) for store in stores]
-    # What nobody took as a primary copy nobody remembers.
+    # Only segments that became primary copies are remembered.
     depth = max(each[0] for each in remembered if each is not None) + 1
     assert depth > 1
     assert turn(cluster, engines[asker], KEYS[:8]) == 0
     kept = [key for key in KEYS[:8] if copies(cluster, key)]
     known = last_access(cluster, kept[0])
     assert (known.segments, known.hits, known.remembered, known.left) == (8, 0, depth, 6 - depth)
-    assert known.gap_s >= PATIENCE_S
+    assert known.gap_s >= REPORTED_S
 
 
-def test_of_two_who_remember_the_same_segment_the_later_word_counts() -> None:
+def test_the_latest_access_of_the_deepest_segment_counts() -> None:
     old, new = (4, AccessRecord(9, 2, 3), 50.0), (4, AccessRecord(5, 3, 7), 2.0)
     shallow = (1, AccessRecord(2, 0, 1), 1.0)
     assert access_after([old, shallow, new], 6, 1) == AccessRecord(6, 1, 8, 2.0, NEVER, 0, remembered=4)
@@ -120,25 +124,7 @@ def test_of_two_who_remember_the_same_segment_the_later_word_counts() -> None:
     assert access_after([], 6, 4) == AccessRecord(6, 4)
 
 
-def test_a_node_that_knows_of_more_keys_than_it_was_asked_for_is_refused() -> None:
-    cluster = calm(2, regions=16)
-    reader = cluster.join(0)
-    cluster.core(1)._serving.lookup = lambda node, message: peer.LookupReply(  # type: ignore[method-assign]
-        message.call,
-        0,
-        bytes([Code.MISSING]) * 4,
-        (),
-        (0.0, 0.0, 0.0),
-        0.0,
-        5,
-        AccessRecord(9, 9),
-        1.0,
-    )
-    with pytest.raises(ValueError, match="knows of key 5 of 4"):
-        match(cluster, reader, KEYS[:4])
-
-
-def test_what_is_stored_without_a_match_says_what_it_shows() -> None:
+def test_a_store_without_a_match_has_its_own_record() -> None:
     cluster = calm(regions=16)
     writer = cluster.join(0)
     prepare(cluster, writer, KEYS[2:5], 2)
@@ -146,7 +132,7 @@ def test_what_is_stored_without_a_match_says_what_it_shows() -> None:
     assert [segment.hints.access for segment in reserved] == [AccessRecord(5, 2)] * 3
 
 
-def test_what_an_engine_says_of_its_use_is_not_listened_to() -> None:
+def test_an_access_record_of_an_engine_is_ignored() -> None:
     cluster = calm(regions=16)
     writer = cluster.join(0)
     store(cluster, writer, KEYS[:2])
@@ -154,26 +140,26 @@ def test_what_an_engine_says_of_its_use_is_not_listened_to() -> None:
     reply = answer(cluster, writer.processes[0], engine.Match, join_keys(KEYS[:2]), 0.0, True, "", lie)
     tell(cluster, writer.processes[0], engine.Hint(join_keys(KEYS[:2]), lie, reply.lease))
     tell(cluster, writer.processes[0], engine.Release(((reply.lease, 0, 2),)))
-    cluster.run_for(PATIENCE_S)
+    cluster.run_for(REPORTED_S)
     told = [segment.hints for key in KEYS[:2] for segment in copies(cluster, key).values()]
     assert {(hints.outlook, hints.output_tokens) for hints in told} == {(Outlook.GOES_ON, 7)}
     assert {(hints.access.segments, hints.access.turn) for hints in told} == {(2, 1)}
 
 
-@pytest.mark.parametrize("between", [0, REMEMBERED - 1, REMEMBERED])
-def test_a_session_remembers_its_last_matches(between: int) -> None:
+@pytest.mark.parametrize("between", [0, MAX_RECENT_MATCHES - 1, MAX_RECENT_MATCHES])
+def test_a_session_remembers_its_recent_matches(between: int) -> None:
     recent = RecentMatches()
     recent.add(join_keys(KEYS), AccessRecord(12, 3, 2))
     for number in range(between):
         recent.add(join_keys(prompt(f"other {number}", 5)), AccessRecord(5, 0))
-    known = between < REMEMBERED
+    known = between < MAX_RECENT_MATCHES
     assert recent.access(KEYS[3:6], 3) == (AccessRecord(12, 3, 2) if known else AccessRecord(6, 3))
     assert recent.access(KEYS[6:], 6) == (AccessRecord(12, 3, 2) if known else AccessRecord(12, 6))
     assert recent.access(KEYS[3:6], 4) == AccessRecord(7, 4)
 
 
-def test_what_a_node_that_lies_says_of_a_turn_can_be_told_on() -> None:
-    """Else whoever is told it would take this node for a liar."""
+def test_a_record_at_its_bounds_can_be_sent_on() -> None:
+    """Otherwise the receiver would refuse the frame of an honest node."""
     lie = peer.LookupReply(1, 0, b"", (), (0.0, 0.0, 0.0), 0.0, 4, AccessRecord(4, 4, (1 << 32) - 1, 1e9, 1e9, 4), 1e9)
     heard = decode(peer.peer_decoder, encode(lie))
     assert isinstance(heard, peer.LookupReply)
@@ -181,3 +167,126 @@ def test_what_a_node_that_lies_says_of_a_turn_can_be_told_on() -> None:
         "red", bytes(32), Hints(access=AccessRecord.after(heard.last_access, heard.last_access_age_s, 5, 4, 4))
     )
     assert decode(peer.peer_decoder, encode(told)) == told
+
+
+def test_a_reply_with_a_depth_beyond_its_keys_is_refused() -> None:
+    cluster = calm(2)
+    record = AccessRecord(9, 9)
+    reply = peer.LookupReply(1, 0, bytes([Code.MISSING]) * 4, (), (0.0, 0.0, 0.0), 0.0, 5, record, 1.0)
+    with pytest.raises(ValueError, match="knows of key 5 of 4"):
+        cluster.core(0).handle(events.PeerSent("n1", reply), cluster.clock.now)
+
+
+# -- hints
+
+CHAT = Hints(Outlook.GOES_ON, "chat")
+OVER = Hints(Outlook.OVER, stop_reason="stop")
+CHAT_OVER = Hints(Outlook.OVER, "chat", "stop")
+
+
+def stored(cluster: Cluster, writer: Engine, keys: list[SegmentKey], hints: Hints | None) -> None:
+    """Store with hints, and let the pushes end."""
+    process = writer.processes[0]
+    reply = answer(cluster, process, engine.Prepare, join_keys(keys), 0, "r", hints)
+    checksums = b"".join(part for key in keys for part in content("red", key))
+    for index, packed in enumerate(reply.slots[at : at + 16] for at in range(0, len(reply.slots), 16)):
+        for shard in range(SHARDS):
+            process.view(packed, keys[index]).write(shard, content("red", keys[index])[shard])
+    fields = reply.write, tuple(range(len(keys))), (1 << SHARDS) - 1, checksums
+    answer(cluster, process, engine.Commit, *fields)
+    cluster.run_for(0.5)
+    cluster.check()
+
+
+def hints_of(cluster: Cluster, key: SegmentKey) -> dict[int, Hints]:
+    """The hints of each copy, by node, without access records."""
+    return {node: replace(segment.hints, access=NO_ACCESS) for node, segment in copies(cluster, key).items()}
+
+
+def test_the_writers_hints_go_with_the_push() -> None:
+    cluster = calm()
+    writer = cluster.join(2)
+    keys = placed(cluster, 0, 1, 2)
+    stored(cluster, writer, keys, CHAT)
+    assert kinds(cluster, keys[0]) == {0: Kind.PRIMARY, 2: Kind.CACHED}
+    assert [hints_of(cluster, key) for key in keys] == [{0: CHAT, 2: CHAT}] * 2
+
+
+def test_a_readers_hints_reach_the_owner() -> None:
+    cluster = calm()
+    writer, reader = cluster.join(2), cluster.join(1)
+    keys = placed(cluster, 0, 2, 2)
+    stored(cluster, writer, keys, None)
+    assert hints_of(cluster, keys[0]) == {0: NO_HINTS, 2: NO_HINTS}
+    reply = answer(cluster, reader.processes[0], engine.Match, join_keys(keys), 0.0, True, "r", CHAT)
+    fetch(cluster, reader, reply.lease, 2)
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 2),)))
+    cluster.run_for(0.5)
+    assert [hints_of(cluster, key) for key in keys] == [{0: CHAT, 1: CHAT, 2: NO_HINTS}] * 2
+    # A read without hints leaves the earlier ones.
+    tell(cluster, reader.processes[0], engine.Release(((match(cluster, reader, keys).lease, 0, 2),)))
+    cluster.run_for(0.5)
+    assert [hints_of(cluster, key) for key in keys] == [{0: CHAT, 1: CHAT, 2: NO_HINTS}] * 2
+
+
+def test_late_hints_reach_every_copy_and_count_as_no_read() -> None:
+    cluster = calm(eviction="lru")
+    writer = cluster.join(2)
+    keys = placed(cluster, 0, 1, 2)
+    stored(cluster, writer, keys, CHAT)
+    touched = {node: segment.touched for node, segment in copies(cluster, keys[0]).items()}
+    tell(cluster, writer.processes[0], engine.Hint(join_keys(keys), OVER))
+    cluster.run_for(0.5)
+    assert [hints_of(cluster, key) for key in keys] == [{0: CHAT_OVER, 2: CHAT_OVER}] * 2
+    assert {node: segment.touched for node, segment in copies(cluster, keys[0]).items()} == touched
+    cluster.check()
+
+
+def test_late_hints_for_remote_segments_reach_the_owner() -> None:
+    cluster = calm()
+    writer, other = cluster.join(2), cluster.join(1)
+    keys = placed(cluster, 0, 1, 2)
+    stored(cluster, writer, keys, CHAT)
+    tell(cluster, other.processes[0], engine.Hint(join_keys(keys), OVER))
+    cluster.run_for(0.5)
+    assert [hints_of(cluster, key)[0] for key in keys] == [CHAT_OVER] * 2
+
+
+def test_late_hints_for_a_lease_outlive_its_release() -> None:
+    cluster = calm()
+    writer, reader = cluster.join(2), cluster.join(1)
+    keys = placed(cluster, 0, 2, 2)
+    stored(cluster, writer, keys, None)
+    reply = answer(cluster, reader.processes[0], engine.Match, join_keys(keys), 0.0, True, "r", CHAT)
+    fetch(cluster, reader, reply.lease, 2)
+    tell(cluster, reader.processes[0], engine.Hint(b"", CHAT_OVER, reply.lease))
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 2),)))
+    cluster.run_for(0.5)
+    assert [hints_of(cluster, key) for key in keys] == [{0: CHAT_OVER, 1: CHAT_OVER, 2: NO_HINTS}] * 2
+
+
+def test_hints_of_another_tenant_have_no_effect() -> None:
+    cluster = calm()
+    writer, stranger = cluster.join(0), cluster.join(0, tenant="blue")
+    keys = placed(cluster, 0, 1)
+    stored(cluster, writer, keys, CHAT)
+    tell(cluster, stranger.processes[0], engine.Hint(join_keys(keys), OVER))
+    cluster.run_for(0.5)
+    assert set(hints_of(cluster, keys[0]).values()) == {CHAT}
+
+
+def test_hints_of_several_requests_stay_apart() -> None:
+    cluster = calm()
+    writer = cluster.join(2)
+    keys = placed(cluster, 0, 1, 3)
+    stored(cluster, writer, keys, None)
+    process = writer.processes[0]
+    for key, hints in zip(keys, (CHAT, OVER, CHAT), strict=True):
+        reply = answer(cluster, process, engine.Match, key, 0.0, True, "r", hints)
+        tell(cluster, process, engine.Release(((reply.lease, 0, 1),)))
+    cluster.run_for(0.5)
+    touched = [message for message in said(cluster, 2, peer.Touched) if message.hints is not None]
+    told = [
+        (message.keys, replace(message.hints, access=NO_ACCESS)) for message in touched if message.hints is not None
+    ]
+    assert told == [(keys[0], CHAT), (keys[1], OVER), (keys[2], CHAT)]

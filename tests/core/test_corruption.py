@@ -8,10 +8,9 @@ from tests.sim.engine import SEGMENT_TOKENS, Engine, Storing
 from tests.sim.prompts import prompt
 from tokenlake.core import events
 from tokenlake.core.corruption import CHECKING_SHARE, CONFIRMED, MAX_QUEUED, REPORTED
-from tokenlake.core.fetch_calls import FETCHED, MISSING
-from tokenlake.core.fetches import CORRUPT
-from tokenlake.core.instructions import CheckSlot, Say, StartFetch
-from tokenlake.core.sessions import SKIPPED
+from tokenlake.core.fetch import CORRUPT, FETCHED, MISSING
+from tokenlake.core.grants import SKIPPED
+from tokenlake.core.instructions import CheckSlot, SendToPeer, StartFetch
 from tokenlake.identity import SegmentKey
 from tokenlake.store import Kind, State
 from tokenlake.store.history import CORRUPT_RULE
@@ -39,10 +38,10 @@ def fetched(cluster: Cluster, reader: Engine, keys: list[SegmentKey]) -> list[Co
 
 def rule_of(cluster: Cluster, directory_node: int, key: SegmentKey) -> str:
     """The rule by which a segment left the pool, as its directory node answers another node."""
-    question = events.PeerSaid("n0", peer.AskWhy(1, "red", key))
+    question = events.PeerSent("n0", peer.ExplainMissing(1, "red", key))
     out = cluster.core(directory_node).handle(question, cluster.clock.now)
-    (reply,) = (each.message for each in out if isinstance(each, Say))
-    assert isinstance(reply, peer.ToldWhy)
+    (reply,) = (each.message for each in out if isinstance(each, SendToPeer))
+    assert isinstance(reply, peer.ExplainMissingReply)
     return reply.rules[0]
 
 
@@ -84,7 +83,7 @@ def test_the_same_fetch_uses_a_right_copy_elsewhere() -> None:
     if 1 not in copies(cluster, key):
         fetched(cluster, cluster.join(1), [key])
     lease = match(cluster, reader, [key])
-    where = answer(cluster, reader.processes[0], engine.Where, lease.lease)
+    where = answer(cluster, reader.processes[0], engine.Locate, lease.lease)
     source = {"n0": 0, "n1": 1}[where.nodes[where.owners[0]]]
     flip(cluster, source, key)
     got = fetch(cluster, reader, lease.lease, 1)
@@ -119,7 +118,7 @@ def test_a_report_of_a_local_engine_drops_the_copy() -> None:
     attached = answer(cluster, second, engine.Attach, held.lease)
     assert list(attached.codes) == [Code.LOCAL, Code.LOST, Code.LOCAL]
     assert fetch(cluster, careful, held.lease, 3).codes == attached.codes
-    assert len(answer(cluster, second, engine.Where, held.lease).owners) == 1
+    assert len(answer(cluster, second, engine.Locate, held.lease).owners) == 1
     for process in careful.processes:
         tell(cluster, process, engine.Release(((held.lease, 0, 3),)))
     assert wrong.pins == wrong.pool.quarantined == 0
@@ -136,7 +135,7 @@ def test_false_reports_drop_nothing_and_cost_little() -> None:
     store(cluster, writer, keys)
     node = cluster.node(0)
     here = [key for key in keys if 0 in copies(cluster, key)]
-    report = events.PeerSaid("n1", peer.Corrupt("red", join_keys(here * MAX_QUEUED)))
+    report = events.PeerSent("n1", peer.Corrupt("red", join_keys(here * MAX_QUEUED)))
     began = cluster.clock.now
     before = kinds(cluster, here[0])
     for _ in range(400):
@@ -163,10 +162,10 @@ def test_reporters_take_turns_with_bounded_queues() -> None:
     here = [key for key in keys if 0 in copies(cluster, key)]
     assert len(here) > MAX_QUEUED
     node = cluster.node(0)
-    node.deliver(events.PeerSaid("n1", peer.Corrupt("red", join_keys(here))))
+    node.deliver(events.PeerSent("n1", peer.Corrupt("red", join_keys(here))))
     assert cluster.core(0).census()["copies to check"] == MAX_QUEUED
     flip(cluster, 0, here[-1])
-    node.deliver(events.PeerSaid("n2", peer.Corrupt("red", here[-1])))
+    node.deliver(events.PeerSent("n2", peer.Corrupt("red", here[-1])))
     assert cluster.core(0).census()["copies to check"] == MAX_QUEUED + 1
     cluster.run_for(0.05)
     assert cluster.core(0).counters[CONFIRMED] == 1, "a reporter does not wait behind the queue of another"
@@ -220,7 +219,7 @@ def test_a_match_under_way_leases_no_dropped_copy() -> None:
     replies = ask(reader.processes[0], engine.Match, join_keys([key, *placed(cluster, 1, 2)]), 0.0)
     cluster.run_for(0.003)
     assert copies(cluster, key)[0].pins == 1
-    cluster.node(0).deliver(events.PeerSaid("n1", peer.Corrupt("red", key)))
+    cluster.node(0).deliver(events.PeerSent("n1", peer.Corrupt("red", key)))
     cluster.run_for(0.1)
     assert cluster.core(0).counters[CONFIRMED] == 1
     assert [reply.hits for reply in replies] == [0]

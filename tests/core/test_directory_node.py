@@ -32,16 +32,16 @@ class Node:
         for name in ("n1", "n2"):
             self.handle(events.PeerUp(name, 1))
             if not empty:
-                self.say(name, peer.Advertised())
+                self.say(name, peer.AdvertisingDone())
 
     def handle(self, event: events.Event) -> list[tuple[str, Any]]:
         """Deliver one event. The messages to peers that it led to."""
         out = self.core.handle(event, self.now)
-        return [(each.node, each.message) for each in out if isinstance(each, instructions.Say)]
+        return [(each.node, each.message) for each in out if isinstance(each, instructions.SendToPeer)]
 
     def say(self, sender: str, message: peer.PeerMessage) -> list[Any]:
         """Deliver one message. The replies to its sender."""
-        return [reply for node, reply in self.handle(events.PeerSaid(sender, message)) if node == sender]
+        return [reply for node, reply in self.handle(events.PeerSent(sender, message)) if node == sender]
 
     def lookup(self, sender: str, key: SegmentKey) -> tuple[Code, tuple[str, ...]]:
         """The answer to a lookup of one key: its code, and the node that an ELSEWHERE names."""
@@ -66,9 +66,9 @@ def test_unknown_until_all_peers_have_advertised() -> None:
     node = Node(empty=True)
     (key,) = keys_of(node, "n0", "n1")
     assert node.lookup("n1", key) == (Code.UNKNOWN, ())
-    node.say("n1", peer.Advertised())
+    node.say("n1", peer.AdvertisingDone())
     assert node.lookup("n1", key) == (Code.UNKNOWN, ())
-    node.say("n2", peer.Advertised())
+    node.say("n2", peer.AdvertisingDone())
     assert node.lookup("n1", key) == (Code.MISSING, ())
 
 
@@ -82,13 +82,13 @@ def test_missing_once_the_grace_period_has_passed() -> None:
 def test_an_in_flight_marker_ends_with_a_withdrawal_or_its_time() -> None:
     node = Node()
     (key,) = keys_of(node, "n0", "n1")
-    node.say("n1", peer.Announce("red", key, 2.0))
+    node.say("n1", peer.MarkInFlight("red", key, 2.0))
     assert node.lookup("n2", key) == (Code.PENDING, ())
-    node.say("n2", peer.Withdraw("red", key))
+    node.say("n2", peer.ClearInFlight("red", key))
     assert node.lookup("n2", key) == (Code.PENDING, ())
-    node.say("n1", peer.Withdraw("red", key))
+    node.say("n1", peer.ClearInFlight("red", key))
     assert node.lookup("n2", key) == (Code.MISSING, ())
-    node.say("n1", peer.Announce("red", key, 2.0))
+    node.say("n1", peer.MarkInFlight("red", key, 2.0))
     node.now = 2.0
     assert node.lookup("n2", key) == (Code.MISSING, ())
 
@@ -98,31 +98,31 @@ def test_the_first_commit_and_the_first_owner_win() -> None:
     (key,) = keys_of(node, "n0", "n1")
     assert node.ready("n1", key).codes == bytes([Code.COMMITTED])
     second = node.ready("n2", key)
-    assert (second.codes, second.firsts) == (bytes([Code.EXISTS]), ("n1",))
+    assert (second.codes, second.first_writers) == (bytes([Code.EXISTS]), ("n1",))
     assert node.lookup("n2", key) == (Code.ELSEWHERE, ("n1",))
-    assert node.say("n2", peer.Held("red", key)) == []
-    assert node.say("n1", peer.Held("red", key)) == [peer.Redundant("red", key, ("n2",))]
+    assert node.say("n2", peer.PrimaryCopies("red", key)) == []
+    assert node.say("n1", peer.PrimaryCopies("red", key)) == [peer.Redundant("red", key, ("n2",))]
     assert node.lookup("n1", key) == (Code.ELSEWHERE, ("n2",))
 
 
 def test_the_statement_of_a_node_that_is_down_is_replaced() -> None:
     node = Node()
     (key,) = keys_of(node, "n0", "n1")
-    node.say("n1", peer.Held("red", key))
+    node.say("n1", peer.PrimaryCopies("red", key))
     node.handle(events.PeerDown("n1", 1))
     assert node.lookup("n2", key) == (Code.UNKNOWN, ())
-    assert node.say("n2", peer.Held("red", key)) == []
+    assert node.say("n2", peer.PrimaryCopies("red", key)) == []
     assert node.lookup("n2", key) == (Code.ELSEWHERE, ("n2",))
 
 
 def test_entries_of_an_earlier_incarnation_do_not_count() -> None:
     node = Node()
     key, other = keys_of(node, "n0", "n1", 2)
-    node.say("n1", peer.Held("red", key))
-    node.say("n2", peer.Held("red", other))
+    node.say("n1", peer.PrimaryCopies("red", key))
+    node.say("n2", peer.PrimaryCopies("red", other))
     node.handle(events.PeerDown("n1", 1))
     node.handle(events.PeerUp("n1", 2))
-    node.say("n1", peer.Advertised())
+    node.say("n1", peer.AdvertisingDone())
     assert node.lookup("n2", key) == (Code.MISSING, ())
     assert node.lookup("n1", other) == (Code.ELSEWHERE, ("n2",))
     assert node.core.census()["directory"] == 1
@@ -131,7 +131,7 @@ def test_entries_of_an_earlier_incarnation_do_not_count() -> None:
 def test_a_connection_of_the_same_incarnation_keeps_its_entries() -> None:
     node = Node()
     (key,) = keys_of(node, "n0", "n1")
-    node.say("n1", peer.Held("red", key))
+    node.say("n1", peer.PrimaryCopies("red", key))
     node.handle(events.PeerDown("n1", 1))
     node.handle(events.PeerUp("n1", 1))
     assert node.lookup("n2", key) == (Code.ELSEWHERE, ("n1",))
@@ -142,7 +142,7 @@ def test_a_commit_learns_the_previous_owner(rule: str, previous_owners: tuple[st
     """A candidate that evicted the segment, unless its bytes were wrong."""
     node = Node()
     (key,) = keys_of(node, "n0", "n1")
-    node.say("n1", peer.Held("red", key))
+    node.say("n1", peer.PrimaryCopies("red", key))
     node.say("n1", peer.Evicted("red", key, "n1", rule))
     assert node.lookup("n2", key) == (Code.MISSING, ())
     assert node.ready("n2", key).previous_owners == previous_owners
@@ -151,7 +151,7 @@ def test_a_commit_learns_the_previous_owner(rule: str, previous_owners: tuple[st
 def test_a_node_that_is_no_candidate_is_no_previous_owner() -> None:
     node = Node()
     (key,) = keys_of(node, "n0", "n1")
-    node.say("n2", peer.Held("red", key))
+    node.say("n2", peer.PrimaryCopies("red", key))
     node.say("n2", peer.Evicted("red", key, "n2", "lru"))
     assert node.ready("n1", key).previous_owners == ()
 
@@ -177,7 +177,7 @@ def test_advertising_continues_while_the_peer_is_overdue(monkeypatch: pytest.Mon
         node.now += 0.005
         sent += node.handle(events.Tick())
     told = [message for peer_, message in sent if peer_ == "n1" and not isinstance(message, peer.Lookup)]
-    assert told == [*(peer.Held("red", key) for key in keys[:6]), peer.Advertised()]
+    assert told == [*(peer.PrimaryCopies("red", key) for key in keys[:6]), peer.AdvertisingDone()]
 
 
 def test_primary_copies_are_advertised_to_their_directory_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,10 +195,10 @@ def test_primary_copies_are_advertised_to_their_directory_node(monkeypatch: pyte
         each.message
         for out in list(cluster.node(0).emitted)[before:]
         for each in out
-        if isinstance(each, instructions.Say) and each.node == "n1"
+        if isinstance(each, instructions.SendToPeer) and each.node == "n1"
     ]
-    held = {message.keys for message in sent if isinstance(message, peer.Held)}
+    held = {message.keys for message in sent if isinstance(message, peer.PrimaryCopies)}
     assert held == {key for key in keys[:2] if key in owned}
-    assert sum(isinstance(message, peer.Advertised) for message in sent) == 1
+    assert sum(isinstance(message, peer.AdvertisingDone) for message in sent) == 1
     reader = cluster.join(2)
     assert all(match(cluster, reader, [key]).hits == 1 for key in owned)

@@ -1,4 +1,4 @@
-"""What became of a request: every token has its place in the funnel, and what was missed its reason."""
+"""Explain: each token of a request is counted once in the funnel, and each missed one has a reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.store import Kind
 from tokenlake.store.history import MAX_REMEMBERED, Gone, History
 from tokenlake.wire import engine
-from tokenlake.wire.funnel import Funnel, Why
+from tokenlake.wire.funnel import Funnel, MissReason
 from tokenlake.wire.slots import join_keys
 
 ROOMY = {"dirty_share": 1.0, "session_reserve_share": 1.0, "session_lease_share": 1.0, "hot": "off"}
@@ -50,15 +50,15 @@ def explained(cluster: Cluster, asker: Engine, name: str) -> Funnel:
 
 def why(funnel: Funnel) -> dict[str, int]:
     """Tokens by reason."""
-    assert len({missed.why for missed in funnel.missed}) == len(funnel.missed)
-    return {missed.why: missed.tokens for missed in funnel.missed}
+    assert len({missed.reason for missed in funnel.missed}) == len(funnel.missed)
+    return {missed.reason: missed.tokens for missed in funnel.missed}
 
 
-def detail(funnel: Funnel, reason: Why) -> str:
-    return next(missed.detail for missed in funnel.missed if missed.why == reason)
+def detail(funnel: Funnel, reason: MissReason) -> str:
+    return next(missed.detail for missed in funnel.missed if missed.reason == reason)
 
 
-def test_what_is_read_here_and_there_is_useful() -> None:
+def test_local_and_fetched_segments_are_useful() -> None:
     cluster = calm(3, **ROOMY)
     writer, reader = cluster.join(0), cluster.join(2)
     keys = placed(cluster, 0, 1, 3)
@@ -73,44 +73,44 @@ def test_what_is_read_here_and_there_is_useful() -> None:
     funnel = explained(cluster, reader, "r")
     assert (funnel.request, funnel.node, funnel.segment_tokens) == ("r", "n2", SIZE)
     assert (funnel.ideal, funnel.here, funnel.fetched, funnel.useful) == (3 * SIZE + 5, SIZE, 2 * SIZE, 3 * SIZE)
-    assert why(funnel) == {Why.TOO_SHORT: 5}
+    assert why(funnel) == {MissReason.TOO_SHORT: 5}
 
 
-def test_what_was_shipped_is_useful_and_what_was_not_wanted_is_skipped() -> None:
+def test_shipped_segments_are_useful_and_released_ones_skipped() -> None:
     cluster = calm(3, **ROOMY)
     writer, reader = cluster.join(0), cluster.join(2)
     keys = placed(cluster, 0, 1, 3)
     store(cluster, writer, keys)
     reply = ask(cluster, reader, keys, "r")
-    tell(cluster, reader.processes[0], engine.Shipped(reply.lease, 2))
+    tell(cluster, reader.processes[0], engine.AttendedInPlace(reply.lease, 2))
     tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 3),)))
     funnel = explained(cluster, reader, "r")
-    assert (funnel.useful, funnel.fetched, why(funnel)) == (2 * SIZE, 0, {Why.SKIPPED: SIZE})
+    assert (funnel.useful, funnel.fetched, why(funnel)) == (2 * SIZE, 0, {MissReason.SKIPPED: SIZE})
 
 
-def test_what_nobody_stored_is_named_with_its_directory_node() -> None:
+def test_never_stored_names_the_directory_node() -> None:
     cluster = calm(3, **ROOMY)
     writer, reader = cluster.join(0), cluster.join(2)
     keys = placed(cluster, 0, 1, 3)
     store(cluster, writer, keys[:1])
     read(cluster, reader, keys, "r")
     funnel = explained(cluster, reader, "r")
-    assert why(funnel) == {Why.NEVER_STORED: 2 * SIZE}
-    assert detail(funnel, Why.NEVER_STORED) == "not known to n0"
+    assert why(funnel) == {MissReason.NEVER_STORED: 2 * SIZE}
+    assert detail(funnel, MissReason.NEVER_STORED) == "not known to n0"
 
 
-def test_what_is_behind_a_gap_is_told_apart() -> None:
+def test_segments_behind_a_gap_have_their_own_reason() -> None:
     cluster = calm(1, **ROOMY)
     reader = cluster.join(0)
     keys = prompt("p", 3)
     store(cluster, reader, keys[:1])
     store(cluster, reader, keys[2:], 2)
     read(cluster, reader, keys, "r")
-    assert why(explained(cluster, reader, "r")) == {Why.BEHIND_A_GAP: SIZE, Why.NEVER_STORED: SIZE}
+    assert why(explained(cluster, reader, "r")) == {MissReason.BEHIND_A_GAP: SIZE, MissReason.NEVER_STORED: SIZE}
 
 
 @pytest.mark.parametrize("policy", ["lru", "reuse"])
-def test_what_was_evicted_here_has_its_rule(policy: str) -> None:
+def test_an_eviction_on_this_node_has_its_rule(policy: str) -> None:
     cluster = calm(1, regions=1, eviction=policy, **ROOMY)
     reader = cluster.join(0)
     store(cluster, reader, prompt("first", 2))
@@ -119,13 +119,13 @@ def test_what_was_evicted_here_has_its_rule(policy: str) -> None:
         store(cluster, reader, prompt(f"next {turn}", SLOTS))
     read(cluster, reader, prompt("first", 2), "r")
     funnel = explained(cluster, reader, "r")
-    assert why(funnel) == {Why.EVICTED: 2 * SIZE}
-    said = detail(funnel, Why.EVICTED)
+    assert why(funnel) == {MissReason.EVICTED: 2 * SIZE}
+    said = detail(funnel, MissReason.EVICTED)
     assert said.startswith(f"{policy}, at n0 ")
     assert "unused for 1" in said
 
 
-def test_what_was_evicted_elsewhere_is_known_to_its_directory_node() -> None:
+def test_an_eviction_elsewhere_is_known_to_the_directory_node() -> None:
     cluster = calm(3, regions=1, eviction="lru", **ROOMY)
     writer, reader = cluster.join(0), cluster.join(2)
     first = placed(cluster, 0, 1, 1, "first")
@@ -136,23 +136,23 @@ def test_what_was_evicted_elsewhere_is_known_to_its_directory_node() -> None:
     assert not copies(cluster, first[0])
     read(cluster, reader, first, "r")
     funnel = explained(cluster, reader, "r")
-    assert why(funnel) == {Why.EVICTED: SIZE}
-    assert detail(funnel, Why.EVICTED).startswith(f"lru, at n{owner} ")
+    assert why(funnel) == {MissReason.EVICTED: SIZE}
+    assert detail(funnel, MissReason.EVICTED).startswith(f"lru, at n{owner} ")
 
 
-def test_a_directory_node_that_does_not_say_is_named() -> None:
+def test_a_silent_directory_node_is_named() -> None:
     cluster = calm(3, **ROOMY)
     reader = cluster.join(2)
     keys = placed(cluster, 0, 1, 2)
     read(cluster, reader, keys, "r")
     cluster.node(0).freeze()
     funnel = explained(cluster, reader, "r")
-    assert why(funnel) == {Why.UNKNOWN: 2 * SIZE}
-    assert detail(funnel, Why.UNKNOWN) == "no answer from n0"
+    assert why(funnel) == {MissReason.UNKNOWN: 2 * SIZE}
+    assert detail(funnel, MissReason.UNKNOWN) == "no answer from n0"
     cluster.node(0).thaw()
 
 
-def test_who_does_not_answer_a_match_is_named() -> None:
+def test_a_node_that_does_not_answer_a_match_is_named() -> None:
     cluster = calm(3, **ROOMY)
     writer, reader = cluster.join(0), cluster.join(2)
     keys = placed(cluster, 0, 1, 2)
@@ -161,13 +161,13 @@ def test_who_does_not_answer_a_match_is_named() -> None:
         cluster.node(node).freeze()
     read(cluster, reader, keys, "r")
     funnel = explained(cluster, reader, "r")
-    assert why(funnel) == {Why.TOO_SLOW: 2 * SIZE}
-    assert detail(funnel, Why.TOO_SLOW) == "no answer from n0, n1"
+    assert why(funnel) == {MissReason.TOO_SLOW: 2 * SIZE}
+    assert detail(funnel, MissReason.TOO_SLOW) == "no answer from n0, n1"
     for node in (0, 1):
         cluster.node(node).thaw()
 
 
-def test_who_does_not_send_in_time_is_named() -> None:
+def test_a_node_that_does_not_send_in_time_is_named() -> None:
     cluster = calm(3, **ROOMY)
     writer, reader = cluster.join(0), cluster.join(2)
     keys = placed(cluster, 0, 1, 2)
@@ -178,21 +178,21 @@ def test_who_does_not_send_in_time_is_named() -> None:
     cluster.run_for(1.0)
     tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 2),)))
     funnel = explained(cluster, reader, "r")
-    assert why(funnel) == {Why.TOO_SLOW: 2 * SIZE}
-    assert detail(funnel, Why.TOO_SLOW).startswith("n0 did not")
+    assert why(funnel) == {MissReason.TOO_SLOW: 2 * SIZE}
+    assert detail(funnel, MissReason.TOO_SLOW).startswith("n0 did not")
     cluster.node(0).thaw()
 
 
-def test_what_is_being_written_is_pending() -> None:
+def test_segments_in_flight_are_pending() -> None:
     cluster = calm(1, **ROOMY)
     writer, reader = cluster.join(0), cluster.join(0)
     keys = prompt("p", 2)
     answer(cluster, writer.processes[0], engine.Prepare, join_keys(keys), 0)
     read(cluster, reader, keys, "r")
-    assert why(explained(cluster, reader, "r")) == {Why.PENDING: 2 * SIZE}
+    assert why(explained(cluster, reader, "r")) == {MissReason.PENDING: 2 * SIZE}
 
 
-def test_another_tenants_request_and_an_unknown_name_are_the_same() -> None:
+def test_a_request_of_another_tenant_is_unknown() -> None:
     cluster = calm(1, **ROOMY)
     red, blue = cluster.join(0), cluster.join(0, tenant="blue")
     read(cluster, red, prompt("p", 1), "r")
@@ -201,7 +201,7 @@ def test_another_tenants_request_and_an_unknown_name_are_the_same() -> None:
         assert answer(cluster, asker.processes[0], engine.Explain, name).funnel is None
 
 
-def test_the_newest_request_of_a_name_counts() -> None:
+def test_the_newest_request_of_a_name_is_explained() -> None:
     cluster = calm(1, **ROOMY)
     reader = cluster.join(0)
     read(cluster, reader, prompt("p", 2), "r")
@@ -211,10 +211,10 @@ def test_the_newest_request_of_a_name_counts() -> None:
     assert (funnel.useful, funnel.missed) == (2 * SIZE, ())
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trails_and_history_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain, "MAX_TRAILS", 5)
     monkeypatch.setattr(explain, "MAX_KEYS", 6)
-    monkeypatch.setattr(explain, "MISSING_EACH", 2)
+    monkeypatch.setattr(explain, "MAX_MISSING", 2)
     cluster = calm(1, **ROOMY)
     reader = cluster.join(0)
     for number in range(9):
@@ -222,7 +222,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     census = cluster.core(0).census()
     assert (census["explained requests"], census["segments they missed"]) == (3, 6)
     funnel = explained(cluster, reader, "r8")
-    assert why(funnel) == {Why.NEVER_STORED: 2 * SIZE, Why.UNKNOWN: SIZE}
+    assert why(funnel) == {MissReason.NEVER_STORED: 2 * SIZE, MissReason.UNKNOWN: SIZE}
     assert answer(cluster, reader.processes[0], engine.Explain, "r0").funnel is None
     history = History()
     for index in range(MAX_REMEMBERED + 2):
@@ -231,9 +231,9 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert history.get(TenantId("red"), SegmentKey(bytes(32))) is None
 
 
-def test_requests_for_very_much_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what is missing a part is remembered by name, and what was said of the rest takes memory too."""
-    monkeypatch.setattr(explain, "MISSING_EACH", 1)
+def test_long_requests_count_more_towards_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The codes of a trail count towards the bound beside its keys."""
+    monkeypatch.setattr(explain, "MAX_MISSING", 1)
     monkeypatch.setattr(explain, "MAX_KEYS", 100)
     cluster = calm(1, **ROOMY)
     reader = cluster.join(0)

@@ -1,4 +1,4 @@
-"""What a node's policy learned goes from one life of its rules to the next."""
+"""Statistics of the eviction policy: saved across restarts, and exchanged between nodes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 from tests.core.scenes import calm
 from tests.sim import arena
 from tokenlake.core import NodeCore, events, instructions
-from tokenlake.core.context import CoreConfig
-from tokenlake.core.learned import MAX_LEARNED_BYTES, TELL_S
+from tokenlake.core.context import Context, CoreConfig
+from tokenlake.core.learned import MAX_LEARNED_BYTES, SEND_S, Learned
+from tokenlake.core.peers import Peers
 from tokenlake.hints import NO_HINTS
-from tokenlake.identity import SegmentKey, TenantId
+from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Counters
 from tokenlake.store import Budgets, Kind, Segment, SegmentStore
 from tokenlake.store import store as store_module
@@ -23,10 +24,10 @@ SLOT_BYTES = 1024
 
 
 def core_of(eviction: str = "reuse", learned: bytes | None = None) -> NodeCore:
-    core = NodeCore(CoreConfig("a", 1, {"a": 1}, 2, 4096 + 8 * SLOT_BYTES, eviction=eviction))
+    core = NodeCore(CoreConfig("a", 1, {"a": 1, "b": 1}, 2, 4096 + 8 * SLOT_BYTES, eviction=eviction))
     core.start(0.0)
     if learned is not None:
-        core.handle(events.LearnedBefore(learned), 0.0)
+        core.handle(events.StatisticsLoaded(learned), 0.0)
     return core
 
 
@@ -47,7 +48,7 @@ def retention_value(core: NodeCore) -> float:
     return pool.retention.retention_value_of_new(SegmentKey(b"n" * 32), NO_HINTS, 1e6)
 
 
-def test_the_next_life_begins_with_what_was_learned() -> None:
+def test_a_restart_begins_with_the_saved_statistics() -> None:
     first = core_of()
     used(first, 500)
     saved = first.learned()
@@ -56,33 +57,33 @@ def test_the_next_life_begins_with_what_was_learned() -> None:
     assert second.learned() == saved
 
 
-def test_asking_what_was_learned_changes_nothing() -> None:
+def test_saving_changes_nothing() -> None:
     cores = [core_of(), core_of()]
     for core in cores:
         used(core, 120)
     assert cores[0].learned() == cores[0].learned() == cores[1].learned()
 
 
-def test_it_stays_known_while_nothing_is_stored() -> None:
+def test_statistics_stay_known_without_segments() -> None:
     first = core_of()
     used(first, 500)
     assert core_of(learned=first.learned()).learned() == first.learned()
 
 
 @pytest.mark.parametrize("data", [b"", b"junk", msgspec.msgpack.encode(["reuse", [["red", 1024, b"junk"]]])])
-def test_what_is_no_such_thing_is_refused(data: bytes) -> None:
+def test_malformed_statistics_are_refused(data: bytes) -> None:
     core = core_of()
     with pytest.raises(ValueError, match="statistics"):
-        core.handle(events.LearnedBefore(data), 0.0)
+        core.handle(events.StatisticsLoaded(data), 0.0)
     assert core.learned() == core_of().learned()
 
 
-def test_too_much_is_refused() -> None:
+def test_too_many_bytes_are_refused() -> None:
     with pytest.raises(ValueError, match="at most"):
-        core_of().handle(events.LearnedBefore(bytes(MAX_LEARNED_BYTES + 1)), 0.0)
+        core_of().handle(events.StatisticsLoaded(bytes(MAX_LEARNED_BYTES + 1)), 0.0)
 
 
-def test_another_policy_s_statistics_are_refused() -> None:
+def test_statistics_of_another_policy_are_refused() -> None:
     with pytest.raises(ValueError, match="statistics of the policy 'lru'; this node runs 'reuse'"):
         core_of(learned=core_of("lru").learned())
 
@@ -92,7 +93,7 @@ def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
         core_of("mru")
 
 
-def test_of_pools_that_are_gone_a_bounded_number_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_of_closed_pools_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "REMEMBERED", 3)
     store = SegmentStore([], 4096, Budgets(), Counters(), policy_named("reuse"))
     learned = policy_named("reuse")().save()
@@ -100,7 +101,7 @@ def test_of_pools_that_are_gone_a_bounded_number_is_remembered(monkeypatch: pyte
     assert [tenant for tenant, _ in store.learned()] == ["t7", "t8", "t9"]
 
 
-def test_nodes_tell_each_other_what_they_learned() -> None:
+def test_nodes_exchange_their_statistics() -> None:
     """One sees a segment used again and again, the other only that there is such a thing."""
     cluster = calm(2)
     stores = [cluster.core(node).store for node in (0, 1)]
@@ -115,37 +116,39 @@ def test_nodes_tell_each_other_what_they_learned() -> None:
     stores[0].unpin(segment)
     key = SegmentKey(b"n" * 32)
     before = pools[1].retention.retention_value_of_new(key, NO_HINTS, 1e5)
-    cluster.run_for(3 * TELL_S)
+    cluster.run_for(3 * SEND_S)
     seen = pools[0].retention.retention_value_of_new(key, NO_HINTS, 1e5)
     heard = pools[1].retention.retention_value_of_new(key, NO_HINTS, 1e5)
     assert heard != before
     assert abs(heard - seen) < abs(before - seen)
 
 
-def test_what_another_node_learned_by_another_policy_is_not_used() -> None:
+def test_statistics_of_another_policy_are_not_used() -> None:
     core = core_of()
     used(core, 120)
     saved = core.learned()
     for message in (
-        peer.Learned("lru", (("red", SLOT_BYTES, b"x"),)),
-        peer.Learned("reuse", (("red", SLOT_BYTES, b"x"),)),
-        peer.Learned("reuse", (("blue", SLOT_BYTES, b"x"),)),
+        peer.EvictionStatistics("lru", (("red", SLOT_BYTES, b"x"),)),
+        peer.EvictionStatistics("reuse", (("red", SLOT_BYTES, b"x"),)),
+        peer.EvictionStatistics("reuse", (("blue", SLOT_BYTES, b"x"),)),
     ):
-        core._learned.heard(message)
+        core.handle(events.PeerSent("b", message), 1e6)
         assert core.learned() == saved
 
 
-def test_every_node_is_told_of_every_pool() -> None:
-    core = NodeCore(CoreConfig("a", 1, {"a": 1, "b": 1, "c": 1}, 2, 4096 + 8 * SLOT_BYTES))
-    core.start(0.0)
+def test_every_peer_is_sent_every_pool() -> None:
+    context = Context(CoreConfig("a", 1, {"a": 1, "b": 1, "c": 1}, 2, 4096 + 8 * SLOT_BYTES))
+    peers = Peers(context, *3 * [lambda peer_: None])
     tenants = [TenantId(f"tenant {number}") for number in range(8)]
-    core._context.store.remember({(tenant, SLOT_BYTES): b"learned" for tenant in tenants})
-    told: dict[str, set[str]] = {"b": set(), "c": set()}
-    for node in told:
-        core.handle(events.PeerUp(node, 1), 0.0)
+    context.store.remember({(tenant, SLOT_BYTES): b"learned" for tenant in tenants})
+    sent: dict[str, set[str]] = {"b": set(), "c": set()}
+    for node in sent:
+        peers.came_up(NodeId(node), Incarnation(1))
+    Learned(context, peers).start()
     for turn in range(1, 7):
-        core._learned._tell()
-        for said in core.handle(events.Tick(), turn * 1e-3):
-            if isinstance(said, instructions.Say) and isinstance(said.message, peer.Learned):
-                told[said.node].update(tenant for tenant, _, _ in said.message.pools)
-    assert told == {"b": set(tenants), "c": set(tenants)}
+        context.now = turn * SEND_S
+        context.timers.fire(context.now)
+    for each in context.out:
+        if isinstance(each, instructions.SendToPeer) and isinstance(each.message, peer.EvictionStatistics):
+            sent[each.node].update(tenant for tenant, _, _ in each.message.pools)
+    assert sent == {"b": set(tenants), "c": set(tenants)}

@@ -1,4 +1,4 @@
-"""Regions that change hands between tenants."""
+"""Memory moves between tenants: fair shares, quotas, idle pools."""
 
 from __future__ import annotations
 
@@ -6,12 +6,128 @@ import collections
 
 import pytest
 
-from tests.core.scenes import ask, calm, match, placed, said, store
+from tests.core.scenes import ask, calm, match, placed, prepare, said, store, tell
 from tests.sim.arena import SLOTS
+from tests.sim.cluster import Cluster
+from tests.sim.engine import Engine, Storing
 from tests.sim.prompts import prompt
 from tokenlake.core.instructions import ReplaceRegion
+from tokenlake.core.regions import DRAIN_ALONE_S
 from tokenlake.store import store as store_module
-from tokenlake.wire import engine
+from tokenlake.wire import Code, engine
+
+ROOMY = {"dirty_share": 1.0, "session_reserve_share": 1.0, "session_lease_share": 1.0}
+
+
+def regions(cluster: Cluster, tenant: str, node: int = 0) -> int:
+    return sum(len(pool.regions) for pool in cluster.core(node).store.pools() if pool.tenant == tenant)
+
+
+def write(cluster: Cluster, writer: Engine, name: str, segments: int) -> None:
+    """One prompt of so many segments, a slot's worth at a time."""
+    keys = prompt(name, segments)
+    for first in range(0, segments, SLOTS):
+        writer.store(keys[first : first + SLOTS], first, Storing())
+        cluster.run_for(0.05)
+
+
+def hits(cluster: Cluster, reader: Engine, name: str, segments: int) -> int:
+    reply = match(cluster, reader, prompt(name, segments))
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, segments),)))
+    return reply.hits
+
+
+@pytest.mark.parametrize("quotas", [{"red": 0.5}, {}], ids=["quota", "none"])
+def test_an_endless_writer_takes_no_memory_of_others(quotas: dict[str, float]) -> None:
+    cluster = calm(1, regions=4, quotas=quotas, **ROOMY)
+    red, blue = cluster.join(0), cluster.join(0, tenant="blue")
+    write(cluster, blue, "kept", 2 * SLOTS)
+    for turn in range(20):
+        write(cluster, red, f"endless {turn}", SLOTS)
+        if turn % 5 == 0:
+            assert hits(cluster, blue, "kept", 2 * SLOTS) == 2 * SLOTS
+        cluster.check()
+    assert hits(cluster, blue, "kept", 2 * SLOTS) == 2 * SLOTS
+    assert regions(cluster, "red") == 2
+
+
+def test_a_later_tenant_gets_its_fair_share() -> None:
+    cluster = calm(1, regions=4, **ROOMY)
+    red = cluster.join(0)
+    write(cluster, red, "all", 4 * SLOTS)
+    assert regions(cluster, "red") == 4
+    blue = cluster.join(0, tenant="blue")
+    for turn in range(12):
+        write(cluster, red, f"endless {turn}", SLOTS)
+        write(cluster, blue, f"mine {turn}", SLOTS)
+        cluster.run_for(0.3)
+        cluster.check()
+    assert (regions(cluster, "red"), regions(cluster, "blue")) == (2, 2)
+    # A tenant with its fair share takes no more.
+    assert len(said(cluster, 0, ReplaceRegion)) == 2
+    assert hits(cluster, blue, "mine 11", SLOTS) == SLOTS
+
+
+def test_the_only_region_of_a_tenant_stays() -> None:
+    cluster = calm(1, regions=1, **ROOMY)
+    red = cluster.join(0)
+    write(cluster, red, "read", SLOTS)
+    lease = match(cluster, red, prompt("read", SLOTS))
+    assert lease.hits == SLOTS
+    cluster.join(0, tenant="blue")
+    cluster.run_for(2.0)
+    # One region is the fair share of a tenant that is connected.
+    assert regions(cluster, "red") == 1
+    assert not said(cluster, 0, ReplaceRegion)
+    cluster.check()
+
+
+def test_idle_memory_is_given_out_while_another_pool_drains() -> None:
+    cluster = calm(1, regions=4, **ROOMY)
+    green = cluster.join(0, tenant="green")
+    write(cluster, green, "kept", SLOTS)
+    green.die()
+    red = cluster.join(0)
+    for region in range(3):
+        write(cluster, red, f"leased {region}", SLOTS)
+        assert match(cluster, red, prompt(f"leased {region}", SLOTS)).hits == SLOTS
+    blue = cluster.join(0, tenant="blue")
+    cluster.run_for(2 * DRAIN_ALONE_S)
+    assert (regions(cluster, "red"), regions(cluster, "blue"), regions(cluster, "green")) == (3, 1, 0)
+    cluster.check()
+    # A region of the tenant that has too much follows as soon as its leases end.
+    red.die()
+    cluster.run_for(2 * DRAIN_ALONE_S)
+    assert regions(cluster, "blue") == 2
+    write(cluster, blue, "mine", SLOTS)
+    cluster.check()
+
+
+def test_a_push_gets_memory_where_another_tenant_had_all() -> None:
+    """No engine of the tenant is connected to the node that becomes the owner."""
+    cluster = calm(2, regions=2, **ROOMY)
+    reds = [cluster.join(node) for node in (0, 1)]
+    for turn in range(4):
+        for red in reds:
+            write(cluster, red, f"{red.node.name} {turn}", 2 * SLOTS)
+    for red in reds:
+        red.die()
+    blue = cluster.join(0, tenant="blue")
+    cluster.run_for(1.0)
+    for turn in range(6):
+        write(cluster, blue, f"blue {turn}", SLOTS)
+        cluster.run_for(0.5)
+    assert regions(cluster, "blue", 1) >= 1
+    cluster.check()
+
+
+def test_a_refusal_names_the_quota() -> None:
+    cluster = calm(1, regions=4, quotas={"red": 0.25}, **ROOMY)
+    red, blue = cluster.join(0), cluster.join(0, tenant="blue")
+    write(cluster, red, "leased", SLOTS)
+    assert match(cluster, red, prompt("leased", SLOTS)).hits == SLOTS
+    assert prepare(cluster, red, prompt("refused", 2)).codes == bytes([Code.QUOTA] * 2)
+    assert prepare(cluster, blue, prompt("refused", 2)).codes == bytes([Code.RESERVED] * 2)
 
 
 def test_a_new_tenant_gets_a_region_without_engines() -> None:

@@ -12,7 +12,7 @@ from tests.sim.arena import SHARDS, SLOT_BYTES
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
 from tokenlake.core import events, instructions, serve
-from tokenlake.core.fetch_calls import FETCHED
+from tokenlake.core.fetch import FETCHED
 from tokenlake.core.replicas import CHOSEN, COPIED, UNLISTED_S
 from tokenlake.core.replication import CROWD_READS, DEMOTED, MISSED, PROMOTED, REFUSED_S
 from tokenlake.hot import Change, HotRule
@@ -207,9 +207,9 @@ def test_a_node_refuses_replicas_beyond_its_budget() -> None:
     keys = placed(cluster, 0, 1, 8)
     store(cluster, engines[0], keys)
     for number, key in enumerate(keys):
-        cluster.node(2).deliver(events.PeerSaid("n0", replicate(100 + number, key)))
+        cluster.node(2).deliver(events.PeerSent("n0", replicate(100 + number, key)))
     cluster.run_for(1.0)
-    replies = [reply.codes for reply in said(cluster, 2, peer.Replicated)]
+    replies = [reply.codes for reply in said(cluster, 2, peer.ReplicateReply)]
     assert replies.count(bytes([Code.COMMITTED])) == cluster.core(2).hot()["copies"] > 0
     assert bytes([Code.REPLICA_BUDGET]) in replies
     cluster.check()
@@ -218,8 +218,10 @@ def test_a_node_refuses_replicas_beyond_its_budget() -> None:
 def recorded_owner(cluster: Cluster, directory_node: int, key: SegmentKey) -> str:
     """The owner that the directory node records, found out by a report of another node that it owns the segment."""
     claimant = f"n{len(cluster.nodes) - 1}"
-    out = cluster.core(directory_node).handle(events.PeerSaid(claimant, peer.Held("red", key)), cluster.clock.now)
-    replies = [each.message for each in out if isinstance(each, instructions.Say)]
+    out = cluster.core(directory_node).handle(
+        events.PeerSent(claimant, peer.PrimaryCopies("red", key)), cluster.clock.now
+    )
+    replies = [each.message for each in out if isinstance(each, instructions.SendToPeer)]
     return next((reply.nodes[0] for reply in replies if isinstance(reply, peer.Redundant)), claimant)
 
 
@@ -249,14 +251,14 @@ def test_reads_of_a_replica_touch_the_primary_copy() -> None:
 def test_an_impossible_hot_set_is_refused(entries: tuple[peer.HotEntry, ...]) -> None:
     cluster, _ = scene()
     with pytest.raises(ValueError, match="hot set"):
-        cluster.core(1).handle(events.PeerSaid("n0", peer.HotSet(9, entries)), cluster.clock.now)
+        cluster.core(1).handle(events.PeerSent("n0", peer.HotSet(9, entries)), cluster.clock.now)
 
 
 def test_a_hot_set_lists_only_keys_of_its_directory_node() -> None:
     cluster, _ = scene()
     (key,) = placed(cluster, 2, 1)
     cluster.core(1).handle(
-        events.PeerSaid("n0", peer.HotSet(9, (peer.HotEntry("red", key, (0, 3)),))), cluster.clock.now
+        events.PeerSent("n0", peer.HotSet(9, (peer.HotEntry("red", key, (0, 3)),))), cluster.clock.now
     )
     assert cluster.core(1).hot()["known"] == 0
 
@@ -267,9 +269,9 @@ def test_false_reports_cost_at_most_the_budgets() -> None:
     keys = placed(cluster, 0, 1, 20)
     store(cluster, engines[0], keys[:4])
     counts = (1 << 31,) * len(keys)
-    lies = peer.Reads("red", join_keys(keys), (0,) * len(keys), counts, SLOT_BYTES, SHARDS)
+    lies = peer.ReadCounts("red", join_keys(keys), (0,) * len(keys), counts, SLOT_BYTES, SHARDS)
     for _ in range(5):
-        cluster.node(0).deliver(events.PeerSaid("n3", lies))
+        cluster.node(0).deliver(events.PeerSent("n3", lies))
         cluster.run_for(0.5)
         cluster.check()
     for node in range(1, NODES):
@@ -333,9 +335,9 @@ def test_the_last_copy_becomes_the_primary_copy() -> None:
     tenant = copies(cluster, key)[0].tenant
     evict(cluster, key, (2, 3))
     for node in (2, 3):
-        directory_node.handle(events.PeerSaid(f"n{node}", peer.Evicted(tenant, key, f"n{node}")), cluster.clock.now)
+        directory_node.handle(events.PeerSent(f"n{node}", peer.Evicted(tenant, key, f"n{node}")), cluster.clock.now)
     evict(cluster, key, (1,))
-    cluster.node(0).deliver(events.PeerSaid("n1", peer.Evicted(tenant, key, "n1")))
+    cluster.node(0).deliver(events.PeerSent("n1", peer.Evicted(tenant, key, "n1")))
     cluster.run_for(0.5)
     assert kinds(cluster, key)[0] is Kind.PRIMARY
     assert recorded_owner(cluster, 0, key) == "n0"
@@ -348,11 +350,11 @@ def test_one_node_at_a_time_is_asked_to_become_owner() -> None:
     node = cluster.node(0)
     evict(cluster, key, (1,))
     for gone in ("n1", "n0"):
-        node.deliver(events.PeerSaid("n1", peer.Evicted("red", key, gone)))
+        node.deliver(events.PeerSent("n1", peer.Evicted("red", key, gone)))
     offers = len(said(cluster, 0, peer.Offer))
     # Reports of a crowd: the directory node decides at each, before the first answer can arrive.
     for _ in range(5):
-        node.deliver(events.PeerSaid("n3", peer.Reads("red", key, (0,), (CROWD_READS,), SLOT_BYTES, SHARDS)))
+        node.deliver(events.PeerSent("n3", peer.ReadCounts("red", key, (0,), (CROWD_READS,), SLOT_BYTES, SHARDS)))
     assert cluster.core(0).hot()["of this directory node"] == 1
     cluster.run_for(0.5)
     assert list(kinds(cluster, key).values()).count(Kind.PRIMARY) == 1
@@ -365,7 +367,7 @@ def test_a_node_without_its_replica_is_not_asked_soon() -> None:
     cluster, _, key = hot()
     tenant = copies(cluster, key)[0].tenant
     evict(cluster, key, (2,))
-    cluster.node(0).deliver(events.PeerSaid("n1", peer.Evicted(tenant, key, "n2")))
+    cluster.node(0).deliver(events.PeerSent("n1", peer.Evicted(tenant, key, "n2")))
     asked = len(said(cluster, 0, peer.Replicate))
     cluster.run_for(REFUSED_S / 2)
     assert len(said(cluster, 0, peer.Replicate)) == asked
@@ -378,7 +380,7 @@ def test_off_ignores_reports_of_other_nodes() -> None:
     store(cluster, engines[0], keys)
     counts = (1 << 20,) * len(keys)
     cluster.node(0).deliver(
-        events.PeerSaid("n3", peer.Reads("red", join_keys(keys), (0, 1), counts, SLOT_BYTES, SHARDS))
+        events.PeerSent("n3", peer.ReadCounts("red", join_keys(keys), (0, 1), counts, SLOT_BYTES, SHARDS))
     )
     assert cluster.core(0).counters[PROMOTED] == 0
     assert cluster.core(0).hot()["of this directory node"] == 0

@@ -18,6 +18,7 @@ from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind
 from tokenlake.wire import Code, engine, peer
+from tokenlake.wire.slots import join_keys
 
 CROWD = 12
 
@@ -210,7 +211,7 @@ def test_a_false_redirect_costs_one_lookup(redirect: str, monkeypatch: pytest.Mo
         if redirect == "n4":
             # As a frame: the rules of the sender never redirect a reader to itself.
             reply = peer.LookupReply(0, 0, b"", (), (0.0, 0.0, 0.0), 0.0, redirect="n4")
-            cluster.node(4).deliver(events.PeerSaid("n0", reply))
+            cluster.node(4).deliver(events.PeerSent("n0", reply))
         for _ in range(3):
             found = match(cluster, engines[4], [key])
             assert found.hits == 1
@@ -239,12 +240,14 @@ def test_later_sends_do_not_prolong_a_deferral() -> None:
     """A reader is deferred for the sends under way at its first lookup, not for those that begin meanwhile."""
     cluster, _, key = scene()
     core, streams = cluster.core(0), itertools.count(100)
-    lookup = events.PeerSaid("n4", peer.Lookup(1, "red", key, patient=True))
+    lookup = events.PeerSent("n4", peer.Lookup(1, "red", key, may_defer=True))
     deferred, began = True, cluster.clock.now
     while deferred and cluster.clock.now < began + 1.0:
         for node in ("n2", "n3"):
-            core.handle(events.PullAsked(next(streams), node, "red", key), cluster.clock.now)
-        replies = [out.message for out in core.handle(lookup, cluster.clock.now) if isinstance(out, instructions.Say)]
+            core.handle(events.PullRequested(next(streams), node, "red", key), cluster.clock.now)
+        replies = [
+            out.message for out in core.handle(lookup, cluster.clock.now) if isinstance(out, instructions.SendToPeer)
+        ]
         deferred = [reply.codes for reply in replies if isinstance(reply, peer.LookupReply)] == [bytes([Code.DEFERRED])]
         cluster.run_for(0.01)
     assert 0.05 <= cluster.clock.now - began < 0.1
@@ -256,18 +259,18 @@ def redirects(cluster: Cluster, key: SegmentKey, reader: str, lookups: int = 12)
     core, now = cluster.core(0), cluster.clock.now
     found = set()
     for _ in range(lookups):
-        out = core.handle(events.PeerSaid(reader, peer.Lookup(1, "red", key)), now)
-        (reply,) = (each.message for each in out if isinstance(each, instructions.Say))
+        out = core.handle(events.PeerSent(reader, peer.Lookup(1, "red", key)), now)
+        (reply,) = (each.message for each in out if isinstance(each, instructions.SendToPeer))
         assert isinstance(reply, peer.LookupReply)
         found.add(reply.redirect)
-        core.handle(events.PeerSaid(reader, peer.ReleaseLease((reply.lease,))), now)
+        core.handle(events.PeerSent(reader, peer.ReleaseLease((reply.lease,))), now)
     return found
 
 
 def send(cluster: Cluster, key: SegmentKey, reader: str, stream: int) -> None:
     """Node 0 sends the segment to an engine of a node."""
     core = cluster.core(0)
-    core.handle(events.PullAsked(stream, reader, "red", key), cluster.clock.now)
+    core.handle(events.PullRequested(stream, reader, "red", key), cluster.clock.now)
     core.handle(events.SendDone(stream), cluster.clock.now)
 
 
@@ -292,3 +295,17 @@ def test_other_nodes_lease_a_share_of_the_slots(share: float, monkeypatch: pytes
     found = match(cluster, engines[4], [key])
     assert found.codes == bytes([Code.REMOTE if share else Code.UNKNOWN])
     assert cluster.core(0).census()["leases to peers"] == found.hits == bool(share)
+
+
+def test_peer_leases_of_a_tenant_leave_room_for_another() -> None:
+    """Leases of one tenant's segments counted against another tenant: its lookups were answered UNKNOWN."""
+    cluster = calm(dirty_share=1.0, session_reserve_share=1.0)
+    keys = placed(cluster, 0, 1, 3)
+    for tenant in ("red", "blue"):
+        store(cluster, cluster.join(0, tenant=tenant), keys)
+    lent = []
+    for call, tenant in enumerate(("red", "red", "blue")):
+        cluster.node(0).deliver(events.PeerSent("n2", peer.Lookup(call, tenant, join_keys(keys))))
+        lent.append(said(cluster, 0, peer.LookupReply)[-1].codes.count(Code.LOCAL))
+    assert lent == [3, 1, 3]
+    cluster.check()

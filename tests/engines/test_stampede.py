@@ -16,7 +16,7 @@ import pytest
 from tests.engines.models import family, prompt
 from tests.engines.test_shipping import NEW, SEGMENT, batch, engine_at
 from tests.robustness.live import LIMIT_S, daemons, wait_until
-from tokenlake.core.pendings import CLAIMED, WAITED
+from tokenlake.core.waiting import IN_FLIGHT_CLAIMS, IN_FLIGHT_WAITS
 from tokenlake.wire import Code
 from tokenlake_client import Lease, Pool
 from tokenlake_client.engines.transformers import Counts, TokenLakeEngine
@@ -135,10 +135,10 @@ def at_once(
 
 @pytest.mark.parametrize("mode", ["auto", "fetch"])
 def test_it_is_computed_once(cluster: Cluster, row: list[int], mode: str) -> None:
-    waited = cluster.totals().get(WAITED.name, 0.0)
+    waited = cluster.totals().get(IN_FLIGHT_WAITS.name, 0.0)
 
     def others_wait() -> None:
-        wait_until(lambda: cluster.totals().get(WAITED.name, 0.0) == waited + ENGINES - 1, "the others wait")
+        wait_until(lambda: cluster.totals().get(IN_FLIGHT_WAITS.name, 0.0) == waited + ENGINES - 1, "the others wait")
 
     with engines(cluster, ENGINES, mode) as serving:
         for engine in serving:
@@ -152,7 +152,7 @@ def test_it_is_computed_once(cluster: Cluster, row: list[int], mode: str) -> Non
 
 
 def test_who_has_measured_nothing_waits_for_nobody(cluster: Cluster, row: list[int]) -> None:
-    claimed = cluster.totals().get(CLAIMED.name, 0.0)
+    claimed = cluster.totals().get(IN_FLIGHT_CLAIMS.name, 0.0)
     # Passed only when all of them compute at once.
     all_compute = threading.Barrier(ENGINES, timeout=LIMIT_S)
     with engines(cluster, ENGINES, "auto") as serving:
@@ -160,7 +160,7 @@ def test_who_has_measured_nothing_waits_for_nobody(cluster: Cluster, row: list[i
             before_prefill(engine, all_compute.wait)
         counts = at_once(serving, row)
     assert counts.tokens_computed == ENGINES * TOKENS
-    assert cluster.totals().get(CLAIMED.name, 0.0) == claimed
+    assert cluster.totals().get(IN_FLIGHT_CLAIMS.name, 0.0) == claimed
 
 
 @contextmanager
@@ -192,13 +192,13 @@ def test_who_hangs_is_waited_for_no_longer_than_computing_takes(
 
 @pytest.mark.parametrize("mode", ["auto", "fetch"])
 def test_who_dies_is_waited_for_no_more(cluster: Cluster, row: list[int], in_vain: list[float], mode: str) -> None:
-    waited = cluster.totals().get(WAITED.name, 0.0)
+    waited = cluster.totals().get(IN_FLIGHT_WAITS.name, 0.0)
     with computing(cluster, row, mode) as other, engines(cluster, ENGINES, mode) as serving:
         for engine in serving[1:]:
             expect_prefill(engine, PATIENT_S)
 
         def kill() -> None:
-            wait_until(lambda: cluster.totals().get(WAITED.name, 0.0) == waited + ENGINES - 1, "both wait")
+            wait_until(lambda: cluster.totals().get(IN_FLIGHT_WAITS.name, 0.0) == waited + ENGINES - 1, "both wait")
             other.kill()
 
         counts = at_once(serving[1:], row, kill)

@@ -51,7 +51,7 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "tenant": st.sampled_from(TENANTS),
     "node": st.sampled_from(NODES),
     "nodes": st.lists(st.sampled_from(NODES), max_size=8).map(tuple),
-    "firsts": st.lists(st.sampled_from(NODES), max_size=8).map(tuple),
+    "first_writers": st.lists(st.sampled_from(NODES), max_size=8).map(tuple),
     "lease": _ids,
     "write": _ids,
     "call": _ids,

@@ -118,11 +118,11 @@ prepared = st.one_of(st.builds(engine.Prepared, st.just(1), st.integers(0, 2), c
 fetched = st.one_of(st.builds(engine.Fetched, st.just(1), codes, slots, checksums), hostile(engine.Fetched))
 committed = st.one_of(st.builds(engine.Committed, st.just(1), codes), hostile(engine.Committed))
 placed = st.one_of(
-    st.builds(engine.Placed, st.just(1), st.just(("n1",)), st.lists(st.integers(0, 3), max_size=4).map(bytes)),
-    hostile(engine.Placed),
+    st.builds(engine.Located, st.just(1), st.just(("n1",)), st.lists(st.integers(0, 3), max_size=4).map(bytes)),
+    hostile(engine.Located),
 )
 regions = st.one_of(st.none(), st.none(), hostile(engine.Region).filter(lambda region: region.region_bytes < 1 << 40))
-other = st.sampled_from([engine.Failed, engine.HeartbeatReply, engine.Placed]).flatmap(hostile)
+other = st.sampled_from([engine.Failed, engine.HeartbeatReply, engine.Located]).flatmap(hostile)
 
 
 def read(pool: Pool) -> None:
@@ -164,7 +164,7 @@ def test_any_answer_is_a_result_or_an_error(
         engine.Fetch: fetched,
         engine.Commit: committed,
         engine.OpenRegion: regions,
-        engine.Where: placed,
+        engine.Locate: placed,
     }
     script: dict[Any, Any] = {kind: data.draw(st.one_of(usual, usual, usual, other)) for kind, usual in kinds.items()}
     daemon.answer = lambda request: script.get(type(request))
@@ -184,7 +184,7 @@ HERE = SlotRef(0, 0, 0).pack()
         (read, [engine.Matched(1, 1, 1, LOCAL, b"", b"")]),
         (read, [engine.Matched(1, 1, 1, LOCAL, SlotRef(0, SLOTS, 0).pack(), b"")]),
         (read, [engine.Matched(1, 1, 1, bytes([Code.REMOTE]), HERE, b""), engine.Fetched(1, LOCAL * 2, HERE * 2, b"")]),
-        (read, [engine.Matched(1, 1, 1, LOCAL, HERE, b""), engine.Placed(1, (), b"\0")]),
+        (read, [engine.Matched(1, 1, 1, LOCAL, HERE, b""), engine.Located(1, (), b"\0")]),
         (read, [engine.Matched(1, 1, 1, LOCAL, HERE, b""), engine.Region(1, 0, REGION_BYTES * 2, 1)]),
         (write, [engine.Prepared(1, 1, bytes([Code.RESERVED]) * 5, HERE * 5)]),
         (write, [engine.Prepared(1, 1, bytes([Code.RESERVED]) * 4, b"")]),
@@ -212,7 +212,7 @@ def test_an_answer_that_does_not_add_up_is_refused(
     asked: dict[Any, Any] = {
         engine.Matched: engine.Attach if access is attach else engine.Match,
         engine.Fetched: engine.Fetch,
-        engine.Placed: engine.Where,
+        engine.Located: engine.Locate,
         engine.Region: engine.OpenRegion,
         engine.Prepared: engine.Prepare,
         engine.Committed: engine.Commit,

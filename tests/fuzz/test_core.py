@@ -22,8 +22,8 @@ from tokenlake.core.instructions import (
     CheckSlot,
     Instruction,
     ReplaceRegion,
-    Say,
     SendBulk,
+    SendToPeer,
     StartFetch,
     Welcomed,
 )
@@ -79,7 +79,7 @@ class Node:
                     self.replacing.append(instruction.fresh)
                 case Welcomed():
                     self.sessions.append(instruction.session)
-                case Say(message=peer.Lookup() | peer.Ready() | peer.Offer()):
+                case SendToPeer(message=peer.Lookup() | peer.Ready() | peer.Offer()):
                     self.calls.append((instruction.node, instruction.message))
         return out
 
@@ -104,7 +104,7 @@ class Node:
 
     def said(self, node: str, message: peer.PeerMessage) -> None:
         if node in self.up:
-            self.feed(events.PeerSaid(node, message))
+            self.feed(events.PeerSent(node, message))
 
     def store(self, connection: int, keys: bytes, committed: int, shards: int) -> None:
         """Prepare, and commit the first `committed`."""
@@ -134,7 +134,7 @@ class Node:
 
     def ask(self, connection: int, tenant: str, message: engine.Explain) -> None:
         """Anybody of a tenant asks about a request, joined or not."""
-        self.feed(events.Asked(connection, tenant, message))
+        self.feed(events.ExplainRequested(connection, tenant, message))
 
     def answer(self, codes: list[Code], nodes: tuple[str, ...], lease: int) -> None:
         """A peer answers something it was asked, in form."""
@@ -163,8 +163,10 @@ class Node:
                 )
             case peer.Ready():
                 self.said(node, peer.ReadyReply(asked.call, known, named(Code.EXISTS)))
-            case peer.AskWhy():
-                self.said(node, peer.ToldWhy(asked.call, ("reuse",) * count, ("n2",) * count, (1.0,) * count))
+            case peer.ExplainMissing():
+                self.said(
+                    node, peer.ExplainMissingReply(asked.call, ("reuse",) * count, ("n2",) * count, (1.0,) * count)
+                )
             case peer.Offer():
                 self.said(node, peer.OfferReply(asked.call, known, (0.5, 1.0, 0.5), 1e6))
 
@@ -186,7 +188,7 @@ class Node:
     def pull(self, stream: int, tenant: str, keys: bytes) -> None:
         """`bulk.py` checks that keys add up; a stream asks again when it was served."""
         if stream not in self.sending and not len(keys) % KEY_BYTES:
-            self.feed(events.PullAsked(stream, "n1", tenant, keys))
+            self.feed(events.PullRequested(stream, "n1", tenant, keys))
 
     def sent(self) -> None:
         if self.sending:
@@ -310,7 +312,7 @@ def begun() -> Node:
     node = Node()
     for name in PEERS:
         node.connect(name, 1)
-        node.said(name, peer.Advertised())
+        node.said(name, peer.AdvertisingDone())
     node.join(1, "red", 0, SLOT_BYTES)
     return node
 

@@ -124,7 +124,7 @@ def census(node: Node) -> float:
     return total(node, "tokenlake_processes")
 
 
-IDLE = ("leases", "writes", "matches", "flights", "leases to peers", "sends", "dirty copies", "queued offers")
+IDLE = ("leases", "writes", "matches", "transfers", "leases to peers", "sends", "dirty copies", "queued offers")
 """Maps of the rules that are empty when nobody asks anything."""
 
 

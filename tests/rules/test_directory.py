@@ -72,14 +72,14 @@ class Model:
                 del self.entries[at]
             case "gone", Entry() if mine:
                 del self.entries[at]
-            case "ready", Entry(Standing.READY_AT | Standing.HELD, node) if not mine:
+            case "ready", Entry(Standing.DIRTY | Standing.PRIMARY, node) if not mine:
                 return node
-            case "ready", None | Entry(Standing.PENDING | Standing.READY_AT):
-                self.put(at, Entry(Standing.READY_AT, step.node, step.incarnation, 0.0))
-            case "held", Entry(Standing.HELD, node) if not mine:
+            case "ready", None | Entry(Standing.PENDING | Standing.DIRTY):
+                self.put(at, Entry(Standing.DIRTY, step.node, step.incarnation, 0.0))
+            case "held", Entry(Standing.PRIMARY, node) if not mine:
                 return node
             case "held", _:
-                self.put(at, Entry(Standing.HELD, step.node, step.incarnation, 0.0))
+                self.put(at, Entry(Standing.PRIMARY, step.node, step.incarnation, 0.0))
             case "forget", _:
                 self.lives[step.node] = step.incarnation
             case "sweep", _:

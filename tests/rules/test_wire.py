@@ -150,7 +150,7 @@ def test_a_body_that_promises_too_much_is_refused(
     ("decoder", "message"),
     [
         *[
-            (peer.peer_decoder, peer.Announce("t", bytes(32), value))
+            (peer.peer_decoder, peer.MarkInFlight("t", bytes(32), value))
             for value in (math.nan, math.inf, -math.inf, -1.0, 1e10)
         ],
         (engine.request_decoder, engine.Match(1, b"", math.nan)),

@@ -11,8 +11,8 @@ from tests.robustness.live import LAYOUT
 from tokenlake.core import CoreConfig, NodeCore, events
 from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.events import Event
-from tokenlake.core.failure import HandlerFailed
-from tokenlake.core.instructions import Answer, Instruction, Say, Stamp, Welcomed
+from tokenlake.core.instructions import Answer, Instruction, SendToPeer, Stamp, Welcomed
+from tokenlake.core.node import HandlerFailed
 from tokenlake.wire import Code, engine, peer
 from tokenlake_server.driver import Driver, Handle
 from tokenlake_server.recording import Recorder, replay
@@ -54,7 +54,7 @@ def test_an_answer_between_alarm_and_tick_leaves_one_alarm() -> None:
         core = NodeCore(CoreConfig("a", 1, {"a": 1, "b": 1}, regions=1, region_bytes=1 << 20, gossip_s=5.0))
         core.start(0.0)
         driver = Driver(core, loop, failed)
-        driver.carry_out(Say, lambda say: said.append(say.message))
+        driver.carry_out(SendToPeer, lambda say: said.append(say.message))
         for kind in (Answer, Welcomed, Stamp):
             driver.carry_out(kind, lambda _: None)
         driver.wrap(counting, lambda sink: sink)
@@ -71,7 +71,7 @@ def test_an_answer_between_alarm_and_tick_leaves_one_alarm() -> None:
             # The alarm rang, and the answer is read before the Tick.
             await turns(2)
             reply = peer.LookupReply(lookup.call, 0, bytes([Code.MISSING]), (), (1.0, 0.0, 1.0), 0.0)
-            driver.handle(events.PeerSaid("b", reply))
+            driver.handle(events.PeerSent("b", reply))
             await turns(4)
         ticks.clear()
         wake = core.next_wake()

@@ -13,7 +13,7 @@ import pytest
 
 from tests.robustness.live import LAYOUT, PATIENT_S, SEGMENT_TOKENS, Prompt, daemons, store, wait_pushed
 from tokenlake.errors import CredentialRefused, DeadlinePassed, Unreachable
-from tokenlake.wire.funnel import Why
+from tokenlake.wire.funnel import MissReason
 from tokenlake_client import Pool
 from tokenlake_server.explain import ask
 from tokenlake_testing.cluster import Cluster
@@ -77,8 +77,8 @@ def test_a_request_is_told_to_its_tenant_and_to_nobody_else(cluster: Cluster) ->
         assert sum(funnel["elsewhere"].values()) == funnel["fetched"] == hits - here * SEGMENT_TOKENS
         assert (funnel["useful"], funnel["held"]) == (hits, 0)
         assert {each["why"]: each["tokens"] for each in funnel["missed"]} == {
-            Why.NEVER_STORED: missing,
-            Why.TOO_SHORT: 7,
+            MissReason.NEVER_STORED: missing,
+            MissReason.TOO_SHORT: 7,
         }
         table = command(reader, "a name", token=RED)
         assert table.returncode == 0

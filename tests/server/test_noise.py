@@ -99,7 +99,7 @@ def peer_frames() -> tuple[list[bytes], list[bytes]]:
         peer.Lookup(1, "default", keys),
         peer.LookupReply(1, 1, b"\7\7", ("nobody",), (0.5, 1.0, 0.5), 1e6),
         peer.ReleaseLease((1, 2, 3)),
-        peer.Announce("default", keys, 1.0),
+        peer.MarkInFlight("default", keys, 1.0),
         peer.Ready(2, "default", keys),
         peer.Pong(3, (0.5, 1.0, 0.5), 1e6, 3),
         peer.Ping(4, (0.5, 1.0, 0.5), 1e6, 3),
@@ -110,7 +110,7 @@ def peer_frames() -> tuple[list[bytes], list[bytes]]:
         peer.Corrupt("default", keys[:31]),
         peer.Corrupt("default", keys),
         peer.Touched("nobody", keys),
-        peer.Advertised(),
+        peer.AdvertisingDone(),
     ]
     first = [
         pack_frame(peer.PeerHello(1, 1, "stranger", 1, "control", bytes(32))),

@@ -12,9 +12,9 @@ from tests.sim.link import Link
 from tests.sim.node import SimNode
 from tokenlake.core import NodeCore
 from tokenlake.core.context import CoreConfig
-from tokenlake.core.fetch_calls import FETCHED, MISSING
-from tokenlake.core.matches import ASKED, LOCAL, PENDING
-from tokenlake.core.sessions import SKIPPED
+from tokenlake.core.fetch import FETCHED, MISSING
+from tokenlake.core.grants import SKIPPED
+from tokenlake.core.match import ASKED, LOCAL, PENDING
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.store import Kind, State
 from tokenlake.wire import Code

@@ -53,7 +53,7 @@ class SimProcess:
         if self.attached:
             arrived = decode(engine.request_decoder, encode(message))
             if isinstance(arrived, engine.Explain):
-                self.up.send(events.Asked(self.connection, self.tenant, arrived))
+                self.up.send(events.ExplainRequested(self.connection, self.tenant, arrived))
             else:
                 self.up.send(events.Requested(self.connection, arrived))
 

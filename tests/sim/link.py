@@ -61,7 +61,7 @@ class Link:
         self.double -= copies - 1
         arrived = decode(peer.peer_decoder, encode(message))
         for _ in range(copies):
-            self._to[self._other(sender).name].send(events.PeerSaid(sender, arrived))
+            self._to[self._other(sender).name].send(events.PeerSent(sender, arrived))
 
     def cut(self, seconds: float = 0.0) -> None:
         """Lose what is under way, bulk included; stands again after `seconds` at the earliest."""

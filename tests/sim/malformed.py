@@ -31,29 +31,29 @@ NEVER_MALFORMED = (
     *(
         engine.Attach,
         engine.Fetch,
-        engine.Where,
-        engine.Shipped,
+        engine.Locate,
+        engine.AttendedInPlace,
         engine.Abort,
         engine.Heartbeat,
-        engine.Holds,
+        engine.ReconcileGrants,
         engine.Corrupt,
     ),
-    *(peer.ReleaseLease, peer.RenewLease, peer.Learned, peer.Advertised, peer.Ping, peer.HotWanted),
+    *(peer.ReleaseLease, peer.RenewLease, peer.EvictionStatistics, peer.AdvertisingDone, peer.Ping, peer.RequestHotSet),
 )
 """Their decoder checks all there is; what they name and is not there is left as it is."""
 
 KEY = b"\1" * KEY_BYTES
 STRANGER = "nobody"
-_MORE = ("depths", "times", "nodes", "firsts", "previous_owners", "rules", "ago_s")
+_MORE = ("depths", "counts", "nodes", "first_writers", "previous_owners", "rules", "ago_s")
 """Fields with an entry for each key, or each that has a certain code."""
 _NAMES = ("node", "source", "owner", "redirect")
 _RIGHT: dict[type, dict[str, Any]] = {
     peer.LookupReply: {"codes": bytes([Code.MISSING])},
     peer.ReadyReply: {"codes": bytes([Code.COMMITTED]), "previous_owners": ("",)},
     peer.OfferReply: {"codes": bytes([Code.COMMITTED])},
-    peer.Replicated: {"codes": bytes([Code.COMMITTED])},
+    peer.ReplicateReply: {"codes": bytes([Code.COMMITTED])},
     peer.Redundant: {"nodes": ("n0",)},
-    peer.Reads: {"times": (1,)},
+    peer.ReadCounts: {"counts": (1,)},
 }
 
 
@@ -116,13 +116,13 @@ def _broken(kind: type[Any], right: Any) -> Iterator[Any]:
         elif name == "codes":
             wrong = [b"\xff", b"\0"]
         elif name in _MORE:
-            more = 0 if name in ("depths", "times") else 1.0 if name == "ago_s" else "n0"
+            more = 0 if name in ("depths", "counts") else 1.0 if name == "ago_s" else "n0"
             wrong = [(*value, more)]
             if "nodes" in name and kind is peer.Redundant:
                 wrong += [(STRANGER,)]
         elif name in _NAMES:
             wrong = [STRANGER]
-        elif name == "known":
+        elif name == "known_depth":
             wrong = [2]
         elif name == "entries":
             wrong = [(peer.HotEntry("red", KEY, (0, 1 << 20)),), (peer.HotEntry("red", KEY, (0,) * 1000),)]
@@ -149,7 +149,7 @@ def _wrong_sayings() -> tuple[Any, ...]:
     return (
         *(broken for kind in PEER_MESSAGES for broken in _broken(kind, legal(kind))),
         *map(legal, REQUESTS),
-        peer.Reads("red", KEY * 5000, (0,) * 5000, (1,) * 5000, 512, 2),
+        peer.ReadCounts("red", KEY * 5000, (0,) * 5000, (1,) * 5000, 512, 2),
         peer.HotSet(1, (peer.HotEntry("red", KEY, (0,)),) * 5000),
     )
 
@@ -162,10 +162,10 @@ def _right_sayings() -> tuple[Any, ...]:
 def malformed(core: NodeCore, connection: int, node: str) -> Iterator[events.Event]:
     """`connection` has joined, `node` is another member."""
     yield from (events.Requested(connection, request) for request in _wrong_requests())
-    yield from (events.PeerSaid(node, saying) for saying in _wrong_sayings())
+    yield from (events.PeerSent(node, saying) for saying in _wrong_sayings())
     for saying in _right_sayings():
-        yield events.PeerSaid(STRANGER, saying)
-        yield events.PeerSaid(core.config.node, saying)
+        yield events.PeerSent(STRANGER, saying)
+        yield events.PeerSent(core.config.node, saying)
     yield from _wrong_replies(core)
     yield from _wrong_events(core, connection, node)
 
@@ -175,26 +175,27 @@ def _wrong_replies(core: NodeCore) -> Iterator[events.Event]:
     for asked in core._peers:
         for call, waiting in asked.calls.items():
             message = waiting[-1]
-            for kind in (peer.LookupReply, peer.ReadyReply, peer.OfferReply, peer.Replicated):
+            for kind in (peer.LookupReply, peer.ReadyReply, peer.OfferReply, peer.ReplicateReply):
                 count = len(getattr(message, "keys", b"")) // KEY_BYTES + 1
                 codes = bytes([Code.MISSING if kind is peer.LookupReply else Code.COMMITTED]) * count
                 fields = {"previous_owners": ()} if kind is peer.ReadyReply else {}
-                yield events.PeerSaid(asked.node, legal(kind, call=call, codes=codes, **fields))
-            yield events.PeerSaid(
-                asked.node, legal(peer.ToldWhy, call=call, rules=("",) * 99, nodes=("",) * 99, ago_s=(0.0,) * 99)
+                yield events.PeerSent(asked.node, legal(kind, call=call, codes=codes, **fields))
+            yield events.PeerSent(
+                asked.node,
+                legal(peer.ExplainMissingReply, call=call, rules=("",) * 99, nodes=("",) * 99, ago_s=(0.0,) * 99),
             )
             if not isinstance(message, peer.Ping):
-                yield events.PeerSaid(asked.node, legal(peer.Pong, call=call))
+                yield events.PeerSent(asked.node, legal(peer.Pong, call=call))
 
 
 def _wrong_events(core: NodeCore, connection: int, node: str) -> Iterator[events.Event]:
     for other in (STRANGER, core.config.node, ""):
         yield events.PeerUp(other, 1)
         yield events.PeerDown(other, 1)
-        yield events.PullAsked(1, other, "red", KEY)
-    yield events.PullAsked(1, node, "red", KEY[:-1])
+        yield events.PullRequested(1, other, "red", KEY)
+    yield events.PullRequested(1, node, "red", KEY[:-1])
     for stream in core._serving._sends:
-        yield events.PullAsked(stream, node, "red", KEY)
+        yield events.PullRequested(stream, node, "red", KEY)
     yield events.Joined(connection, 1, "red", 512, 2, 16, 0, 0)
     for slot_bytes, shards, tokens in (
         (0, 2, 16),
@@ -207,9 +208,9 @@ def _wrong_events(core: NodeCore, connection: int, node: str) -> Iterator[events
     ):
         yield events.Joined(1 << 40, 1, "red", slot_bytes, shards, tokens, 0, 0)
     yield events.FetchDone(1, bytes([Code.LOCAL]), bytes(16))
-    for fetch, flight in core._fetches._flights.items():
-        count = len(flight.segments)
-        codes, checksums = bytes([Code.LOCAL]) * count, bytes(8 * flight.shards * count)
+    for fetch, transfer in core._transfers.under_way.items():
+        count = len(transfer.segments)
+        codes, checksums = bytes([Code.LOCAL]) * count, bytes(8 * transfer.shards * count)
         yield events.FetchDone(fetch, codes[1:], checksums)
         yield events.FetchDone(fetch, codes + codes[:1], checksums)
         yield events.FetchDone(fetch, codes[1:] + b"\xff", checksums)
@@ -217,8 +218,8 @@ def _wrong_events(core: NodeCore, connection: int, node: str) -> Iterator[events
         yield events.FetchDone(fetch, codes, b"")
     yield events.RegionReady(-1)
     yield events.RegionReady(0)
-    yield events.LearnedBefore(b"")
-    yield events.LearnedBefore(b"junk")
-    for request in (engine.Match(1, KEY, 0.0), peer.HotWanted()):
-        yield events.Asked(connection, "red", request)  # type: ignore[arg-type]
+    yield events.StatisticsLoaded(b"")
+    yield events.StatisticsLoaded(b"junk")
+    for request in (engine.Match(1, KEY, 0.0), peer.RequestHotSet()):
+        yield events.ExplainRequested(connection, "red", request)  # type: ignore[arg-type]
     yield legal(peer.Ping)

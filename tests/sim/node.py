@@ -45,7 +45,7 @@ class SimNode:
         self._carry: dict[type, Callable[[Any], None]] = {
             instructions.Answer: lambda i: self._reply(i.connection, i.message),
             instructions.Welcomed: lambda i: self._reply(i.connection, i),
-            instructions.Say: lambda i: cluster.link(name, i.node).say(name, i.message),
+            instructions.SendToPeer: lambda i: cluster.link(name, i.node).say(name, i.message),
             instructions.StartFetch: self._start_fetch,
             instructions.AbortFetch: lambda i: self.receives[i.fetch].abort() if i.fetch in self.receives else None,
             instructions.SendBulk: lambda i: self.sends[i.stream].send(i) if i.stream in self.sends else None,

@@ -23,7 +23,7 @@ from tests.sim.malformed import malformed
 from tests.sim.prompts import PROMPTS
 from tests.sim.snapshot import changes, snapshot
 from tokenlake.core import NodeCore, events
-from tokenlake.core.failure import HandlerFailed
+from tokenlake.core.node import HandlerFailed
 from tokenlake.store import State
 from tokenlake.wire import peer
 

@@ -13,13 +13,13 @@ from tests.sim.engine import Reading, Storing
 from tests.sim.prompts import PROMPTS
 from tests.sim.test_cluster_machine import NODES, ClusterMachine
 from tokenlake.core import replicas, replication, serve
-from tokenlake.core.pendings import CLAIMED, WAITED
 from tokenlake.core.replicas import COPIED
 from tokenlake.core.replication import DEMOTED, PROMOTED
 from tokenlake.core.serve import DEFERRED, REDIRECTED
+from tokenlake.core.waiting import IN_FLIGHT_CLAIMS, IN_FLIGHT_WAITS
 from tokenlake.hot import rule as hot_rule
 
-SEEN = dict.fromkeys((PROMOTED, DEMOTED, COPIED, WAITED, CLAIMED, REDIRECTED, DEFERRED), 0)
+SEEN = dict.fromkeys((PROMOTED, DEMOTED, COPIED, IN_FLIGHT_WAITS, IN_FLIGHT_CLAIMS, REDIRECTED, DEFERRED), 0)
 """Counts over all examples: each of these must have happened."""
 
 

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from tokenlake.core.serving import Serving
 
 from tests.sim.test_cluster_machine import ClusterMachine
 from tokenlake.core.checks import Checks
 from tokenlake.core.directory_node import DirectoryNode
-from tokenlake.core.events import PeerSaid, Requested
-from tokenlake.core.failure import HandlerFailed
-from tokenlake.core.fetches import Fetches
+from tokenlake.core.events import PeerSent, Requested
+from tokenlake.core.fetch import Transfers
+from tokenlake.core.grants import Grants, SessionGrants, Write
 from tokenlake.core.instructions import AbortFetch
-from tokenlake.core.node import NodeCore
+from tokenlake.core.node import HandlerFailed, NodeCore
 from tokenlake.core.peers import Peers
-from tokenlake.core.serve import Serving
-from tokenlake.core.sessions import Session, Sessions, Write
+from tokenlake.core.sessions import Sessions
 from tokenlake.identity import ConnectionId, NodeId
 from tokenlake.store import Kind, SegmentStore
 from tokenlake.store.pool import SlotPool
@@ -74,33 +74,33 @@ def lease_ignored(patch: pytest.MonkeyPatch) -> None:
 
 def late_receiver_ignored(patch: pytest.MonkeyPatch) -> None:
     """The slots of a fetch are given away at its deadline, while its receiver may still write into them."""
-    returned = Fetches.done
+    returned = Transfers.done
 
-    def abort(self: Fetches, fetch: int) -> None:
-        flight = self._flights.get(fetch)
+    def abort(self: Transfers, fetch: int) -> None:
+        transfer = self._under_way.get(fetch)
         self._context.emit(AbortFetch(fetch))
-        if flight is not None:
-            count = len(flight.segments)
+        if transfer is not None:
+            count = len(transfer.segments)
             returned(self, fetch, bytes([Code.LOST]) * count, bytes(16 * count))
 
-    def done(self: Fetches, fetch: int, codes: bytes, checksums: bytes) -> None:
-        if fetch in self._flights:
+    def done(self: Transfers, fetch: int, codes: bytes, checksums: bytes) -> None:
+        if fetch in self._under_way:
             returned(self, fetch, codes, checksums)
 
-    patch.setattr(Fetches, "_abort", abort)
-    patch.setattr(Fetches, "done", done)
+    patch.setattr(Transfers, "_abort", abort)
+    patch.setattr(Transfers, "done", done)
     # The receiver returns after its fetch is forgotten.
-    patch.setattr(Fetches, "check_done", lambda self, fetch, codes, checksums: None)
+    patch.setattr(Transfers, "check_done", lambda self, fetch, codes, checksums: None)
 
 
 def aborted_fetch_trusted(patch: pytest.MonkeyPatch) -> None:
     """What an aborted fetch brought is published without a look at its codes."""
-    original = Fetches.done
+    original = Transfers.done
 
-    def done(self: Fetches, fetch: int, codes: bytes, checksums: bytes) -> None:
+    def done(self: Transfers, fetch: int, codes: bytes, checksums: bytes) -> None:
         original(self, fetch, bytes([Code.LOCAL]) * len(codes), checksums)
 
-    patch.setattr(Fetches, "done", done)
+    patch.setattr(Transfers, "done", done)
 
 
 def dead_engine_frees_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -114,29 +114,29 @@ def dead_engine_frees_nothing(patch: pytest.MonkeyPatch) -> None:
 
 def write_of_two_held_by_one(patch: pytest.MonkeyPatch) -> None:
     """A second process that fills shards of a write is not counted as its owner."""
-    patch.setattr(Sessions, "attach", lambda self, write, connection: None)
+    patch.setattr(Grants, "attach", lambda self, write, connection: None)
 
 
 def expired_write_reused(patch: pytest.MonkeyPatch) -> None:
     """A reservation's deadline ends ownership, not only visibility."""
 
-    def expire(self: Sessions, session: Session, write: Write) -> None:
+    def expire(self: Grants, session: SessionGrants, write: Write) -> None:
         for connection in list(write.held):
             self.give_back(session, write, connection)
 
-    patch.setattr(Sessions, "expire", expire)
+    patch.setattr(Grants, "expire", expire)
 
 
 def push_delivered_twice(patch: pytest.MonkeyPatch) -> None:
     """An offer that comes again takes slots again."""
-    original = Fetches.bring
+    original = Transfers.bring
 
-    def bring(self: Fetches, node: NodeId, tenant: Any, wanted: Any, *, kind: Kind, **how: Any) -> None:
+    def bring(self: Transfers, node: NodeId, tenant: Any, wanted: Any, *, kind: Kind, **how: Any) -> None:
         for key, _, _ in wanted if kind is Kind.PRIMARY else ():
             self._context.store.index(tenant).pop(key, None)
         original(self, node, tenant, wanted, kind=kind, **how)
 
-    patch.setattr(Fetches, "bring", bring)
+    patch.setattr(Transfers, "bring", bring)
 
 
 def send_unpinned(patch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def heard_before_it_is_checked(patch: pytest.MonkeyPatch) -> None:
     original = Checks.check
 
     def check(self: Checks, event: Any, now: float) -> None:
-        if isinstance(event, PeerSaid) and self._peers.get(NodeId(event.node)) is not None:
+        if isinstance(event, PeerSent) and self._peers.get(NodeId(event.node)) is not None:
             self._peers.heard(NodeId(event.node))
         original(self, event, now)
 
@@ -218,7 +218,7 @@ def call_ended_by_a_wrong_reply(patch: pytest.MonkeyPatch) -> None:
 
 def transfer_not_checked(patch: pytest.MonkeyPatch) -> None:
     """What a receiver reports is taken as it comes."""
-    patch.setattr(Fetches, "check_done", lambda self, fetch, codes, checksums: None)
+    patch.setattr(Transfers, "check_done", lambda self, fetch, codes, checksums: None)
 
 
 def wrong_copy_kept(patch: pytest.MonkeyPatch) -> None:

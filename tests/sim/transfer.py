@@ -3,7 +3,7 @@
 ::
 
     receiver: StartFetch ------------------------- AbortFetch ~~~~~~ FetchDone   (bytes land until then)
-    sender:          PullAsked  SendBulk --- pieces ---------------- SendDone
+    sender:          PullRequested  SendBulk --- pieces ---------------- SendDone
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Transfer:
         self.stream = stream
         self.targets = unpack_slots(order.slots)
         self.sending = False
-        """Between PullAsked and SendDone."""
+        """Between PullRequested and SendDone."""
         self.returned = False
         """FetchDone is out: nothing lands any more."""
         self.codes = bytearray([Code.LOST]) * len(self.targets)
@@ -60,7 +60,7 @@ class Transfer:
         self.sending = True
         self.sender.sends[self.stream] = self
         order = self.order
-        asked = events.PullAsked(self.stream, self.receiver.name, order.tenant, order.keys, order.background)
+        asked = events.PullRequested(self.stream, self.receiver.name, order.tenant, order.keys, order.background)
         self.sender.deliver(asked)
 
     def send(self, bulk: SendBulk) -> None:

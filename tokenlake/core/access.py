@@ -1,81 +1,197 @@
-"""How requests used their segments: seen at the match, kept for the store that follows it."""
+"""Access records and hints: how requests use their segments, and the messages that keep copies elsewhere informed.
+
+A match builds the access record of its request (`access_of_match`). A store that follows the match attaches the same
+record to the segments that it writes (`RecentMatches`). A read touches the copies of this node at once, and reports the
+reads of cached copies and replicas to the owners of the primary copies in batches (`Touches`).
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
+from tokenlake.core.context import Context
+from tokenlake.core.peers import Peers
 from tokenlake.hints import NO_ACCESS, AccessRecord, Hints
-from tokenlake.identity import SegmentKey
+from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
-from tokenlake.store import SegmentStore
+from tokenlake.store import Kind, Segment, State
+from tokenlake.wire import peer as wire
 from tokenlake.wire.fields import MAX_SECONDS
+from tokenlake.wire.slots import join_keys, split_keys
 
-if TYPE_CHECKING:
-    from tokenlake.core.match_under_way import MatchUnderWay
+__all__ = ["KnownAccess", "RecentMatches", "Touches", "access_after", "access_of_match", "with_access"]
 
-__all__ = ["KnownAccess", "RecentMatches", "access_after", "access_of", "with_access"]
-
-REMEMBERED = 32
-"""Matches of a session whose prompt was not found whole: so many requests may compute at a time."""
+MAX_RECENT_MATCHES = 32
+"""Incomplete matches that a session remembers: an upper bound on the requests that it computes at a time."""
+MAX_REPORTED = 4096
+"""Keys reported to one owner per gossip interval; further reads of copies in that interval are not reported."""
+_READY, _PRIMARY = State.READY, Kind.PRIMARY
 
 
 KnownAccess = tuple[int, AccessRecord, float]
-"""(index of a segment in a prompt, how it was used last, how long ago)"""
+"""(index of a segment in its prompt, its last access record, seconds since that access)"""
 
 
-def access_of(match: MatchUnderWay, hits: int, store: SegmentStore, now: float) -> AccessRecord:
-    """Of a match that found `hits` segments. How its deepest known segment was used before is told by whoever has that
-    one, or remembers it; this node is asked last, of what lies beyond all that was told. `now`: of the workload."""
-    segments, known_accesses = match.segments, match.known_accesses
+def access_of_match(
+    context: Context,
+    tenant: TenantId,
+    keys: Sequence[SegmentKey],
+    segments: Sequence[Segment | None],
+    hits: int,
+    reported: Sequence[KnownAccess],
+) -> AccessRecord:
+    """The access record of a request whose match found `hits` of its `keys`.
+
+    The deepest segment of the prompt with a known earlier access decides. `segments`: the copies of this node, None
+    where it has none. `reported`: the accesses that other nodes told. The history of this node is searched only for
+    keys deeper than all of these.
+    """
     index = len(segments) - 1
     while index >= 0 and segments[index] is None:
         index -= 1
     deepest = segments[index] if index >= 0 else None
+    known: list[KnownAccess] = []
     if deepest is not None:
-        age_s = min(MAX_SECONDS, max(0.0, now - deepest.touched))
+        age_s = min(MAX_SECONDS, max(0.0, context.now - deepest.touched))
         if index == len(segments) - 1:
-            # Mostly: nobody knows more.
+            # The usual case: no other source knows a deeper segment.
             return AccessRecord.after(deepest.hints.access, age_s, len(segments), hits, len(segments))
-        known_accesses.append((index, deepest.hints.access, age_s))
-    beyond = max((last_access[0] for last_access in known_accesses), default=-1) + 1
-    remembered = store.remembers(match.process.session.tenant, match.keys[beyond:], now)
+        known.append((index, deepest.hints.access, age_s))
+    known = [*reported, *known]
+    beyond = max((at for at, _, _ in known), default=-1) + 1
+    remembered = context.store.remembers(tenant, keys[beyond:], context.now)
     if remembered is not None:
-        known_accesses.append((beyond + remembered[0], *remembered[1:]))
-    return access_after(known_accesses, len(segments), hits)
+        known.append((beyond + remembered[0], *remembered[1:]))
+    return access_after(known, len(segments), hits)
 
 
-def access_after(known_accesses: Iterable[KnownAccess], segments: int, hits: int) -> AccessRecord:
-    """Of a request that found `hits` of its `segments`, as the deepest of `known_accesses` shows, the latest of
-    several."""
-    index, access, age_s = max(
-        known_accesses, default=(-1, NO_ACCESS, 0.0), key=lambda last_access: (last_access[0], -last_access[2])
-    )
+def access_after(known: Iterable[KnownAccess], segments: int, hits: int) -> AccessRecord:
+    """The access record of a request that found `hits` of its `segments`, continued from the deepest of `known`, or
+    from the most recent one where several are equally deep."""
+    index, access, age_s = max(known, default=(-1, NO_ACCESS, 0.0), key=lambda each: (each[0], -each[2]))
     return AccessRecord.after(access, age_s, segments, hits, max(hits, index + 1))
 
 
 def with_access(hints: Hints | None, access: AccessRecord) -> Hints:
-    """What the engine said, and what was seen."""
+    """The engine's `hints` with the pool's own access record in place of the engine's."""
     return Hints(access=access) if hints is None else msgspec.structs.replace(hints, access=access)
 
 
 class RecentMatches:
-    """Of one session: a store goes on where a match of the same prompt ended."""
+    """The last incomplete matches of one session. A store continues the prompt of one of them."""
 
     def __init__(self) -> None:
-        self._matches: deque[tuple[bytes, AccessRecord]] = deque(maxlen=REMEMBERED)
+        self._matches: deque[tuple[bytes, AccessRecord]] = deque(maxlen=MAX_RECENT_MATCHES)
 
     def add(self, keys: bytes, access: AccessRecord) -> None:
-        """The engine asked for the concatenated `keys` and will compute what is missing."""
+        """Remember a match of the concatenated `keys` of which the engine will compute the missing part."""
         self._matches.append((keys, access))
 
     def access(self, keys: Sequence[SegmentKey], first: int) -> AccessRecord:
-        """Of the request that stores `keys`, the first of which is segment `first` of its prompt."""
+        """The access record of the request that stores `keys`, the first of which is segment `first` of its prompt."""
         at = first * KEY_BYTES
         for known, access in reversed(self._matches):
             if keys and known[at : at + KEY_BYTES] == keys[0]:
                 return access
         return AccessRecord(first + len(keys), first)
+
+
+class _Report(NamedTuple):
+    """The fields of a `Touched` message that its keys have in common."""
+
+    hints: Hints | None
+    used: bool
+    """The segments were read; False for hints alone."""
+    relayed: bool
+
+
+class _Batch:
+    """Reports to one owner about segments of one tenant."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.keys: dict[_Report, list[SegmentKey]] = {}
+
+
+class Touches:
+    """Records reads and hints in the local store, and reports them to the owners of the primary copies."""
+
+    def __init__(self, context: Context, peers: Peers, on_read: Callable[[list[Segment]], None]) -> None:
+        """`on_read`: called with READY segments of one prompt, in its order, after they were touched."""
+        self._on_read = on_read
+        self._context = context
+        self._peers = peers
+        self._batches: dict[tuple[NodeId, TenantId], _Batch] = {}
+
+    def read(self, segments: list[Segment], hints: Hints | None = None) -> None:
+        """Touch segments of one prompt, in its order, that a local engine stopped reading or wrote again. `hints`: of
+        its request."""
+        segments = [segment for segment in segments if segment.state is _READY]
+        self._context.store.touch(segments, self._context.now, hints)
+        self._report_copies(segments, _Report(hints, used=True, relayed=False))
+        self._on_read(segments)
+
+    def hint(self, tenant: TenantId, keys: list[SegmentKey], hints: Hints) -> None:
+        """Apply hints received after the match to segments of one prompt, in its order.
+
+        Hints for segments that this node lacks go to both candidates of each key: the owner is one of them, unless a
+        sequence of segments was kept together on another node.
+        """
+        found = self._context.ready(tenant, keys)
+        here = [segment for segment in found if segment is not None]
+        self._context.store.hint(here, hints, self._context.now)
+        report = _Report(hints, used=False, relayed=False)
+        self._report_copies(here, report)
+        absent = [key for key, segment in zip(keys, found, strict=True) if segment is None]
+        by_node: dict[NodeId, list[SegmentKey]] = {}
+        for key, pair in zip(absent, self._context.ring.candidates(join_keys(absent)), strict=True):
+            for node in dict.fromkeys(pair):
+                if node != self._context.node:
+                    by_node.setdefault(node, []).append(key)
+        for node, its_keys in by_node.items():
+            self._add(node, tenant, report, its_keys)
+
+    def touched(self, message: wire.Touched) -> None:
+        """Another node reports reads of its copies, or hints; the keys come deepest first. They apply to the primary
+        copies of this node; about its other copies the report is relayed once to their sources."""
+        found = [s for s in self._context.ready(TenantId(message.tenant), split_keys(message.keys)) if s is not None]
+        primary = [segment for segment in reversed(found) if segment.kind is _PRIMARY]
+        if message.used:
+            self._context.store.touch(primary, self._context.now, message.hints)
+            self._on_read(found[::-1])
+        elif message.hints is not None:
+            self._context.store.hint(primary, message.hints, self._context.now)
+        if not message.relayed:
+            copies = [segment for segment in reversed(found) if segment.kind is not _PRIMARY]
+            self._report_copies(copies, _Report(message.hints, message.used, relayed=True))
+
+    def _report_copies(self, segments: list[Segment], report: _Report) -> None:
+        """Queue a report to the source of each segment of which this node has a copy that is not primary."""
+        by_source: dict[NodeId, list[SegmentKey]] = {}
+        for segment in reversed(segments):
+            if segment.kind is not _PRIMARY and segment.source is not None:
+                by_source.setdefault(segment.source, []).append(segment.key)
+        for node, keys in by_source.items():
+            self._add(node, segments[0].tenant, report, keys)
+
+    def _add(self, node: NodeId, tenant: TenantId, report: _Report, keys: list[SegmentKey]) -> None:
+        batch = self._batches.setdefault((node, tenant), _Batch())
+        keys = keys[: MAX_REPORTED - batch.count]
+        if keys:
+            batch.count += len(keys)
+            batch.keys.setdefault(report, []).extend(keys)
+
+    def report(self) -> None:
+        """Send the queued reports; the deepest segments of each prompt come first."""
+        batches, self._batches = self._batches, {}
+        for (node, tenant), batch in batches.items():
+            for report, keys in batch.keys.items():
+                self._peers.tell(node, wire.Touched(tenant, join_keys(keys), *report))
+
+    def census(self) -> dict[str, int]:
+        """Entries of each map."""
+        return {"reads to report": sum(batch.count for batch in self._batches.values())}

@@ -1,13 +1,13 @@
-"""Is an event one that the rules can take? Asked before anything is changed.
+"""Checks of an event before the rules change anything.
 
 ::
 
-    event --> its numbers and names mean something here (`Checks`)
-          --> its message adds up by itself (`tokenlake.wire.checks`)
-          --> its message fits what this node asked for, and the ring (`Checks`)
-          --> a handler, which cannot fail on its input
+    event --> its numbers and names exist on this node (here)
+          --> its message is consistent by itself (`tokenlake.wire.checks`)
+          --> its message fits the requests of this node, and the ring (here)
+          --> the handler, which cannot fail on its input
 
-Types and bounds of single fields are the decoders' business (`tokenlake.wire.fields`).
+The decoders check the types and bounds of single fields (`tokenlake.wire.fields`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from tokenlake.core import events
 from tokenlake.core.context import Context
-from tokenlake.core.fetches import Fetches
+from tokenlake.core.fetch import Transfers
 from tokenlake.core.learned import Learned
 from tokenlake.core.peers import Peers
 from tokenlake.core.regions import Regions
@@ -30,20 +30,20 @@ from tokenlake.identity import ConnectionId, NodeId
 from tokenlake.keys import KEY_BYTES
 from tokenlake.layout import MAX_SEGMENT_BYTES, MAX_SHARDS
 from tokenlake.wire import engine, peer
-from tokenlake.wire.checks import check_request, check_said
+from tokenlake.wire.checks import check_peer_message, check_request
 
 __all__ = ["Checks"]
 
 
 class Checks:
-    """Of one node. Reads the parts of its rules, and changes none."""
+    """Reads the state of one node's rules, and changes none of it."""
 
     def __init__(
         self,
         context: Context,
         sessions: Sessions,
         peers: Peers,
-        fetches: Fetches,
+        transfers: Transfers,
         serving: Serving,
         regions: Regions,
         learned: Learned,
@@ -51,7 +51,7 @@ class Checks:
         self._context = context
         self._sessions = sessions
         self._peers = peers
-        self._fetches = fetches
+        self._transfers = transfers
         self._serving = serving
         self._regions = regions
         self._learned = learned
@@ -59,40 +59,40 @@ class Checks:
         self._events: dict[type, Callable[[Any], None]] = {
             events.Joined: self._joined,
             events.Requested: self._requested,
-            events.ProcessGone: _nothing,
+            events.ProcessGone: _any,
+            events.ExplainRequested: self._explain_requested,
             events.PeerUp: lambda e: self._peer(e.node),
             events.PeerDown: lambda e: self._peer(e.node),
-            events.PeerSaid: self._said,
-            events.FetchDone: lambda e: self._fetches.check_done(e.fetch, e.codes, e.checksums),
-            events.PullAsked: self._pull_asked,
-            events.SendDone: _nothing,
-            events.SlotChecked: _nothing,
+            events.PeerSent: self._peer_sent,
+            events.FetchDone: lambda e: self._transfers.check_done(e.fetch, e.codes, e.checksums),
+            events.PullRequested: self._pull_requested,
+            events.SendDone: _any,
+            events.SlotChecked: _any,
             events.RegionReady: lambda e: self._regions.check_ready(e.region),
-            events.LearnedBefore: lambda e: self._learned.check(e.data),
-            events.Asked: self._asked,
-            events.Tick: _nothing,
+            events.StatisticsLoaded: lambda e: self._learned.check(e.data),
+            events.Tick: _any,
         }
-        self._fits: dict[type, Callable[[NodeId, Any], None]] = {
+        self._messages: dict[type, Callable[[NodeId, Any], None]] = {
+            peer.Pong: lambda node, m: self._reply(node, m, 0),
             peer.LookupReply: self._lookup_reply,
             peer.ReadyReply: self._ready_reply,
             peer.OfferReply: lambda node, m: self._reply(node, m, len(m.codes)),
-            peer.Replicated: lambda node, m: self._reply(node, m, len(m.codes)),
-            peer.ToldWhy: lambda node, m: self._reply(node, m, len(m.rules)),
-            peer.Pong: lambda node, m: self._reply(node, m, 0),
+            peer.ReplicateReply: lambda node, m: self._reply(node, m, len(m.codes)),
+            peer.ExplainMissingReply: lambda node, m: self._reply(node, m, len(m.rules)),
             peer.Redundant: lambda node, m: self._names(m, m.nodes),
             peer.Evicted: lambda node, m: self._names(m, (m.node,)),
             peer.Replicate: lambda node, m: self._names(m, (m.source, m.owner)),
-            peer.Reads: self._reads,
+            peer.ReadCounts: self._read_counts,
             peer.HotSet: self._hot_set,
         }
 
     def check(self, event: events.Event, now: float) -> None:
-        """Raises `ValueError` with the reason when the rules cannot take the event; nothing was changed then."""
+        """Raises `ValueError` with the reason for an event that the rules cannot take."""
         if not self._context.now <= now < math.inf:
             raise ValueError(f"an event at {now} s after one at {self._context.now} s")
         check = self._events.get(type(event))
         if check is None:
-            raise ValueError(f"{type(event).__name__} is no event of the rules")
+            raise ValueError(f"{type(event).__name__} is not an event of the rules")
         check(event)
 
     # -- engines
@@ -119,31 +119,31 @@ class Checks:
                     f"a Commit of shards {message.shards:#b}, where segments have {process.session.shards} shards"
                 )
 
-    def _asked(self, event: events.Asked) -> None:
+    def _explain_requested(self, event: events.ExplainRequested) -> None:
         if type(event.message) is not engine.Explain:
-            raise ValueError(f"{type(event.message).__name__} asks about no request")
+            raise ValueError(f"an ExplainRequested carries a {type(event.message).__name__}")
 
     # -- peers
 
     def _peer(self, node: str) -> None:
         if self._peers.get(NodeId(node)) is None:
-            raise ValueError(f"{node!r} is no other member of the cluster")
+            raise ValueError(f"{node!r} is not another member of the cluster")
 
-    def _said(self, event: events.PeerSaid) -> None:
+    def _peer_sent(self, event: events.PeerSent) -> None:
         self._peer(event.node)
         message = event.message
-        check_said(message)
-        fits = self._fits.get(type(message))
-        if fits is not None:
-            fits(NodeId(event.node), message)
+        check_peer_message(message)
+        check = self._messages.get(type(message))
+        if check is not None:
+            check(NodeId(event.node), message)
 
     def _names(self, message: Any, nodes: Iterable[str]) -> None:
         if not self._members.issuperset(nodes):
             stranger = next(node for node in nodes if node not in self._members)
-            raise ValueError(f"a {type(message).__name__} names {stranger!r}, which is no member of the cluster")
+            raise ValueError(f"a {type(message).__name__} names {stranger!r}, which is not a member of the cluster")
 
     def _reply(self, node: NodeId, message: Any, count: int) -> None:
-        """Where a call waits for it, it answers that call, key by key."""
+        """A reply to a call that waits has one entry for each key of the call."""
         self._peers.check_reply(node, message, count)
 
     def _lookup_reply(self, node: NodeId, message: peer.LookupReply) -> None:
@@ -154,12 +154,12 @@ class Checks:
 
     def _ready_reply(self, node: NodeId, message: peer.ReadyReply) -> None:
         self._reply(node, message, len(message.codes))
-        self._names(message, message.firsts)
+        self._names(message, message.first_writers)
         self._names(message, [previous_owner for previous_owner in message.previous_owners if previous_owner])
 
-    def _reads(self, node: NodeId, message: peer.Reads) -> None:
+    def _read_counts(self, node: NodeId, message: peer.ReadCounts) -> None:
         if len(message.depths) > COUNTERS:
-            raise ValueError(f"reads of {len(message.depths)} segments; at most {COUNTERS}")
+            raise ValueError(f"read counts of {len(message.depths)} segments; at most {COUNTERS}")
 
     def _hot_set(self, node: NodeId, message: peer.HotSet) -> None:
         members = len(self._members)
@@ -170,12 +170,12 @@ class Checks:
         if any(index >= members for entry in message.entries for index in entry.nodes):
             raise ValueError(f"a hot set names a node beyond the ring's {members}")
 
-    def _pull_asked(self, event: events.PullAsked) -> None:
+    def _pull_requested(self, event: events.PullRequested) -> None:
         self._peer(event.node)
         if len(event.keys) % KEY_BYTES:
-            raise ValueError(f"keys of a Pull take {len(event.keys)} bytes, which is no multiple of {KEY_BYTES}")
+            raise ValueError(f"keys of a Pull take {len(event.keys)} bytes, which is not a multiple of {KEY_BYTES}")
         self._serving.check_pull(event.stream)
 
 
-def _nothing(event: Any) -> None:
-    """It can be taken whatever its fields are; one about something that is gone changes nothing."""
+def _any(event: Any) -> None:
+    """The handler takes any values; an event about an object that has ended changes nothing."""

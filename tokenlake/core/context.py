@@ -1,4 +1,4 @@
-"""What the parts of a `NodeCore` share."""
+"""The state that all parts of a `NodeCore` read: configuration, ring, store, clock, counters and timers."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ __all__ = ["GOSSIP_S", "LOAD_HALF_LIFE_S", "Context", "CoreConfig"]
 
 READ_BYTES = Metric(
     "tokenlake_read_bytes_total",
-    "Bytes of segments that engines read from this node's arena, here or from elsewhere",
+    "Bytes of segments read from this node's arena, by its own engines and by other nodes",
     "tenant",
 )
 
 LOAD_HALF_LIFE_S = 2.0
 GOSSIP_S = 0.250
 PAUSE_S = 0.005
-"""Between two slices of long work: ten times what a slice takes."""
+"""Between two slices of long work: ten times the time of a slice."""
 
 
 class CoreConfig(RuleSettings, frozen=True):
-    """What a node's rules must know: the settings that they share with the daemon's configuration, and these. First
-    line of an event log. Times in seconds."""
+    """The configuration of a node's rules: the settings that they share with the daemon, and these fields. It is the
+    first line of an event log. Times in seconds."""
 
     node: str
     incarnation: int
     members: dict[str, int]
-    """Every node of the cluster, itself included, and its memory in bytes."""
+    """Every node of the cluster, this one included, and its memory in bytes."""
     regions: int
     region_bytes: int
     quotas: dict[str, float] = msgspec.field(default_factory=dict)
-    """Share of the node's memory that a tenant may have; all of it for those that are not named."""
+    """Per tenant, its maximum share of the node's memory; 1 for a tenant without an entry."""
     match_deadline_s: float = ServerConfig().match_deadline_ms / 1e3
     suspect_s: float = ServerConfig().suspect_ms / 1e3
     gossip_s: float = GOSSIP_S
-    """Between two reports to other nodes, and two turns of pinging some of them."""
+    """Interval of the reports to other nodes, and of the pings."""
     peer_lease_s: float = 30.0
-    """A lease to another node ends then, unless renewed; the sends it started hold their own pins."""
+    """Duration of a lease that another node holds here, unless renewed. Sends hold pins of their own."""
     sync_grace_s: float = 5.0
-    """A directory node that started answers UNKNOWN until every peer advertised, at most this long."""
+    """Maximum time after the start for which this node's directory may be incomplete and answers UNKNOWN."""
     directory_limit: int = 1 << 20
 
 
 class Context:
-    """State of one node, the time of the event at hand and the instructions it led to."""
+    """Read by every part of the rules. `NodeCore` sets the time; the parts change the rest through methods."""
 
     def __init__(self, config: CoreConfig) -> None:
         self.config = config
@@ -80,35 +80,37 @@ class Context:
         self._load = Rate(LOAD_HALF_LIFE_S)
         self.timers = Timers()
         self.now = 0.0
+        """Time of the event that is being handled."""
         self.started = 0.0
-        """When this node's rules began: the time of `NodeCore.start`."""
+        """Time of `NodeCore.start`."""
         self.out: list[Instruction] = []
-        # They begin elsewhere in each life, so that what refers to an earlier one fits nothing.
+        """Instructions of the event that is being handled."""
+        # Each incarnation begins at another number, so that no id of an earlier one names anything.
         self._ids = itertools.count(((config.incarnation & 0x7FFFFFFF) << 31) + 1)
 
     def emit(self, instruction: Instruction) -> None:
-        """Add to what the driver must do."""
+        """Add an instruction for the driver."""
         self.out.append(instruction)
 
     def next_id(self) -> int:
-        """Names a session, lease, write, call or fetch; never used twice, by any incarnation of this node."""
+        """A number for a session, lease, write, call or fetch, unique over all incarnations of this node."""
         return next(self._ids)
 
     def vacancy(self) -> Vacancy:
-        """How welcome a new segment is here, now."""
+        """Of this node, now."""
         return self.store.vacancy(self.now)
 
     def since(self, then: float) -> float:
-        """Seconds from `then` to now; no more than can be told."""
+        """Seconds from `then` to now; at most `MAX_SECONDS`, the limit of a message's field."""
         return min(MAX_SECONDS, max(0.0, self.now - then))
 
     def served(self, tenant: TenantId, nbytes: int) -> None:
-        """So much of what lies here was read: by engines of this node, or for those of another."""
+        """Count bytes read from this node's arena, by its own engines or by other nodes."""
         self.counters.add_for(READ_BYTES, tenant, nbytes)
         self._load.add(nbytes, self.now)
 
     def load(self) -> float:
-        """Bytes read from this node's arena per second, lately; no more than can be told."""
+        """Recent rate of reads from this node's arena, bytes per second; at most `MAX_AMOUNT`."""
         return min(MAX_AMOUNT, self._load.at(self.now))
 
     def after(self, delay_s: float, callback: Callable[[], None]) -> Timer:
@@ -116,8 +118,8 @@ class Context:
         return self.timers.at(self.now + delay_s, callback)
 
     def in_slices(self, work: Callable[[], bool]) -> None:
-        """Call `work` now, and again after a pause for as long as it returns True: there is more to do. What is
-        done for every segment of the node is done so, a few hundred at a time."""
+        """Call `work` now, and again after a pause for as long as it returns True. Work over all segments of the node
+        is cut into slices of a few hundred, so that no event takes longer than 1 ms."""
         if work():
             self.after(PAUSE_S, lambda: self.in_slices(work))
 
@@ -131,7 +133,7 @@ class Context:
         return grouped
 
     def ready(self, tenant: TenantId, keys: Iterable[SegmentKey]) -> list[Segment | None]:
-        """This node's READY segments, None where it has none."""
+        """The READY segments of this node, None for the other keys."""
         ready = State.READY
         found = map(self.store.index(tenant).get, keys)
         return [segment if segment is not None and segment.state is ready else None for segment in found]

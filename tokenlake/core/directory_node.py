@@ -97,10 +97,10 @@ class DirectoryNode:
 
     def announce(self, tenant: TenantId, keys: Sequence[SegmentKey], seconds: float) -> None:
         """Tell the directory nodes of `keys` that an engine of this node computes them, for at most `seconds`."""
-        for key in self._tell(keys, lambda packed: wire.Announce(tenant, packed, seconds)):
+        for key in self._tell(keys, lambda packed: wire.MarkInFlight(tenant, packed, seconds)):
             self.claim(self._context.node, tenant, key, seconds)
 
-    def announced(self, node: NodeId, message: wire.Announce) -> None:
+    def announced(self, node: NodeId, message: wire.MarkInFlight) -> None:
         """Engines of `node` compute these segments."""
         for key in split_keys(message.keys):
             self.claim(node, TenantId(message.tenant), key, message.deadline_s)
@@ -114,10 +114,10 @@ class DirectoryNode:
 
     def withdraw(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> None:
         """Tell the directory nodes of `keys` that no engine of this node computes them any more."""
-        for key in self._tell(keys, lambda packed: wire.Withdraw(tenant, packed)):
+        for key in self._tell(keys, lambda packed: wire.ClearInFlight(tenant, packed)):
             self._directory.withdraw(tenant, key, self._context.node)
 
-    def withdrawn(self, node: NodeId, message: wire.Withdraw) -> None:
+    def withdrawn(self, node: NodeId, message: wire.ClearInFlight) -> None:
         """`node` takes back its in-flight markers."""
         for key in split_keys(message.keys):
             self._directory.withdraw(TenantId(message.tenant), key, node)
@@ -142,18 +142,18 @@ class DirectoryNode:
         COMMITTED, with the previous owner if there is one: `node` is the first.
         """
         codes = bytearray()
-        firsts: list[NodeId] = []
+        first_writers: list[NodeId] = []
         previous_owners: list[NodeId] = []
         for key in keys:
             first = self._record(self._directory.ready, tenant, key, node)
             if first is not None:
                 codes.append(Code.EXISTS)
-                firsts.append(first)
+                first_writers.append(first)
             else:
                 codes.append(Code.COMMITTED)
                 previous_owners.append(self._directory.previous_owner(tenant, key) or NodeId(""))
         known = tuple(previous_owners) if any(previous_owners) else ()
-        return wire.ReadyReply(call, bytes(codes), tuple(firsts), known)
+        return wire.ReadyReply(call, bytes(codes), tuple(first_writers), known)
 
     def held(self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey]) -> wire.Redundant:
         """`node` has the primary copies of these. Returns the message for it: the keys whose primary copy is at another
@@ -235,7 +235,7 @@ class DirectoryNode:
                 return True
             del self._advertising[node]
             if reachable:
-                self._peers.tell(node, wire.Advertised())
+                self._peers.tell(node, wire.AdvertisingDone())
             return False
 
         self._context.in_slices(work)
@@ -249,7 +249,7 @@ class DirectoryNode:
         for tenant, keys in by_tenant.items():
             its_keys = self._context.by_directory_node(keys).get(node)
             if its_keys:
-                self._peers.tell(node, wire.Held(tenant, join_keys(its_keys)))
+                self._peers.tell(node, wire.PrimaryCopies(tenant, join_keys(its_keys)))
         return following
 
     # -- checks

@@ -1,4 +1,4 @@
-"""What happens to a node. A driver makes these and hands them to `NodeCore.handle`, one at a time.
+"""Events: what happened to a node. A driver passes them to `NodeCore.handle`, one at a time.
 
 Events are per request, never per token. Packed fields are as in `tokenlake.wire`.
 """
@@ -9,30 +9,13 @@ import msgspec
 
 from tokenlake.wire import engine, peer
 
-__all__ = [
-    "Asked",
-    "Event",
-    "FetchDone",
-    "Joined",
-    "PeerDown",
-    "PeerSaid",
-    "PeerUp",
-    "ProcessGone",
-    "PullAsked",
-    "RegionReady",
-    "Requested",
-    "SendDone",
-    "SlotChecked",
-    "Tick",
-]
-
 
 class _Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
     pass
 
 
 class Joined(_Event, frozen=True, tag=1):
-    """A process connected and its credential, layout and version were accepted."""
+    """A process connected, and the daemon accepted its credential, layout and version."""
 
     connection: int
     request: int
@@ -47,43 +30,43 @@ class Joined(_Event, frozen=True, tag=1):
 
 
 class Requested(_Event, frozen=True, tag=2):
-    """A frame of a joined process."""
+    """A joined process sent a frame."""
 
     connection: int
     message: engine.EngineRequest
 
 
 class ProcessGone(_Event, frozen=True, tag=3):
-    """The process is dead, or said `Bye`: it can touch no slot any more."""
+    """The process is dead, or said `Bye`: it does not touch a slot any more."""
 
     connection: int
 
 
 class PeerUp(_Event, frozen=True, tag=4):
-    """A control connection to `node` stands."""
+    """A control connection to `node` was made."""
 
     node: str
     incarnation: int
 
 
 class PeerDown(_Event, frozen=True, tag=5):
-    """It broke."""
+    """The control connection broke."""
 
     node: str
     incarnation: int
 
 
-class PeerSaid(_Event, frozen=True, tag=6):
-    """A frame of a peer's control connection."""
+class PeerSent(_Event, frozen=True, tag=6):
+    """A peer sent a frame on its control connection."""
 
     node: str
     message: peer.PeerMessage
 
 
 class FetchDone(_Event, frozen=True, tag=7):
-    """The receiver of a `StartFetch` has returned: from here on nobody writes into its slots.
+    """The receiver of a `StartFetch` returned: no thread writes into its slots any more.
 
-    `codes`: LOCAL where the bytes arrived whole and their checksums were right, else the reason.
+    `codes`: LOCAL where all bytes arrived with the right checksums, otherwise the reason.
     `checksums`: 8 bytes per shard for each key, zeros where not LOCAL.
     """
 
@@ -92,37 +75,37 @@ class FetchDone(_Event, frozen=True, tag=7):
     checksums: bytes
 
 
-class PullAsked(_Event, frozen=True, tag=8):
-    """A peer asks for segments on the bulk connection `stream`."""
+class PullRequested(_Event, frozen=True, tag=8):
+    """A peer requests segments on the bulk connection `stream`."""
 
     stream: int
     node: str
     tenant: str
     keys: bytes
     background: bool = False
-    """To keep them there: no engine reads them now."""
+    """No engine waits for them: the peer will keep them as primary copies or replicas."""
 
 
 class SendDone(_Event, frozen=True, tag=9):
-    """The sender of a `SendBulk` has returned, whatever became of it."""
+    """The sender of a `SendBulk` returned, whether it succeeded or not."""
 
     stream: int
 
 
 class RegionReady(_Event, frozen=True, tag=10):
-    """The fresh region that `ReplaceRegion` asked for is there."""
+    """The new region of a `ReplaceRegion` exists."""
 
     region: int
 
 
-class LearnedBefore(_Event, frozen=True, tag=12):
-    """What `NodeCore.learned` gave in an earlier life; the first event, if there is such a thing."""
+class StatisticsLoaded(_Event, frozen=True, tag=12):
+    """Result of `NodeCore.learned` in an earlier process; the first event, if there is one."""
 
     data: bytes
 
 
-class Asked(_Event, frozen=True, tag=13):
-    """A process, joined or not, that proved to be of `tenant` asks about a request."""
+class ExplainRequested(_Event, frozen=True, tag=13):
+    """A process that proved to be of `tenant`, joined or not, asks what became of a request."""
 
     connection: int
     tenant: str
@@ -130,15 +113,15 @@ class Asked(_Event, frozen=True, tag=13):
 
 
 class SlotChecked(_Event, frozen=True, tag=14):
-    """The thread of a `CheckSlot` has returned. `right`: the bytes match the checksums; False as well where they could
-    not be read."""
+    """The thread of a `CheckSlot` returned. `right`: the bytes match the checksums; False also where they could not be
+    read."""
 
     check: int
     right: bool
 
 
 class Tick(_Event, frozen=True, tag=11):
-    """Time passed; a timer is due."""
+    """A timer is due."""
 
 
 Event = (
@@ -147,13 +130,13 @@ Event = (
     | ProcessGone
     | PeerUp
     | PeerDown
-    | PeerSaid
+    | PeerSent
     | FetchDone
-    | PullAsked
+    | PullRequested
     | SendDone
     | SlotChecked
     | RegionReady
-    | LearnedBefore
-    | Asked
+    | StatisticsLoaded
+    | ExplainRequested
     | Tick
 )

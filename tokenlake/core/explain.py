@@ -1,13 +1,13 @@
-"""What became of a request, for whoever asks later: `tokenlake explain`.
+"""What became of a request, for `tokenlake explain`.
 
 ::
 
-    Match --> trail, in a ring --> what is fetched, given back, lost
-                                        |  Asked
-                                        v
-                   history of this node --- not there ---> AskWhy to the directory nodes of what was missing
-                                        v
-                                     Explained
+    Match --> trail, in a bounded map --> updated by its fetches and releases
+                                               |  ExplainRequested
+                                               v
+                     history of this node --- key not in it ---> ExplainMissing to its directory node
+                                               v
+                                           Explained
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
 from tokenlake.store.history import CACHED_RULE, Gone
 from tokenlake.wire import Code, engine, peer
-from tokenlake.wire.funnel import Funnel, Missed, Why
+from tokenlake.wire.funnel import Funnel, Missed, MissReason
 from tokenlake.wire.slots import join_keys, split_keys
 
 __all__ = ["Explain", "Trail"]
@@ -32,18 +32,23 @@ __all__ = ["Explain", "Trail"]
 MAX_TRAILS = 1024
 """Requests that are remembered; the oldest are forgotten first."""
 MAX_KEYS = 1 << 16
-"""Missing segments of all of them that are remembered by name, and what else takes as much memory as a key."""
-MISSING_EACH = 1024
-"""Of one of them."""
-WHY_S = 0.1
-"""A directory node that does not say within this what became of a segment does not know."""
-NAMES = 3
+"""Keys of missing segments in all trails together; `Trail.keys` counts the codes of a trail as well."""
+MAX_MISSING = 1024
+"""Keys of missing segments in one trail."""
+REPLY_S = 0.1
+"""Deadline for the directory nodes to say what became of missing segments."""
+MAX_NAMES = 3
 """Nodes that a reason lists."""
+
+Removal = tuple[str, str, float, float]
+"""(rule, node, seconds ago, seconds unused before): how a segment left a node."""
+Count = tuple[MissReason, str, int]
+"""(reason, detail, segments)."""
 
 
 class Trail:
-    """One request with a name, from its newest match on. In segments, but for `tokens`. One is made for each match, so
-    it begins with next to nothing."""
+    """One named request, from its newest match on. Counts are in segments, except `tokens`. Every match makes a trail,
+    so a new one is nearly empty."""
 
     __slots__ = (
         "at",
@@ -67,23 +72,23 @@ class Trail:
         self.at = at
         self.name = request.request
         self.tokens = request.tokens
-        """Of the prompt; 0 when it was not said."""
+        """Of the prompt; 0 where the engine did not say."""
         self.segment_tokens = segment_tokens
         self.slot_bytes = slot_bytes
         self.hits = 0
         self.beyond = b""
-        """The codes of what is behind the hits."""
+        """The codes of the segments behind the hits."""
         self.missing: list[SegmentKey] = []
-        """Of these, the first that nobody was found to have."""
+        """Keys of the first of these that no node had."""
         self.elsewhere: dict[NodeId, int] = {}
-        """Hits by the node that had them."""
+        """Hits at other nodes, by node."""
         self.silent: dict[NodeId, None] = {}
-        """Who did not answer in time."""
+        """Nodes that did not answer within the deadline."""
         self.fetched = self.useful = self.skipped = 0
-        self.lost: dict[tuple[Why, str], int] = {}
-        """Hits that did not come, by reason and detail."""
+        self.lost: dict[tuple[MissReason, str], int] = {}
+        """Hits that could not be fetched, by (reason, detail)."""
         self.refused: Code | None = None
-        """Why some that were asked for could not come."""
+        """Code of the latest refusal to fetch a hit."""
 
     @property
     def keys(self) -> int:
@@ -91,39 +96,39 @@ class Trail:
         return len(self.missing) + len(self.beyond) // KEY_BYTES
 
     def given_back(self, read: int, shipped: int, unfetched: Iterable[NodeId | None]) -> None:
-        """Nobody holds these any more: what was here, what was attended to where it lay, and the owners of the
-        rest."""
+        """No process holds these hits any more: `read` local ones, `shipped` ones with attention in place, and the
+        owners of the rest."""
         self.useful += read + shipped
         for node in unfetched:
             if node in self.silent:
-                self._lose(Why.TOO_SLOW, f"{node} did not answer")
+                self._lose(MissReason.TOO_SLOW, f"{node} did not answer")
             elif node is not None:
                 self.skipped += 1
 
     def did_not_come(self, node: NodeId, *, late: bool, wrong: bool = False) -> None:
-        """A hit at `node` was to be fetched, and was not. `wrong`: its bytes were wrong on arrival."""
+        """The fetch of a hit from `node` failed. `wrong`: its bytes had a wrong checksum."""
         if wrong:
-            self._lose(Why.LOST, f"{node} sent wrong bytes")
+            self._lose(MissReason.LOST, f"{node} sent wrong bytes")
         elif late:
-            self._lose(Why.TOO_SLOW, f"{node} did not send it in time")
+            self._lose(MissReason.TOO_SLOW, f"{node} did not send it in time")
         else:
-            self._lose(Why.LOST, f"{node} did not have it any more")
+            self._lose(MissReason.LOST, f"{node} did not have it any more")
 
-    def _lose(self, why: Why, detail: str) -> None:
-        self.lost[why, detail] = self.lost.get((why, detail), 0) + 1
+    def _lose(self, reason: MissReason, detail: str) -> None:
+        self.lost[reason, detail] = self.lost.get((reason, detail), 0) + 1
 
 
 class _Question(NamedTuple):
-    """An `Explain` under way."""
+    """An `Explain` that waits for directory nodes."""
 
     connection: int
     number: int
     tenant: TenantId
     trail: Trail
-    found: dict[SegmentKey, tuple[str, str, float, float]]
-    """(rule, node, seconds ago, seconds unused) of what is known to have left."""
+    removals: dict[SegmentKey, Removal]
+    """Of missing segments, as far as a node remembers."""
     silent: dict[NodeId, None]
-    """Homes that did not say."""
+    """Directory nodes that did not answer."""
 
 
 class Explain:
@@ -136,25 +141,25 @@ class Explain:
         self._keys = 0
 
     def begin(self, tenant: TenantId, trail: Trail, codes: bytes, keys: Sequence[SegmentKey]) -> None:
-        """A match was answered with `codes`; `trail` has its hits. Takes the place of an earlier one of that name."""
+        """A match was answered with `codes`; `trail` has its hits. The trail replaces an earlier one of that name."""
         trail.beyond = codes[trail.hits :]
         missing = Code.MISSING
         for key, code in zip(keys[trail.hits :], trail.beyond, strict=True):
             if code == missing:
                 trail.missing.append(key)
-                if len(trail.missing) == MISSING_EACH:
+                if len(trail.missing) == MAX_MISSING:
                     break
-        previous_owner = self._trails.pop((tenant, trail.name), None)
+        earlier = self._trails.pop((tenant, trail.name), None)
         self._trails[tenant, trail.name] = trail
-        self._keys += trail.keys - (previous_owner.keys if previous_owner is not None else 0)
+        self._keys += trail.keys - (earlier.keys if earlier is not None else 0)
         while len(self._trails) > MAX_TRAILS or self._keys > MAX_KEYS:
             _, oldest = self._trails.popitem(last=False)
             self._keys -= oldest.keys
 
-    # -- questions
+    # -- requests
 
     def asked(self, connection: int, tenant: TenantId, message: engine.Explain) -> None:
-        """Answered when all directory nodes said what became of what was missing, after `WHY_S` at the latest."""
+        """Answer once the directory nodes of all missing segments have replied, after `REPLY_S` at the latest."""
         trail = self._trails.get((tenant, message.request))
         if trail is None:
             self._context.emit(Answer(connection, engine.Explained(message.id, None)))
@@ -164,9 +169,9 @@ class Explain:
         for key in trail.missing:
             gone = self._context.history.get(tenant, key)
             if gone is not None:
-                question.found[key] = self._told(gone)
+                question.removals[key] = self._removal(gone)
             if gone is None or gone.rule == CACHED_RULE:
-                # That its primary copy went as well says more.
+                # Only a cached copy left this node; the end of the primary copy explains more.
                 unknown.append(key)
         directory_nodes = dict(self._context.by_directory_node(unknown))
         directory_nodes.pop(self._context.node, None)
@@ -175,35 +180,35 @@ class Explain:
         def heard(directory_node: NodeId, keys: list[SegmentKey], reply: Reply | None) -> None:
             nonlocal waiting
             waiting -= 1
-            told = (reply.rules, reply.nodes, reply.ago_s) if isinstance(reply, peer.ToldWhy) else ()
-            if [len(each) for each in told] != 3 * [len(keys)]:
+            if not isinstance(reply, peer.ExplainMissingReply) or len(reply.rules) != len(keys):
                 question.silent[directory_node] = None
             else:
-                for key, (rule, node, ago) in zip(keys, zip(*told, strict=True), strict=True):
+                for key, rule, node, ago in zip(keys, reply.rules, reply.nodes, reply.ago_s, strict=True):
                     if rule:
-                        question.found[key] = rule, node, ago, 0.0
+                        question.removals[key] = rule, node, ago, 0.0
             if not waiting:
                 self._answer(question)
 
         for directory_node, keys in directory_nodes.items():
-            ask = partial(_ask_why, tenant=tenant, keys=join_keys(keys))
-            self._peers.call(directory_node, ask, WHY_S, partial(heard, directory_node, keys), proves_life=False)
+            make = partial(_explain_missing, tenant=tenant, keys=join_keys(keys))
+            self._peers.call(directory_node, make, REPLY_S, partial(heard, directory_node, keys), proves_life=False)
         if not directory_nodes:
             self._answer(question)
 
-    def _told(self, gone: Gone) -> tuple[str, str, float, float]:
+    def _removal(self, gone: Gone) -> Removal:
         return gone.rule, gone.node or self._context.node, self._context.since(gone.at), gone.unused_s
 
-    def ask(self, node: NodeId, message: peer.AskWhy) -> None:
-        """Another node misses segments of which this one is the home."""
+    def ask(self, node: NodeId, message: peer.ExplainMissing) -> None:
+        """Another node misses segments whose directory node is this one."""
         tenant = TenantId(message.tenant)
         gone = [self._context.history.get(tenant, key) for key in split_keys(message.keys)]
-        told = [("", "", 0.0, 0.0) if each is None else self._told(each) for each in gone]
-        rules, nodes, ago_s = tuple(t[0] for t in told), tuple(t[1] for t in told), tuple(t[2] for t in told)
-        self._peers.tell(node, peer.ToldWhy(message.call, rules, nodes, ago_s))
+        removals = [("", "", 0.0, 0.0) if each is None else self._removal(each) for each in gone]
+        rules, nodes = tuple(each[0] for each in removals), tuple(each[1] for each in removals)
+        ago_s = tuple(each[2] for each in removals)
+        self._peers.tell(node, peer.ExplainMissingReply(message.call, rules, nodes, ago_s))
 
     def gone(self, tenant: TenantId, keys: Iterable[SegmentKey], message: peer.Evicted) -> None:
-        """A node told this one, their directory node, by which rule these left it."""
+        """Segments whose directory node is this one left another node; record the rule."""
         if message.rule:
             for key in keys:
                 self._context.history.add(tenant, key, Gone(self._context.now, message.rule, message.node))
@@ -213,16 +218,17 @@ class Explain:
     def _answer(self, question: _Question) -> None:
         trail, size = question.trail, question.trail.segment_tokens
         asked = trail.hits + len(trail.beyond)
-        missed = self._beyond(question)
+        missed = [*self._not_usable(question), *self._evicted(question), *self._not_remembered(question)]
         missed += [(*reason, count) for reason, count in trail.lost.items()]
-        if trail.skipped:
-            why, detail = (Why.SKIPPED, "") if trail.refused is None else (Why.LIMIT, trail.refused.name)
-            missed.append((why, detail, trail.skipped))
+        if trail.skipped and trail.refused is None:
+            missed.append((MissReason.SKIPPED, "", trail.skipped))
+        elif trail.skipped and trail.refused is not None:
+            missed.append((MissReason.LIMIT, trail.refused.name, trail.skipped))
         ended = trail.useful + trail.skipped + sum(trail.lost.values())
-        reasons = [Missed(why, count * size, detail) for why, detail, count in missed]
+        reasons = [Missed(reason, count * size, detail) for reason, detail, count in missed]
         ideal = max(trail.tokens, asked * size)
         if ideal > asked * size:
-            reasons.append(Missed(Why.TOO_SHORT, ideal - asked * size))
+            reasons.append(Missed(MissReason.TOO_SHORT, ideal - asked * size))
         funnel = Funnel(
             trail.name,
             self._context.node,
@@ -238,63 +244,66 @@ class Explain:
         )
         self._context.emit(Answer(question.connection, engine.Explained(question.number, funnel)))
 
-    def _beyond(self, question: _Question) -> list[tuple[Why, str, int]]:
-        """(why, detail, segments) of what is behind the hits."""
+    def _not_usable(self, question: _Question) -> list[Count]:
+        """Segments behind the hits that are not missing, by their codes."""
         codes = Counter(question.trail.beyond)
-        missing = codes.pop(Code.MISSING, 0)
+        del codes[Code.MISSING]
         silent = _names(question.trail.silent)
-        reasons: Counter[tuple[Why, str]] = Counter()
+        reasons: Counter[tuple[MissReason, str]] = Counter()
         for number, count in sorted(codes.items()):
             code = Code(number)
             if code in (Code.LOCAL, Code.REMOTE):
-                reasons[Why.BEHIND_A_GAP, ""] += count
+                reasons[MissReason.BEHIND_A_GAP, ""] += count
             elif code is Code.PENDING:
-                reasons[Why.PENDING, ""] += count
+                reasons[MissReason.PENDING, ""] += count
+            elif code is Code.DEFERRED:
+                reasons[MissReason.TOO_SLOW, "its owner was sending it to other nodes"] += count
+            elif code is Code.UNKNOWN and silent:
+                reasons[MissReason.TOO_SLOW, f"no answer from {silent}"] += count
             elif code is Code.UNKNOWN:
-                reasons[(Why.TOO_SLOW, f"no answer from {silent}") if silent else (Why.UNKNOWN, "")] += count
+                reasons[MissReason.UNKNOWN, ""] += count
             else:
-                reasons[Why.LIMIT, code.name] += count
-        found = [(*reason, count) for reason, count in reasons.items()]
-        return found + self._evicted(question) + self._unknown(question, missing)
+                reasons[MissReason.LIMIT, code.name] += count
+        return [(*reason, count) for reason, count in reasons.items()]
 
-    def _evicted(self, question: _Question) -> list[tuple[Why, str, int]]:
+    def _evicted(self, question: _Question) -> list[Count]:
+        """Missing segments whose removal a node remembers."""
         by_rule: dict[tuple[str, str], list[tuple[float, float]]] = {}
-        for rule, node, ago, unused in question.found.values():
+        for rule, node, ago, unused in question.removals.values():
             by_rule.setdefault((rule, node), []).append((ago, unused))
         evicted = []
         for (rule, node), times in by_rule.items():
             detail = f"{rule}, at {node} {_span([ago for ago, _ in times])} ago"
             if any(unused for _, unused in times):
                 detail += f", unused for {_span([unused for _, unused in times])}"
-            evicted.append((Why.EVICTED, detail, len(times)))
+            evicted.append((MissReason.EVICTED, detail, len(times)))
         return evicted
 
-    def _unknown(self, question: _Question, missing: int) -> list[tuple[Why, str, int]]:
-        """What nobody remembers, of so many that are missing."""
+    def _not_remembered(self, question: _Question) -> list[Count]:
+        """The other missing segments."""
         trail = question.trail
-        keys = [key for key in trail.missing if key not in question.found]
-        directory_nodes: dict[NodeId, int] = {
-            directory_node: len(its_keys) for directory_node, its_keys in self._context.by_directory_node(keys).items()
-        }
-        silent = {
-            directory_node: directory_nodes.pop(directory_node)
-            for directory_node in question.silent
-            if directory_node in directory_nodes
-        }
-        pools = {pool.slot_bytes: pool for pool in self._context.store.pools() if pool.tenant == question.tenant}
-        mine = pools.pop(trail.slot_bytes, None)
-        other_layout = (mine is None or not any(mine.counts)) and any(any(pool.counts) for pool in pools.values())
-        reasons: list[tuple[Why, str, int]] = []
-        if directory_nodes:
-            detail = f"not known to {_names(directory_nodes)}"
-            reasons.append(
-                (Why.OTHER_LAYOUT if other_layout else Why.NEVER_STORED, detail, sum(directory_nodes.values()))
-            )
+        keys = [key for key in trail.missing if key not in question.removals]
+        counts = {node: len(its_keys) for node, its_keys in self._context.by_directory_node(keys).items()}
+        silent = {node: counts.pop(node) for node in question.silent if node in counts}
+        reasons: list[Count] = []
+        if counts:
+            reason = MissReason.OTHER_LAYOUT if self._only_other_layouts(question) else MissReason.NEVER_STORED
+            reasons.append((reason, f"not known to {_names(counts)}", sum(counts.values())))
         if silent:
-            reasons.append((Why.UNKNOWN, f"no answer from {_names(silent)}", sum(silent.values())))
-        if missing > len(trail.missing):
-            reasons.append((Why.UNKNOWN, f"behind the first {len(trail.missing)}", missing - len(trail.missing)))
+            reasons.append((MissReason.UNKNOWN, f"no answer from {_names(silent)}", sum(silent.values())))
+        unlisted = trail.beyond.count(Code.MISSING) - len(trail.missing)
+        if unlisted:
+            reasons.append((MissReason.UNKNOWN, f"behind the first {len(trail.missing)}", unlisted))
         return reasons
+
+    def _only_other_layouts(self, question: _Question) -> bool:
+        """Does the tenant have segments here, but none of the size that the request looked for?"""
+        sizes = {
+            pool.slot_bytes
+            for pool in self._context.store.pools()
+            if pool.tenant == question.tenant and any(pool.counts)
+        }
+        return bool(sizes) and question.trail.slot_bytes not in sizes
 
     def census(self) -> dict[str, int]:
         """Entries of each map."""
@@ -309,14 +318,14 @@ class Explain:
         assert self._keys == sum(trail.keys for trail in self._trails.values())
 
 
-def _ask_why(call: int, *, tenant: TenantId, keys: bytes) -> peer.AskWhy:
-    return peer.AskWhy(call, tenant, keys)
+def _explain_missing(call: int, *, tenant: TenantId, keys: bytes) -> peer.ExplainMissing:
+    return peer.ExplainMissing(call, tenant, keys)
 
 
 def _names(nodes: Iterable[NodeId]) -> str:
     names = [str(node) for node in nodes]
-    more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
-    return ", ".join(names[:NAMES]) + more
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def _span(seconds: Sequence[float]) -> str:

@@ -1,4 +1,4 @@
-"""What the driver must do. It carries them out in order and decides nothing."""
+"""Instructions to the driver. It carries them out in order and decides nothing."""
 
 from __future__ import annotations
 
@@ -6,27 +6,13 @@ import msgspec
 
 from tokenlake.wire import engine, peer
 
-__all__ = [
-    "AbortFetch",
-    "Answer",
-    "CheckSlot",
-    "Instruction",
-    "Note",
-    "ReplaceRegion",
-    "Say",
-    "SendBulk",
-    "Stamp",
-    "StartFetch",
-    "Welcomed",
-]
-
 
 class _Instruction(msgspec.Struct, frozen=True, array_like=True, gc=False):
     pass
 
 
 class Welcomed(_Instruction, frozen=True, tag=1):
-    """Tell a joined process which session it is in."""
+    """Tell a joined process its session."""
 
     connection: int
     request: int
@@ -40,15 +26,15 @@ class Answer(_Instruction, frozen=True, tag=2):
     message: engine.EngineReply
 
 
-class Say(_Instruction, frozen=True, tag=3):
-    """Send a frame to a peer; dropped when there is no connection."""
+class SendToPeer(_Instruction, frozen=True, tag=3):
+    """Send a frame to a peer; dropped where there is no connection."""
 
     node: str
     message: peer.PeerMessage
 
 
 class StartFetch(_Instruction, frozen=True, tag=4):
-    """Pull segments from a peer into reserved slots, in a thread; then `FetchDone`, always, exactly once."""
+    """Pull segments from a peer into reserved slots, in a thread. `FetchDone` follows exactly once."""
 
     fetch: int
     node: str
@@ -58,9 +44,9 @@ class StartFetch(_Instruction, frozen=True, tag=4):
     slot_bytes: int
     shards: int
     request: str = ""
-    """What the logs call the engine's request by; empty: it has no name."""
+    """Name of the engine's request, for the logs; empty where it has none."""
     background: bool = False
-    """To be kept here: no engine waits for it."""
+    """No engine waits for the segments."""
 
 
 class AbortFetch(_Instruction, frozen=True, tag=5):
@@ -70,7 +56,8 @@ class AbortFetch(_Instruction, frozen=True, tag=5):
 
 
 class SendBulk(_Instruction, frozen=True, tag=6):
-    """Answer a `PullAsked`: the header, then the slots' bytes, in a thread; then `SendDone`, always."""
+    """Answer a `PullRequested`: send the header, then the bytes of the slots, in a thread. `SendDone` follows exactly
+    once."""
 
     stream: int
     slot_bytes: int
@@ -80,28 +67,28 @@ class SendBulk(_Instruction, frozen=True, tag=6):
 
 
 class Stamp(_Instruction, frozen=True, tag=7):
-    """These slots have a new owner: write their generations into the shared page, before anything else."""
+    """These slots were reissued: write their new generations into the shared page, before anything else."""
 
     slots: bytes
 
 
 class ReplaceRegion(_Instruction, frozen=True, tag=8):
-    """Close this region's memory and open as much under the number `fresh`; then `RegionReady`. A new number,
-    because clients keep their mapping of the old one."""
+    """Close this region's memory and open a region of equal size under the number `fresh`; `RegionReady` follows. The
+    number is new because clients keep their mapping of the old region."""
 
     region: int
     fresh: int
 
 
 class Note(_Instruction, frozen=True, tag=9):
-    """Worth a line in the log."""
+    """Write a line to the log."""
 
     text: str
 
 
 class CheckSlot(_Instruction, frozen=True, tag=10):
-    """Compare the bytes in a slot with `checksums`, 8 bytes per shard, in a thread; then `SlotChecked`, always, exactly
-    once. The slot is pinned until then."""
+    """Compare the bytes in a slot with `checksums`, 8 bytes per shard, in a thread. `SlotChecked` follows exactly once;
+    the slot is pinned until then."""
 
     check: int
     slot: bytes
@@ -109,4 +96,6 @@ class CheckSlot(_Instruction, frozen=True, tag=10):
     checksums: bytes
 
 
-Instruction = Welcomed | Answer | Say | StartFetch | AbortFetch | SendBulk | Stamp | ReplaceRegion | Note | CheckSlot
+Instruction = (
+    Welcomed | Answer | SendToPeer | StartFetch | AbortFetch | SendBulk | Stamp | ReplaceRegion | Note | CheckSlot
+)

@@ -1,7 +1,8 @@
-"""What a node's policy of eviction learned: told to the other nodes, and as bytes that outlive the process.
+"""Statistics of the eviction policy: shared with the other nodes, and saved across restarts of the process.
 
-Statistics of each pool, by tenant and slot size; no key, token or secret. Of a prompt a node sees but the segments that
-lie there: where nodes tell each other, each decides nearly as if it saw all, and all weigh a prompt's segments alike.
+They are counts per pool (tenant and slot size) and hold no key, token or secret. A node sees only those segments of a
+prompt that it stores. The exchange lets each node decide nearly as if it saw all segments, and gives all segments of a
+prompt the same value on every node.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from tokenlake.wire import peer as wire
 
 __all__ = ["MAX_LEARNED_BYTES", "Learned"]
 
-TELL_S = 2.0
-"""From one telling to the next."""
-TOLD = 4
-"""Pools in one telling; others in turn."""
+SEND_S = 2.0
+"""Interval between two messages, each to one peer in turn."""
+POOLS_SENT = 4
+"""Maximum number of pools in one message; the others follow in later ones."""
 MAX_LEARNED_BYTES = 16 << 20
 """More than any node saves."""
 
@@ -28,58 +29,59 @@ MAX_LEARNED_BYTES = 16 << 20
 class _Saved(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     policy: str
     pools: tuple[tuple[str, int, bytes], ...]
-    """(tenant, slot bytes, what `EvictionPolicy.save` gave)."""
+    """(tenant, slot bytes, result of `EvictionPolicy.save`)."""
 
 
 _decoder = msgspec.msgpack.Decoder(_Saved)
 
 
 class Learned:
-    """Of one node."""
+    """The statistics of one node's policy."""
 
     def __init__(self, context: Context, peers: Peers) -> None:
         self._context = context
         self._peers = peers
-        self._turn = 0
-        """How often others were told."""
-        self._complained = False
+        self._sent = 0
+        """Messages sent so far."""
+        self._noted = False
+        """Unusable statistics of another node were noted in the log."""
 
     def start(self) -> None:
-        """Tell one peer after the other."""
-        self._context.after(TELL_S, self._tell)
+        """Begin to send the statistics."""
+        self._context.after(SEND_S, self._send)
 
-    def _tell(self) -> None:
+    def _send(self) -> None:
         reachable = [peer.node for peer in self._peers if peer.reachable]
-        # A lone node has nobody to tell, and nothing to put together.
+        # Without a reachable peer the statistics need not be collected.
         learned = self._context.store.learned() if reachable else {}
         pools = [(tenant, size, data) for (tenant, size), data in learned.items()]
         if pools:
-            node = reachable[self._turn % len(reachable)]
-            # The next pools when all were told of these: else each would hear of the same ones every time.
-            first = self._turn // len(reachable) * TOLD % len(pools)
-            told = (pools[first:] + pools[:first])[:TOLD]
-            self._peers.tell(node, wire.Learned(self._context.config.eviction, tuple(told)))
-            self._turn += 1
+            node = reachable[self._sent % len(reachable)]
+            # The next pools follow once all peers were sent these; otherwise each peer would always get the same ones.
+            first = self._sent // len(reachable) * POOLS_SENT % len(pools)
+            some = (pools[first:] + pools[:first])[:POOLS_SENT]
+            self._peers.tell(node, wire.EvictionStatistics(self._context.config.eviction, tuple(some)))
+            self._sent += 1
         self.start()
 
-    def heard(self, message: wire.Learned) -> None:
-        """Another node learned this. What is not usable (another policy, another version) is noted once."""
+    def heard(self, message: wire.EvictionStatistics) -> None:
+        """Add the statistics of another node. Those of another policy or version are ignored, and noted once."""
         try:
             if message.policy != self._context.config.eviction:
                 raise ValueError(f"another node's policy is {message.policy!r}")
             self._context.store.absorb({(TenantId(name), size): data for name, size, data in message.pools})
         except ValueError as error:
-            if not self._complained:
-                self._context.emit(Note(f"statistics of eviction of another node are not used: {error}"))
-            self._complained = True
+            if not self._noted:
+                self._context.emit(Note(f"eviction statistics of another node are not used: {error}"))
+            self._noted = True
 
     def save(self) -> bytes:
-        """All of it, also of pools that have no memory now. Changes nothing."""
+        """The statistics of all pools, those without memory included. Changes nothing."""
         pools = tuple((tenant, size, data) for (tenant, size), data in self._context.store.learned().items())
         return msgspec.msgpack.encode(_Saved(self._context.config.eviction, pools))
 
     def check(self, data: bytes) -> None:
-        """Raises `ValueError` that says why `restore` cannot use it. Changes nothing."""
+        """Raises `ValueError` with the reason why `restore` cannot use the data. Changes nothing."""
         saved = self._decoded(data)
         here = self._context.config.eviction
         if saved.policy != here:
@@ -88,7 +90,7 @@ class Learned:
             policy_named(here)().restore(learned)
 
     def restore(self, data: bytes) -> None:
-        """Begin with what an earlier life saved, which passed `check`; before there are segments."""
+        """Begin with data that an earlier process saved and that passed `check`; before the node has segments."""
         saved = self._decoded(data)
         self._context.store.remember({(TenantId(name), size): learned for name, size, learned in saved.pools})
 
@@ -98,4 +100,4 @@ class Learned:
                 raise ValueError(f"{len(data)} bytes; at most {MAX_LEARNED_BYTES}")
             return _decoder.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
-            raise ValueError(f"no statistics of eviction: {error}") from error
+            raise ValueError(f"not eviction statistics: {error}") from error

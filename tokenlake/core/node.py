@@ -1,38 +1,35 @@
 """NodeCore: every decision of a node, with no I/O.
 
-A driver (the daemon, the simulator, a replay) hands it one event at a time with the time at which it
-happened, carries out the instructions it returns, and calls it with `Tick` when `next_wake` is reached. Equal
-events at equal times give equal instructions in every process: nothing here iterates a set, reads a clock or
-draws a number.
+A driver (the daemon, the simulator, a replay) passes in one event at a time with the time at which it happened, carries
+out the returned instructions in order, and calls again with `Tick` at `next_wake`. Equal events at equal times give
+equal instructions in every process: the rules iterate over no set, read no clock and draw no random number.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 from tokenlake.core import events
+from tokenlake.core.access import Touches
 from tokenlake.core.checks import Checks
-from tokenlake.core.claims import Claims
 from tokenlake.core.context import Context, CoreConfig
 from tokenlake.core.corruption import Corruption
 from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.explain import Explain
-from tokenlake.core.failure import HandlerFailed
-from tokenlake.core.fetches import Fetches
-from tokenlake.core.instructions import Answer, Instruction, Say, Stamp, Welcomed
+from tokenlake.core.fetch import LeaseReads, Transfers
+from tokenlake.core.grants import Grants
+from tokenlake.core.instructions import Answer, Instruction, SendToPeer, Stamp, Welcomed
 from tokenlake.core.learned import Learned
-from tokenlake.core.matches import Matches
+from tokenlake.core.match import Matches
 from tokenlake.core.ownership import Ownership
 from tokenlake.core.peers import Peer, Peers
-from tokenlake.core.reads import Reads
 from tokenlake.core.regions import Regions
 from tokenlake.core.replicas import Replicas
 from tokenlake.core.replication import Replication
 from tokenlake.core.serve import Serving
 from tokenlake.core.sessions import Process, Session, Sessions
-from tokenlake.core.touches import Touches
+from tokenlake.core.waiting import InFlightMarkers, WaitingMatches
 from tokenlake.core.write import Writes
 from tokenlake.identity import ConnectionId, Incarnation, LeaseId, NodeId, SegmentKey, SessionId, TenantId, WriteId
 from tokenlake.metrics import Counters
@@ -42,7 +39,22 @@ from tokenlake.store.history import CORRUPT_RULE
 from tokenlake.wire import engine, peer
 from tokenlake.wire.slots import split_keys
 
-__all__ = ["NodeCore"]
+__all__ = ["HandlerFailed", "NodeCore"]
+
+
+class HandlerFailed(RuntimeError):
+    """A handler of the rules failed on an event that passed its checks: a mistake of the rules. Its cause is the
+    handler's exception.
+
+    The changes that the handler made before it failed remain, and `instructions` are those that belong to them. The
+    driver must carry them out: without them reissued slots would keep their old generation, and a transfer that the
+    rules count as begun would never begin, nor end.
+    """
+
+    def __init__(self, event: str, instructions: Sequence[Instruction]) -> None:
+        """`event`: name of its type."""
+        super().__init__(f"the rules failed on an event of type {event}")
+        self.instructions = list(instructions)
 
 
 class NodeCore:
@@ -52,97 +64,100 @@ class NodeCore:
         context = self._context = Context(config)
         self._peers = Peers(context, self._lost, self._suspected, self._restored)
         self._directory_node = DirectoryNode(context, self._peers)
-        self._fetches = Fetches(context, self._peers)
-        self._ownership = Ownership(context, self._peers, self._directory_node, self._fetches)
+        self._transfers = Transfers(context, self._peers)
+        self._ownership = Ownership(context, self._peers, self._directory_node, self._transfers)
         self._touches = Touches(context, self._peers, self._ownership.place_again)
-        self._sessions = Sessions(context, self._touches)
-        self._replicas = Replicas(context, self._peers, self._fetches)
+        self._replicas = Replicas(context, self._peers, self._transfers)
         self._replication = Replication(context, self._peers, self._directory_node, self._ownership, self._replicas)
+        self._markers = InFlightMarkers(context, self._directory_node)
+        self._grants = Grants(context, self._peers, self._touches, self._directory_node.withdraw)
+        self._sessions = Sessions(context, self._peers, self._grants)
         self._regions = Regions(context, self._sessions)
         self._serving = Serving(context, self._peers, self._directory_node, self._replication)
         self._explain = Explain(context, self._peers)
+        waiting = WaitingMatches(context, self._peers, self._directory_node)
         self._matches = Matches(
             context,
-            self._sessions,
+            self._grants,
             self._peers,
             self._directory_node,
             self._replicas,
             self._replication,
+            waiting,
             self._explain,
         )
         self._corruption = Corruption(context)
-        self._reads = Reads(context, self._sessions, self._peers, self._fetches, self._touches, self._copies_of)
-        self._claims = Claims(context, self._directory_node)
-        self._writes = Writes(context, self._sessions, self._directory_node, self._ownership, self._touches)
+        self._reads = LeaseReads(context, self._grants, self._peers, self._transfers, self._touches, self._copies_of)
+        self._writes = Writes(context, self._grants, self._directory_node, self._ownership, self._touches)
         self._learned = Learned(context, self._peers)
         self._checks = Checks(
-            context, self._sessions, self._peers, self._fetches, self._serving, self._regions, self._learned
+            context, self._sessions, self._peers, self._transfers, self._serving, self._regions, self._learned
         )
-        self._handlers: dict[type, Callable[[Any], None]] = {
-            events.Joined: self._on_joined,
-            events.Requested: self._on_requested,
-            events.ProcessGone: self._on_process_gone,
+        self._handlers: dict[type, Callable[..., None]] = {
+            # Events of the driver: handler(event).
+            events.Joined: self._joined,
+            events.Requested: self._requested,
+            events.ProcessGone: self._process_gone,
+            events.ExplainRequested: lambda e: self._explain.asked(e.connection, TenantId(e.tenant), e.message),
             events.PeerUp: lambda e: self._peers.came_up(NodeId(e.node), Incarnation(e.incarnation)),
             events.PeerDown: lambda e: self._peers.went_down(NodeId(e.node), Incarnation(e.incarnation)),
-            events.PeerSaid: self._on_peer_said,
-            events.FetchDone: lambda e: self._fetches.done(e.fetch, e.codes, e.checksums),
-            events.PullAsked: self._on_pull_asked,
+            events.PeerSent: self._peer_sent,
+            events.FetchDone: lambda e: self._transfers.done(e.fetch, e.codes, e.checksums),
+            events.PullRequested: self._pull_requested,
             events.SendDone: lambda e: self._serving.sent(e.stream),
             events.SlotChecked: lambda e: self._corruption.checked(e.check, right=e.right),
             events.RegionReady: lambda e: self._regions.ready(e.region),
-            events.LearnedBefore: lambda e: self._learned.restore(e.data),
-            events.Asked: lambda e: self._explain.asked(e.connection, TenantId(e.tenant), e.message),
+            events.StatisticsLoaded: lambda e: self._learned.restore(e.data),
             events.Tick: lambda e: context.timers.fire(context.now),
-        }
-        self._told: dict[type, Callable[[NodeId, Any], None]] = {
-            peer.Lookup: self._on_lookup,
-            peer.LookupReply: self._peers.replied,
-            peer.ReadyReply: self._peers.replied,
-            peer.OfferReply: self._peers.replied,
-            peer.Replicated: self._peers.replied,
-            peer.ToldWhy: self._peers.replied,
-            peer.ReleaseLease: self._on_release,
-            peer.RenewLease: lambda node, m: self._serving.renew(node, m.leases),
-            peer.Announce: self._directory_node.announced,
-            peer.Withdraw: self._directory_node.withdrawn,
-            peer.Ready: self._on_ready,
-            peer.Offer: self._ownership.offered,
-            peer.Held: self._on_held,
-            peer.Redundant: lambda node, m: self._ownership.redundant(m),
-            peer.Evicted: self._on_evicted,
-            peer.Corrupt: self._corruption.node_reports,
-            peer.Touched: self._on_touched,
-            peer.Advertised: lambda node, m: self._directory_node.advertised(node),
-            peer.Ping: self._on_ping,
-            peer.Pong: self._on_pong,
-            peer.Reads: lambda node, m: self._replication.reported(m),
-            peer.Replicate: self._replicas.requested,
-            peer.HotSet: self._replicas.hot_set,
-            peer.HotWanted: lambda node, m: self._replication.set_wanted(node),
-            peer.Learned: lambda node, m: self._learned.heard(m),
-            peer.AskWhy: self._explain.ask,
-        }
-        self._requests: dict[type, Callable[[Process, Any], None]] = {
+            # Requests of an engine's process: handler(process, request).
+            engine.Heartbeat: lambda process, m: None,
             engine.Match: self._matches.match,
             engine.Attach: self._attach,
             engine.Fetch: self._reads.fetch,
             engine.Release: self._reads.release,
-            engine.Where: self._reads.where,
-            engine.Shipped: self._reads.shipped,
+            engine.Locate: self._reads.where,
+            engine.AttendedInPlace: self._reads.shipped,
             engine.Hint: self._reads.hint,
             engine.Corrupt: self._corruption.engine_reports,
             engine.Prepare: self._writes.prepare,
             engine.Commit: self._writes.commit,
             engine.Abort: self._writes.abort,
-            engine.Claim: self._claims.claim,
-            engine.Holds: lambda process, m: self._sessions.keep(process, m.leases, m.writes),
+            engine.Claim: self._markers.claim,
+            engine.ReconcileGrants: lambda process, m: self._sessions.reconcile(process, m.leases, m.writes),
+            # Messages of another node: handler(node, message).
+            peer.Ping: self._pinged,
+            peer.Pong: self._ponged,
+            peer.Lookup: self._lookup,
+            peer.LookupReply: self._peers.replied,
+            peer.ReleaseLease: self._release_lease,
+            peer.RenewLease: lambda node, m: self._serving.renew(node, m.leases),
+            peer.MarkInFlight: self._directory_node.announced,
+            peer.ClearInFlight: self._directory_node.withdrawn,
+            peer.Ready: self._ready,
+            peer.ReadyReply: self._peers.replied,
+            peer.Offer: self._ownership.offered,
+            peer.OfferReply: self._peers.replied,
+            peer.PrimaryCopies: self._primary_copies,
+            peer.AdvertisingDone: lambda node, m: self._directory_node.advertised(node),
+            peer.Redundant: lambda node, m: self._ownership.redundant(m),
+            peer.Evicted: self._evicted,
+            peer.Touched: lambda node, m: self._touches.touched(m),
+            peer.Corrupt: self._corruption.node_reports,
+            peer.ReadCounts: lambda node, m: self._replication.reported(m),
+            peer.Replicate: self._replicas.requested,
+            peer.ReplicateReply: self._peers.replied,
+            peer.HotSet: self._replicas.hot_set,
+            peer.RequestHotSet: lambda node, m: self._replication.set_wanted(node),
+            peer.EvictionStatistics: lambda node, m: self._learned.heard(m),
+            peer.ExplainMissing: self._explain.ask,
+            peer.ExplainMissingReply: self._peers.replied,
         }
 
-    # -- the driver's side
+    # -- the driver's interface
 
     @property
     def store(self) -> SegmentStore:
-        """For gauges and checks; not to be changed."""
+        """For gauges and checks; read only."""
         return self._context.store
 
     @property
@@ -157,53 +172,51 @@ class NodeCore:
 
     @property
     def ring(self) -> Ring:
-        """Who is in the cluster."""
+        """The members of the cluster."""
         return self._context.ring
 
     def learned(self) -> bytes:
-        """What the policy of eviction learned so far, for `events.LearnedBefore` of the next life. Changes nothing."""
+        """Statistics of the eviction policy, for `events.StatisticsLoaded` after a restart. Changes nothing."""
         return self._learned.save()
 
     def start(self, now: float) -> None:
-        """Once, before the first event: timers begin at `now`."""
+        """Call once, before the first event: timers begin at `now`."""
         self._context.now = self._context.started = now
         self._peers.start()
         self._replication.start()
         self._learned.start()
-        self._context.after(self._context.config.peer_lease_s / 3, self._renew)
+        self._sessions.start()
         self._context.after(self._context.config.gossip_s, self._report)
 
     def next_wake(self) -> float | None:
-        """When to call with `Tick`. Deadlines pass with it alone, and an answer that comes before it came in time: a
-        driver that was late hands over what came meanwhile first, so that nobody's peer pays for its own delay."""
+        """The time at which to call with `Tick`. Deadlines pass only in `Tick`, and a reply handled before it counts as
+        in time. So a driver that was late passes in the events that arrived meanwhile first: its own delay then makes
+        no peer overdue."""
         return self._context.timers.next()
 
     def handle(self, event: events.Event, now: float) -> list[Instruction]:
-        """Take one event, whole or not at all; what to do about it, in order. `now` (seconds) never decreases.
+        """Take one event, as a whole or not at all; returns the instructions it leads to, in order. `now` (seconds)
+        never decreases.
 
-        Raises `ValueError` for an event that its sender, or the driver, should not have made: its fields do not add up,
-        or name what is not there. Nothing was changed then, the time included, and no instruction is left behind.
-        Raises `HandlerFailed` for a mistake of the rules: it carries the instructions that go with what was changed
-        until then, and none of them comes with a later event.
+        Raises `ValueError` for an event that no correct sender or driver makes: its fields contradict each other, or
+        name something that does not exist. Nothing was changed then, the time included.
+        Raises `HandlerFailed` for a mistake of the rules: it carries the instructions that belong to the changes made,
+        and none of them comes with a later event.
         """
         self._checks.check(event, now)
         self._context.now = now
         try:
             self._handlers[type(event)](event)
-            return self._instructions()
+            return self._take_instructions()
         except Exception as error:
             raise HandlerFailed(type(event).__name__, self._instructions_after_failure()) from error
 
-    def _instructions(self) -> list[Instruction]:
-        """What the event led to, taken out."""
+    def _take_instructions(self) -> list[Instruction]:
+        """First the new generations of reissued slots, because a reader compares generations before it uses bytes; then
+        what the handlers emitted; last the reports of segments that were evicted meanwhile."""
         context = self._context
         if context.store.evicted:
-            self._tell_evicted()
-        if self._sessions.given_up:
-            self._writes.withdraw_given_up()
-        if self._sessions.peer_releases:
-            for node, leases in self._sessions.take_peer_releases().items():
-                self._peers.tell(node, peer.ReleaseLease(tuple(leases)))
+            self._report_evicted()
         out, context.out = context.out, []
         if context.store.reissued:
             out.insert(0, Stamp(b"".join(place.pack() for place in context.store.reissued)))
@@ -211,23 +224,20 @@ class NodeCore:
         return out
 
     def _instructions_after_failure(self) -> list[Instruction]:
-        """What the event led to before its handler failed. Where other nodes cannot be told what follows from it, they
-        find out by themselves: leases and claims end with their deadlines, hints are corrected by who follows them."""
+        """Where the reports of evicted segments fail as well they are dropped: the next node that follows a stale entry
+        of the directory corrects it."""
         try:
-            return self._instructions()
+            return self._take_instructions()
         except Exception:
             self._context.store.evicted = []
-            self._sessions.take_given_up()
-            self._sessions.take_peer_releases()
-            return self._instructions()
+            return self._take_instructions()
 
     # -- engines
 
-    def _on_joined(self, event: events.Joined) -> None:
-        tenant = TenantId(event.tenant)
+    def _joined(self, event: events.Joined) -> None:
         joined = self._sessions.join(
             ConnectionId(event.connection),
-            tenant,
+            TenantId(event.tenant),
             event.slot_bytes,
             event.shards,
             event.segment_tokens,
@@ -240,7 +250,7 @@ class NodeCore:
         else:
             self._context.emit(Answer(event.connection, engine.Failed(event.request, "LimitReached", joined)))
 
-    def _on_requested(self, event: events.Requested) -> None:
+    def _requested(self, event: events.Requested) -> None:
         process = self._sessions.process(ConnectionId(event.connection))
         if process is None:
             return
@@ -248,8 +258,8 @@ class NodeCore:
         alive = self._sessions.renew(process.session)
         if isinstance(message, engine.Heartbeat):
             self._context.emit(Answer(event.connection, engine.HeartbeatReply(message.id, alive)))
-            return
-        self._requests[type(message)](process, message)
+        else:
+            self._handlers[type(message)](process, message)
 
     def _attach(self, process: Process, request: engine.Attach) -> None:
         if WriteId(request.lease) in process.session.writes:
@@ -257,9 +267,9 @@ class NodeCore:
         else:
             self._reads.attach(process, request)
 
-    def _on_process_gone(self, event: events.ProcessGone) -> None:
+    def _process_gone(self, event: events.ProcessGone) -> None:
         self._sessions.gone(ConnectionId(event.connection))
-        self._claims.gone(ConnectionId(event.connection))
+        self._markers.process_gone(ConnectionId(event.connection))
 
     # -- peers
 
@@ -273,63 +283,47 @@ class NodeCore:
     def _restored(self, peer_: Peer) -> None:
         self._directory_node.restored(peer_)
 
-    def _on_peer_said(self, event: events.PeerSaid) -> None:
+    def _peer_sent(self, event: events.PeerSent) -> None:
         node = NodeId(event.node)
         self._peers.heard(node)
-        self._told[type(event.message)](node, event.message)
+        self._handlers[type(event.message)](node, event.message)
 
-    def _on_pull_asked(self, event: events.PullAsked) -> None:
+    def _pull_requested(self, event: events.PullRequested) -> None:
         keys = split_keys(event.keys)
         self._serving.pull(event.stream, NodeId(event.node), TenantId(event.tenant), keys, background=event.background)
 
-    def _on_lookup(self, node: NodeId, message: peer.Lookup) -> None:
-        self._context.emit(Say(node, self._serving.lookup(node, message)))
-
-    def _on_release(self, node: NodeId, message: peer.ReleaseLease) -> None:
-        for lease in message.leases:
-            self._serving.release(LeaseId(lease), node)
-
-    def _on_ready(self, node: NodeId, message: peer.Ready) -> None:
-        keys = split_keys(message.keys)
-        self._peers.tell(node, self._directory_node.ready(node, TenantId(message.tenant), keys, message.call))
-
-    def _on_ping(self, node: NodeId, message: peer.Ping) -> None:
+    def _pinged(self, node: NodeId, message: peer.Ping) -> None:
         self._replicas.heard_version(node, message.hot_version)
         self._peers.pinged(node, message)
 
-    def _on_pong(self, node: NodeId, message: peer.Pong) -> None:
+    def _ponged(self, node: NodeId, message: peer.Pong) -> None:
         self._replicas.heard_version(node, message.hot_version)
         self._peers.replied(node, message)
 
-    def _on_held(self, node: NodeId, message: peer.Held) -> None:
+    def _lookup(self, node: NodeId, message: peer.Lookup) -> None:
+        self._context.emit(SendToPeer(node, self._serving.lookup(node, message)))
+
+    def _release_lease(self, node: NodeId, message: peer.ReleaseLease) -> None:
+        for lease in message.leases:
+            self._serving.release(LeaseId(lease), node)
+
+    def _ready(self, node: NodeId, message: peer.Ready) -> None:
+        keys = split_keys(message.keys)
+        self._peers.tell(node, self._directory_node.ready(node, TenantId(message.tenant), keys, message.call))
+
+    def _primary_copies(self, node: NodeId, message: peer.PrimaryCopies) -> None:
         redundant = self._directory_node.held(node, TenantId(message.tenant), split_keys(message.keys))
         if redundant.keys:
             self._peers.tell(node, redundant)
 
-    def _on_evicted(self, node: NodeId, message: peer.Evicted) -> None:
-        keys = split_keys(message.keys)
-        self._directory_node.left(NodeId(message.node), TenantId(message.tenant), keys, message.rule)
-        self._replication.gone(TenantId(message.tenant), keys, NodeId(message.node))
-        self._explain.gone(TenantId(message.tenant), keys, message)
+    def _evicted(self, node: NodeId, message: peer.Evicted) -> None:
+        tenant, keys, owner = TenantId(message.tenant), split_keys(message.keys), NodeId(message.node)
+        self._directory_node.left(owner, tenant, keys, message.rule)
+        self._replication.gone(tenant, keys, owner)
+        self._explain.gone(tenant, keys, message)
 
-    def _on_touched(self, node: NodeId, message: peer.Touched) -> None:
-        """Reads of copies elsewhere keep the primary copies alive, and words about them reach them; the keys come
-        deepest
-        first."""
-        found = self._context.ready(TenantId(message.tenant), split_keys(message.keys))
-        directory_nodes = [
-            segment for segment in reversed(found) if segment is not None and segment.kind is Kind.PRIMARY
-        ]
-        if message.used:
-            self._context.store.touch(directory_nodes, self._context.now, message.hints)
-            self._ownership.place_again([segment for segment in reversed(found) if segment is not None])
-        elif message.hints is not None:
-            self._context.store.hint(directory_nodes, message.hints, self._context.now)
-        copies = [segment for segment in found if segment is not None and segment.kind is not Kind.PRIMARY]
-        if copies and not message.relayed:
-            self._touches.relay(copies, message.hints, used=message.used)
-
-    def _tell_evicted(self) -> None:
+    def _report_evicted(self) -> None:
+        """Tell the directory nodes which segments left this node, and by which rule."""
         evicted, self._context.store.evicted = self._context.store.evicted, []
         by_rule: dict[tuple[TenantId, str], list[Segment]] = {}
         for segment in evicted:
@@ -343,35 +337,29 @@ class NodeCore:
                 self._replication.gone(tenant, own, here)
 
     def _copies_of(self, tenant: TenantId, key: SegmentKey) -> list[NodeId]:
-        """Other nodes that may have a copy, the likeliest first: what its hot set or this node's directory says, then
-        its candidates."""
+        """Other usable nodes that may have a copy, the most likely first: those of the hot set, the one that this
+        node's directory names, the candidates of the key."""
         named = self._directory_node.ask(tenant, [key])[0][1]
         pair = self._context.ring.candidates(key)[0]
         nodes = [*self._replicas.copies_of(tenant, key), *([named] if named is not None else []), *pair]
         return [node for node in dict.fromkeys(nodes) if self._peers.usable(node)]
 
-    def _renew(self) -> None:
-        """What engines leased at other nodes lives as long as their sessions do here."""
-        for node, leases in self._sessions.remote_leases().items():
-            self._peers.tell(node, peer.RenewLease(tuple(leases)))
-        self._context.after(self._context.config.peer_lease_s / 3, self._renew)
-
     def _report(self) -> None:
         self._touches.report()
         self._serving.sweep()
-        # When a newcomer joined, the memory it needs may still have been pinned by engines that were gone already.
+        # When a tenant joined, the memory that it needs may have been pinned by engines that were dead already.
         self._regions.look()
         self._context.after(self._context.config.gossip_s, self._report)
 
     # -- checks
 
     def census(self) -> dict[str, int]:
-        """Entries of each map of the rules beside the segments: for gauges, and to see that nothing leaks."""
+        """Entries of each map of the rules except the segments: for gauges, and for tests that look for leaks."""
         parts = (
             self._sessions,
             self._matches,
             self._touches,
-            self._fetches,
+            self._transfers,
             self._serving,
             self._ownership,
             self._peers,
@@ -379,32 +367,32 @@ class NodeCore:
             self._explain,
             self._replicas,
             self._replication,
-            self._claims,
+            self._markers,
             self._corruption,
         )
         counted = {name: count for part in parts for name, count in part.census().items()}
         return {**counted, "timers": len(self._context.timers)}
 
     def hot(self) -> dict[str, int]:
-        """Hot segments, by what of them: for gauges."""
+        """Number of hot segments, by their relation to this node: for gauges."""
         return self._replication.gauges()
 
     def idle(self) -> bool:
-        """Nothing is leased, reserved, pinned, on its way or waited for."""
+        """True while nothing is leased, reserved, pinned, in transfer or waited for."""
         held = any(segment.pins or segment.kind is Kind.DIRTY for segment in self.store.segments())
         quarantined = any(pool.quarantined for pool in self.store.pools())
         return not (held or quarantined or self._matches.matching)
 
     def check_integrity(self) -> None:
-        """AssertionError when state does not add up: slots, pins, counts. Slow; for tests.
+        """AssertionError when slots, pins or counts do not add up. Slow; for tests.
 
-        Pins are conserved: those of a segment are what leases, writes, matches under way, flights, leases to
-        peers and sends hold of it, and nothing else.
+        Pins are conserved: those of a segment are exactly the pins that leases, writes, matches, fetches, leases of
+        peers, sends and checks hold.
         """
         self.store.check_integrity()
         self._sessions.check_integrity()
         self._serving.check_integrity()
-        self._fetches.check_integrity()
+        self._transfers.check_integrity()
         self._ownership.check_integrity()
         self._peers.check_integrity()
         self._replicas.check_integrity()
@@ -416,11 +404,11 @@ class NodeCore:
         for segment in self.store.segments():
             assert segment.pins == pins[segment], f"{segment}: {pins[segment]} pins are held"
             if segment.state is State.RESERVED:
-                assert segment.pins > 0, f"{segment} is reserved by nobody"
+                assert segment.pins > 0, f"{segment} is RESERVED without a write"
         assert all(segment.pins == held for segment, held in pins.items())
         gone = sum(segment.state is State.GONE for segment in pins)
-        assert gone == sum(pool.quarantined for pool in self.store.pools()), "somebody left the quarantine pinned"
+        assert gone == sum(pool.quarantined for pool in self.store.pools()), "a slot outside the quarantine is pinned"
 
     def _pinned(self) -> Iterator[Segment]:
-        for part in (self._sessions, self._matches, self._fetches, self._serving, self._corruption):
+        for part in (self._sessions, self._matches, self._transfers, self._serving, self._corruption):
             yield from part.pinned()

@@ -29,8 +29,7 @@ from functools import partial
 
 from tokenlake.core.context import Context
 from tokenlake.core.directory_node import DirectoryNode
-from tokenlake.core.fetches import Fetches, deadline_s
-from tokenlake.core.packing import CHECKSUM_BYTES
+from tokenlake.core.fetch import Transfers, deadline_s
 from tokenlake.core.peers import Peer, Peers, Reply
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
@@ -39,6 +38,7 @@ from tokenlake.store import Cursor, Kind, Segment, State
 from tokenlake.store.history import NOT_ADMITTED_RULE
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
+from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import join_keys, split_keys
 
 __all__ = ["Ownership"]
@@ -86,11 +86,11 @@ class _Parcel:
 class Ownership:
     """Places dirty copies, makes offers to owners, and takes offers of other nodes."""
 
-    def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode, fetches: Fetches) -> None:
+    def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode, transfers: Transfers) -> None:
         self._context = context
         self._peers = peers
         self._directory_node = directory_node
-        self._fetches = fetches
+        self._transfers = transfers
         self._queues: dict[NodeId, deque[_Parcel]] = {}
         self._offered: dict[NodeId, int] = {}
         """Bytes on offer, by owner."""
@@ -112,10 +112,10 @@ class Ownership:
             waiting -= 1
             # Without an answer the commit counts as the first; the directory node learns of the segment from its owner.
             if isinstance(reply, wire.ReadyReply) and len(reply.codes) == len(keys):
-                firsts, previous_owners = iter(reply.firsts), iter(reply.previous_owners)
+                first_writers, previous_owners = iter(reply.first_writers), iter(reply.previous_owners)
                 for key, code in zip(keys, reply.codes, strict=True):
                     if code == Code.EXISTS:
-                        self._make_cached(first_commits.pop(key), NodeId(next(firsts, "")) or None)
+                        self._make_cached(first_commits.pop(key), NodeId(next(first_writers, "")) or None)
                         self._context.counters.add(DUPLICATES)
                     else:
                         first_commits[key].previous_owner = NodeId(next(previous_owners, "")) or None
@@ -250,7 +250,7 @@ class Ownership:
         if directory_node == self._context.node:
             self.redundant(self._directory_node.held(directory_node, tenant, keys))
         else:
-            self._peers.tell(directory_node, wire.Held(tenant, join_keys(keys)))
+            self._peers.tell(directory_node, wire.PrimaryCopies(tenant, join_keys(keys)))
 
     def redundant(self, message: wire.Redundant) -> None:
         """Other nodes have the primary copies of these segments: those here become cached copies."""
@@ -323,7 +323,7 @@ class Ownership:
         ]
         # No engine waits for a push: half of the grace is left for the answer to travel before the offer expires.
         predicted = self._peers.predict_s(node, message.slot_bytes * len(keys))
-        self._fetches.bring(
+        self._transfers.bring(
             node,
             tenant,
             wanted,

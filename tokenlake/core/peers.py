@@ -1,16 +1,20 @@
-"""Other nodes: who answers, calls with a deadline, and what each of us tells the other after a break.
+"""The other nodes: calls with deadlines, liveness, load and speed.
 
-Give-up and liveness are two things. A call gives up after its own deadline; the peer that missed it is
-*overdue* and skipped by all further calls until it says anything at all, so that a frozen node costs each
-engine at most one deadline. A ping that stays unanswered for `suspect_s` makes it SUSPECT, which is what the
-log and the metrics speak of.
+Call deadlines and peer liveness are separate. A call that misses its deadline is a miss for its caller and makes the
+peer overdue: no call goes to the peer until it sends something, so a silent peer costs each session one deadline and
+not one per call. A call that arrived late, or was cut short, says nothing of the peer. A peer that leaves pings
+unanswered for `suspect_s` is SUSPECT, and is sent nothing but pings.
 
-After a connection came up, or a suspect peer spoke again, frames may have been lost: both sides advertise
-their primary copies anew.
+::
 
-Pings cost a node the same however many others there are: a few peers have their turn in each gossip interval, and are
-pinged unless they told their load since the last one. Who is in doubt (overdue or SUSPECT) is pinged every time. So in
-a large cluster a frozen node is found by whoever calls it first, and by the others in their turn.
+    up -- missed deadline --> overdue -- ping without answer for `suspect_s` --> SUSPECT
+     ^                           |                                                 |
+     +------- any frame ---------+------------------ any frame --------------------+
+
+In every gossip interval this node pings the peers that are overdue or SUSPECT, and up to `PINGED` others in rotation.
+A peer that reported its load within one round needs no ping: pings, their replies and the replies to lookups and offers
+all carry the load. So each peer reports, and is checked, once per round, without a message to every peer in every
+interval. A peer in use that stops is noticed by the next call to it, any other peer within a round.
 """
 
 from __future__ import annotations
@@ -19,78 +23,78 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TypeVar
 
 from tokenlake.core.context import LOAD_HALF_LIFE_S, Context
-from tokenlake.core.instructions import Note, Say
+from tokenlake.core.instructions import Note, SendToPeer
 from tokenlake.core.timers import Timer
 from tokenlake.hot import Rate
 from tokenlake.identity import Incarnation, NodeId
 from tokenlake.keys import KEY_BYTES
+from tokenlake.liveness import Liveness
 from tokenlake.metrics import Metric
 from tokenlake.placement import UNKNOWN_VACANCY, Vacancy
 from tokenlake.wire import peer as wire
 from tokenlake.wire.checks import REPLY_TO
 
-__all__ = ["OnReply", "Peer", "Peers"]
+__all__ = ["OnReply", "Peer", "Peers", "Reply"]
 
 CALLS = Metric("tokenlake_peer_calls_total", "Requests sent to other nodes")
 TIMEOUTS = Metric("tokenlake_peer_timeouts_total", "Requests to other nodes that missed their deadline")
 SUSPECTED = Metric("tokenlake_suspected_peers_total", "Times a peer became SUSPECT")
 
-Reply = wire.LookupReply | wire.ReadyReply | wire.OfferReply | wire.Replicated | wire.Pong | wire.ToldWhy
+Reply = (
+    wire.LookupReply | wire.ReadyReply | wire.OfferReply | wire.ReplicateReply | wire.Pong | wire.ExplainMissingReply
+)
 OnReply = Callable[[Reply | None], None]
-R = TypeVar("R")
 
 DEFAULT_RATE = 500e6
-"""Bytes per second assumed of a peer nobody fetched from yet; a sixth of what loopback TCP gives, so that the
-first deadline is not missed on a slower network."""
+"""Bytes per second assumed of a peer before the first fetch from it; a sixth of the rate of loopback TCP, so that the
+first deadline holds on a slower network."""
 MEASURED_BYTES = 1 << 20
-"""A smaller fetch tells the delay of the network, not its rate."""
-MOST_SLOWER = 4
-"""By one fetch that missed its deadline."""
+"""A smaller fetch measures the delay of the network and not its rate."""
+MAX_SLOWDOWN = 4
+"""Maximum reduction of the rate per fetch that missed its deadline."""
 LOAD_HOLDS_S = 1.0
-"""What a peer said of its load counts in full for so long, or until it must have said it again;
-then it fades."""
+"""Minimum time for which a reported load counts in full; it lasts until the peer must have reported again, and decays
+afterwards."""
 RATE_WEIGHT = 0.2
-"""Of the newest fetch in the running mean."""
+"""Weight of the newest fetch in the running mean of the rate."""
 PINGED = 8
-"""Peers that have their turn in one gossip interval."""
+"""Peers pinged in rotation per gossip interval."""
 
 
 class Peer:
-    """What this node knows of another."""
+    """State of one other node, as this node knows it."""
 
     def __init__(self, node: NodeId) -> None:
         self.node = node
         self.up = False
         self.incarnation = Incarnation(0)
         self.born = 0.0
-        """When this node first heard of that incarnation."""
-        self.overdue = False
+        """Time at which this node first heard of that incarnation."""
+        self.liveness = Liveness()
         self.suspect = False
-        self.heard_at = 0.0
-        self.told_at = -math.inf
-        """When it last told its load."""
+        self.reported_at = -math.inf
+        """Time of its newest report of vacancy and load."""
         self.vacancy = UNKNOWN_VACANCY
         self.load = Rate(LOAD_HALF_LIFE_S)
-        """As it last said."""
-        self.asked = Rate(LOAD_HALF_LIFE_S)
-        """Bytes that this node is about to read there, or did."""
+        """As reported."""
+        self.announced = Rate(LOAD_HALF_LIFE_S)
+        """Bytes that this node reads there, or has just decided to read."""
         self.rate = DEFAULT_RATE
         """Bytes per second of fetches from there, running mean."""
         self.calls: dict[int, tuple[OnReply, Timer, wire.PeerMessage]] = {}
-        """With what it was asked."""
+        """Calls that wait: callback, deadline and request by call id."""
 
     @property
     def reachable(self) -> bool:
-        """Worth telling: what is not told will be, once it is back."""
+        """Can it be sent one-way messages? Otherwise it learns their content when it is back."""
         return self.up and not self.suspect
 
     @property
     def usable(self) -> bool:
-        """Worth asking now."""
-        return self.reachable and not self.overdue
+        """Can it be called now?"""
+        return self.reachable and not self.liveness.overdue
 
 
 class Peers:
@@ -111,9 +115,9 @@ class Peers:
         self._on_restored = on_restored
         names = [name for name in context.ring.members if name != context.node]
         self._peers = {name: Peer(name) for name in names}
-        self._turns = deque(self._peers.values())
+        self._rotation = deque(self._peers.values())
         self._round_s = context.config.gossip_s * math.ceil(len(names) / PINGED)
-        """In which each has its turn once."""
+        """Duration of one rotation."""
         self._load_holds_s = max(LOAD_HOLDS_S, 2 * self._round_s)
         self._hot_version = 0
 
@@ -125,17 +129,17 @@ class Peers:
         return self._peers.get(node)
 
     def usable(self, node: NodeId) -> bool:
-        """Is `node` another member and worth asking now?"""
+        """Is `node` another member that can be called now?"""
         peer = self._peers.get(node)
         return peer is not None and peer.usable
 
     def reachable(self, node: NodeId) -> bool:
-        """Is `node` another member that hears what it is told?"""
+        """Is `node` another member that can be sent one-way messages?"""
         peer = self._peers.get(node)
         return peer is not None and peer.reachable
 
     def settled(self, node: NodeId) -> bool:
-        """Is `node` another member, worth asking now, and did it not join a moment ago?"""
+        """Is `node` another member that can be called now, and started at least `sync_grace_s` ago?"""
         peer = self._peers.get(node)
         return peer is not None and peer.usable and self._context.now >= peer.born + self._context.config.sync_grace_s
 
@@ -146,16 +150,18 @@ class Peers:
     # -- connections
 
     def came_up(self, node: NodeId, incarnation: Incarnation) -> None:
-        """A control connection stands; it takes the place of an earlier one."""
+        """A control connection was made; it replaces an earlier one."""
         peer = self._peers[node]
         self.went_down(node, peer.incarnation)
-        peer.up, peer.overdue, peer.suspect = True, False, False
+        peer.up, peer.suspect = True, False
+        peer.liveness.heard(self._context.now)
         if peer.incarnation != incarnation:
             peer.incarnation, peer.born = incarnation, self._context.now
         self._on_restored(peer)
 
     def went_down(self, node: NodeId, incarnation: Incarnation) -> None:
-        """It broke; calls under way fail now. A report about an earlier life changes nothing."""
+        """The control connection broke: calls that wait fail now. A report about an earlier incarnation changes
+        nothing."""
         peer = self._peers[node]
         if not peer.up or peer.incarnation != incarnation:
             return
@@ -168,10 +174,9 @@ class Peers:
         self._on_lost(peer)
 
     def heard(self, node: NodeId) -> None:
-        """It said something: it is alive."""
+        """The peer sent a frame: it is alive."""
         peer = self._peers[node]
-        peer.overdue = False
-        peer.heard_at = self._context.now
+        peer.liveness.heard(self._context.now)
         if peer.suspect:
             peer.suspect = False
             self._context.emit(Note(f"peer {node} answers again"))
@@ -180,10 +185,10 @@ class Peers:
     # -- frames
 
     def tell(self, node: NodeId, message: wire.PeerMessage) -> None:
-        """One-way; dropped while the peer is down or SUSPECT (it will be told everything when it is back). One
-        that is merely overdue is told: nobody would repeat it."""
+        """Send a one-way message; dropped while the peer is down or SUSPECT, because `on_restored` repeats what it
+        needs. An overdue peer gets the message, because nothing would repeat it."""
         if self.reachable(node):
-            self._context.emit(Say(node, message))
+            self._context.emit(SendToPeer(node, message))
 
     def call(
         self,
@@ -194,9 +199,9 @@ class Peers:
         *,
         proves_life: bool = True,
     ) -> None:
-        """Send `make(call id)`; `on_reply` gets the reply, or None at the deadline or when the peer is not
-        usable. Called back exactly once, possibly before this returns. `proves_life`: a missed deadline makes
-        the peer overdue."""
+        """Send `make(call id)`. `on_reply` is called exactly once, possibly before this returns: with the reply, or
+        with None at the deadline or when the peer cannot be called. `proves_life`: a missed deadline makes the peer
+        overdue."""
         peer = self._peers.get(node)
         if peer is None or not peer.usable:
             on_reply(None)
@@ -216,38 +221,38 @@ class Peers:
         def expire() -> None:
             peer.calls.pop(call)
             self._context.counters.add(TIMEOUTS)
-            # Only a call that had the usual time says something of the peer, not one that came late or was cut short.
-            in_full = deadline_s >= 0.9 * self._context.config.match_deadline_s
-            peer.overdue = peer.overdue or (proves_life and in_full)
+            # A call with less than the usual time says nothing of the peer.
+            if proves_life and deadline_s >= 0.9 * self._context.config.match_deadline_s:
+                peer.liveness.deadline_missed()
             request = getattr(message, "request", "")
             if request:
-                asked = f"{type(message).__name__} to {peer.node}"
-                self._context.emit(Note(f"request {request!r}: no answer to a {asked} in {deadline_s:.3f} s"))
+                sent = f"{type(message).__name__} to {peer.node}"
+                self._context.emit(Note(f"request {request!r}: no answer to a {sent} in {deadline_s:.3f} s"))
             on_reply(None)
 
         message = make(call)
         peer.calls[call] = (on_reply, self._context.after(deadline_s, expire), message)
         self._context.counters.add(CALLS)
-        self._context.emit(Say(peer.node, message))
+        self._context.emit(SendToPeer(peer.node, message))
 
     def check_reply(self, node: NodeId, message: Reply, count: int) -> None:
-        """Raises `ValueError` where a call waits for this reply, and asked something else, or of other than `count`
-        keys. Changes nothing."""
+        """Raises `ValueError` where the call that waits for this reply was another request, or one of a number of keys
+        other than `count`. Changes nothing."""
         waiting = self._peers[node].calls.get(message.call)
         if waiting is None:
             return
-        asked = waiting[2]
-        if REPLY_TO[type(asked)] is not type(message):
-            raise ValueError(f"a {type(message).__name__} answers a {type(asked).__name__}")
-        keys = getattr(asked, "keys", b"")
+        request = waiting[2]
+        if REPLY_TO[type(request)] is not type(message):
+            raise ValueError(f"a {type(message).__name__} answers a {type(request).__name__}")
+        keys = getattr(request, "keys", b"")
         if count * KEY_BYTES != len(keys):
             raise ValueError(f"a {type(message).__name__} of {count} keys answers for {len(keys) // KEY_BYTES}")
 
     def replied(self, node: NodeId, message: Reply) -> None:
-        """Hand a reply to its caller. A late `LookupReply` leased what nobody waits for: give it back."""
+        """Pass a reply to its caller. The lease of a `LookupReply` after the deadline is given back."""
         peer = self._peers[node]
-        if not isinstance(message, wire.ReadyReply | wire.Replicated | wire.ToldWhy):
-            self._told(peer, message)
+        if not isinstance(message, wire.ReadyReply | wire.ReplicateReply | wire.ExplainMissingReply):
+            self._reported(peer, message)
         waiting = peer.calls.pop(message.call, None)
         if waiting is not None:
             on_reply, timer, _ = waiting
@@ -274,11 +279,11 @@ class Peers:
         self._context.after(self._context.config.gossip_s, self._ping)
 
     def _next_pinged(self) -> list[Peer]:
-        doubted = [peer for peer in self._peers.values() if peer.up and (peer.overdue or peer.suspect)]
-        turns = list(islice(self._turns, PINGED))
-        self._turns.rotate(-len(turns))
+        doubted = [peer for peer in self._peers.values() if peer.up and (peer.liveness.overdue or peer.suspect)]
+        next_ones = list(islice(self._rotation, PINGED))
+        self._rotation.rotate(-len(next_ones))
         since = self._context.now - self._round_s
-        return doubted + [peer for peer in turns if peer.usable and peer.told_at < since]
+        return doubted + [peer for peer in next_ones if peer.usable and peer.reported_at < since]
 
     def _ponged(self, peer: Peer, reply: Reply | None) -> None:
         if reply is None and peer.up and not peer.suspect:
@@ -288,46 +293,46 @@ class Peers:
             self._on_suspect(peer)
 
     def pinged(self, node: NodeId, message: wire.Ping) -> None:
-        """Answer, and learn how full it is."""
-        self._told(self._peers[node], message)
+        """Answer, and record the peer's vacancy and load."""
+        self._reported(self._peers[node], message)
         vacancy, load, hot = self._context.vacancy(), self._context.load(), self._hot_version
-        self._context.emit(Say(node, wire.Pong(message.call, vacancy, load, hot)))
+        self._context.emit(SendToPeer(node, wire.Pong(message.call, vacancy, load, hot)))
 
-    def _told(self, peer: Peer, message: wire.Ping | wire.Pong | wire.LookupReply | wire.OfferReply) -> None:
-        peer.told_at = self._context.now
+    def _reported(self, peer: Peer, message: wire.Ping | wire.Pong | wire.LookupReply | wire.OfferReply) -> None:
+        peer.reported_at = self._context.now
         peer.vacancy = Vacancy(*message.vacancy)
         peer.load.set(message.load, self._context.now + self._load_holds_s)
 
     def vacancy(self, node: NodeId) -> Vacancy:
-        """How welcome a segment is there, as last heard; this node's own is exact."""
+        """Of a peer as last reported, of this node as it is."""
         peer = self._peers.get(node)
         return self._context.vacancy() if peer is None else peer.vacancy
 
     def loads(self) -> dict[NodeId, float]:
-        """Bytes per second read from the arena of each node that can be reached: as last heard; this node's own is
-        exact."""
+        """Bytes per second read from the arena of each reachable node: of a peer as last reported, of this node as it
+        is."""
         now = self._context.now
         loads = {peer.node: peer.load.at(now) for peer in self._peers.values() if peer.reachable}
         return {**loads, self._context.node: self._context.load()}
 
     def load(self, node: NodeId) -> float:
-        """Of another node, and what this one asked of it lately, which may be counted twice."""
+        """Of a peer, bytes per second: as reported, and the recent reads of this node there. The sum may count a read
+        twice."""
         peer, now = self._peers[node], self._context.now
-        return peer.load.at(now) + peer.asked.at(now)
+        return peer.load.at(now) + peer.announced.at(now)
 
     def will_read(self, node: NodeId, nbytes: int) -> None:
-        """So much is about to be read there, which no report says yet."""
-        self._peers[node].asked.add(nbytes, self._context.now)
+        """This node is about to read so much there; no report includes it yet."""
+        self._peers[node].announced.add(nbytes, self._context.now)
 
     @property
     def notices_s(self) -> float:
-        """After which every node noticed that another stands still."""
+        """Time after which every node has noticed that another one stopped."""
         return 2 * self._round_s + self._context.config.suspect_s
 
     def silent_since(self, node: NodeId, began: float) -> None:
-        """A transfer that began then missed its deadline. If the peer said nothing all the while, it is overdue."""
-        peer = self._peers[node]
-        peer.overdue = peer.overdue or peer.heard_at < began
+        """A transfer that began at `began` missed its deadline. The peer is overdue if it sent nothing since."""
+        self._peers[node].liveness.deadline_missed(began)
 
     def tell_hot_version(self, version: int) -> None:
         """Pings and their answers carry this version of the node's hot set from now on."""
@@ -348,11 +353,11 @@ class Peers:
         peer.rate += RATE_WEIGHT * (rate - peer.rate)
 
     def missed(self, node: NodeId, nbytes: int, seconds: float) -> None:
-        """A fetch of `nbytes` was not done after `seconds`. The next one is given longer: where the network became
-        slower than it was none would ever end in time. Not much longer, since the peer may only have stood still."""
+        """A fetch of `nbytes` was not done after `seconds`. Later fetches get a longer deadline, because on a network
+        that became slower none would end in time. The reduction is bounded, because the peer may only have paused."""
         if nbytes >= MEASURED_BYTES:
             peer = self._peers[node]
-            peer.rate = max(peer.rate / MOST_SLOWER, min(peer.rate, nbytes / max(seconds, 1e-6)))
+            peer.rate = max(peer.rate / MAX_SLOWDOWN, min(peer.rate, nbytes / max(seconds, 1e-6)))
 
     def census(self) -> dict[str, int]:
         """Entries of each map; one call to each peer that is up may be a ping."""

@@ -1,9 +1,9 @@
-"""Memory that changes hands: a region has one tenant and one slot size for life, so it is emptied and replaced.
+"""Moves memory between tenants. A region has one tenant and one slot size for life, so it is emptied and replaced.
 
 ::
 
-    wanted: no region yet, or less than a fair part --> somebody gives one: emptied, at once or bit by bit
-        --> ReplaceRegion --> RegionReady --> it belongs to whom it was taken for
+    a tenant has no region, or less than its fair share --> a region of another pool is emptied, at once or bit by bit
+        --> ReplaceRegion --> RegionReady --> the new region belongs to that tenant
 """
 
 from __future__ import annotations
@@ -18,50 +18,51 @@ from tokenlake.store import SlotPool
 
 __all__ = ["Regions"]
 
-PATIENCE_S = 2.0
-"""So long nobody else loses memory while what is to be given is in use: leases mostly end sooner."""
+DRAIN_ALONE_S = 2.0
+"""Time for which no second pool loses memory while a region is being emptied whose slots are in use; most leases end
+sooner."""
 
-Claim = tuple[TenantId, int]
-"""(tenant, slot size) that wants a region."""
+Demand = tuple[TenantId, int]
+"""(tenant, slot size) that needs a region."""
 
 
 class Regions:
-    """One region changes hands at a time."""
+    """Replaces one region at a time."""
 
     def __init__(self, context: Context, sessions: Sessions) -> None:
         self._context = context
         self._sessions = sessions
-        self._claim: Claim | None = None
-        """For whom a region is replaced."""
-        self._giving: tuple[SlotPool, Claim, float] | None = None
-        """Whose region is emptied bit by bit, for whom, since when."""
+        self._demand: Demand | None = None
+        """The demand that the region being replaced is for."""
+        self._draining: tuple[SlotPool, Demand, float] | None = None
+        """(pool whose region is being emptied bit by bit, demand that it is for, time it began)."""
         self._replacing: ReplaceRegion | None = None
-        """What was asked for and is not there."""
+        """The replacement that the driver carries out now."""
         self._replaced = 0
 
     def look(self) -> None:
-        """Does somebody want memory, and can somebody give some? Asked when an engine joins, and from time to time:
-        what is to be given may be in use for now."""
+        """Begin to move a region where one is needed and one can be given up. Called when an engine joins and in every
+        gossip interval, because slots of a region may be in use for a while."""
         if self._replacing is not None:
             return
-        if self._giving is not None:
-            self._drain(*self._giving)
-            if self._giving is None or self._context.now < self._giving[-1] + PATIENCE_S:
+        if self._draining is not None:
+            self._drain(*self._draining)
+            if self._draining is None or self._context.now < self._draining[-1] + DRAIN_ALONE_S:
                 return
         used = list(dict.fromkeys((session.tenant, session.slot_bytes) for session in self._sessions))
-        claims = list(dict.fromkeys([*used, *self._context.store.take_unserved()]))
+        demands = list(dict.fromkeys([*used, *self._context.store.take_unserved()]))
         pools = list(self._context.store.pools())
-        among = list(dict.fromkeys([*(tenant for tenant, _ in claims), *(pool.tenant for pool in pools)]))
-        for claim in claims:
-            if self._serve(claim, used, among):
+        among = list(dict.fromkeys([*(tenant for tenant, _ in demands), *(pool.tenant for pool in pools)]))
+        for demand in demands:
+            if self._serve(demand, used, among):
                 return
 
-    def _serve(self, claim: Claim, used: Sequence[Claim], among: Sequence[TenantId]) -> bool:
-        """False where it needs nothing, or nobody can give anything."""
+    def _serve(self, demand: Demand, used: Sequence[Demand], among: Sequence[TenantId]) -> bool:
+        """Did another pool begin to give up a region for `demand`? `used`: demands of connected engines. `among`: the
+        tenants that share the memory."""
         store = self._context.store
-        newcomer = store.pool(*claim) is None
         idle = [pool for pool in store.pools() if (pool.tenant, pool.slot_bytes) not in used]
-        if self._giving is None and store.is_short(*claim, among):
+        if self._draining is None and store.is_short(*demand, among):
             rich = [
                 pool
                 for pool in store.pools()
@@ -69,42 +70,41 @@ class Regions:
             ]
             if rich:
                 giver = max(rich, key=lambda pool: (pool in idle, len(pool.regions)))
-                self._drain(giver, claim, self._context.now)
+                self._drain(giver, demand, self._context.now)
                 return True
-        if not newcomer:
+        if store.pool(*demand) is not None:
             return False
-        # Nobody has more than a fair part: who has no memory for such slots gets what no connected engine uses.
+        # No tenant has more than its fair share. A demand without any slots gets memory that no connected engine uses.
         for pool in idle:
-            if pool.draining is not None or (pool.tenant != claim[0] and store.has_quota(claim[0])):
+            if pool.draining is not None or (pool.tenant != demand[0] and store.has_quota(demand[0])):
                 continue
             free = len(pool.free)
-            self._replace(store.reclaim(pool, self._context.now), claim)
+            self._replace(store.reclaim(pool, self._context.now), demand)
             if self._replacing is not None or len(pool.free) > free:
-                # It gave a region, or a part of one for now: no other pool has to lose anything.
+                # It gave up a region, or a part of one so far: no other pool has to lose memory.
                 return True
         return False
 
-    def _drain(self, pool: SlotPool, claim: Claim, since: float) -> None:
+    def _drain(self, pool: SlotPool, demand: Demand, since: float) -> None:
         region = self._context.store.drain(pool, self._context.now)
-        self._giving = (pool, claim, since) if region is None else None
-        self._replace(region, claim)
+        self._draining = (pool, demand, since) if region is None else None
+        self._replace(region, demand)
 
-    def _replace(self, region: int | None, claim: Claim) -> None:
+    def _replace(self, region: int | None, demand: Demand) -> None:
         if region is None:
             return
         fresh = self._context.config.regions + self._replaced
-        self._claim, self._replacing = claim, ReplaceRegion(region, fresh)
+        self._demand, self._replacing = demand, ReplaceRegion(region, fresh)
         self._replaced += 1
         self._context.emit(self._replacing)
 
     def check_ready(self, region: int) -> None:
-        """Raises `ValueError` when this region was not asked for. Changes nothing."""
-        wanted = self._replacing
-        if wanted is None or region != wanted.fresh:
-            raise ValueError(f"region {region} is there, which was not asked for")
+        """Raises `ValueError` for a region that no `ReplaceRegion` names. Changes nothing."""
+        if self._replacing is None or region != self._replacing.fresh:
+            raise ValueError(f"region {region} is ready, and no ReplaceRegion asked for it")
 
     def ready(self, region: int) -> None:
-        """The fresh memory is there."""
-        claim, self._claim, self._replacing = self._claim, None, None
-        self._context.store.add_spare(region, claim)
+        """The new region exists."""
+        demand, self._demand, self._replacing = self._demand, None, None
+        self._context.store.add_spare(region, demand)
         self.look()

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import islice
 
 from tokenlake.core.context import Context
-from tokenlake.core.fetches import Fetches, deadline_s
+from tokenlake.core.fetch import Transfers, deadline_s
 from tokenlake.core.peers import Peers
 from tokenlake.hot import HotItem, KnownSets, less_loaded_of_two, splitmix64
 from tokenlake.identity import NodeId, SegmentKey, TenantId
@@ -45,10 +45,10 @@ SILENT_S = 60.0
 class Replicas:
     """This node's view of all hot sets, and its replicas."""
 
-    def __init__(self, context: Context, peers: Peers, fetches: Fetches) -> None:
+    def __init__(self, context: Context, peers: Peers, transfers: Transfers) -> None:
         self._context = context
         self._peers = peers
-        self._fetches = fetches
+        self._transfers = transfers
         self._known = KnownSets()
         self._silent: dict[NodeId, float] = {}
         """Directory nodes with a known hot set that cannot be reached, and since when."""
@@ -94,7 +94,7 @@ class Replicas:
             return
         known = self._known.version(directory_node, peer.incarnation)
         if version > known:
-            self._peers.tell(directory_node, wire.HotWanted())
+            self._peers.tell(directory_node, wire.RequestHotSet())
         elif not version and not known:
             self._known.drop(directory_node)
 
@@ -167,7 +167,7 @@ class Replicas:
         """The directory node `node` wants replicas here: fetch them, then answer."""
 
         def done(codes: bytes) -> None:
-            self._peers.tell(node, wire.Replicated(message.call, codes))
+            self._peers.tell(node, wire.ReplicateReply(message.call, codes))
 
         self.replicate(message, done)
 
@@ -198,7 +198,7 @@ class Replicas:
             for index, (key, depth) in enumerate(zip(keys, message.depths, strict=True))
         ]
         predicted = self._peers.predict_s(source, message.slot_bytes * len(keys))
-        self._fetches.bring(
+        self._transfers.bring(
             source,
             tenant,
             wanted,

@@ -19,10 +19,9 @@ from functools import partial
 
 from tokenlake.core.context import Context
 from tokenlake.core.directory_node import DirectoryNode
-from tokenlake.core.fetches import deadline_s
+from tokenlake.core.fetch import deadline_s
 from tokenlake.core.instructions import Note
 from tokenlake.core.ownership import Ownership
-from tokenlake.core.packing import CHECKSUM_BYTES
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.core.replicas import GRACE_S, Replicas
 from tokenlake.hot import COUNTERS, Change, HotItem, HotRule, Shape, rendezvous_order
@@ -31,6 +30,7 @@ from tokenlake.metrics import Metric
 from tokenlake.store import Kind, Segment
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
+from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import join_keys, split_keys
 
 __all__ = ["MAX_COUNTED", "Replication"]
@@ -138,7 +138,7 @@ class Replication:
                 most = sorted(keys, key=lambda key: -counted[by_key[key]])[:COUNTERS]
                 depths = tuple(by_key[key].depth for key in most)
                 times = tuple(counted[by_key[key]] for key in most)
-                message = wire.Reads(tenant, join_keys(most), depths, times, slot_bytes, shards)
+                message = wire.ReadCounts(tenant, join_keys(most), depths, times, slot_bytes, shards)
                 if directory_node == self._context.node:
                     self.reported(message)
                 else:
@@ -146,19 +146,19 @@ class Replication:
 
     # -- reports to this directory node
 
-    def reported(self, message: wire.Reads) -> None:
+    def reported(self, message: wire.ReadCounts) -> None:
         """A node served these reads. Keys that hash to another directory node are ignored."""
         if not self._counting:
             return
         tenant, here = TenantId(message.tenant), self._context.node
         keys = split_keys(message.keys)
-        reads = {key: (depth, times) for key, depth, times in zip(keys, message.depths, message.times, strict=True)}
+        reads = {key: (depth, times) for key, depth, times in zip(keys, message.depths, message.counts, strict=True)}
         for key in self._context.by_directory_node(keys).get(here, []):
             depth, times = reads[key]
             if times:
                 shape = Shape(depth, message.slot_bytes, message.shards)
                 self._rule.read((tenant, key), shape, times, self._context.now)
-        if any(times >= CROWD_READS for times in message.times):
+        if any(times >= CROWD_READS for times in message.counts):
             self._decide()
 
     def gone(self, tenant: TenantId, keys: Sequence[SegmentKey], node: NodeId) -> None:
@@ -307,7 +307,7 @@ class Replication:
             return
 
         def answered(reply: Reply | None) -> None:
-            done(reply.codes if isinstance(reply, wire.Replicated) else b"")
+            done(reply.codes if isinstance(reply, wire.ReplicateReply) else b"")
 
         wait_s = deadline_s(self._peers.predict_s(node, shape.slot_bytes)) + GRACE_S
         self._peers.call(node, make, wait_s, answered, proves_life=False)

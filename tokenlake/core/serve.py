@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from tokenlake.core.context import Context
 from tokenlake.core.directory_node import DirectoryNode
-from tokenlake.core.fetches import deadline_s
+from tokenlake.core.fetch import deadline_s
 from tokenlake.core.instructions import SendBulk
 from tokenlake.core.peers import Peers
 from tokenlake.core.replication import Replication
@@ -223,7 +223,7 @@ class Serving:
             for key in self._context.by_directory_node(missing).get(self._context.node, ()):
                 self._directory_node.claim(node, tenant, key, message.claim_s)
         leased = self._within_room(found, codes)
-        verdict = self._fan_out.decide(node, leased, patient=message.patient) if leased else _SERVE
+        verdict = self._fan_out.decide(node, leased, patient=message.may_defer) if leased else _SERVE
         if verdict.deferred:
             codes, leased = codes.replace(bytes([_LOCAL]), bytes([Code.DEFERRED])), []
         lease = self._grant(node, leased) if leased else LeaseId(0)

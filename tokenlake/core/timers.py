@@ -1,18 +1,18 @@
-"""Deadlines inside the rules. The driver only needs to know the next one."""
+"""Deadlines inside the rules. The driver needs to know only the next one."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
 
-__all__ = ["Timer", "Timers"]
+__all__ = ["KEPT_CANCELLED", "Timer", "Timers"]
 
-
-LEAST_DROPPED = 64
+KEPT_CANCELLED = 64
+"""Cancelled timers that may stay in the heap, however few others there are."""
 
 
 class Timer:
-    """One deadline. `cancel` is idempotent."""
+    """One deadline."""
 
     __slots__ = ("_timers", "callback")
 
@@ -21,28 +21,27 @@ class Timer:
         self.callback: Callable[[], None] | None = callback
 
     def cancel(self) -> None:
-        """It will not fire."""
+        """The callback is not called any more. Idempotent."""
         if self.callback is not None:
             self.callback = None
             self._timers.cancelled()
 
 
 class Timers:
-    """A heap of deadlines; equal deadlines fire in order of arming."""
+    """A heap of deadlines; equal deadlines fire in the order in which they were set."""
 
-    def __init__(self, least_dropped: int = LEAST_DROPPED) -> None:
-        """`least_dropped`: so many cancelled ones stay in the heap in any case."""
-        self._least_dropped = least_dropped
+    def __init__(self) -> None:
         self._heap: list[tuple[float, int, Timer]] = []
-        self._armed = 0
+        self._set = 0
+        """Timers set so far; breaks ties."""
         self._cancelled = 0
-        """Of those in the heap."""
+        """Cancelled timers in the heap."""
 
     def at(self, deadline: float, callback: Callable[[], None]) -> Timer:
         """Call `callback` at the first `fire` at or after `deadline`."""
         timer = Timer(self, callback)
-        self._armed += 1
-        heapq.heappush(self._heap, (deadline, self._armed, timer))
+        self._set += 1
+        heapq.heappush(self._heap, (deadline, self._set, timer))
         return timer
 
     def next(self) -> float | None:
@@ -53,10 +52,10 @@ class Timers:
         return self._heap[0][0] if self._heap else None
 
     def cancelled(self) -> None:
-        """By a timer. Most deadlines are those of calls, leases and writes that end long before: what is left of them
-        is dropped when it is half of the heap."""
+        """Called by a timer. Most deadlines belong to calls, leases and writes that end long before, so cancelled
+        timers are removed when they are more than half of the heap."""
         self._cancelled += 1
-        if self._cancelled > max(self._least_dropped, len(self._heap) // 2):
+        if self._cancelled > max(KEPT_CANCELLED, len(self._heap) // 2):
             self._heap = [entry for entry in self._heap if entry[2].callback is not None]
             heapq.heapify(self._heap)
             self._cancelled = 0
@@ -65,14 +64,9 @@ class Timers:
         """Deadlines that were not cancelled."""
         return len(self._heap) - self._cancelled
 
-    @property
-    def in_heap(self) -> int:
-        """Cancelled ones included."""
-        return len(self._heap)
-
     def fire(self, now: float) -> None:
-        """Call what is due. What it arms for `now` or earlier waits for the next `fire`."""
-        last = self._armed
+        """Call every callback that is due. One that a callback sets for `now` or earlier waits for the next `fire`."""
+        last = self._set
         while self._heap and self._heap[0][0] <= now and self._heap[0][1] <= last:
             timer = heapq.heappop(self._heap)[2]
             callback, timer.callback = timer.callback, None

@@ -6,20 +6,20 @@ copies, and `Ownership` then chooses their owners. Neither waits for the network
 
 from __future__ import annotations
 
-from tokenlake.core.access import with_access
+from tokenlake.core.access import Touches, with_access
 from tokenlake.core.context import Context
 from tokenlake.core.directory_node import DirectoryNode
+from tokenlake.core.grants import Grants, Write
 from tokenlake.core.instructions import Answer
 from tokenlake.core.ownership import Ownership
-from tokenlake.core.packing import CHECKSUM_BYTES
-from tokenlake.core.sessions import Process, Session, Sessions, Write
-from tokenlake.core.touches import Touches
+from tokenlake.core.sessions import Process, Session
 from tokenlake.hints import NO_HINTS, Hints
-from tokenlake.identity import SegmentKey, TenantId, WriteId
+from tokenlake.identity import SegmentKey, WriteId
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind, Segment, State
 from tokenlake.wire import Code
 from tokenlake.wire import engine as wire
+from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import NO_SLOT_BYTES, split_keys
 
 __all__ = ["Writes"]
@@ -35,13 +35,13 @@ class Writes:
     def __init__(
         self,
         context: Context,
-        sessions: Sessions,
+        grants: Grants,
         directory_node: DirectoryNode,
         ownership: Ownership,
         touches: Touches,
     ) -> None:
         self._context = context
-        self._sessions = sessions
+        self._grants = grants
         self._directory_node = directory_node
         self._ownership = ownership
         self._touches = touches
@@ -52,9 +52,9 @@ class Writes:
         session, store = process.session, self._context.store
         keys = split_keys(request.keys)
         hints = with_access(request.hints, session.recent.access(keys, request.first))
-        write = Write(WriteId(self._context.next_id()), session.tenant, request.first, process.connection)
+        write = Write(WriteId(self._context.next_id()), session.tenant, process.connection)
         write.request = request.request
-        room = self._sessions.reserve_room(session)
+        room = self._grants.reserve_room(session)
         codes = bytearray()
         slots: list[bytes] = []
         refusal: Code | None = None
@@ -83,7 +83,7 @@ class Writes:
         found = self._context.ready(session.tenant, existing)
         self._touches.read([segment for segment in found if segment is not None], hints)
         if write.open:
-            self._sessions.add_write(session, write)
+            self._grants.add_write(session, write)
             reserved = [segment.key for segment in write.open.values()]
             self._directory_node.announce(session.tenant, reserved, self._context.config.reservation_s)
         reply = wire.Prepared(request.id, write.id if write.open else 0, bytes(codes), b"".join(slots))
@@ -107,7 +107,7 @@ class Writes:
         well. Answers RESERVED for open segments, EXPIRED for those whose deadline has passed, COMMITTED for the
         rest."""
         write = process.session.writes[WriteId(request.lease)]
-        self._sessions.attach(write, process.connection)
+        self._grants.attach(write, process.connection)
         count = max(write.open) + 1
         open_code = Code.EXPIRED if write.expired else Code.RESERVED
         codes = bytes(open_code if index in write.open else Code.COMMITTED for index in range(count))
@@ -122,7 +122,7 @@ class Writes:
         if write is None or write.expired:
             codes = bytes([Code.EXPIRED]) * len(request.indices)
             if write is not None:
-                self._sessions.give_back(session, write, process.connection, request.indices)
+                self._grants.give_back(session, write, process.connection, request.indices)
         else:
             codes = self._publish(process, write, request)
         self._context.emit(Answer(process.connection, wire.Committed(request.id, codes)))
@@ -144,10 +144,10 @@ class Writes:
                 segment.missing_shards &= ~(1 << shard)
             codes.append(Code.RESERVED if segment.missing_shards else Code.COMMITTED)
             if segment.missing_shards:
-                self._sessions.filled(write, process.connection, index)
+                self._grants.filled(write, process.connection, index)
             else:
                 self._context.store.publish(segment, segment.checksums, self._context.now)
-                self._sessions.committed(session, write, index)
+                self._grants.committed(session, write, index)
                 whole.append(segment)
         self._context.counters.add(STORED, len(whole))
         self._context.counters.add_for(WRITTEN_BYTES, session.tenant, len(whole) * session.slot_bytes)
@@ -158,15 +158,7 @@ class Writes:
         """The process gives back all slots of the write."""
         write = process.session.writes.get(WriteId(request.write))
         if write is not None:
-            self._sessions.give_back(process.session, write, process.connection)
-
-    def withdraw_given_up(self) -> None:
-        """Take back the in-flight markers of segments that were reserved and will not be committed."""
-        by_tenant: dict[TenantId, list[SegmentKey]] = {}
-        for tenant, key in self._sessions.take_given_up():
-            by_tenant.setdefault(tenant, []).append(key)
-        for tenant, keys in by_tenant.items():
-            self._directory_node.withdraw(tenant, keys)
+            self._grants.give_back(process.session, write, process.connection)
 
 
 def _with_checksums(known: bytes, shards: list[int], new: bytes) -> bytes:

@@ -1,7 +1,7 @@
-"""Do the packed fields of a message add up? A decoder checks each field by itself; these check a message as a whole.
+"""Checks of a message as a whole, after its decoder has checked each field by itself.
 
-`check_request` takes the messages of a joined process that reach the rules, `check_said` those of a peer. A message of
-another type is refused. Both change nothing, so whoever calls them first can refuse a message before it acts on it.
+`check_request` takes the requests of a joined process that reach the rules; `check_peer_message` takes the messages of
+a control connection between daemons. Both refuse every other type, and change nothing.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import engine, peer
 from tokenlake.wire.codes import Code
+from tokenlake.wire.fields import CHECKSUM_BYTES
 
-__all__ = ["KNOWN_CODES", "REPLY_TO", "check_request", "check_said"]
+__all__ = ["KNOWN_CODES", "REPLY_TO", "check_request", "check_peer_message"]
 
-CHECKSUM_BYTES = 8
 MOST_DEPTH = 1 << 32
 """Depths travel as `fields.Index`: a peer refuses a greater one."""
 KNOWN_CODES = bytes(Code)
@@ -28,8 +28,8 @@ REPLY_TO: dict[type, type] = {
     peer.Lookup: peer.LookupReply,
     peer.Ready: peer.ReadyReply,
     peer.Offer: peer.OfferReply,
-    peer.Replicate: peer.Replicated,
-    peer.AskWhy: peer.ToldWhy,
+    peer.Replicate: peer.ReplicateReply,
+    peer.ExplainMissing: peer.ExplainMissingReply,
 }
 """Which message answers which."""
 
@@ -42,7 +42,7 @@ def check_request(message: Any) -> None:
     check(message)
 
 
-def check_said(message: Any) -> None:
+def check_peer_message(message: Any) -> None:
     """Raises `ValueError` with the reason for a message that no peer of this protocol sends."""
     check = _SAID.get(type(message))
     if check is None:
@@ -107,15 +107,15 @@ _REQUESTS: dict[type, Callable[[Any], None]] = {
     engine.Attach: _nothing,
     engine.Fetch: _nothing,
     engine.Release: _release,
-    engine.Where: _nothing,
-    engine.Shipped: _nothing,
+    engine.Locate: _nothing,
+    engine.AttendedInPlace: _nothing,
     engine.Hint: _keys,
     engine.Corrupt: _nothing,
     engine.Prepare: _prepare,
     engine.Commit: _commit,
     engine.Abort: _nothing,
     engine.Claim: _keys,
-    engine.Holds: _nothing,
+    engine.ReconcileGrants: _nothing,
     engine.Heartbeat: _nothing,
 }
 
@@ -126,19 +126,19 @@ _REQUESTS: dict[type, Callable[[Any], None]] = {
 def _lookup_reply(message: peer.LookupReply) -> None:
     _codes(message, _LOOKUP_CODES)
     _agree(message, message.codes.count(_ELSEWHERE), "keys that are elsewhere", "nodes")
-    if message.known > len(message.codes):
-        raise ValueError(f"a LookupReply knows of key {message.known} of {len(message.codes)}")
+    if message.known_depth > len(message.codes):
+        raise ValueError(f"a LookupReply knows of key {message.known_depth} of {len(message.codes)}")
 
 
 def _ready_reply(message: peer.ReadyReply) -> None:
     _codes(message, _READY_CODES)
     exist = message.codes.count(_EXISTS)
-    _agree(message, exist, "segments that exist", "firsts")
+    _agree(message, exist, "segments that exist", "first_writers")
     if message.previous_owners:
         _agree(message, len(message.codes) - exist, "segments that were committed", "previous_owners")
 
 
-def _known_codes(message: peer.OfferReply | peer.Replicated) -> None:
+def _known_codes(message: peer.OfferReply | peer.ReplicateReply) -> None:
     _codes(message, KNOWN_CODES)
 
 
@@ -153,15 +153,15 @@ def _redundant(message: peer.Redundant) -> None:
     _agree(message, _count(message), "segments", "nodes")
 
 
-def _told_why(message: peer.ToldWhy) -> None:
+def _told_why(message: peer.ExplainMissingReply) -> None:
     _agree(message, len(message.rules), "rules", "nodes")
     _agree(message, len(message.rules), "rules", "ago_s")
 
 
-def _reads(message: peer.Reads) -> None:
+def _reads(message: peer.ReadCounts) -> None:
     count = _count(message)
     _agree(message, count, "segments", "depths")
-    _agree(message, count, "segments", "times")
+    _agree(message, count, "segments", "counts")
 
 
 _SAID: dict[type, Callable[[Any], None]] = {
@@ -169,26 +169,26 @@ _SAID: dict[type, Callable[[Any], None]] = {
     peer.LookupReply: _lookup_reply,
     peer.ReleaseLease: _nothing,
     peer.RenewLease: _nothing,
-    peer.Announce: _keys,
-    peer.Withdraw: _keys,
+    peer.MarkInFlight: _keys,
+    peer.ClearInFlight: _keys,
     peer.Ready: _keys,
     peer.ReadyReply: _ready_reply,
     peer.Offer: _wish,
     peer.OfferReply: _known_codes,
-    peer.Held: _keys,
+    peer.PrimaryCopies: _keys,
     peer.Redundant: _redundant,
     peer.Evicted: _keys,
     peer.Corrupt: _keys,
-    peer.AskWhy: _keys,
-    peer.Learned: _nothing,
-    peer.ToldWhy: _told_why,
+    peer.ExplainMissing: _keys,
+    peer.EvictionStatistics: _nothing,
+    peer.ExplainMissingReply: _told_why,
     peer.Touched: _keys,
-    peer.Advertised: _nothing,
+    peer.AdvertisingDone: _nothing,
     peer.Ping: _nothing,
     peer.Pong: _nothing,
-    peer.Reads: _reads,
+    peer.ReadCounts: _reads,
     peer.Replicate: _wish,
-    peer.Replicated: _known_codes,
+    peer.ReplicateReply: _known_codes,
     peer.HotSet: _nothing,
-    peer.HotWanted: _nothing,
+    peer.RequestHotSet: _nothing,
 }

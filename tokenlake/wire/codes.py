@@ -1,4 +1,4 @@
-"""What happened to a key. On the wire a batch carries one byte per key."""
+"""The result for one key. A message carries one byte per key."""
 
 from __future__ import annotations
 
@@ -8,50 +8,51 @@ __all__ = ["Code"]
 
 
 class Code(IntEnum):
-    """One per key and call; a call never answers with one truth value for a batch."""
+    """One per key and call."""
 
+    # From here to UNKNOWN in order: where several nodes answer for a key, the lowest code counts.
     LOCAL = 1
     """Leased, in this node's arena: the slot is in the reply."""
     REMOTE = 2
-    """Leased at another node: fetch brings it here."""
-    PENDING = 3
-    """Somebody is writing it now."""
-    MISSING = 4
-    """Nobody has it."""
-    UNKNOWN = 5
-    """Its directory node does not answer, or came back and does not know yet what others hold."""
-    LOST = 6
-    """It was promised and is gone, or did not arrive whole within the deadline."""
-    ELSEWHERE = 7
+    """Leased at another node: a fetch brings it here."""
+    DEFERRED = 3
+    """Its owner has it and is sending it to other readers; a lookup that follows soon is served. Not leased."""
+    PENDING = 4
+    """In flight: an engine is computing it."""
+    MISSING = 5
+    """No node has it, and no engine is known to compute it."""
+    UNKNOWN = 6
+    """Its directory node does not answer, or does not know yet which segments other nodes have."""
+    LOST = 7
+    """It was leased and is gone, or did not arrive whole within the deadline."""
+    ELSEWHERE = 8
     """Between nodes: the directory node names the node that has it."""
-    DEFERRED = 9
-    """Between nodes: the node has it and is sending it to other readers; the reader should ask again soon."""
 
     RESERVED = 16
     """A slot to fill, then commit."""
     EXISTS = 17
-    """The pool has it already; nothing to do."""
+    """The pool has it already."""
     COMMITTED = 18
     """Published."""
     EXPIRED = 19
-    """The reservation's deadline passed, or the session is gone: nothing was published."""
+    """The reservation's deadline passed, or the session ended: nothing was published."""
 
     NO_SLOT = 32
     """Refused: every slot is leased, being written or in quarantine."""
     WRITE_BUDGET = 33
-    """Refused: as many segments as allowed wait to be pushed; a later try may succeed."""
+    """Refused: the bound on dirty copies is reached; a later attempt may succeed."""
     SESSION_LIMIT = 34
-    """Refused: the session has leased or reserved as much as one session may."""
+    """Refused: the session's bound on leased or reserved slots is reached."""
     NO_REGION = 35
-    """Refused: no region of this slot size, and none free to become one."""
+    """Refused: the tenant has no region of this slot size, and no free region is left."""
     BAD_CHECKSUM = 36
-    """Refused: the bytes that arrived are not those that were written."""
+    """Refused: the bytes that arrived have a wrong checksum."""
     NOT_ADMITTED = 37
-    """Refused: memory is full, and what would go for it is worth more."""
+    """Refused: memory is full, and every possible victim has a higher retention value."""
     QUOTA = 38
-    """Refused: the tenant has as much of this node's memory as it may have, and nothing of it can go now."""
+    """Refused: the tenant's quota of this node's memory is used, and no segment of it can be evicted now."""
     REPLICA_BUDGET = 40
-    """Refused, between nodes: as many extra copies of hot segments as allowed are there."""
+    """Refused, between nodes: the bound on replicas is reached."""
 
     @property
     def refused(self) -> bool:

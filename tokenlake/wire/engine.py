@@ -1,8 +1,8 @@
 """Messages between an engine's process and its daemon, over the local socket.
 
-A request carries an `id` that its reply repeats; a message without one is not answered. Keys and slots travel
-packed: `keys` is 32 bytes each, `codes` one byte each, `slots` 16 bytes each (`tokenlake.wire.slots`).
-The tenant is the connection's, never a field here.
+A request carries an `id` that its reply repeats; a message without an id is not answered. Keys and slots are packed:
+`keys` has 32 bytes each, `codes` one byte each, `slots` 16 bytes each (`tokenlake.wire.slots`). The connection has the
+tenant; no message carries one.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ __all__ = [
     "Heartbeat",
     "HeartbeatReply",
     "Hello",
-    "Holds",
+    "ReconcileGrants",
     "Match",
     "Matched",
     "OpenQuery",
     "OpenRegion",
-    "Placed",
+    "Located",
     "Prepare",
     "Prepared",
     "QueryOpened",
     "Region",
     "Release",
-    "Shipped",
+    "AttendedInPlace",
     "Welcome",
-    "Where",
+    "Locate",
     "reply_decoder",
     "request_decoder",
 ]
@@ -65,14 +65,14 @@ class Hello(_Message, frozen=True, tag=1):
     layout: bytes
     """`Layout.encode()`."""
     probe: bytes
-    """`keys.probe` under the public secret `PROBE_SECRET`: do both sides hash alike?"""
+    """`keys.probe` under the public secret `PROBE_SECRET`: shows whether both sides hash alike."""
     token: str | None = None
     session: int = 0
-    """0 opens a session; else joins this one."""
+    """0 opens a session; another number joins that session."""
     resume: int = 0
-    """What `Welcome.connection` was: the process holds still what it held over that one; 0 for none."""
+    """`Welcome.connection` of the process's earlier connection, whose grants it still holds; 0 for none."""
     incarnation: int = 0
-    """Of the daemon that named `session` and `resume`: another daemon takes neither. 0 when it is not known."""
+    """Incarnation of the daemon that gave `session` and `resume`: any other refuses both. 0 when it is not known."""
 
 
 class Welcome(_Message, frozen=True, tag=2):
@@ -84,11 +84,11 @@ class Welcome(_Message, frozen=True, tag=2):
     incarnation: int
     session: int
     connection: int
-    """Over which the process holds what it is granted, for `Hello.resume`. The one that was to be resumed, or another:
-    then what was granted over the former is gone."""
+    """Names the grants of the process, for `Hello.resume`. A number other than the one to be resumed means that the
+    earlier grants have ended."""
     tenant: str
     secret: bytes
-    """The tenant's, for the root of the key chain."""
+    """The tenant's secret, for the root of the key chain."""
     probe: bytes
     """`keys.probe` under `secret`; the client compares."""
     heartbeat_s: Seconds
@@ -104,25 +104,25 @@ class Failed(_Message, frozen=True, tag=3):
 
 
 class Match(_Message, frozen=True, tag=4):
-    """Which of these keys, from the first on, does the pool have? What is found is leased."""
+    """Asks which of these keys, from the first on, the pool has. The segments that it finds are leased."""
 
     id: int
     keys: bytes
     deadline_s: Seconds
     checksums: bool = True
-    """Does the caller want them?"""
+    """Should the reply have them?"""
     request: RequestName = ""
     hints: Hints | None = None
-    """What is known of the request already; it goes with every read of the lease."""
+    """Those of the request; they go with every read of the lease."""
     tokens: Index = 0
-    """Of the prompt, for `Explain`; 0: as many as the keys stand for."""
+    """Of the prompt, for `Explain`; 0: those of the keys."""
     in_flight_wait_s: Seconds = 0.0
-    """So long the answer may wait for somebody who is about to write the first segment that is missing; where nobody
-    is, the others wait so long for the caller."""
+    """Maximum time to wait while another engine computes the first missing segment. Where none does, the caller gets
+    the in-flight marker for that time, and other engines wait for it."""
     planned: bool = False
-    """It is one of a batch that one scheduler plans: hot segments are spread over their copies exactly."""
+    """The match belongs to a batch of one scheduler: reads of hot segments are spread evenly over their copies."""
     in_flight_wait_per_segment_s: Seconds = 0.0
-    """Of `in_flight_wait_s`, so much for each segment that is missing; 0: all of it."""
+    """Maximum part of `in_flight_wait_s` for each missing segment; 0: no such bound."""
 
 
 class Matched(_Message, frozen=True, tag=5):
@@ -131,22 +131,23 @@ class Matched(_Message, frozen=True, tag=5):
     id: int
     lease: int
     hits: Index
-    """Leased segments from the first on without a gap; the others are not leased."""
+    """Number of leased segments, from the first on without a gap; no other segment is leased."""
     codes: bytes
     slots: bytes
     """Of the first `hits` keys; zeros where the code is not LOCAL."""
     checksums: bytes
-    """8 bytes per shard for each of the first `hits`, zeros where not LOCAL; empty when they are not wanted."""
+    """8 bytes per shard for each of the first `hits` keys, zeros where not LOCAL; empty where the request had no
+    `checksums`."""
 
 
 class Attach(_Message, frozen=True, tag=6):
-    """Hold a lease, or a write, that another process of the session made: answered with `Matched`, or `Prepared`.
-    A process must attach before it reads or fills the slots."""
+    """Hold a lease, or a write, of another process of the session; answered with `Matched` or `Prepared`. A process
+    must attach before it reads or fills the slots."""
 
     id: int
     lease: int
     checksums: bool = True
-    """Does the caller want them?"""
+    """Should the reply have them?"""
 
 
 class Fetch(_Message, frozen=True, tag=7):
@@ -159,7 +160,7 @@ class Fetch(_Message, frozen=True, tag=7):
     deadline_s: Seconds
     """0: the daemon predicts it."""
     checksums: bool = True
-    """Does the caller want them?"""
+    """Should the reply have them?"""
     request: RequestName = ""
 
 
@@ -173,7 +174,7 @@ class Fetched(_Message, frozen=True, tag=8):
 
 
 class Release(_Message, frozen=True, tag=9):
-    """This process no longer looks at these segments: (lease, start, stop) each. Not answered."""
+    """This process no longer reads these segments: (lease, start, stop) each. Not answered."""
 
     ranges: tuple[tuple[int, Index, Index], ...]
 
@@ -186,7 +187,7 @@ class Prepare(_Message, frozen=True, tag=10):
     first: Index
     request: RequestName = ""
     hints: Hints | None = None
-    """What is known of the request already."""
+    """Those of the request."""
 
 
 class Prepared(_Message, frozen=True, tag=11):
@@ -199,8 +200,8 @@ class Prepared(_Message, frozen=True, tag=11):
 
 
 class Commit(_Message, frozen=True, tag=12):
-    """Shards of the segments at `indices` are filled, and this process touches them no more. READY when all shards
-    of a segment are in."""
+    """Shards of the segments at `indices` are filled, and this process does not write them again. A segment is READY
+    once all its shards are committed."""
 
     id: int
     write: int
@@ -219,7 +220,8 @@ class Committed(_Message, frozen=True, tag=13):
 
 
 class Abort(_Message, frozen=True, tag=14):
-    """Give back what is not committed of a write; its slots will not be written any more. Not answered."""
+    """Give back the segments of a write that are not committed: this process does not write into their slots any more.
+    Not answered."""
 
     write: int
 
@@ -231,8 +233,8 @@ class Heartbeat(_Message, frozen=True, tag=15):
 
 
 class HeartbeatReply(_Message, frozen=True, tag=16):
-    """`alive` is False when the session's deadline had passed: its reservations are gone, its leases are
-    kept only until they are released."""
+    """`alive` is False when the session's deadline had passed: its reservations have ended; its leases remain until
+    they are released."""
 
     id: int
     alive: bool
@@ -256,26 +258,27 @@ class Region(_Message, frozen=True, tag=18):
 
 
 class Bye(_Message, frozen=True, tag=19):
-    """This process holds nothing any more and has unmapped. Not answered."""
+    """This process holds no grant any more and has unmapped the regions. Not answered."""
 
 
-class Where(_Message, frozen=True, tag=20):
-    """On which nodes do the segments of a lease lie?"""
+class Locate(_Message, frozen=True, tag=20):
+    """Asks on which nodes the segments of a lease are."""
 
     id: int
     lease: int
 
 
-class Shipped(_Message, frozen=True, tag=25):
-    """The first `stop` segments of a lease were attended to where they lie, on this node or others. Not answered."""
+class AttendedInPlace(_Message, frozen=True, tag=25):
+    """The engine computed attention over the first `stop` segments of a lease on the nodes where they are, without
+    fetching them. Not answered."""
 
     lease: int
     stop: Index
 
 
-class Placed(_Message, frozen=True, tag=21):
-    """Answers `Where`: one byte per segment, an index into `nodes`, or `HERE` for this node's arena, up to the first
-    segment that is lost; a lease that has ended has none."""
+class Located(_Message, frozen=True, tag=21):
+    """Answers `Locate`, one byte per segment: an index into `nodes`, or `HERE` for this node's arena. It ends before
+    the first lost segment, and is empty for a lease that has ended."""
 
     id: int
     nodes: tuple[str, ...]
@@ -294,17 +297,17 @@ class QueryOpened(_Message, frozen=True, tag=23):
     id: int
 
 
-class Holds(_Message, frozen=True, tag=24):
-    """First after a process went on over a new connection: of what it was granted it knows these, no others. An answer
-    may have been lost with the former connection. Not answered."""
+class ReconcileGrants(_Message, frozen=True, tag=24):
+    """First message of a process that continues over a new connection: the grants that it knows. The daemon gives back
+    every other one, because its reply may have been lost with the earlier connection. Not answered."""
 
     leases: tuple[int, ...]
     writes: tuple[int, ...]
 
 
 class Hint(_Message, frozen=True, tag=26):
-    """A word that came late, about consecutive segments of one prompt and, unless `lease` is 0, those of a lease. It
-    reaches whoever keeps them, and is no use of them. Not answered."""
+    """Hints received after the match, about consecutive segments of one prompt and, unless `lease` is 0, those of a
+    lease. They apply on all nodes that have these segments, and do not count as a read. Not answered."""
 
     keys: bytes
     hints: Hints
@@ -312,8 +315,8 @@ class Hint(_Message, frozen=True, tag=26):
 
 
 class Explain(_Message, frozen=True, tag=27):
-    """What became of the request that goes by this name? Also of a process that did not say `Hello`: `token` says
-    whose requests it may ask about."""
+    """Asks what became of the request of this name. A process may send it without `Hello`: `token` then names the
+    tenant."""
 
     id: int
     request: RequestName
@@ -321,15 +324,15 @@ class Explain(_Message, frozen=True, tag=27):
 
 
 class Explained(_Message, frozen=True, tag=28):
-    """Answers `Explain`; None where no request of the tenant goes by that name, or it was long ago."""
+    """Answers `Explain`; None where the tenant has no request of that name, or it is forgotten."""
 
     id: int
     funnel: Funnel | None
 
 
 class Claim(_Message, frozen=True, tag=29):
-    """This process is about to compute these segments: whoever misses them and may wait does, for so long at most.
-    0 seconds: it is not, or not any more. Not answered."""
+    """This process is about to compute these segments: set their in-flight markers for so long at most. 0 seconds: take
+    the markers back. Not answered."""
 
     keys: bytes
     seconds: Seconds
@@ -354,10 +357,10 @@ EngineRequest = (
     | Abort
     | Heartbeat
     | OpenRegion
-    | Where
-    | Shipped
+    | Locate
+    | AttendedInPlace
     | OpenQuery
-    | Holds
+    | ReconcileGrants
     | Hint
     | Claim
     | Corrupt
@@ -373,13 +376,13 @@ EngineReply = (
     | Committed
     | HeartbeatReply
     | Region
-    | Placed
+    | Located
     | QueryOpened
     | Explained
 )
 
 HERE = 255
-"""Owner of a segment in this node's arena."""
+"""In `Located.owners`: the segment is in this node's arena."""
 
 PROBE_SECRET = b"tokenlake probe"
 

@@ -1,12 +1,12 @@
-"""What became of one request, in tokens: the answer to `tokenlake explain`.
+"""What became of one request, in tokens: the reply to `tokenlake explain`.
 
 ::
 
-    ideal     what the prompt has
-      indexed   of these, what a match found: here, or at other nodes
-        fetched   of these, what came here from other nodes
-        useful    of these, what was held to the end by who read it, here or where it lay
-    missed    the rest, and why
+    ideal             all tokens of the prompt
+      here, elsewhere   tokens that the match found, on this node and on others
+        fetched           tokens that came here from other nodes
+        useful            tokens that the engine read here, or computed attention over in place
+    missed            all others, with the reason
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ import msgspec
 
 from tokenlake.wire.fields import Index, Seconds
 
-__all__ = ["Funnel", "Missed", "Why"]
+__all__ = ["Funnel", "Missed", "MissReason"]
 
 
-class Why(StrEnum):
-    """Tokens were missed because ..."""
+class MissReason(StrEnum):
+    """Why tokens were missed."""
 
     NEVER_STORED = "never_stored"
-    """their segments' directory nodes know nothing of them: nobody stored them, or they went long ago."""
+    """The directory nodes of their segments remember nothing: they were never stored, or left the pool long ago."""
     EVICTED = "evicted"
-    """their segments went for others, or were not worth keeping: the detail has the rule."""
+    """Their segments were evicted or refused; the detail names the rule."""
     OTHER_LAYOUT = "other_layout"
-    """nothing of this layout lies here, and segments of another do: keys never match across layouts."""
+    """This node has segments of another layout only; keys never match across layouts."""
     TOO_SHORT = "too_short"
-    """they do not fill a segment."""
+    """They do not fill a segment."""
     PENDING = "pending"
-    """somebody was still writing them."""
+    """An engine was still computing or writing them."""
     TOO_SLOW = "too_slow"
-    """a node did not answer, or did not send, within the deadline."""
+    """A node did not answer, or did not send, within the deadline."""
     UNKNOWN = "unknown"
-    """their directory node came back and does not know yet what others hold, or cannot be asked now."""
+    """Their directory node cannot be reached, or its directory is incomplete after a restart."""
     BEHIND_A_GAP = "behind_a_gap"
-    """they are there, but something before them is not."""
+    """They are in the pool, but a segment before them is not."""
     LIMIT = "limit"
-    """the session had leased as much as one may, or there was no slot to bring them to: the detail has the code."""
+    """A bound of the session was reached, or there was no slot to fetch them into; the detail has the code."""
     LOST = "lost"
-    """they were found, and gone or damaged when they were to be read."""
+    """They were found, and gone or damaged when they were fetched."""
     SKIPPED = "skipped"
-    """they were found, and whoever asked did not want them: computing was cheaper, or the request ended."""
+    """They were found, and the engine released them unread: computing was cheaper, or the request ended."""
 
 
 class _Struct(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -54,18 +54,18 @@ class _Struct(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Missed(_Struct, frozen=True):
     """Tokens that were missed for one reason."""
 
-    why: str
+    reason: str
     tokens: Index
     detail: str = ""
 
 
 class Funnel(_Struct, frozen=True):
-    """Of one request. `ideal` = `useful` + `held` + all that was `missed`."""
+    """One request. `ideal` = `useful` + `held` + the sum of `missed`."""
 
     request: str
     node: str
     age_s: Seconds
-    """Since it asked."""
+    """Time since its match."""
     segment_tokens: Index
     ideal: Index
     here: Index
@@ -74,5 +74,5 @@ class Funnel(_Struct, frozen=True):
     fetched: Index
     useful: Index
     held: Index
-    """Not given back yet."""
+    """Leased, not released yet."""
     missed: tuple[Missed, ...]

@@ -1,9 +1,9 @@
 """Messages between daemons.
 
-The control connection carries everything but segments' bytes. A bulk connection carries `Pull` frames one way
-and, for each, a `Pulled` frame followed by raw bytes the other way. Both begin with the handshake: `PeerHello`,
-`PeerChallenge`, `PeerProof`, `PeerWelcome`; `PeerRefused` may take the place of any but the first.
-A request carries a `call` that its reply repeats.
+The control connection carries all messages. A bulk connection carries the bytes of segments: `Pull` frames in one
+direction and, for each, a `Pulled` frame followed by raw bytes in the other. Both begin with the handshake `PeerHello`,
+`PeerChallenge`, `PeerProof`, `PeerWelcome`; `PeerRefused` may replace each but the first. A request carries a `call`
+that its reply repeats.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from tokenlake.wire.fields import (
 )
 
 __all__ = [
-    "Advertised",
-    "Announce",
-    "AskWhy",
+    "AdvertisingDone",
+    "MarkInFlight",
+    "ExplainMissing",
     "Corrupt",
     "Evicted",
     "Handshake",
-    "Held",
+    "PrimaryCopies",
     "HotEntry",
     "HotSet",
-    "HotWanted",
-    "Learned",
+    "RequestHotSet",
+    "EvictionStatistics",
     "Lookup",
     "LookupReply",
     "Offer",
@@ -57,17 +57,17 @@ __all__ = [
     "Pull",
     "Pulled",
     "Purpose",
-    "Reads",
+    "ReadCounts",
     "Ready",
     "ReadyReply",
     "Redundant",
     "ReleaseLease",
     "RenewLease",
     "Replicate",
-    "Replicated",
-    "ToldWhy",
+    "ReplicateReply",
+    "ExplainMissingReply",
     "Touched",
-    "Withdraw",
+    "ClearInFlight",
     "bulk_request_decoder",
     "handshake_decoder",
     "peer_decoder",
@@ -76,7 +76,7 @@ __all__ = [
 
 
 Purpose = Literal["control", "bulk", "query"]
-"""What a connection carries after the handshake: messages, segments' bytes, or frames between query engines
+"""Content of a connection after the handshake: messages, the bytes of segments, or frames between query engines
 (`tokenlake.wire.query`)."""
 
 
@@ -85,7 +85,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PeerHello(_Message, frozen=True, tag=1):
-    """First frame of a connection between daemons: who dials. Nothing of it is proven."""
+    """First frame of a connection between daemons: the dialler names itself. Nothing of it is proven."""
 
     oldest_version: int
     newest_version: int
@@ -96,7 +96,7 @@ class PeerHello(_Message, frozen=True, tag=1):
 
 
 class PeerChallenge(_Message, frozen=True, tag=22):
-    """Answers `PeerHello`: who was dialled, proven."""
+    """Answers `PeerHello`: the dialled daemon names and proves itself."""
 
     version: int
     node: Name
@@ -106,7 +106,7 @@ class PeerChallenge(_Message, frozen=True, tag=22):
 
 
 class PeerProof(_Message, frozen=True, tag=23):
-    """Answers `PeerChallenge`: the dialler's ring, told only to who proved itself, and the dialler's proof."""
+    """Answers `PeerChallenge`: the dialler's ring, which only a proven daemon learns, and the dialler's proof."""
 
     epoch: int
     members: tuple[str, ...]
@@ -114,7 +114,7 @@ class PeerProof(_Message, frozen=True, tag=23):
 
 
 class PeerWelcome(_Message, frozen=True, tag=2):
-    """Answers `PeerProof`: the dialler is believed, and the sender's epoch is the same."""
+    """Answers `PeerProof`: the dialler's proof is right, and both have the same epoch."""
 
 
 class PeerRefused(_Message, frozen=True, tag=3):
@@ -125,20 +125,22 @@ class PeerRefused(_Message, frozen=True, tag=3):
 
 
 class Lookup(_Message, frozen=True, tag=4):
-    """Which of these keys do you have, or know of as their directory node? What is there is leased to the caller."""
+    """Asks which of these keys the receiver has, or knows of as their directory node. Segments that the receiver has
+    are leased to the caller."""
 
     call: int
     tenant: str
     keys: bytes
     request: RequestName = ""
     claim_s: Seconds = 0.0
-    """Above 0: what is answered with MISSING counts as PENDING at the caller from now on, for so long."""
-    patient: bool = False
-    """Segments that are being sent to other readers may be answered with DEFERRED: the caller asks again."""
+    """Above 0: each key answered with MISSING gets an in-flight marker that names the caller, for so long."""
+    may_defer: bool = False
+    """A segment that is being sent to other readers may be answered with DEFERRED: the caller asks again."""
 
 
 class LookupReply(_Message, frozen=True, tag=5):
-    """LOCAL (leased there), ELSEWHERE (node in `nodes`), DEFERRED, PENDING, MISSING or UNKNOWN per key."""
+    """Answers `Lookup`, per key: LOCAL (leased at the sender), ELSEWHERE (node in `nodes`), DEFERRED, PENDING, MISSING
+    or UNKNOWN."""
 
     call: int
     lease: int
@@ -148,46 +150,47 @@ class LookupReply(_Message, frozen=True, tag=5):
     vacancy: tuple[Share, Seconds, RetentionValue]
     """The sender's."""
     load: Amount
-    """Bytes read from the sender's arena per second, lately."""
-    known: Index = 0
-    """Keys up to the last that is there, or that the sender remembers; 0: none."""
+    """Recent rate of reads from the sender's arena, bytes per second."""
+    known_depth: Index = 0
+    """Number of keys up to the deepest one that the sender has or remembers; 0: none."""
     last_access: AccessRecord = NO_ACCESS
-    """How that one was used before."""
+    """Access record of that key."""
     last_access_age_s: Seconds = 0.0
-    """How long ago."""
+    """Time since that access."""
     redirect: str = ""
-    """A recent recipient of the leased segments, which the reader should ask first (fan-out limit). Empty: none."""
+    """A node that was recently sent the leased segments and that the caller should ask first (fan-out limit). Empty:
+    none."""
 
 
 class ReleaseLease(_Message, frozen=True, tag=6):
-    """The caller's leases that it no longer needs."""
+    """The caller no longer needs these leases."""
 
     leases: tuple[int, ...]
 
 
 class RenewLease(_Message, frozen=True, tag=30):
-    """The caller's engines still hold what these leases stand for."""
+    """Engines of the caller still hold the items of these leases."""
 
     leases: tuple[int, ...]
 
 
-class Announce(_Message, frozen=True, tag=7):
-    """To the directory node: the sender is writing these."""
+class MarkInFlight(_Message, frozen=True, tag=7):
+    """To the directory node: an engine of the sender is computing or writing these."""
 
     tenant: str
     keys: bytes
     deadline_s: Seconds
 
 
-class Withdraw(_Message, frozen=True, tag=8):
-    """To the directory node: the sender gave up writing these."""
+class ClearInFlight(_Message, frozen=True, tag=8):
+    """To the directory node: the sender takes back its in-flight markers."""
 
     tenant: str
     keys: bytes
 
 
 class Ready(_Message, frozen=True, tag=9):
-    """To the directory node: the sender has these, not yet pushed."""
+    """To the directory node: the sender committed these; they are dirty there."""
 
     call: int
     tenant: str
@@ -195,19 +198,19 @@ class Ready(_Message, frozen=True, tag=9):
 
 
 class ReadyReply(_Message, frozen=True, tag=10):
-    """COMMITTED: the first; EXISTS: somebody else's commit came first."""
+    """Answers `Ready`, per key. COMMITTED: the sender's commit is the first. EXISTS: that of another node was."""
 
     call: int
     codes: bytes
-    firsts: tuple[str, ...]
+    first_writers: tuple[str, ...]
     """One node for each EXISTS, in order."""
     previous_owners: tuple[str, ...] = ()
-    """For each COMMITTED, in order, the candidate that had it before, or refused it, and remembers it; "" for none.
-    Empty: for none of them."""
+    """For each COMMITTED, in order, the candidate that had the segment before, or refused it, and has its access
+    record; "" for none. An empty tuple: for none of them."""
 
 
 class Offer(_Message, frozen=True, tag=11):
-    """To the chosen owner: pull these from the sender and keep them."""
+    """To the chosen owner: pull these from the sender and keep them as primary copies."""
 
     call: int
     tenant: str
@@ -217,13 +220,13 @@ class Offer(_Message, frozen=True, tag=11):
     slot_bytes: SlotBytes
     shards: Shards
     request: RequestName = ""
-    """That wrote them."""
+    """Name of the request that wrote them."""
     hints: Hints | None = None
-    """Of that request."""
+    """Hints of that request."""
 
 
 class OfferReply(_Message, frozen=True, tag=12):
-    """COMMITTED, EXISTS, or the reason of the refusal per key."""
+    """Answers `Offer`, per key: COMMITTED, EXISTS, or the reason of the refusal."""
 
     call: int
     codes: bytes
@@ -233,15 +236,16 @@ class OfferReply(_Message, frozen=True, tag=12):
     """As in `LookupReply`."""
 
 
-class Held(_Message, frozen=True, tag=13):
-    """To the directory node: the sender keeps the primary copy of these."""
+class PrimaryCopies(_Message, frozen=True, tag=13):
+    """To the directory node: the sender has the primary copies of these."""
 
     tenant: str
     keys: bytes
 
 
 class Redundant(_Message, frozen=True, tag=14):
-    """From the directory node: another node keeps the primary copy; yours may go. One node per key in `nodes`."""
+    """From the directory node: `nodes` has, per key, another node with a primary copy; that of the receiver becomes a
+    cached copy."""
 
     tenant: str
     keys: bytes
@@ -249,40 +253,41 @@ class Redundant(_Message, frozen=True, tag=14):
 
 
 class Evicted(_Message, frozen=True, tag=15):
-    """To the directory node: `node` does not have these (any more). Said by the node itself, or by whoever asked it."""
+    """To the directory node: `node` does not have these. Sent by that node, or by a reader that found none there."""
 
     tenant: str
     keys: bytes
     node: Name
     rule: Name = ""
-    """By which they went there, in words; empty: not known."""
+    """The rule by which they left `node`; empty: not known."""
 
 
 class Corrupt(_Message, frozen=True, tag=48):
-    """To the sender of a transfer: these arrived with wrong checksums. The receiver of this message checks its copies
-    again and drops those that are wrong."""
+    """To the source of a transfer: these arrived with wrong checksums. The source checks its copies again and drops
+    those that are wrong."""
 
     tenant: str
     keys: bytes
 
 
-class AskWhy(_Message, frozen=True, tag=45):
-    """To the directory node: somebody missed these. What became of them?"""
+class ExplainMissing(_Message, frozen=True, tag=45):
+    """To the directory node: an engine missed these; asks how they left the pool."""
 
     call: int
     tenant: str
     keys: bytes
 
 
-class Learned(_Message, frozen=True, tag=47):
-    """What the sender's policy of eviction learned lately, by pool: (tenant, slot bytes, statistics)."""
+class EvictionStatistics(_Message, frozen=True, tag=47):
+    """Recent statistics of the sender's eviction policy, per pool: (tenant, slot bytes, statistics)."""
 
     policy: Name
     pools: tuple[tuple[str, SlotBytes, Statistics], ...]
 
 
-class ToldWhy(_Message, frozen=True, tag=46):
-    """Answers `AskWhy`, one of each per key; an empty rule where nothing is known."""
+class ExplainMissingReply(_Message, frozen=True, tag=46):
+    """Answers `ExplainMissing`, per key: the rule of its removal (empty where none is known), the node that it left and
+    the time since then."""
 
     call: int
     rules: tuple[Name, ...]
@@ -291,38 +296,38 @@ class ToldWhy(_Message, frozen=True, tag=46):
 
 
 class Touched(_Message, frozen=True, tag=16):
-    """To the owner: copies of these were read elsewhere. Deepest first."""
+    """To the owner: copies of these were read at another node. Deepest first."""
 
     tenant: str
     keys: bytes
     hints: Hints | None = None
-    """Of the requests that read them; one message for each that differs."""
+    """Those of the requests that read them; requests with other hints have a message of their own."""
     used: bool = True
-    """False: a word that came after the use."""
+    """False: no read, but hints received after one."""
     relayed: bool = False
-    """By a node that has a copy as well, from a reader that knows of no other: not to be relayed again."""
+    """Forwarded by the node that the reader's copy came from, which has a copy too: not to be forwarded again."""
 
 
-class Advertised(_Message, frozen=True, tag=17):
-    """The sender has told its primary copies to this incarnation of the receiver, all of them."""
+class AdvertisingDone(_Message, frozen=True, tag=17):
+    """The sender has advertised all its primary copies to this incarnation of the receiver."""
 
 
-class Reads(_Message, frozen=True, tag=40):
-    """To the directory node: these were read from the sender's arena since it last said so, and could have been
-    elsewhere."""
+class ReadCounts(_Message, frozen=True, tag=40):
+    """To the directory node: reads from the sender's arena since its previous report that another copy could have
+    served."""
 
     tenant: str
     keys: bytes
     depths: tuple[Index, ...]
-    times: tuple[Index, ...]
-    """How often each was read."""
+    counts: tuple[Index, ...]
+    """Number of reads of each."""
     slot_bytes: SlotBytes
     shards: Shards
 
 
 class Replicate(_Message, frozen=True, tag=41):
-    """From the directory node: take copies of these from `source`, and keep them while the sender's hot set names
-    you."""
+    """From the directory node: fetch replicas of these from `source`, and keep them while the sender's hot set names
+    the receiver."""
 
     call: int
     tenant: str
@@ -332,18 +337,18 @@ class Replicate(_Message, frozen=True, tag=41):
     shards: Shards
     source: str
     owner: str
-    """It keeps the primary copies."""
+    """The node with the primary copies."""
 
 
-class Replicated(_Message, frozen=True, tag=42):
-    """COMMITTED, or why there is no copy, per key."""
+class ReplicateReply(_Message, frozen=True, tag=42):
+    """Answers `Replicate`, per key: COMMITTED, or the reason why there is no replica."""
 
     call: int
     codes: bytes
 
 
 class HotEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A hot segment, and who has a copy: positions in the ring's sorted members, the owner's first."""
+    """A hot segment and the nodes with a copy, as positions in the ring's sorted members; the owner first."""
 
     tenant: str
     key: Key
@@ -351,19 +356,18 @@ class HotEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class HotSet(_Message, frozen=True, tag=43):
-    """From a directory node: all its hot segments. A greater version of the same incarnation replaces an earlier
-    one."""
+    """From a directory node: all its hot segments. A greater version of the same incarnation replaces a lower one."""
 
     version: Version
     entries: tuple[HotEntry, ...]
 
 
-class HotWanted(_Message, frozen=True, tag=44):
-    """To a directory node: send your `HotSet`; one was missed."""
+class RequestHotSet(_Message, frozen=True, tag=44):
+    """To a directory node: the sender missed a version of its `HotSet` and asks for it."""
 
 
 class Ping(_Message, frozen=True, tag=18):
-    """Are you there? `vacancy` and `load` (as in `LookupReply`) are the sender's."""
+    """Asks for a `Pong`. `vacancy` and `load` (as in `LookupReply`) are the sender's."""
 
     call: int
     vacancy: tuple[Share, Seconds, RetentionValue]
@@ -388,7 +392,7 @@ class Pull(_Message, frozen=True, tag=20):
     keys: bytes
     request: RequestName = ""
     background: bool = False
-    """To keep them there: no engine reads them now."""
+    """No engine waits for them."""
 
 
 class Pulled(_Message, frozen=True, tag=21):
@@ -397,7 +401,7 @@ class Pulled(_Message, frozen=True, tag=21):
     slot_bytes: int
     codes: bytes
     checksums: bytes
-    """8 bytes per shard of each LOCAL segment, as the writer made them."""
+    """Those of the writer, 8 bytes per shard of each LOCAL segment."""
 
 
 PeerMessage = (
@@ -405,28 +409,28 @@ PeerMessage = (
     | LookupReply
     | ReleaseLease
     | RenewLease
-    | Announce
-    | Withdraw
+    | MarkInFlight
+    | ClearInFlight
     | Ready
     | ReadyReply
     | Offer
     | OfferReply
-    | Held
+    | PrimaryCopies
     | Redundant
     | Evicted
     | Corrupt
-    | AskWhy
-    | Learned
-    | ToldWhy
+    | ExplainMissing
+    | EvictionStatistics
+    | ExplainMissingReply
     | Touched
-    | Advertised
+    | AdvertisingDone
     | Ping
     | Pong
-    | Reads
+    | ReadCounts
     | Replicate
-    | Replicated
+    | ReplicateReply
     | HotSet
-    | HotWanted
+    | RequestHotSet
 )
 
 peer_decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)

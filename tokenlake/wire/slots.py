@@ -23,7 +23,7 @@ NO_SLOT_BYTES = bytes(SLOT_BYTES)
 
 
 class SlotRef(NamedTuple):
-    """A place in a node's arena, and which use of it is meant."""
+    """A slot of a node's arena, and the generation of its content."""
 
     region: int
     slot: int
@@ -47,7 +47,7 @@ def slot_array(packed: bytes | bytearray) -> NDArray[np.void]:
 
 
 def split_keys(packed: bytes) -> list[SegmentKey]:
-    """Keys of a message. A length that is no multiple of 32 is the sender's error: ValueError."""
+    """Keys of a message. Raises ValueError for a length that is not a multiple of 32."""
     if len(packed) % KEY_BYTES:
         raise ValueError(f"keys take {len(packed)} bytes, which is no multiple of {KEY_BYTES}")
     # Four times as fast as slicing.

@@ -1,7 +1,7 @@
 """Messages between a daemon and the query engine that it started, over the socket pair the child inherits.
 
-The daemon makes every connection that the query engine serves or uses: it knows who is at the other end, the query
-engine is handed the socket. The channel's end is the other side's death.
+The daemon makes and authenticates every connection that the query engine serves or uses, and passes the socket's
+descriptor. The end of the channel means that the other side is dead.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import msgspec
 
 __all__ = [
-    "Connected",
+    "DialSucceeded",
     "Dial",
-    "EngineCame",
-    "PeerCame",
+    "EngineConnected",
+    "PeerConnected",
     "Report",
     "Start",
     "ToDaemon",
     "ToQueryEngine",
-    "Unreached",
+    "DialFailed",
     "daemon_decoder",
     "query_engine_decoder",
 ]
@@ -28,54 +28,54 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Start(_Message, frozen=True, tag=6):
-    """First frame: the daemon's local socket, its node, and a credential that is the query engine's alone. For a
-    `tokenlake_client.Pool` of tenant T it is `{credential}:{T}`."""
+    """First frame: the daemon's local socket, its node, and a credential for this query engine only. A
+    `tokenlake_client.Pool` of tenant T uses `{credential}:{T}`."""
 
     socket: str
     node: str
     credential: str
 
 
-class EngineCame(_Message, frozen=True, tag=1):
-    """An engine's connection, its descriptor beside the frame: of this tenant, with segments of this layout
-    (`Layout.encode()`)."""
+class EngineConnected(_Message, frozen=True, tag=1):
+    """An engine of this tenant, with segments of this layout (`Layout.encode()`), connected. The descriptor travels
+    beside the frame."""
 
     tenant: str
     layout: bytes
 
 
-class PeerCame(_Message, frozen=True, tag=2):
-    """A connection that the query engine of `node`, a proven member, dialled; its descriptor beside the frame."""
+class PeerConnected(_Message, frozen=True, tag=2):
+    """The query engine of `node`, a proven member, connected. The descriptor travels beside the frame."""
 
     node: str
 
 
-class Connected(_Message, frozen=True, tag=3):
-    """Answers `Dial`: a connection to the query engine of `node`, its descriptor beside the frame."""
+class DialSucceeded(_Message, frozen=True, tag=3):
+    """Answers `Dial`: a connection to the query engine of `node`. The descriptor travels beside the frame."""
 
     node: str
 
 
-class Unreached(_Message, frozen=True, tag=4):
-    """Answers `Dial`: there is none now."""
+class DialFailed(_Message, frozen=True, tag=4):
+    """Answers `Dial`: the query engine of `node` cannot be reached now."""
 
     node: str
     reason: str
 
 
 class Dial(_Message, frozen=True, tag=5):
-    """From the query engine: connect me with that of `node`."""
+    """From the query engine: connect it with the query engine of `node`."""
 
     node: str
 
 
 class Report(_Message, frozen=True, tag=7):
-    """From the query engine, once it serves, and every second."""
+    """Counts, from the query engine: once when it begins to serve, and every second."""
 
     connections: int
-    """Of engines and of other query engines that ask here."""
+    """From engines and from other query engines."""
     views: int
-    """Open here, for engines of this node and for other nodes."""
+    """Open views, of engines of this node and of other nodes."""
     answers: int
     """Queries of engines that were answered, one per step and layer."""
     lost_parts: int
@@ -83,10 +83,10 @@ class Report(_Message, frozen=True, tag=7):
     results: int
     """Answers to other query engines."""
     late_results: int
-    """From other query engines, when nobody waited any more."""
+    """Results of other query engines that arrived after their deadline."""
 
 
-ToQueryEngine = Start | EngineCame | PeerCame | Connected | Unreached
+ToQueryEngine = Start | EngineConnected | PeerConnected | DialSucceeded | DialFailed
 ToDaemon = Dial | Report
 
 query_engine_decoder: msgspec.msgpack.Decoder[ToQueryEngine] = msgspec.msgpack.Decoder(ToQueryEngine)

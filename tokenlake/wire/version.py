@@ -1,4 +1,4 @@
-"""Which protocol the two ends speak."""
+"""Agreement of two sides on a protocol version."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OLDEST_VERSION = 1
 
 
 def agree(oldest: int, newest: int) -> int:
-    """The version to speak with a peer that offers this range. Raises `ProtocolRefused` naming both ranges."""
+    """The version to use with a peer that offers this range. Raises `ProtocolRefused` naming both ranges."""
     version = min(newest, PROTOCOL_VERSION)
     if version < max(oldest, OLDEST_VERSION):
         raise ProtocolRefused(

@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 
 from tokenlake.core.access import access_after, with_access
-from tokenlake.core.learned import TELL_S
+from tokenlake.core.learned import SEND_S
 from tokenlake.errors import ConfigurationError
 from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import NodeId, SegmentKey, TenantId
@@ -95,7 +95,7 @@ class NodeStores:
 
     def _tell_each_other(self, now: float) -> None:
         """What they learned, each to one other in turn, as daemons do."""
-        if len(self._stores) == 1 or now < self._told_at + TELL_S:
+        if len(self._stores) == 1 or now < self._told_at + SEND_S:
             return
         self._told_at = now
         self._turn += 1

@@ -58,7 +58,7 @@ class SimNode:
         self._carry: dict[type, Callable[[Any], None]] = {
             instructions.Answer: self._answer,
             instructions.Welcomed: self._welcome,
-            instructions.Say: self._say,
+            instructions.SendToPeer: self._say,
             instructions.StartFetch: self._start_fetch,
             instructions.AbortFetch: self._abort_fetch,
             instructions.SendBulk: self._send_bulk,
@@ -119,10 +119,10 @@ class SimNode:
     def _welcome(self, order: instructions.Welcomed) -> None:
         self.engines[order.connection].joined = True
 
-    def _say(self, order: instructions.Say) -> None:
+    def _say(self, order: instructions.SendToPeer) -> None:
         other, link = self._links[order.node]
         message = self.cluster.on_the_wire(self.index, order.message)
-        self._clock.after(link.latency_s, other.deliver, events.PeerSaid(self.name, message))
+        self._clock.after(link.latency_s, other.deliver, events.PeerSent(self.name, message))
 
     def _start_fetch(self, order: instructions.StartFetch) -> None:
         sender, link = self._links[order.node]
@@ -135,7 +135,7 @@ class SimNode:
         order = pull.order
         if order is not None:
             pull.sender._sends[pull.stream] = pull
-            asked = events.PullAsked(pull.stream, self.name, order.tenant, order.keys, order.background)
+            asked = events.PullRequested(pull.stream, self.name, order.tenant, order.keys, order.background)
             pull.sender.deliver(asked)
 
     def _send_bulk(self, bulk: instructions.SendBulk) -> None:

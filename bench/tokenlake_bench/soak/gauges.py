@@ -10,7 +10,7 @@ from typing import Final
 
 __all__ = ["HELD", "Life", "Recorder", "entries", "held", "process_gauges", "total"]
 
-HOLDS: Final = ("leases", "writes", "leases to peers", "flights", "segments in flight", "sends", "matches")
+HOLDS: Final = ("leases", "writes", "leases to peers", "transfers", "segments in transfer", "sends", "matches")
 """Maps of a daemon whose entries hold segments."""
 MEMORIES: Final = ("explained requests", "segments they missed", "segments that went")
 """Maps that fill up to a bound of their own and stay full: not expected to be flat before."""

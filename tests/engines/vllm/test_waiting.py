@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 SEGMENT = 256
 TOKENS = 3000
 FULL = TOKENS // SEGMENT * SEGMENT
-CLAIMS = "tokenlake_pending_claims_total"
-WAITS = "tokenlake_pending_waits_total"
+CLAIMS = "tokenlake_in_flight_claims_total"
+WAITS = "tokenlake_in_flight_waits_total"
 LONG_S, SHORT_S = 0.01, 0.0007
 """What a token is expected to take: one waits as long as the pool lets it, or for some three seconds."""
 TIMEOUT_S = 60.0

@@ -89,7 +89,7 @@ class Planning:
         size = self._layout.segment_tokens
         limits = [0] * len(rows)
         for decision in decisions:
-            start, count = tree.starts[decision.run] // size, len(tree.runs[decision.run].keys)
+            start, count = tree.starts[decision.sequence] // size, len(tree.sequences[decision.sequence].keys)
             if decision.way is not Way.RECOMPUTE:
                 for number in decision.requests:
                     limits[number] = start + count

@@ -1,0 +1,297 @@
+"""Reading a lease: fetches and their transfers, the limit of background transfers, and processes that share a lease."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.core.scenes import answer, ask, calm, copies, fetch, match, placed, said, store, tell
+from tests.sim.arena import SHARDS, content
+from tests.sim.cluster import Cluster
+from tests.sim.engine import Engine, Storing
+from tokenlake.core import peers
+from tokenlake.core.fetch import MAX_CREDIT, MAX_PIECE_BYTES, MAX_PIECES, BackgroundLimit
+from tokenlake.core.grants import SHIPPED, SKIPPED
+from tokenlake.core.instructions import AbortFetch, StartFetch
+from tokenlake.core.match import ASKED
+from tokenlake.identity import SegmentKey
+from tokenlake.keys import KEY_BYTES
+from tokenlake.store import Kind
+from tokenlake.wire import Code, engine
+from tokenlake.wire.slots import SLOT_BYTES as PACKED_SLOT_BYTES
+
+MIB = 1 << 20
+
+
+def test_locate_names_the_node_of_each_segment() -> None:
+    cluster = calm()
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = [*placed(cluster, 0, 1, 2), *placed(cluster, 1, 0, 1)]
+    store(cluster, writer, keys)
+    lease = match(cluster, reader, keys).lease
+    reply = answer(cluster, reader.processes[0], engine.Locate, lease)
+    assert len(reply.owners) == 3
+    for key, owner in zip(keys, reply.owners, strict=True):
+        assert int(reply.nodes[owner].removeprefix("n")) in copies(cluster, key)
+    fetch(cluster, reader, lease, 1)
+    later = answer(cluster, reader.processes[0], engine.Locate, lease)
+    assert later.owners[0] == engine.HERE
+    assert [later.nodes[owner] for owner in later.owners[1:]] == [reply.nodes[owner] for owner in reply.owners[1:]]
+    assert not answer(cluster, reader.processes[0], engine.Locate, 999).owners
+
+
+def test_items_attended_in_place_are_not_skipped() -> None:
+    cluster = calm()
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 3)
+    store(cluster, writer, keys)
+    lease = match(cluster, reader, keys).lease
+    tell(cluster, reader.processes[0], engine.AttendedInPlace(lease, 2))
+    tell(cluster, reader.processes[0], engine.Release(((lease, 0, 1), (lease, 1, 3))))
+    counters = cluster.core(2).counters
+    size = counters[ASKED] // 3
+    assert size > 0
+    assert (counters[SHIPPED], counters[SKIPPED]) == (2 * size, size)
+
+
+def test_two_processes_release_ranges_of_one_lease() -> None:
+    cluster = calm()
+    reader = cluster.join(0, processes=2)
+    keys = placed(cluster, 0, 1, 4)
+    cluster.run_for(0.01)
+    store(cluster, reader, keys)
+    lease = match(cluster, reader, keys).lease
+    first, second = reader.processes
+    attached = answer(cluster, second, engine.Attach, lease)
+    assert list(attached.codes) == [Code.LOCAL] * 4
+    assert attached.checksums == b"".join(b"".join(content("red", key)) for key in keys)
+
+    def pins() -> list[int]:
+        return [copies(cluster, key)[0].pins for key in keys]
+
+    tell(cluster, first, engine.Release(((lease, 0, 2),)))
+    assert pins() == [1, 1, 1, 1]
+    tell(cluster, second, engine.Release(((lease, 1, 3), (lease, 1, 3))))
+    assert pins() == [1, 0, 1, 1]
+    first.die()
+    cluster.run_for(0.01)
+    assert pins() == [1, 0, 0, 1]
+    tell(cluster, second, engine.Release(((lease, 0, 4),)))
+    assert pins() == [0, 0, 0, 0]
+    assert not cluster.core(0).census()["leases"]
+
+
+# -- fetches
+
+
+def test_one_transfer_serves_two_sessions() -> None:
+    cluster = calm()
+    writer, first, second = cluster.join(0), cluster.join(2), cluster.join(2)
+    keys = placed(cluster, 0, 1, 3)
+    store(cluster, writer, keys)
+    leases = [match(cluster, reader, keys).lease for reader in (first, second, first)]
+    waits = [
+        ask(reader.processes[0], engine.Fetch, lease, 0, 3, 0.0)
+        for reader, lease in zip((first, second, first), leases, strict=True)
+    ]
+    cluster.run_for(0.1)
+    assert [list(reply.codes) for [reply] in waits] == [[Code.LOCAL] * 3] * 3
+    assert len({reply.slots for [reply] in waits}) == 1
+    assert len(said(cluster, 2, StartFetch)) == 1
+    segments = [copies(cluster, key)[2] for key in keys]
+    assert [segment.pins for segment in segments] == [3] * 3
+    for reader, lease in zip((first, second, first), leases, strict=True):
+        tell(cluster, reader.processes[0], engine.Release(((lease, 0, 3),)))
+    assert [segment.pins for segment in segments] == [0] * 3
+    assert not cluster.core(0).census()["leases to peers"]
+
+
+def test_a_fetch_without_time_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transfer that took no time has no rate; it was never ended."""
+    monkeypatch.setattr(peers, "MEASURED_BYTES", 1)
+    cluster = calm()
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 3)
+    store(cluster, writer, keys)
+    lease = match(cluster, reader, keys).lease
+    reply = answer(cluster, reader.processes[0], engine.Fetch, lease, 0, 3, 1e-300)
+    assert reply.codes == bytes([Code.LOST] * 3)
+    assert len(said(cluster, 2, AbortFetch)) == 1
+
+
+def test_a_fetch_of_an_unknown_lease_is_lost() -> None:
+    cluster = calm()
+    reader = cluster.join(0)
+    reply = fetch(cluster, reader, 4711, 3)
+    assert list(reply.codes) == [Code.LOST] * 3
+    assert reply.slots == bytes(3 * PACKED_SLOT_BYTES)
+    assert reply.checksums == bytes(3 * 8 * SHARDS)
+
+
+def test_a_cached_tail_leaves_room_for_its_head() -> None:
+    """The tail filled the budget of cached copies and was leased with the prompt, so that the head got no slot."""
+    cluster = calm(cached_share=0.1)
+    writer, reader = cluster.join(0), cluster.join(2)
+    for key in placed(cluster, 2, 0, 30, "others"):
+        store(cluster, writer, [key])
+    keys = placed(cluster, 0, 1, 4)
+    store(cluster, writer, keys)
+    tail = match(cluster, reader, keys[2:])
+    assert fetch(cluster, reader, tail.lease, 2).codes == bytes([Code.LOCAL] * 2)
+    tell(cluster, reader.processes[0], engine.Release(((tail.lease, 0, 2),)))
+    pool = copies(cluster, keys[3])[2].pool
+    assert (len(pool.free), pool.counts[Kind.CACHED]) == (0, pool.budget(pool.budgets.cached, pool.slots))
+
+    whole = match(cluster, reader, keys)
+    assert whole.codes == bytes([Code.REMOTE, Code.REMOTE, Code.LOCAL, Code.LOCAL])
+    assert fetch(cluster, reader, whole.lease, 4).codes == bytes([Code.LOCAL] * 4)
+    tell(cluster, reader.processes[0], engine.Release(((whole.lease, 0, 4),)))
+    # Nobody looks at them any more, so those beyond the budget take each other's slots again, and no primary copy's.
+    directory_nodes = pool.counts[Kind.PRIMARY]
+    more = placed(cluster, 1, 0, 2, "more")
+    store(cluster, writer, more)
+    assert fetch(cluster, reader, match(cluster, reader, more).lease, 2).codes == bytes([Code.LOCAL] * 2)
+    assert (pool.counts[Kind.PRIMARY], pool.counts[Kind.CACHED]) == (directory_nodes, 4)
+    cluster.check()
+
+
+# -- background transfers
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 32)), max_size=200), st.floats(0.05, 0.9))
+def test_background_is_at_most_its_share_beside_fetches(wanted: list[tuple[bool, int]], share: float) -> None:
+    """A fetch is under way throughout."""
+    background = BackgroundLimit(share)
+    background.started(MIB, background=False)
+    read, kept = MIB, 0
+    for is_read, mib in wanted:
+        if is_read:
+            background.started(mib * MIB, background=False)
+            background.ended(background=False)
+            read += mib * MIB
+        elif background.allows(mib * MIB):
+            background.started(mib * MIB, background=True)
+            background.ended(background=True)
+            kept += mib * MIB
+        assert kept <= share * (read + kept) + 1
+
+
+def test_background_alone_is_limited_in_number() -> None:
+    background = BackgroundLimit(0.5)
+    for _ in range(MAX_PIECES):
+        assert background.allows(1 << 40)
+        background.started(1 << 40, background=True)
+    assert not background.allows(1)
+    background.ended(background=True)
+    assert background.allows(1)
+
+
+def test_the_credit_is_bounded() -> None:
+    background = BackgroundLimit(0.9)
+    background.started(1 << 50, background=False)
+    background.started(MAX_CREDIT - 1, background=True)
+    background.ended(background=True)
+    assert background.allows(1)
+    assert not background.allows(2)
+
+
+def test_a_piece_larger_than_the_maximum_credit_starts() -> None:
+    background = BackgroundLimit(0.5)
+    background.started(MIB, background=False)
+    assert not background.allows(2 * MAX_CREDIT)
+    background.started(MAX_CREDIT, background=False)
+    assert background.allows(2 * MAX_CREDIT)
+    background.started(2 * MAX_CREDIT, background=True)
+    background.ended(background=True)
+    # What was more than its share is made up for first.
+    background.started(MAX_CREDIT, background=False)
+    assert not background.allows(MIB)
+    background.started(2 * MIB, background=False)
+    assert background.allows(MIB)
+
+
+def test_the_size_of_a_piece() -> None:
+    background = BackgroundLimit(0.5)
+    assert background.piece_segments(MIB, 0.001) == MAX_PIECE_BYTES // MIB
+    assert background.piece_segments(MIB, 0.02) == 2
+    assert background.piece_segments(64 * MIB, 10.0) == 1
+
+
+def pushing(share: float = 0.5) -> tuple[Cluster, Engine, Engine, list[SegmentKey]]:
+    """A reader at node 0, a writer at node 1, and keys of which node 0 becomes the owner."""
+    rules = {"regions": 10, "dirty_share": 1.0, "session_reserve_share": 1.0, "cached_share": 0.5}
+    cluster = calm(3, background_share=share, **rules)
+    reader, writer = cluster.join(0), cluster.join(1)
+    cluster.run_for(0.05)
+    return cluster, reader, writer, placed(cluster, 0, 1, 8)
+
+
+def start_a_long_fetch(cluster: Cluster, reader: Engine, count: int, seconds: float) -> list[engine.Fetched]:
+    """A fetch of `count` segments of node 2, which is frozen, so that it lasts for `seconds`. The list that its reply
+    will be in."""
+    helper = cluster.join(2)
+    cluster.run_for(0.05)
+    # Node 1 cannot become the owner while it is cut off from node 2.
+    cluster.link("n1", "n2").cut(0.5)
+    others = placed(cluster, 2, 1, count, "read")
+    store(cluster, helper, others)
+    cluster.run_for(1.0)
+    found = match(cluster, reader, others)
+    assert found.codes == bytes([Code.REMOTE] * count)
+    cluster.node(2).freeze()
+    fetched = ask(reader.processes[0], engine.Fetch, found.lease, 0, count, seconds)
+    cluster.run_for(0.01)
+    assert cluster.core(0).census()["transfers"] == 1
+    return fetched
+
+
+def test_pushes_wait_while_a_fetch_is_under_way() -> None:
+    """They are transferred after the fetch."""
+    cluster, reader, writer, keys = pushing()
+    before = len(said(cluster, 0, StartFetch))
+    start_a_long_fetch(cluster, reader, 2, 0.8)
+    for start in range(0, 8, 2):
+        writer.store(keys[start : start + 2], start, Storing())
+    cluster.run_for(0.5)
+    started = said(cluster, 0, StartFetch)[before:]
+    fetched = sum(len(each.keys) // KEY_BYTES for each in started if not each.background)
+    pushed = sum(len(each.keys) // KEY_BYTES for each in started if each.background)
+    assert fetched == 2
+    assert pushed <= fetched
+    assert cluster.core(0).census()["queued transfers"] > 0
+    cluster.node(2).thaw()
+    cluster.run_for(1.5)
+    assert cluster.core(0).census()["queued transfers"] == 0
+    cluster.check()
+    cluster.settle()
+    cluster.check_settled()
+
+
+def test_a_fetch_starts_the_queued_push_of_its_segments() -> None:
+    cluster, reader, writer, keys = pushing(share=0.1)
+    start_a_long_fetch(cluster, reader, 1, 2.0)
+    writer.store(keys[:2], 0, Storing())
+    cluster.run_for(0.2)
+    assert cluster.core(0).census()["queued transfers"] > 0
+    found = match(cluster, reader, keys[:2])
+    fetched = ask(reader.processes[0], engine.Fetch, found.lease, 0, found.hits, 0.5)
+    cluster.run_for(0.3)
+    assert [list(reply.codes) for reply in fetched] == [[Code.LOCAL] * 2]
+    assert cluster.core(0).census()["transfers"] == 1
+    cluster.check()
+
+
+def test_a_push_that_waits_too_long_is_kept_by_its_writer() -> None:
+    cluster, reader, writer, keys = pushing(share=0.1)
+    read = start_a_long_fetch(cluster, reader, 1, 4.0)
+    writer.store(keys[:2], 0, Storing())
+    cluster.run_for(3.0)
+    assert not read
+    assert cluster.core(0).census()["queued transfers"] == 0
+    kept = [segment for segment in cluster.core(1).store.segments() if segment.key in keys[:2]]
+    assert [segment.kind for segment in kept] == [Kind.PRIMARY] * 2
+    cluster.node(2).thaw()
+    cluster.run_for(1.0)
+    cluster.settle()
+    cluster.check_settled()

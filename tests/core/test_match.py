@@ -1,0 +1,270 @@
+"""Matches: the prefix that is found, here, at other nodes and after a probing round, and what a session may lease."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.core.scenes import answer, ask, calm, fetch, kinds, match, placed, prepare, said, store, tell
+from tests.sim.arena import content
+from tests.sim.prompts import prompt
+from tokenlake.core import events
+from tokenlake.core.fetch import FETCHED, MISSING
+from tokenlake.core.grants import SKIPPED
+from tokenlake.core.match import ASKED, LOCAL, MANY_NODES
+from tokenlake.store import Kind
+from tokenlake.wire import Code, engine, peer
+from tokenlake.wire.slots import SLOT_BYTES, unpack_slots
+
+LENGTH = 24
+ROOMY = {"regions": 8, "dirty_share": 1.0, "session_reserve_share": 1.0}
+"""Rules under which a prompt of `LENGTH` segments fits into one node."""
+
+
+def test_a_local_segment_is_found_without_a_lookup() -> None:
+    cluster = calm()
+    writer = cluster.join(0)
+    keys = placed(cluster, 0, 1, 2)
+    store(cluster, writer, keys)
+    reply = match(cluster, writer, keys)
+    assert reply.hits == 2
+    assert list(reply.codes) == [Code.LOCAL] * 2
+    assert reply.checksums == b"".join(b"".join(content("red", key)) for key in keys)
+    places = unpack_slots(reply.slots)
+    assert [cluster.node(0).arena.read(place, 0) for place in places] == [content("red", key)[0] for key in keys]
+    assert not said(cluster, 0, peer.Lookup)
+
+
+def test_a_match_ends_at_the_first_gap() -> None:
+    """Segments behind the gap are neither counted as hits nor leased."""
+    cluster = calm()
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 3)
+    store(cluster, writer, [keys[0]])
+    store(cluster, writer, [keys[2]])
+    for engine_ in (writer, reader):
+        reply = match(cluster, engine_, keys)
+        assert reply.hits == 1
+        assert list(reply.codes[1:2]) == [Code.MISSING]
+        assert len(reply.slots) == SLOT_BYTES
+        tell(cluster, engine_.processes[0], engine.Release(((reply.lease, 0, 1),)))
+    assert all(cluster.core(node).idle() for node in range(3))
+
+
+def test_tenants_do_not_share() -> None:
+    cluster = calm()
+    writer, stranger = cluster.join(0), cluster.join(0, tenant="blue")
+    keys = placed(cluster, 0, 1)
+    store(cluster, writer, keys)
+    assert match(cluster, stranger, keys).codes == bytes([Code.MISSING])
+
+
+def test_a_directory_node_names_the_owner() -> None:
+    """The owner of two segments is a candidate of the first one only; the directory node of the second names it."""
+    cluster = calm(4, run_length=4)
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 1, 2) + placed(cluster, 3, 2)
+    store(cluster, writer, keys)
+    assert kinds(cluster, keys[1])[1] is Kind.PRIMARY
+    reply = match(cluster, reader, keys)
+    assert list(reply.codes) == [Code.REMOTE] * 2
+    assert list(fetch(cluster, reader, reply.lease, 2).codes) == [Code.LOCAL] * 2
+    assert [lookup for lookup in said(cluster, 2, peer.Lookup) if lookup.keys == keys[1]]
+
+
+def test_the_own_directory_does_not_wait_for_the_deadline() -> None:
+    """The other candidate is frozen: after a part of the deadline the reader asks its own directory."""
+    cluster = calm(4, run_length=4)
+    writer, reader = cluster.join(2), cluster.join(0)
+    keys = placed(cluster, 1, 2) + placed(cluster, 0, 3)
+    store(cluster, writer, keys)
+    assert kinds(cluster, keys[1])[1] is Kind.PRIMARY
+    cluster.node(3).freeze()
+    assert list(match(cluster, reader, keys[1:]).codes) == [Code.REMOTE]
+
+
+def test_a_stale_directory_entry_is_removed() -> None:
+    """The directory names a node without a copy: another node, or the one that asks."""
+    for asking in (1, 2):
+        cluster = calm(4)
+        key = placed(cluster, 0, 3)[0]
+        cluster.node(0).deliver(events.PeerSent(f"n{asking}", peer.PrimaryCopies("red", key)))
+        assert cluster.core(0).census()["directory"] == 1
+        reader = cluster.join(1)
+        assert match(cluster, reader, [key]).codes == bytes([Code.MISSING])
+        cluster.run_for(0.01)
+        assert not cluster.core(0).census()["directory"]
+
+
+def test_only_the_directory_node_answers_missing() -> None:
+    """The directory node is frozen, and the answer of the other candidate does not suffice."""
+    cluster = calm()
+    reader = cluster.join(2)
+    key = placed(cluster, 0, 1)[0]
+    assert match(cluster, reader, [key]).codes == bytes([Code.MISSING])
+    cluster.node(0).freeze()
+    assert match(cluster, reader, [key]).codes == bytes([Code.UNKNOWN])
+
+
+def test_a_reserved_segment_is_pending() -> None:
+    cluster = calm()
+    writer, reader = cluster.join(0, processes=1), cluster.join(2)
+    keys = placed(cluster, 1, 0)
+    prepare(cluster, writer, keys)
+    cluster.run_for(0.01)
+    assert match(cluster, reader, keys).codes == bytes([Code.PENDING])
+    writer.die()
+    cluster.run_for(0.02)
+    assert match(cluster, reader, keys).codes == bytes([Code.MISSING])
+
+
+# -- limits of a session
+
+
+def test_a_session_leases_at_most_its_share() -> None:
+    cluster = calm(dirty_share=1.0, session_reserve_share=1.0, session_lease_share=0.25)
+    writer, reader = cluster.join(0), cluster.join(0)
+    keys = placed(cluster, 0, 1, 6)
+    store(cluster, writer, keys)
+    reply = match(cluster, reader, keys)
+    assert reply.hits == 3
+    assert reply.codes[3] == Code.SESSION_LIMIT
+    assert match(cluster, reader, keys).codes[0] == Code.SESSION_LIMIT
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 1, 3),)))
+    assert match(cluster, reader, keys).hits == 2
+    assert match(cluster, writer, keys).hits == 3
+
+
+def test_a_single_process_reads_a_long_prompt_in_windows() -> None:
+    """Remote segments counted as leased at once: the end of a prompt longer than the share was computed again."""
+    cluster = calm(5, dirty_share=1.0, session_reserve_share=1.0, session_lease_share=0.25)
+    reader, keys = cluster.join(4), [*placed(cluster, 0, 1, 5), *placed(cluster, 2, 3, 4)]
+    store(cluster, cluster.join(0), keys[:5])
+    store(cluster, cluster.join(2), keys[5:], 5)
+    reply = match(cluster, reader, keys)
+    assert reply.codes == bytes([Code.REMOTE] * 9)
+    process, slots = reader.processes[0], 7
+    # Half of the slots beyond its share as well, and no more at a time.
+    assert fetch(cluster, reader, reply.lease, 9).codes == bytes([Code.LOCAL] * slots + [Code.SESSION_LIMIT] * 2)
+    assert cluster.core(4).census()["slots for what comes"] == 0
+    assert answer(cluster, process, engine.Fetch, reply.lease, 7, 9, 0.0).codes == bytes([Code.SESSION_LIMIT] * 2)
+    tell(cluster, process, engine.Release(((reply.lease, 0, 7),)))
+    assert answer(cluster, process, engine.Fetch, reply.lease, 7, 9, 0.0).codes == bytes([Code.LOCAL] * 2)
+    tell(cluster, process, engine.Release(((reply.lease, 7, 9),)))
+    cluster.check()
+    assert cluster.core(4).idle()
+
+
+def test_local_items_leave_room_for_fetches() -> None:
+    """Local segments filled the session's share, and the fetch of the remote ones was refused."""
+    cluster = calm(dirty_share=1.0, session_reserve_share=1.0, session_lease_share=0.25)
+    here, there = cluster.join(0), cluster.join(1)
+    keys = [*placed(cluster, 0, 1, 3), *placed(cluster, 1, 2, 2)]
+    store(cluster, here, keys[:3])
+    store(cluster, there, keys[3:], 3)
+    reply = match(cluster, here, keys)
+    assert reply.codes == bytes([Code.LOCAL] * 3 + [Code.REMOTE] * 2)
+    assert fetch(cluster, here, reply.lease, 5).codes == bytes([Code.LOCAL] * 5)
+    cluster.check()
+
+
+def test_processes_that_fetch_the_same_items_share_slots() -> None:
+    cluster = calm(dirty_share=1.0, session_reserve_share=1.0, session_lease_share=0.25)
+    writer, reader = cluster.join(0), cluster.join(2, processes=2)
+    keys = placed(cluster, 0, 1, 6)
+    cluster.run_for(0.01)
+    store(cluster, writer, keys)
+    reply = match(cluster, reader, keys)
+    # The one that matched holds all of it until the other has read.
+    assert reply.codes[:4] == bytes([Code.REMOTE] * 3 + [Code.SESSION_LIMIT])
+    first, second = reader.processes
+    answer(cluster, second, engine.Attach, reply.lease)
+    fetched = [ask(process, engine.Fetch, reply.lease, 0, 3, 0.0) for process in (first, second) for _ in range(2)]
+    cluster.run_for(0.05)
+    assert [answers[0].codes for answers in fetched] == [bytes([Code.LOCAL] * 3)] * 4
+    assert cluster.core(2).census()["slots for what comes"] == 0
+    cluster.check()
+
+
+def test_every_token_is_counted_once() -> None:
+    cluster = calm()
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 4)
+    store(cluster, writer, keys[:3])
+    reply = match(cluster, reader, keys)
+    fetch(cluster, reader, reply.lease, 2)
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 3),)))
+    counters = cluster.core(2).counters
+    tokens = [counters[metric] // 16 for metric in (ASKED, LOCAL, FETCHED, SKIPPED, MISSING)]
+    assert tokens == [4, 0, 2, 1, 1]
+
+
+# -- probing
+
+
+@pytest.mark.parametrize("here", [0, 1, 2, 3, 4, 7, 8, 9, 15, 16, 23, LENGTH])
+def test_probing_finds_the_whole_prefix(here: int) -> None:
+    """Segment `here` is missing and later ones are stored, also at places that are probed."""
+    cluster = calm(MANY_NODES, **ROOMY)
+    keys = prompt("p", LENGTH)
+    writer, reader = cluster.join(0), cluster.join(1)
+    for start in range(0, here, 4):
+        store(cluster, writer, keys[start : min(start + 4, here)])
+    if here + 1 < LENGTH:
+        store(cluster, writer, keys[here + 1 :][:6])
+    cluster.run_for(1.0)
+    found = match(cluster, reader, keys)
+    assert found.hits == here
+    assert all(code in (Code.LOCAL, Code.REMOTE) for code in found.codes[:here])
+    assert here == LENGTH or found.codes[here] == Code.MISSING
+
+
+def test_an_unknown_prompt_costs_few_lookups() -> None:
+    cluster = calm(MANY_NODES)
+    reader = cluster.join(1)
+    assert match(cluster, reader, prompt("nobody's", 64)).hits == 0
+    # Of 64 keys those at 0, 1, 3, 7, 15, 31 and 63, each at two nodes.
+    assert len(said(cluster, 1, peer.Lookup)) <= 14
+
+
+def test_a_frozen_node_costs_one_deadline() -> None:
+    cluster = calm(MANY_NODES, **ROOMY)
+    keys = prompt("p", LENGTH)
+    writer, reader = cluster.join(0), cluster.join(1)
+    for start in range(0, LENGTH, 4):
+        store(cluster, writer, keys[start : start + 4])
+    cluster.run_for(1.0)
+    pairs = cluster.core(1).ring.candidates(b"".join(keys))
+    frozen = next(
+        int(directory_node.removeprefix("n")) for directory_node, _ in pairs if directory_node not in ("n0", "n1")
+    )
+    cluster.node(frozen).freeze()
+    began = cluster.clock.now
+    match(cluster, reader, keys)
+    deadline_s = cluster.core(1).config.match_deadline_s
+    assert cluster.clock.now - began < 2 * deadline_s
+    began = cluster.clock.now
+    match(cluster, reader, keys)
+    assert cluster.clock.now - began < deadline_s
+
+
+def test_two_rounds_have_one_deadline() -> None:
+    """One frozen node is asked in the first round, another one only in the second."""
+    cluster = calm(MANY_NODES, **ROOMY)
+    candidates = cluster.core(1).ring.candidates
+    for number in range(100):
+        keys = prompt(f"p{number}", LENGTH)
+        asked = [set(pair) for pair in candidates(b"".join(keys))]
+        first, silent = asked[0] | asked[1] | asked[3] | {"n0", "n1"}, asked[7] | asked[2]
+        if not first & silent:
+            break
+    writer, reader = cluster.join(0), cluster.join(1)
+    for start in range(0, LENGTH, 4):
+        store(cluster, writer, keys[start : start + 4])
+    cluster.run_for(1.0)
+    for name in sorted(silent):
+        cluster.node(int(name.removeprefix("n"))).freeze()
+    began = cluster.clock.now
+    found = match(cluster, reader, keys)
+    assert cluster.clock.now - began < 1.25 * cluster.core(1).config.match_deadline_s
+    assert found.hits == 2
+    assert found.codes[2] == Code.UNKNOWN

@@ -1,0 +1,299 @@
+"""Waiting for in-flight segments: a prompt that many engines ask for at once is computed once."""
+
+from __future__ import annotations
+
+from tests.core.scenes import ask, calm, copies, match, placed, said, store, tell
+from tests.sim.cluster import Cluster
+from tests.sim.engine import Engine, Storing
+from tokenlake.core.waiting import (
+    DEFERRED_WAITS,
+    IN_FLIGHT_CLAIMS,
+    IN_FLIGHT_WAITS,
+    MAX_CLAIMED,
+    MAX_IN_FLIGHT_WAIT_S,
+)
+from tokenlake.identity import SegmentKey
+from tokenlake.wire import Code, engine, peer
+from tokenlake.wire.slots import join_keys
+
+COMPUTES_S = 0.3
+
+
+def wait_for(reader: Engine, keys: list[SegmentKey], in_flight_wait_s: float) -> list[engine.Matched]:
+    """Ask for a match that may wait. The list that its reply will be in."""
+    return ask(reader.processes[0], engine.Match, join_keys(keys), 0.0, True, "", None, 0, in_flight_wait_s)
+
+
+def crowd(
+    cluster: Cluster, engines: list[Engine], keys: list[SegmentKey], in_flight_wait_s: float
+) -> tuple[list[engine.Matched], list[Engine]]:
+    """Every engine asks at once, and computes and stores what its match did not find. The replies, and the engines
+    that computed."""
+    replies = [wait_for(reader, keys, in_flight_wait_s) for reader in engines]
+    computed: list[Engine] = []
+    for _ in range(2000):
+        cluster.run_for(0.001)
+        for reader, got in zip(engines, replies, strict=True):
+            if got and got[0].hits < len(keys) and reader not in computed:
+                computed.append(reader)
+                reader.store(keys, 0, Storing(fill_s=COMPUTES_S))
+    cluster.check()
+    return [reply for (reply,) in replies], computed
+
+
+def scene(nodes: int = 4, each: int = 2, **rules: float) -> tuple[Cluster, list[Engine], list[SegmentKey]]:
+    """`each` engines per node, and a prompt of three segments with different directory nodes."""
+    cluster = calm(nodes, regions=8, dirty_share=1.0, session_reserve_share=1.0, **rules)
+    engines = [cluster.join(node) for node in range(nodes) for _ in range(each)]
+    cluster.run_for(0.1)
+    keys = [*placed(cluster, 1, 2, 1), *placed(cluster, 0, 3, 1), *placed(cluster, 3, 0, 1)]
+    return cluster, engines, keys
+
+
+def test_one_engine_computes_and_all_read() -> None:
+    cluster, engines, keys = scene()
+    replies, computed = crowd(cluster, engines, keys, 2.0)
+    assert len(computed) == 1
+    assert sorted(reply.hits for reply in replies) == [0, *[3] * 7]
+    cores = [cluster.core(node) for node in range(4)]
+    assert sum(core.counters[IN_FLIGHT_CLAIMS] for core in cores) == 1
+    assert sum(core.counters[IN_FLIGHT_WAITS] for core in cores) == 7
+    cluster.settle()
+    cluster.check_settled()
+
+
+def test_no_match_waits_without_a_wait_time() -> None:
+    cluster, engines, keys = scene()
+    _, computed = crowd(cluster, engines, keys, 0.0)
+    assert len(computed) == len(engines)
+
+
+def test_a_marker_that_ends_hands_the_work_on() -> None:
+    cluster, engines, keys = scene(each=1)
+    first, *others = engines
+    got = wait_for(first, keys, 1.0)
+    cluster.run_for(0.1)
+    assert got[0].codes[0] == Code.MISSING
+    waiting = [wait_for(e, keys, 5.0) for e in others]
+    cluster.run_for(0.5)
+    assert waiting == [[], [], []]
+    # The first engine never stores. Its marker ends after a second, another engine is told to compute, and the wait of
+    # the others ends.
+    cluster.run_for(0.7)
+    assert [len(replies) for replies in waiting].count(1) == 1
+    cluster.run_for(5.0)
+    assert [len(replies) for replies in waiting] == [1, 1, 1]
+    assert all(replies[0].hits == 0 for replies in waiting)
+    cluster.settle()
+    cluster.check_settled()
+
+
+def test_an_abort_hands_the_work_on_at_once() -> None:
+    cluster, engines, keys = scene(each=1)
+    prepared = ask(engines[0].processes[0], engine.Prepare, join_keys(keys), 0)
+    cluster.run_for(0.05)
+    waiting = wait_for(engines[1], keys, 5.0)
+    cluster.run_for(0.2)
+    assert waiting == []
+    tell(cluster, engines[0].processes[0], engine.Abort(prepared[0].write))
+    cluster.run_for(0.2)
+    assert waiting[0].hits == 0
+
+
+def test_the_wait_is_bounded() -> None:
+    cluster, engines, keys = scene(each=1, reservation_s=60.0)
+    ask(engines[0].processes[0], engine.Prepare, join_keys(keys), 0)
+    cluster.run_for(0.05)
+    waiting = wait_for(engines[1], keys, 1e9)
+    cluster.run_for(MAX_IN_FLIGHT_WAIT_S - 1.0)
+    assert not waiting
+    cluster.run_for(2.0)
+    assert waiting[0].codes[0] == Code.PENDING
+    cluster.check()
+
+
+def test_the_wait_grows_with_the_missing_segments() -> None:
+    cluster, engines, keys = scene(each=1, reservation_s=60.0)
+    store(cluster, engines[2], keys[:2])
+    ask(engines[0].processes[0], engine.Prepare, join_keys(keys[2:]), 2)
+    cluster.run_for(0.05)
+    fields = join_keys(keys), 0.0, True, "", None, 0, 5.0, False
+    short = ask(engines[1].processes[0], engine.Match, *fields, 0.3)
+    whole = ask(engines[3].processes[0], engine.Match, *fields, 100.0)
+    cluster.run_for(0.2)
+    assert (short, whole) == ([], [])
+    cluster.run_for(0.4)
+    assert [(reply.hits, reply.codes[2]) for reply in short] == [(2, Code.PENDING)]
+    assert whole == []
+    cluster.run_for(5.0)
+    assert [reply.hits for reply in whole] == [2]
+
+
+def test_an_engine_that_dies_while_it_waits_leaves_nothing() -> None:
+    cluster, engines, keys = scene(each=1)
+    ask(engines[0].processes[0], engine.Prepare, join_keys(keys), 0)
+    cluster.run_for(0.05)
+    wait_for(engines[1], keys, 5.0)
+    cluster.run_for(0.1)
+    engines[1].die()
+    cluster.run_for(0.2)
+    assert not cluster.core(1).census()["matches"]
+    cluster.settle()
+    cluster.check_settled()
+
+
+def test_segments_of_a_node_that_died_are_not_hits() -> None:
+    cluster, engines, keys = scene(each=1)
+    store(cluster, engines[1], keys[:1])
+    assert copies(cluster, keys[0]).keys() <= {1, 2}
+    ask(engines[0].processes[0], engine.Prepare, join_keys(keys[1:]), 1)
+    cluster.run_for(0.05)
+    waiting = wait_for(engines[3], keys, 5.0)
+    cluster.run_for(0.1)
+    assert waiting == []
+    cluster.node(1).crash()
+    cluster.node(2).crash()
+    cluster.run_for(0.5)
+    assert waiting[0].hits == 0
+    assert waiting[0].codes[0] == Code.UNKNOWN
+    cluster.settle()
+    cluster.check_settled()
+
+
+def test_a_waiting_match_asks_one_directory_node() -> None:
+    cluster, engines, keys = scene(each=1)
+    prepared = ask(engines[0].processes[0], engine.Prepare, join_keys(keys), 0)
+    cluster.run_for(0.05)
+    before = {node: len(said(cluster, node, peer.LookupReply)) for node in range(4)}
+    waiting = wait_for(engines[3], keys, 5.0)
+    cluster.run_for(2.0)
+    asked = {node: len(said(cluster, node, peer.LookupReply)) - before[node] for node in range(4)}
+    assert asked.pop(1) > 10
+    assert asked == {0: 1, 2: 1, 3: 0}
+    tell(cluster, engines[0].processes[0], engine.Abort(prepared[0].write))
+    cluster.run_for(0.2)
+    assert waiting[0].codes[0] == Code.MISSING
+
+
+def test_a_deferred_match_waits_until_it_is_served() -> None:
+    """Two frozen readers are being sent the segment; the third match waits for as long as these transfers may take."""
+    cluster = calm(6)
+    engines = [cluster.join(node) for node in range(6)]
+    cluster.run_for(0.1)
+    # The push to node 1 fails, so that node 0 has the only copy.
+    cluster.link("n0", "n1").cut(0.5)
+    (key,) = placed(cluster, 0, 1)
+    store(cluster, engines[0], [key])
+    cluster.run_for(1.0)
+    for sends, reader in enumerate(engines[2:4], 1):
+        found = match(cluster, reader, [key])
+        ask(reader.processes[0], engine.Fetch, found.lease, 0, 1, 0.0)
+        until = cluster.clock.now + 1.0
+        while cluster.core(0).census()["sends"] < sends and cluster.clock.now < until:
+            cluster.run_for(0.00005)
+        reader.node.freeze()
+    waiting = wait_for(engines[4], [key], 5.0)
+    cluster.run_for(0.01)
+    assert waiting == []
+    cluster.run_for(0.2)
+    assert [list(reply.codes) for reply in waiting] == [[Code.REMOTE]]
+    counters = cluster.core(4).counters
+    assert (counters[DEFERRED_WAITS], counters[IN_FLIGHT_WAITS], counters[IN_FLIGHT_CLAIMS]) == (1, 0, 0)
+
+
+# -- markers of engines
+
+
+def marked() -> tuple[Cluster, Engine, Engine, list[SegmentKey]]:
+    """A writer, a reader, and a prompt whose directory nodes are all nodes."""
+    cluster = calm(regions=8, dirty_share=1.0, session_reserve_share=1.0, reservation_s=60.0)
+    writer, reader = cluster.join(0), cluster.join(2)
+    cluster.run_for(0.1)
+    return cluster, writer, reader, [*placed(cluster, 1, 2, 2), *placed(cluster, 0, 1, 2), *placed(cluster, 2, 0, 1)]
+
+
+def claim(cluster: Cluster, writer: Engine, keys: list[SegmentKey], seconds: float) -> None:
+    tell(cluster, writer.processes[0], engine.Claim(join_keys(keys), seconds))
+    cluster.run_for(0.02)
+
+
+def test_a_prompt_stored_in_parts_is_awaited_to_its_end() -> None:
+    cluster, writer, reader, keys = marked()
+    claim(cluster, writer, keys, 5.0)
+    waiting = wait_for(reader, keys, 5.0)
+    for start, stop in ((0, 2), (2, 4)):
+        cluster.run_for(0.3)
+        store(cluster, writer, keys[start:stop], first=start)
+        cluster.run_for(0.3)
+        assert waiting == []
+    store(cluster, writer, keys[4:], first=4)
+    cluster.run_for(0.3)
+    assert [reply.hits for reply in waiting] == [5]
+
+
+def test_an_unclaimed_rest_is_computed_by_the_reader() -> None:
+    cluster, writer, reader, keys = marked()
+    claim(cluster, writer, keys[:2], 5.0)
+    waiting = wait_for(reader, keys, 5.0)
+    cluster.run_for(0.3)
+    store(cluster, writer, keys[:2])
+    cluster.run_for(0.3)
+    assert [(reply.hits, reply.codes[2]) for reply in waiting] == [(2, Code.MISSING)]
+
+
+def test_a_withdrawn_claim_ends_the_wait() -> None:
+    cluster, writer, reader, keys = marked()
+    store(cluster, writer, keys[:1])
+    claim(cluster, writer, keys, 5.0)
+    waiting = wait_for(reader, keys, 5.0)
+    cluster.run_for(0.3)
+    assert waiting == []
+    claim(cluster, writer, keys, 0.0)
+    cluster.run_for(0.3)
+    assert [(reply.hits, reply.codes[1]) for reply in waiting] == [(1, Code.MISSING)]
+
+
+def test_the_marker_of_a_reserved_segment_stays() -> None:
+    cluster, writer, reader, keys = marked()
+    claim(cluster, writer, keys, 5.0)
+    ask(writer.processes[0], engine.Prepare, join_keys(keys), 0)
+    cluster.run_for(0.05)
+    claim(cluster, writer, keys, 0.0)
+    waiting = wait_for(reader, keys, 2.0)
+    cluster.run_for(1.5)
+    assert waiting == []
+
+
+def test_claims_end_with_the_process() -> None:
+    cluster, writer, reader, keys = marked()
+    claim(cluster, writer, keys, 5.0)
+    waiting = wait_for(reader, keys, 5.0)
+    cluster.run_for(0.3)
+    assert waiting == []
+    writer.die()
+    cluster.run_for(0.3)
+    assert [(reply.hits, reply.codes[0]) for reply in waiting] == [(0, Code.MISSING)]
+    assert cluster.core(0).census()["claims"] == 0
+
+
+def test_claims_end_with_their_time() -> None:
+    cluster, writer, reader, keys = marked()
+    claim(cluster, writer, keys, 0.5)
+    waiting = wait_for(reader, keys, 5.0)
+    cluster.run_for(0.8)
+    assert [(reply.hits, reply.codes[0]) for reply in waiting] == [(0, Code.MISSING)]
+    claim(cluster, writer, keys, 1e9)
+    assert max(message.deadline_s for message in said(cluster, 0, peer.MarkInFlight)) == MAX_IN_FLIGHT_WAIT_S
+
+
+def test_the_claims_of_a_process_are_bounded() -> None:
+    """The oldest claims are dropped."""
+    cluster, writer, reader, keys = marked()
+    claim(cluster, writer, keys, 5.0)
+    many = [SegmentKey(number.to_bytes(32, "big")) for number in range(2 * MAX_CLAIMED)]
+    claim(cluster, writer, many, 5.0)
+    assert cluster.core(0).census()["claims"] == MAX_CLAIMED
+    waiting = wait_for(reader, keys, 5.0)
+    cluster.run_for(0.3)
+    assert [(reply.hits, reply.codes[0]) for reply in waiting] == [(0, Code.MISSING)]
+    cluster.check()

@@ -1,0 +1,621 @@
+"""Reading a lease: the segments that lie at other nodes are fetched into slots of this node.
+
+::
+
+    engine: Fetch of a range of a lease
+        |   `LeaseReads`: which items are at which node, how many slots the session may still hold, the deadline
+        v
+    `Transfers`: one transfer per (segment, node), joined by every fetch that waits for the segment
+        |   a receiving thread of the daemon writes into the reserved slots
+        v
+    published with its checksum, pinned for each waiting lease -> Fetched
+        |   wrong checksum: the sender checks its copy, and other owners are asked within the same deadline
+        v
+    answered at the latest at the deadline; late bytes never reach a slot that has a new owner
+
+Transfers that no engine waits for (pushes, replicas) are cut into pieces and limited to a share of all received bytes
+(`BackgroundLimit`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from tokenlake.core.access import Touches, with_access
+from tokenlake.core.context import Context
+from tokenlake.core.grants import Grants, Lease, pack
+from tokenlake.core.instructions import AbortFetch, Answer, Note, StartFetch
+from tokenlake.core.peers import Peers
+from tokenlake.core.sessions import Process
+from tokenlake.core.timers import Timer
+from tokenlake.hints import NO_ACCESS, NO_HINTS, Hints
+from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
+from tokenlake.metrics import Metric
+from tokenlake.store import Kind, Segment, State
+from tokenlake.wire import Code, engine
+from tokenlake.wire import peer as wire
+from tokenlake.wire.checks import KNOWN_CODES
+from tokenlake.wire.fields import CHECKSUM_BYTES
+from tokenlake.wire.slots import join_keys, split_keys
+
+__all__ = ["FETCHED", "MISSING", "BackgroundLimit", "CopiesOf", "LeaseReads", "OnArrival", "Transfers", "deadline_s"]
+
+FETCHED = Metric("tokenlake_fetched_tokens_total", "Tokens fetched from other nodes")
+MISSING = Metric(
+    "tokenlake_missing_tokens_total", "Tokens whose segments no node had, or that were lost before a fetch brought them"
+)
+ARRIVED = Metric("tokenlake_received_segments_total", "Segments received whole from other nodes")
+ARRIVED_BYTES = Metric("tokenlake_received_bytes_total", "Bytes of segments received whole from other nodes")
+CORRUPT = Metric("tokenlake_corrupt_segments_total", "Segments whose checksum was wrong on arrival")
+ABORTED = Metric("tokenlake_aborted_fetches_total", "Transfers that missed their deadline")
+
+MAX_RANGE = 1 << 16
+"""Items in the answer to a fetch of a lease that does not exist."""
+MAX_DEADLINE_S = 60.0
+"""Upper bound on the deadline that a client may set for a fetch."""
+MAX_PIECES = 2
+"""Background pieces under way at a time: half of a daemon's receiving threads, since a large piece takes two."""
+PIECE_S = 0.05
+"""Expected duration of a background piece: a read that starts meanwhile is delayed by little more than this."""
+MAX_PIECE_BYTES = 16 << 20
+MAX_CREDIT = 64 << 20
+"""Bytes of background transfers that reads can earn in advance."""
+
+CopiesOf = Callable[[TenantId, SegmentKey], list[NodeId]]
+"""Other usable nodes that may have a copy of a segment, the likeliest first."""
+OnArrival = Callable[[Segment | None, Code], None]
+"""Called once per wanted segment: with the segment, pinned for the caller, and LOCAL; or with None and the reason."""
+
+
+def deadline_s(predicted_s: float) -> float:
+    """Give-up time of a transfer: predicted x 3 + 50 ms (design section 6)."""
+    return predicted_s * 3 + 0.050
+
+
+class BackgroundLimit:
+    """Limits background transfers (pushes, replicas) to a share of the received bytes while engines fetch.
+
+    While no engine fetches, background transfers are limited in number only. Otherwise each fetched byte earns a credit
+    in background bytes.
+    """
+
+    def __init__(self, share: float) -> None:
+        """`share` of all received bytes, in (0, 1)."""
+        self._credit_per_byte = share / (1 - share)
+        self._credit = 0.0
+        self._fetches = 0
+        self._pieces = 0
+
+    def piece_segments(self, slot_bytes: int, slot_s: float) -> int:
+        """Segments per piece, at least 1. `slot_s`: expected seconds to transfer one segment of `slot_bytes`."""
+        return max(1, min(MAX_PIECE_BYTES // slot_bytes, int(PIECE_S / slot_s)))
+
+    def allows(self, nbytes: int) -> bool:
+        """May a background piece of `nbytes` start now?"""
+        # A single segment may be larger than the maximum credit.
+        return self._pieces < MAX_PIECES and (not self._fetches or self._credit >= min(nbytes, MAX_CREDIT))
+
+    def started(self, nbytes: int, *, background: bool) -> None:
+        """A transfer of `nbytes` starts."""
+        if background:
+            self._pieces += 1
+            credit = self._credit - nbytes
+            self._credit = credit if self._fetches else max(0.0, credit)
+        else:
+            self._fetches += 1
+            self._credit = min(MAX_CREDIT, self._credit + nbytes * self._credit_per_byte)
+
+    def ended(self, *, background: bool) -> None:
+        """A transfer that had started ended, whatever its outcome."""
+        if background:
+            self._pieces -= 1
+        else:
+            self._fetches -= 1
+
+
+@dataclass(eq=False)
+class Transfer:
+    """One pull from one node into slots reserved here. The slots stay pinned by the transfer until its receiver has
+    returned."""
+
+    node: NodeId
+    tenant: TenantId
+    kind: Kind
+    slot_bytes: int
+    shards: int
+    wait_s: float
+    """Seconds after which it is aborted, or dropped from the queue."""
+    request: str
+    """Name of the request in the log."""
+    segments: list[Segment] = field(default_factory=list)
+    timer: Timer | None = None
+    started_at: float = 0.0
+
+    @property
+    def background(self) -> bool:
+        """No engine waits for the segments."""
+        return self.kind is not Kind.CACHED
+
+    @property
+    def nbytes(self) -> int:
+        return self.slot_bytes * len(self.segments)
+
+
+class Transfers:
+    """All transfers to this node, by id and by segment."""
+
+    def __init__(self, context: Context, peers: Peers) -> None:
+        self._context = context
+        self._peers = peers
+        self._under_way: dict[int, Transfer] = {}
+        self._waiters: dict[Segment, list[OnArrival]] = {}
+        self._limit = BackgroundLimit(context.config.background_share)
+        self._queue: dict[Transfer, None] = {}
+        """Background pieces that the limit holds back, oldest first."""
+        self._queued: dict[Segment, Transfer] = {}
+        """The queued piece of each segment."""
+
+    @property
+    def under_way(self) -> Mapping[int, Transfer]:
+        """Started transfers by id; not to be changed."""
+        return self._under_way
+
+    def bring(
+        self,
+        node: NodeId,
+        tenant: TenantId,
+        wanted: Sequence[tuple[SegmentKey, int, OnArrival]],
+        *,
+        kind: Kind,
+        slot_bytes: int,
+        shards: int,
+        wait_s: float,
+        request: str = "",
+        hints: Hints | None = None,
+    ) -> None:
+        """Transfer (key, depth in the prompt, callback) each from `node`, as copies of `kind`.
+
+        A segment that is stored here or under way is not transferred again; one that gets no slot is refused at once.
+        `wait_s`: abort after this. CACHED copies are for an engine that waits; the others are background transfers.
+        """
+        transfer = Transfer(node, tenant, kind, slot_bytes, shards, wait_s, request)
+        refused: list[tuple[OnArrival, Code]] = []
+        for key, depth, on_arrival in wanted:
+            known = self._context.store.get(tenant, key)
+            if known is not None:
+                self._join(known, on_arrival, refused)
+                if known in self._queued and not transfer.background:
+                    # An engine now waits for this segment: its background piece starts at once.
+                    self._start_queued(self._queued[known])
+                continue
+            segment = self._context.store.reserve(
+                tenant, slot_bytes, key, kind, depth, self._context.now, hints or NO_HINTS
+            )
+            if isinstance(segment, Code):
+                refused.append((on_arrival, segment))
+                continue
+            segment.source = node if kind is Kind.CACHED else None
+            self._waiters[segment] = [on_arrival]
+            transfer.segments.append(segment)
+        if transfer.segments and transfer.background:
+            self._enqueue(transfer)
+        elif transfer.segments:
+            self._start(transfer)
+        for on_arrival, code in refused:
+            on_arrival(None, code)
+
+    def _join(self, known: Segment, on_arrival: OnArrival, refused: list[tuple[OnArrival, Code]]) -> None:
+        if known in self._waiters:
+            self._waiters[known].append(on_arrival)
+        elif known.state is State.READY:
+            self._context.store.pin(known)
+            on_arrival(known, Code.LOCAL)
+        else:
+            # A local engine is writing the segment. It may never commit, so this fetch does not wait for it.
+            refused.append((on_arrival, Code.PENDING))
+
+    def _start(self, transfer: Transfer) -> None:
+        fetch = self._context.next_id()
+        self._under_way[fetch] = transfer
+        self._limit.started(transfer.nbytes, background=transfer.background)
+        transfer.started_at = self._context.now
+        transfer.timer = self._context.after(transfer.wait_s, lambda: self._abort(fetch))
+        self._context.emit(
+            StartFetch(
+                fetch,
+                transfer.node,
+                transfer.tenant,
+                join_keys(segment.key for segment in transfer.segments),
+                b"".join(segment.packed for segment in transfer.segments),
+                transfer.slot_bytes,
+                transfer.shards,
+                transfer.request,
+                background=transfer.background,
+            )
+        )
+
+    # -- background transfers
+
+    def _enqueue(self, transfer: Transfer) -> None:
+        """Queue a background transfer in pieces, so that a fetch that starts next waits for one piece at most."""
+        slot_s = self._peers.predict_s(transfer.node, transfer.slot_bytes)
+        size = self._limit.piece_segments(transfer.slot_bytes, slot_s)
+        for start in range(0, len(transfer.segments), size):
+            piece = replace(transfer, segments=transfer.segments[start : start + size])
+            piece.timer = self._context.after(transfer.wait_s, partial(self._drop_queued, piece))
+            self._queue[piece] = None
+            self._queued.update(dict.fromkeys(piece.segments, piece))
+        self._start_allowed()
+
+    def _start_allowed(self) -> None:
+        while self._queue:
+            piece = next(iter(self._queue))
+            if not self._limit.allows(piece.nbytes):
+                return
+            self._start_queued(piece)
+
+    def _start_queued(self, piece: Transfer) -> None:
+        self._unqueue(piece)
+        if piece.timer is not None:
+            piece.timer.cancel()
+        self._start(piece)
+
+    def _unqueue(self, piece: Transfer) -> None:
+        del self._queue[piece]
+        for segment in piece.segments:
+            del self._queued[segment]
+
+    def _drop_queued(self, piece: Transfer) -> None:
+        """The piece waited too long: the node that offered the segments has given up."""
+        self._unqueue(piece)
+        for segment in piece.segments:
+            self._context.store.unpin(segment)
+            self._context.store.discard(segment, self._context.now)
+        for segment in piece.segments:
+            for on_arrival in self._waiters.pop(segment):
+                on_arrival(None, Code.LOST)
+
+    # -- ends
+
+    def _abort(self, fetch: int) -> None:
+        self._context.counters.add(ABORTED)
+        transfer = self._under_way[fetch]
+        self._peers.silent_since(transfer.node, transfer.started_at)
+        nbytes = sum(segment.slot_bytes for segment in transfer.segments)
+        self._peers.missed(transfer.node, nbytes, self._context.now - transfer.started_at)
+        self._context.emit(AbortFetch(fetch))
+        self._note(transfer, "missed its deadline")
+
+    def _note(self, transfer: Transfer, event: str) -> None:
+        request = f" for request {transfer.request!r}" if transfer.request else ""
+        self._context.emit(Note(f"a fetch of {len(transfer.segments)} segments from {transfer.node}{request}: {event}"))
+
+    def check_done(self, fetch: int, codes: bytes, checksums: bytes) -> None:
+        """Raises `ValueError` when no such transfer is under way, or its result has the wrong size or codes. Changes
+        nothing."""
+        transfer = self._under_way.get(fetch)
+        if transfer is None:
+            raise ValueError(f"fetch {fetch} is not under way")
+        count = len(transfer.segments)
+        if len(codes) != count or codes.translate(None, KNOWN_CODES):
+            raise ValueError(f"fetch {fetch} of {count} segments ended with the codes {codes.hex()}")
+        if len(checksums) != CHECKSUM_BYTES * transfer.shards * count:
+            raise ValueError(
+                f"fetch {fetch} of {count} segments of {transfer.shards} shards ended with {len(checksums)} bytes of "
+                "checksums"
+            )
+
+    def done(self, fetch: int, codes: bytes, checksums: bytes) -> None:
+        """The receiver has returned: publish the segments that arrived, free the slots of the others, call the
+        waiters."""
+        transfer = self._under_way.pop(fetch)
+        if transfer.timer is not None:
+            transfer.timer.cancel()
+        self._limit.ended(background=transfer.background)
+        store = self._context.store
+        size = len(checksums) // max(1, len(codes))
+        arrived = [s for s, code in zip(transfer.segments, codes, strict=True) if code == Code.LOCAL]
+        for index, segment in enumerate(transfer.segments):
+            if codes[index] == Code.LOCAL:
+                store.publish(segment, checksums[index * size : (index + 1) * size], self._context.now)
+            else:
+                store.unpin(segment)
+                store.discard(segment, self._context.now)
+        if Code.BAD_CHECKSUM in codes:
+            corrupt = [s.key for s, code in zip(transfer.segments, codes, strict=True) if code == Code.BAD_CHECKSUM]
+            self._report_corrupt(transfer, corrupt)
+        store.touch([s for s in arrived if s.kind is not Kind.DIRTY], self._context.now)
+        nbytes = sum(segment.slot_bytes for segment in arrived)
+        self._context.counters.add(ARRIVED, len(arrived))
+        self._context.counters.add(ARRIVED_BYTES, nbytes)
+        if arrived:
+            self._peers.measured(transfer.node, nbytes, self._context.now - transfer.started_at)
+        for index, segment in enumerate(transfer.segments):
+            code = Code(codes[index])
+            for on_arrival in self._waiters.pop(segment):
+                if code is Code.LOCAL:
+                    store.pin(segment)
+                    on_arrival(segment, code)
+                else:
+                    on_arrival(None, code)
+            if code is Code.LOCAL:
+                store.unpin(segment)
+        self._start_allowed()
+
+    def _report_corrupt(self, transfer: Transfer, keys: list[SegmentKey]) -> None:
+        """Tell the sender: it checks its copies, and drops those that were wrong before they were sent."""
+        self._context.counters.add(CORRUPT, len(keys))
+        self._note(transfer, f"{len(keys)} arrived with a wrong checksum")
+        for key in keys:
+            self._context.store.found_corrupt(transfer.tenant, key)
+        self._peers.tell(transfer.node, wire.Corrupt(transfer.tenant, join_keys(keys)))
+
+    def pinned(self) -> Iterator[Segment]:
+        """A segment per pin held here; for integrity checks."""
+        return (segment for transfer in (*self._under_way.values(), *self._queue) for segment in transfer.segments)
+
+    def census(self) -> dict[str, int]:
+        """Entries of each map."""
+        return {
+            "transfers": len(self._under_way),
+            "queued transfers": len(self._queue),
+            "segments in transfer": len(self._waiters),
+        }
+
+    def check_integrity(self) -> None:
+        """AssertionError when a segment belongs to no transfer or to two."""
+        segments = list(self.pinned())
+        assert len(segments) == len(set(segments)) == len(self._waiters)
+        assert all(segment in self._waiters for segment in segments)
+        assert self._queued == {segment: piece for piece in self._queue for segment in piece.segments}
+
+
+class _Fetch:
+    """One Fetch of an engine: a range of a lease, and the items of it that are awaited."""
+
+    def __init__(self, process: Process, lease: Lease, request: engine.Fetch) -> None:
+        self.process = process
+        self.lease = lease
+        self.request = request
+        self.codes = bytearray(lease.code(index) for index in range(request.start, request.stop))
+        self.awaited = 0
+        self.timer: Timer | None = None
+        self.answered = False
+        self.until = 0.0
+        self.tried: dict[int, list[NodeId]] = {}
+        """By item that arrived with a wrong checksum: the nodes that were asked for it."""
+        self.corrupt: list[int] = []
+        """Those items of which another copy is still to be asked for."""
+
+    def set_code(self, index: int, code: Code) -> None:
+        """The outcome of item `index` of the lease."""
+        self.codes[index - self.request.start] = code
+
+
+class LeaseReads:
+    """Attach, Locate, AttendedInPlace, Hint, Release and Fetch of the local engines."""
+
+    def __init__(
+        self,
+        context: Context,
+        grants: Grants,
+        peers: Peers,
+        transfers: Transfers,
+        touches: Touches,
+        copies_of: CopiesOf,
+    ) -> None:
+        self._context = context
+        self._grants = grants
+        self._peers = peers
+        self._transfers = transfers
+        self._touches = touches
+        self._copies_of = copies_of
+
+    # -- the lease
+
+    def attach(self, process: Process, request: engine.Attach) -> None:
+        """Another process of the session holds the lease as well. Answers with the items that some process holds."""
+        session = process.session
+        lease = session.leases.get(LeaseId(request.lease))
+        if lease is None:
+            reply = engine.Matched(request.id, 0, 0, b"", b"", b"")
+        else:
+            lease.attach(process.connection)
+            codes = bytes(lease.code(index) for index in range(len(lease.keys)))
+            packed = pack(lease.readable(0, len(codes)), session.shards, checksums=request.checksums)
+            reply = engine.Matched(request.id, lease.id, len(codes), codes, *packed)
+        self._context.emit(Answer(process.connection, reply))
+
+    def where(self, process: Process, request: engine.Locate) -> None:
+        """Answers with the node of each segment of a lease, from the first on up to one that is lost."""
+        lease = process.session.leases.get(LeaseId(request.lease))
+        nodes: dict[NodeId, int] = {}
+        owners = bytearray()
+        readable = lease.readable(0, len(lease.keys)) if lease is not None else []
+        for segment, remote in zip(readable, lease.remotes, strict=True) if lease is not None else ():
+            if segment is not None:
+                owners.append(engine.HERE)
+            elif remote is not None and (remote in nodes or len(nodes) < engine.HERE):
+                owners.append(nodes.setdefault(remote, len(nodes)))
+            else:
+                break
+        self._context.emit(Answer(process.connection, engine.Located(request.id, tuple(nodes), bytes(owners))))
+
+    def shipped(self, process: Process, request: engine.AttendedInPlace) -> None:
+        """Attention over the first items of a lease was computed at their owners: they count as used when they are
+        released without a fetch."""
+        lease = process.session.leases.get(LeaseId(request.lease))
+        if lease is not None:
+            lease.mark_shipped(request.stop)
+
+    def hint(self, process: Process, request: engine.Hint) -> None:
+        """Apply hints received after the match, to segments and to a lease that is still held."""
+        tenant, hints = process.session.tenant, with_access(request.hints, NO_ACCESS)
+        self._touches.hint(tenant, split_keys(request.keys), hints)
+        lease = process.session.leases.get(LeaseId(request.lease))
+        if lease is not None:
+            # The reads and the release that follow carry the newest hints.
+            lease.add_hints(hints)
+            self._touches.hint(tenant, lease.keys, hints)
+
+    def release(self, process: Process, request: engine.Release) -> None:
+        """This process does not read these items any more."""
+        leases = process.session.leases
+        ranges = [(leases[LeaseId(lease)], start, stop) for lease, start, stop in request.ranges if lease in leases]
+        self._grants.release(process.session, process.connection, ranges)
+
+    # -- fetches
+
+    def fetch(self, process: Process, request: engine.Fetch) -> None:
+        """Fetch the items of a range that lie at other nodes. Answered when the last of them arrived or was given up,
+        at the latest at the deadline."""
+        lease = process.session.leases.get(LeaseId(request.lease))
+        count = max(0, request.stop - request.start)
+        if lease is None or request.start < 0 or request.stop > len(lease.keys):
+            count = min(count, MAX_RANGE)
+            packed = pack([None] * count, process.session.shards, checksums=request.checksums)
+            lost = engine.Fetched(request.id, bytes([Code.LOST]) * count, *packed)
+            self._context.emit(Answer(process.connection, lost))
+            return
+        fetch = _Fetch(process, lease, request)
+        by_node = self._items_by_node(fetch)
+        limit_s = self._limit_s(fetch, by_node)
+        if by_node:
+            fetch.until = self._context.now + limit_s
+            fetch.timer = self._context.after(limit_s, lambda: self._answer(fetch))
+        self._bring(fetch, by_node, limit_s)
+        if not fetch.awaited:
+            self._answer(fetch)
+
+    def _items_by_node(self, fetch: _Fetch) -> dict[NodeId, list[int]]:
+        """The items of the range to request from each node. Sets the codes of the remote items that are not requested:
+        these stay leased at their nodes, and a later fetch may bring them."""
+        lease = fetch.lease
+        by_node: dict[NodeId, list[int]] = {}
+        for index in range(fetch.request.start, fetch.request.stop):
+            node = lease.remotes[index]
+            if node is not None and lease.segments[index] is None:
+                by_node.setdefault(node, []).append(index)
+        for node in [node for node in by_node if not self._peers.usable(node)]:
+            if lease.trail is not None:
+                lease.trail.silent[node] = None
+            for index in by_node.pop(node):
+                fetch.set_code(index, Code.LOST)
+        room = self._grants.fetch_room(fetch.process.session)
+        if sum(map(len, by_node.values())) <= room:
+            return by_node
+        # An item that another process fetches takes no further slot. The deepest items are left out.
+        indices = itertools.chain.from_iterable(by_node.values())
+        beyond = frozenset(sorted(index for index in indices if index not in lease.coming)[room:])
+        if beyond and lease.trail is not None:
+            lease.trail.refused = Code.SESSION_LIMIT
+        for index in sorted(beyond):
+            fetch.set_code(index, Code.SESSION_LIMIT)
+        requested = {node: [index for index in at if index not in beyond] for node, at in by_node.items()}
+        return {node: at for node, at in requested.items() if at}
+
+    def _limit_s(self, fetch: _Fetch, by_node: dict[NodeId, list[int]]) -> float:
+        """Seconds until the fetch is answered with the items that are here."""
+        if fetch.request.deadline_s > 0:
+            return min(fetch.request.deadline_s, MAX_DEADLINE_S)
+        size = fetch.process.session.slot_bytes
+        predicted_s = sum(self._peers.predict_s(node, size * len(at)) for node, at in by_node.items())
+        return min(deadline_s(predicted_s), MAX_DEADLINE_S)
+
+    def _bring(self, fetch: _Fetch, by_node: dict[NodeId, list[int]], limit_s: float) -> None:
+        """Request items from their nodes."""
+        lease, session = fetch.lease, fetch.process.session
+        for index in itertools.chain.from_iterable(by_node.values()):
+            fetch.awaited += 1
+            self._grants.item_expected(session, lease, index)
+        for node, indices in by_node.items():
+            wanted: list[tuple[SegmentKey, int, OnArrival]] = [
+                (lease.keys[index], index, partial(self._arrived, fetch, node, index)) for index in indices
+            ]
+            self._transfers.bring(
+                node,
+                session.tenant,
+                wanted,
+                kind=Kind.CACHED,
+                slot_bytes=session.slot_bytes,
+                shards=session.shards,
+                wait_s=limit_s,
+                request=fetch.request.request,
+                hints=lease.hints,
+            )
+
+    def _arrived(self, fetch: _Fetch, node: NodeId, index: int, segment: Segment | None, code: Code) -> None:
+        """The outcome of one item that was requested from `node`."""
+        lease, session = fetch.lease, fetch.process.session
+        fetch.awaited -= 1
+        self._grants.item_settled(session, lease, index)
+        wanted = lease.remotes[index] is not None and lease.segments[index] is None and lease.is_held(index)
+        if segment is not None and wanted:
+            self._grants.item_arrived(session, lease, index, segment)
+            self._context.counters.add(FETCHED, session.segment_tokens)
+            if lease.trail is not None:
+                lease.trail.fetched += 1
+        elif segment is not None:
+            self._context.store.unpin(segment)
+        elif wanted and (code is Code.BAD_CHECKSUM or (index in fetch.tried and not code.refused)):
+            fetch.tried.setdefault(index, []).append(node)
+            fetch.corrupt.append(index)
+        elif wanted and code.refused:
+            # No slot here. The item stays leased at its node: a later fetch may find a slot.
+            if lease.trail is not None:
+                lease.trail.refused = code
+        elif wanted:
+            self._lost(fetch, index, node)
+        fetch.set_code(index, code if lease.segments[index] is None else Code.LOCAL)
+        if not fetch.awaited and fetch.corrupt:
+            self._ask_other_copies(fetch)
+        if not fetch.awaited:
+            self._answer(fetch)
+
+    def _lost(self, fetch: _Fetch, index: int, node: NodeId) -> None:
+        """An item leased at `node` cannot be had from any node."""
+        self._grants.item_lost(fetch.lease, index)
+        self._context.counters.add(MISSING, fetch.process.session.segment_tokens)
+        if fetch.lease.trail is not None:
+            fetch.lease.trail.did_not_come(node, late=fetch.answered, wrong=index in fetch.tried)
+
+    def _ask_other_copies(self, fetch: _Fetch) -> None:
+        """Request each item that arrived with a wrong checksum from the next node that may have a copy and can send it
+        before the deadline. That node is asked without a lease: it sends the segment if it still has it."""
+        lease, session = fetch.lease, fetch.process.session
+        indices, fetch.corrupt = fetch.corrupt, []
+        left_s = 0.0 if fetch.answered else fetch.until - self._context.now
+        by_node: dict[NodeId, list[int]] = {}
+        for index in indices:
+            if lease.remotes[index] is None or not lease.is_held(index):
+                # Another fetch of the lease has settled the item, or it was released meanwhile.
+                fetch.set_code(index, lease.code(index))
+                continue
+            tried = fetch.tried[index]
+            others = self._copies_of(session.tenant, lease.keys[index]) if left_s > 0 else []
+            in_time = (node for node in others if self._peers.predict_s(node, session.slot_bytes) < left_s)
+            node = next((node for node in in_time if node not in tried), None)
+            if node is None:
+                self._lost(fetch, index, tried[0])
+            else:
+                by_node.setdefault(node, []).append(index)
+        self._bring(fetch, by_node, left_s)
+
+    def _answer(self, fetch: _Fetch) -> None:
+        if fetch.answered:
+            return
+        fetch.answered = True
+        if fetch.timer is not None:
+            fetch.timer.cancel()
+        lease, request = fetch.lease, fetch.request
+        segments = lease.readable(request.start, request.stop)
+        for offset, segment in enumerate(segments):
+            if segment is None and fetch.codes[offset] in (Code.LOCAL, Code.REMOTE):
+                fetch.codes[offset] = Code.LOST
+        if fetch.process.alive:
+            packed = pack(segments, fetch.process.session.shards, checksums=request.checksums)
+            fetched = engine.Fetched(request.id, bytes(fetch.codes), *packed)
+            self._context.emit(Answer(fetch.process.connection, fetched))
