@@ -167,6 +167,51 @@ def test_a_node_that_does_not_answer_a_match_is_named() -> None:
         cluster.node(node).thaw()
 
 
+def test_nodes_that_are_not_connected_are_named() -> None:
+    cluster = calm(3, **ROOMY)
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 2)
+    store(cluster, writer, keys)
+    for node in (0, 1):
+        cluster.link(f"n{node}", "n2").cut(60.0)
+    read(cluster, reader, keys, "r")
+    funnel = explained(cluster, reader, "r")
+    assert why(funnel) == {MissReason.UNREACHABLE: 2 * SIZE}
+    assert detail(funnel, MissReason.UNREACHABLE) == "no connection with n0, n1"
+
+
+def test_an_owner_that_is_not_connected_any_more_is_named() -> None:
+    cluster = calm(3, **ROOMY)
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 2)
+    store(cluster, writer, keys)
+    reply = ask(cluster, reader, keys, "r")
+    cluster.link("n0", "n2").cut(60.0)
+    fetch(cluster, reader, reply.lease, 2)
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 2),)))
+    funnel = explained(cluster, reader, "r")
+    assert MissReason.TOO_SLOW not in why(funnel)
+    assert detail(funnel, MissReason.UNREACHABLE) == "n0 is not connected"
+
+
+def test_a_request_is_found_by_the_beginning_of_its_name() -> None:
+    cluster = calm(1)
+    reader = cluster.join(0)
+    for name in ("a-1-x", "a-12-x", "b", "a-1"):
+        read(cluster, reader, [], name)
+
+    def ask_for(name: str) -> engine.Explained:
+        reply: engine.Explained = answer(cluster, reader.processes[0], engine.Explain, name)
+        return reply
+
+    assert explained(cluster, reader, "a-12").request == "a-12-x"
+    assert explained(cluster, reader, "a-1").request == "a-1", "an equal name is never ambiguous"
+    ambiguous = ask_for("a-")
+    assert (ambiguous.funnel, ambiguous.names) == (None, ("a-1", "a-12-x", "a-1-x"))
+    assert ask_for("").names == ("a-1", "b", "a-12-x", "a-1-x")
+    assert ask_for("c").names == ()
+
+
 def test_a_node_that_does_not_send_in_time_is_named() -> None:
     cluster = calm(3, **ROOMY)
     writer, reader = cluster.join(0), cluster.join(2)

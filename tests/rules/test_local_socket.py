@@ -83,7 +83,7 @@ def test_a_user_with_a_runtime_directory_has_the_socket_there() -> None:
     assert default_socket(RUNTIME, "local", 0) == "/run/tokenlake/tokenlake-local.sock", "others must get there"
 
 
-def test_no_default_lies_where_every_user_can_write() -> None:
+def test_no_default_is_writable_for_every_user() -> None:
     for uid in (0, ME):
         for environ in ({}, RUNTIME, SERVED):
             for place in sockets_to_try(environ, "local", uid):
@@ -136,7 +136,7 @@ def test_a_place_that_another_user_can_change_is_refused_and_named(files: Files)
     assert seen > 15
 
 
-def test_what_is_not_there_is_not_there(files: Files) -> None:
+def test_a_missing_path_raises_file_not_found(files: Files) -> None:
     with pytest.raises(FileNotFoundError):
         files.check("/run/tokenlake/tokenlake-local.sock")
 
@@ -155,7 +155,7 @@ def test_the_owner_of_the_systems_directory_may_listen_in_it(files: Files) -> No
     assert trusted_users(path, ME, None, files.look) == {0, ME}
 
 
-def test_a_user_that_was_given_is_trusted(files: Files) -> None:
+def test_the_configured_user_is_trusted(files: Files) -> None:
     files.directory("/srv", 0)
     files.directory("/srv/lake", SERVICE)
     path = files.socket("/srv/lake/s", SERVICE)
@@ -170,7 +170,7 @@ def test_a_process_of_another_user_is_refused() -> None:
         check_listener("/s", OTHER, frozenset({0, ME}))
 
 
-def test_the_first_that_answers_is_taken_and_the_failure_that_says_most_is_told() -> None:
+def test_the_first_that_answers_or_the_most_specific_error() -> None:
     def attempt(path: str) -> str:
         if path == "gone":
             raise Unreachable("gone") from FileNotFoundError()

@@ -1,5 +1,5 @@
-"""The cluster machine again, where everything that is read elsewhere is hot, and cools down within a second: copies
-come and go while nodes crash, freeze and lose frames."""
+"""The cluster machine, with rules that make every segment read on another node hot and let it cool within a second:
+replicas come and go while nodes crash, freeze and lose frames."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tokenlake.core.waiting import IN_FLIGHT_CLAIMS, IN_FLIGHT_WAITS
 from tokenlake.hot import rule as hot_rule
 
 SEEN = dict.fromkeys((PROMOTED, DEMOTED, COPIED, IN_FLIGHT_WAITS, IN_FLIGHT_CLAIMS, REDIRECTED, DEFERRED), 0)
-"""Over all examples: the machine must meet what it is for."""
+"""Counts over all examples: each of these must have happened."""
 
 
 class HotMachine(ClusterMachine):
@@ -33,17 +33,17 @@ class HotMachine(ClusterMachine):
             self.cluster.join(node, processes=1 + node % 2)
         self.cluster.run_for(0.3)
 
-    @rule(prompt=st.integers(0, len(PROMPTS) - 1), rounds=st.integers(1, 4))
-    def crowd(self, prompt: int, rounds: int) -> None:
-        """All read the same, again and again."""
+    @rule(prompt=st.integers(0, len(PROMPTS) - 1), rounds=st.integers(1, 4), wait_s=st.sampled_from((0.0, 0.4)))
+    def crowd(self, prompt: int, rounds: int, wait_s: float) -> None:
+        """All engines read the same prompt several times; matches that can wait may be deferred."""
         for _ in range(rounds):
             for engine in self.cluster.alive():
-                engine.read(PROMPTS[prompt], Reading(hold_s=0.002))
+                engine.read(PROMPTS[prompt], Reading(hold_s=0.002, in_flight_wait_s=wait_s))
             self.cluster.run_for(0.03)
 
     @rule(prompt=st.integers(0, len(PROMPTS) - 1), writer=st.integers(0, 7), pause=st.sampled_from((0.0, 0.02, 0.1)))
     def stampede(self, prompt: int, writer: int, pause: float) -> None:
-        """All wait for one who computes, some of them together with what was found already."""
+        """All engines wait for one that computes a prompt; some have found a part of it."""
         for engine in self.cluster.alive():
             engine.read(PROMPTS[prompt], Reading(hold_s=0.002, in_flight_wait_s=0.4))
         self.cluster.run_for(pause)
