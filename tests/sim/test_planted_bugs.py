@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
-from tokenlake.core.serving import Serving
 
 from tests.sim.test_cluster_machine import ClusterMachine
 from tokenlake.core.checks import Checks
@@ -23,6 +22,7 @@ from tokenlake.core.grants import Grants, SessionGrants, Write
 from tokenlake.core.instructions import AbortFetch
 from tokenlake.core.node import HandlerFailed, NodeCore
 from tokenlake.core.peers import Peers
+from tokenlake.core.serve import Serving
 from tokenlake.core.sessions import Sessions
 from tokenlake.identity import ConnectionId, NodeId
 from tokenlake.store import Kind, SegmentStore
