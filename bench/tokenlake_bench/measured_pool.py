@@ -20,6 +20,7 @@ from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake_client import Pool
 from tokenlake_client.lease import Lease
+from tokenlake_client.match import DEFAULT_MATCH, MatchOptions
 
 __all__ = ["MeasuredPool", "Watch"]
 
@@ -83,27 +84,11 @@ class MeasuredPool:
         """See `CachePool`."""
         return self._pool.prefix(tokens, adapter=adapter, salt=salt)
 
-    def match(
-        self,
-        keys: Sequence[SegmentKey],
-        *,
-        request: str | None = None,
-        hints: Hints | None = None,
-        tokens: int = 0,
-        in_flight_wait_s: float = 0.0,
-        in_flight_wait_per_segment_s: float = 0.0,
-    ) -> MeasuredLease:
+    def match(self, keys: Sequence[SegmentKey], options: MatchOptions = DEFAULT_MATCH) -> MeasuredLease:
         """See `CachePool`."""
         # Waiting for what others compute is not waiting for the pool.
-        with self._watch.call(waited_for=not in_flight_wait_s):
-            lease = self._pool.match(
-                keys,
-                request=request,
-                hints=hints,
-                tokens=tokens,
-                in_flight_wait_s=in_flight_wait_s,
-                in_flight_wait_per_segment_s=in_flight_wait_per_segment_s,
-            )
+        with self._watch.call(waited_for=not options.in_flight_wait_s):
+            lease = self._pool.match(keys, options)
         if lease.hits < len(keys):
             self._watch.cut_by[Code(lease.codes[lease.hits]).name] += 1
         return MeasuredLease(lease, self._watch)

@@ -17,6 +17,7 @@ from pathlib import Path
 from tokenlake.errors import TokenLakeError, Unreachable
 from tokenlake.layout import Layout
 from tokenlake_client import Pool
+from tokenlake_client.deadlines import DEFAULT_DEADLINES
 from tokenlake_testing.children import start_child
 
 __all__ = ["SERVER", "Cluster", "Node", "free_port", "parse_metrics"]
@@ -119,6 +120,8 @@ class Cluster:
         """`via`: the ports at which nodes reach others, by (node, other); without one a node's own, see `ports`.
         `module`: see `Node`.
         `settings`: further flags of every daemon, with underscores."""
+        self.deadlines = DEFAULT_DEADLINES
+        """Of the pools that `connect` opens."""
         self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-")
         self.directory = Path(self._directory.name)
         # The kernel may name a free port twice before anybody listens there.
@@ -177,7 +180,7 @@ class Cluster:
         until = time.monotonic() + START_S
         while True:
             try:
-                return Pool.connect(self.nodes[number].socket, layout)
+                return Pool.connect(self.nodes[number].socket, layout, deadlines=self.deadlines)
             except Unreachable:
                 if time.monotonic() > until:
                     raise

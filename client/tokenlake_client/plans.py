@@ -1,10 +1,10 @@
-"""The data plane under plans: what an engine does with the plan of a batch that it was given.
+"""Carrying out plans in an engine: views for the query plan of a batch, and the new cache of its transfer plan.
 
 ::
 
-    views = open_views(pool, plan, tree, heads, scale)       # local and fetched runs, and those to ask elsewhere
+    views = open_views(pool, plan, tree, heads, scale)       # over local, fetched and shipped sequences
     buffer = pool.init_query([(views[index], new_tokens) for index in views])
-    ticket = pool.query(buffer, layer)                       # for each layer; what is recomputed is the engine's own
+    ticket = pool.query(buffer, layer)                       # for each layer; the engine computes the rest
     transfer = pool.init_transfer(new_cache(transfer_plan, tree))
     pool.put(transfer, layer, caches)
 """
@@ -20,35 +20,43 @@ from tokenlake_client.queries import View
 __all__ = ["new_cache", "open_views"]
 
 
-def open_views(pool: Pool, plan: QueryPlan, tree: PrefixTree, heads: int, scale: float) -> dict[int, View]:
-    """By request of the plan (index into the tree's), a view of what is not recomputed of its prefix; the caller closes
-    them. Runs to be fetched are brought here first, once for all that read them.
+def open_views(
+    pool: Pool, plan: QueryPlan, tree: PrefixTree, heads: int, scale: float, match_s: float | None = None
+) -> dict[int, View]:
+    """For each request of the plan (index into the tree's), a view of the part of its prefix that is not recomputed.
+    The caller closes the views. Sequences to be fetched are fetched first, once for all requests that read them.
 
-    A plan may be stale: of what is gone a view has less (`view.hits`), and a request of which nothing can be attended
-    to has none: its prefix is computed. Never raises what the pool raises.
+    Segments may have been evicted since the plan was made: then a view covers fewer (`view.hits`), and a request
+    without any segment left has no view, so that the engine computes its prefix. `match_s`: deadline of the match of
+    each prefix. Raises no `TokenLakeError`.
     """
     stops: dict[int, int] = {}
     fetches: dict[int, list[tuple[int, int]]] = {}
     for decision in plan.decisions:
-        start = tree.starts[decision.run] // tree.segment_tokens
-        stop = start + len(tree.runs[decision.run].keys)
+        start = tree.starts[decision.sequence] // tree.segment_tokens
+        stop = start + len(tree.sequences[decision.sequence].keys)
         if decision.way is not Way.RECOMPUTE:
             stops |= dict.fromkeys(decision.requests, stop)
         if decision.way is Way.FETCH:
             fetches.setdefault(decision.requests[0], []).append((start, stop))
     views: dict[int, View] = {}
     for request, stop in stops.items():
-        view = _open(pool, tree.requests[request].keys[:stop], fetches.get(request, []), heads, scale)
+        view = _open(pool, tree.requests[request].keys[:stop], fetches.get(request, []), heads, scale, match_s)
         if view is not None:
             views[request] = view
     return views
 
 
 def _open(
-    pool: Pool, keys: tuple[SegmentKey, ...], fetches: list[tuple[int, int]], heads: int, scale: float
+    pool: Pool,
+    keys: tuple[SegmentKey, ...],
+    fetches: list[tuple[int, int]],
+    heads: int,
+    scale: float,
+    match_s: float | None,
 ) -> View | None:
     try:
-        lease = pool.match(keys)
+        lease = pool.match(keys, deadline_s=match_s)
     except TokenLakeError:
         return None
     try:
@@ -66,6 +74,6 @@ def _open(
 
 
 def new_cache(plan: TransferPlan, tree: PrefixTree) -> list[tuple[tuple[SegmentKey, ...], int]]:
-    """For `Pool.init_transfer`: the keys of the segments that the batch completes, and where they begin in their
-    prompts, one per request of the plan that completes any."""
+    """Arguments for `Pool.init_transfer`: for each request of the plan, the keys of the segments that it completes and
+    the index of the first one in the prompt."""
     return [(tree.requests[index].keys[first : first + count], first) for index, first, count in plan.segments]

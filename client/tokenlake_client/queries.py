@@ -1,4 +1,4 @@
-"""Attention over segments where they lie, asked of the query engine of this node.
+"""Attention over segments in place, computed by the query engine of this node.
 
 ::
 
@@ -6,7 +6,7 @@
     with pool.open_view(lease, heads, scale) as view, pool.init_query([(view, tokens)]) as buffer:
         buffer.queries[...] = ...             # for each step and layer
         ticket = pool.query(buffer, layer)    # the engine computes attention over its own new tokens meanwhile
-        answer = ticket.wait()                # valid until the next query on this buffer
+        answer = ticket.wait()                # valid until the next query with this buffer
 """
 
 from __future__ import annotations
@@ -25,83 +25,77 @@ from numpy.typing import NDArray
 from tokenlake import errors
 from tokenlake.attention.dtypes import stored_dtype
 from tokenlake.errors import DeadlinePassed, LayoutRefused, ProtocolRefused, TokenLakeError, Unreachable
-from tokenlake.layout import Layout
 from tokenlake.wire import Code, engine
 from tokenlake.wire import query as wire
 from tokenlake.wire.slots import join_keys
-from tokenlake_client.books import Books
 from tokenlake_client.lease import Lease
+from tokenlake_client.pool_state import PoolState
 from tokenlake_client.query_link import Expected, QueryLink
 from tokenlake_client.query_memory import QueryMemory
 
-__all__ = ["QUERY_S", "VIEW_S", "Answer", "Queries", "QueryBuffer", "Ticket", "View"]
+__all__ = ["Answer", "Queries", "QueryBuffer", "Ticket", "View"]
 
 log = logging.getLogger(__name__)
 
-VIEW_S = 1.5
-"""For a view: longer than the query engine waits for those of other nodes."""
-QUERY_S = 2.0
-GRACE_S = 0.030
-"""The query engine keeps the deadlines; this much later we stop waiting for it to say so."""
-ALIGNMENT = 64
 LEAST_BYTES = 64 << 10
 FREE_BUFFERS = 8
-"""Kept for the next batch; beyond that memory is given back."""
+"""Memories that are kept for the next batches; the memory of further closed buffers is freed."""
 
 
 class Answer(NamedTuple):
-    """Of one query. Both arrays lie in the buffer and are valid until the next query on it, or until it is closed."""
+    """The result of one query. Both arrays lie in the buffer, and are valid until the next query with it or until it is
+    closed."""
 
     output: NDArray[np.float32]
     """[tokens, heads, value dim], normalised over the segments of each token's view."""
     sums: NDArray[np.float32]
     """[tokens, heads]: natural logarithm of the sum of exponentials."""
     codes: bytes
-    """LOCAL or LOST per part. What LOST parts have in the arrays is worth nothing."""
+    """LOCAL or LOST per part. The rows of a LOST part in the arrays are undefined."""
     sent_bytes: int
-    """Queries that went to other nodes."""
+    """Bytes of queries that were sent to other nodes."""
     received_bytes: int
-    """Outputs and sums from there."""
+    """Bytes of outputs and sums that were received from other nodes."""
 
     @property
     def lost(self) -> list[int]:
-        """The parts that are LOST."""
+        """Indices of the parts that are LOST."""
         return [part for part, code in enumerate(self.codes) if code != Code.LOCAL]
 
 
 class View:
-    """A run of segments that every query of it attends to, all tokens of them. Holds its lease, and gives it back when
-    it is closed. Usable from several threads."""
+    """A sequence of segments. Every query of the view attends to all their tokens. The view owns the lease and releases
+    it when it is closed. Thread-safe."""
 
     def __init__(
         self, link: QueryLink, lease: Lease, number: int, heads: int, viewed: wire.Viewed, nodes: Sequence[str]
     ) -> None:
-        """Use `Pool.open_view`."""
+        """Made by `Pool.open_view`."""
         self.lease = lease
         self.heads = heads
         self.hits = viewed.hits
-        """Segments of the lease, from the first on, that queries attend to."""
+        """Number of segments, from the first of the lease on, that queries attend to."""
         self.codes = viewed.codes
-        """LOCAL, REMOTE or MISSING, one `Code` per segment of the lease."""
+        """One `Code` per segment of the lease: LOCAL, REMOTE or MISSING."""
         self.nodes = nodes
-        """Where each segment of the lease lay when this was opened."""
+        """The node that had each segment of the lease when the view was opened."""
         self.number = number
         self.link = link
-        self.asked = False
-        """Were queries prepared for it?"""
+        self.queried = False
+        """Was a query buffer made for it?"""
         self._open = True
 
     @property
     def alive(self) -> bool:
-        """False once the query engine that has it is gone: all queries of it are LOST."""
+        """False once the view is closed or its query engine is gone: all further queries are LOST."""
         return self._open and self.link.alive
 
     def close(self) -> None:
-        """Give it back, and the lease. Idempotent; never raises."""
+        """Close the view and release the lease. Idempotent; never raises."""
         if self._open:
             self._open = False
             _tell(self.link, wire.CloseView((self.number,)))
-            if self.asked:
+            if self.queried:
                 self.lease.shipped(self.hits)
             self.lease.release()
 
@@ -113,16 +107,16 @@ class View:
 
 
 class QueryBuffer:
-    """Queries and results of one batch, for all its layers and for as many steps as its parts stay the same. One
-    ticket at a time. For one thread.
+    """Queries and results of one batch, for all layers and all steps with the same parts. One ticket at a time; for one
+    thread.
 
-    The engine owns `queries` until `Pool.query` and again from `Ticket.wait` on; between them nobody here touches the
-    buffer. Once a part was LOST somebody may still write there: all further queries of this buffer are LOST, and its
-    memory is not used again.
+    The engine may access the arrays before `Pool.query` and after `Ticket.wait`. Between the two calls the query engine
+    owns the buffer. When a part is LOST the query engine may still write into the memory: all further queries of this
+    buffer are LOST, and the memory is not reused.
     """
 
     def __init__(self, owner: Queries, memory: QueryMemory | None, parts: Sequence[tuple[View, int]], dtype: str):
-        """Use `Pool.init_query`. `memory` None: what it is about is lost already."""
+        """Made by `Pool.init_query`. `memory` None: all queries of the buffer are LOST."""
         self._owner = owner
         self._memory = memory
         self.parts = tuple((view.number, tokens) for view, tokens in parts)
@@ -130,15 +124,15 @@ class QueryBuffer:
         self.step = next(owner.numbers)
         self.attempt = 0
         self.spent = memory is None
-        """No query of it can succeed any more."""
-        self.out: Expected | None = None
-        """A query that is out: until it is answered, in time or late, the query engine may write here."""
+        """All further queries are LOST."""
+        self.newest: Expected | None = None
+        """The answer to the newest query. Until it arrives, in time or late, the query engine may write here."""
         tokens, heads = sum(tokens for _, tokens in parts), parts[0][0].heads
         self.offsets, self.nbytes = owner.geometry(tokens, heads, dtype)
         layout, of_queries = owner.layout, stored_dtype(dtype)
         self.queries: NDArray[np.generic]
         """[tokens of all parts in order, heads, key dim]: float32, float16, or uint16 that holds the bits of
-        bfloat16. Written by the engine before each query; rotated, not scaled."""
+        bfloat16. The engine writes them before each query, with position encoding and not scaled."""
         shapes = ((tokens, heads, layout.key_dim), (tokens, heads, layout.value_dim), (tokens, heads))
         dtypes = (of_queries, np.dtype(np.float32), np.dtype(np.float32))
         if memory is None:
@@ -150,14 +144,14 @@ class QueryBuffer:
 
     @property
     def number(self) -> int:
-        """Of its memory on the link; 0 where it has none."""
+        """Number of its memory on the link; 0 where it has none."""
         return 0 if self._memory is None else self._memory.number
 
     def close(self) -> None:
-        """Give the memory back for other batches: no array over it may be used any more. Idempotent."""
+        """Return the memory for other batches: no array of the buffer may be used any more. Idempotent."""
         if self._memory is not None:
             memory, self._memory = self._memory, None
-            self._owner.give_back(self.link, memory, self.out, reusable=not self.spent)
+            self._owner.give_back(self.link, memory, self.newest, reusable=not self.spent)
         self.spent = True
 
     def __enter__(self) -> Self:
@@ -168,20 +162,22 @@ class QueryBuffer:
 
 
 class Ticket:
-    """A query that is out. For one thread."""
+    """A query that was sent. For one thread."""
 
-    def __init__(self, buffer: QueryBuffer, expected: Expected | None, deadline_s: float) -> None:
+    def __init__(self, buffer: QueryBuffer, expected: Expected | None, deadline_s: float, grace_s: float) -> None:
+        """`grace_s`: how much longer than `deadline_s` to wait; the query engine answers within the deadline."""
         self._buffer = buffer
         self._expected = expected
-        self._until = time.monotonic() + deadline_s + GRACE_S
+        self._grace_s = grace_s
+        self._until = time.monotonic() + deadline_s + grace_s
 
     def wait(self) -> Answer:
-        """The result, at the latest when the deadline has passed. Never raises: what did not come is LOST."""
+        """Block for the result until the deadline. Never raises: parts without a result are LOST."""
         buffer, expected = self._buffer, self._expected
         reply = None
         if expected is not None:
-            # An answer that came while the engine computed is read in any case.
-            reply = buffer.link.wait(expected, max(self._until - time.monotonic(), GRACE_S))
+            # An answer that arrived while the engine computed is read even if the deadline has passed since.
+            reply = buffer.link.wait(expected, max(self._until - time.monotonic(), self._grace_s))
         if isinstance(reply, wire.Answered) and len(reply.codes) == len(buffer.parts):
             buffer.spent = reply.codes.count(Code.LOCAL) < len(reply.codes)
             return Answer(buffer.output, buffer.sums, reply.codes, reply.sent_bytes, reply.received_bytes)
@@ -192,53 +188,53 @@ class Ticket:
 
 
 class Queries:
-    """Views, buffers and the connection of one pool. Usable from several threads."""
+    """Views, buffers and the connection to the query engine, for one pool. Thread-safe."""
 
-    def __init__(self, books: Books, layout: Layout) -> None:
-        self.layout = layout
+    def __init__(self, state: PoolState) -> None:
+        self.layout = state.layout
         self.numbers = itertools.count(1)
-        """For views, buffers and steps."""
-        self.connections = 0
-        """To query engines, so far: one, and one more each time one ended."""
-        self._books = books
+        """Of views, buffers and steps."""
+        self._grants = state.grants
+        self._grace_s = state.deadlines.grace_s
         self._link: QueryLink | None = None
         self._lock = threading.Lock()
         self._free: list[QueryMemory] = []
-        self._owed: list[tuple[QueryMemory, Expected]] = []
-        """Of buffers that were closed while a query of theirs was out: the other side may write there."""
+        self._in_use: list[tuple[QueryMemory, Expected]] = []
+        """Memory of closed buffers whose newest query is not answered yet: the query engine may still write there."""
 
-    def open_view(self, lease: Lease, heads: int, scale: float, deadline_s: float = VIEW_S) -> View:
+    def open_view(self, lease: Lease, heads: int, scale: float, deadline_s: float) -> View:
         """A view of the segments of `lease`, for queries of `heads` heads; logits are `scale` x query . key.
 
-        The view takes the lease over. Raises `Unreachable` (no query engine, or the lease has ended), also
-        `DeadlinePassed`, and what the query engine refuses with; the lease stays the caller's then.
+        The view takes the lease over. Raises `Unreachable` (no query engine, or the lease has ended), `DeadlinePassed`,
+        and the refusal of the query engine; the lease stays the caller's then.
         """
         link = self._connected()
         link.check()
         self._sweep(link)
-        placed = self._books.current(lease.link).call(lambda number: engine.Where(number, lease.id), engine.Placed)
+        placed = self._grants.current(lease.link).call(lambda number: engine.Where(number, lease.id), engine.Placed)
         if len(placed.owners) != lease.hits:
             raise Unreachable(f"the lease of {lease.hits} segments has ended; match again")
         number = next(self.numbers)
         expected = link.expect(("view", number))
         keys = join_keys(lease.keys)
         link.send(wire.OpenView(number, "", b"", keys, placed.nodes, placed.owners, heads, scale))
-        reply = link.wait(expected, deadline_s + GRACE_S)
+        reply = link.wait(expected, deadline_s + self._grace_s)
         if isinstance(reply, wire.Refused):
             raise _as_error(reply)
         if not isinstance(reply, wire.Viewed):
-            # It is closed when it comes: were it closed now, no answer would say that the link is in time again.
+            # `_sweep` closes the view when the late answer arrives. A view closed now would not be answered, and
+            # only an answer ends that the link is overdue.
             link.check()
             raise DeadlinePassed(f"the query engine opened no view within {deadline_s * 1e3:.0f} ms")
         nodes = [lease.link.node if owner == engine.HERE else placed.nodes[owner] for owner in placed.owners]
         return View(link, lease, number, heads, reply, nodes)
 
     def init_query(self, parts: Sequence[tuple[View, int]], dtype: str | None = None) -> QueryBuffer:
-        """A buffer for the queries of these (view, tokens), views of one number of heads; `dtype`: of the queries,
-        "float32", "bfloat16" or "float16" (default: the layout's).
+        """A buffer for the queries of these (view, tokens). All views have the same number of heads. `dtype` of the
+        queries: "float32", "bfloat16" or "float16" (default: the layout's).
 
-        Raises `LayoutRefused` for parts that do not fit together. Where a view is not `alive` all queries of the
-        buffer are LOST, and where the query engine owes an earlier answer too; nothing is raised.
+        Raises `LayoutRefused` for parts that do not fit together. Where a view is not `alive` or the query engine is
+        overdue, all queries of the buffer are LOST and nothing is raised.
         """
         dtype = self.layout.dtype if dtype is None else dtype
         if not parts or any(tokens < 1 for _, tokens in parts):
@@ -249,7 +245,7 @@ class Queries:
         if any(view.link is not link or not view.alive for view, _ in parts):
             return QueryBuffer(self, None, parts, dtype)
         for view, _ in parts:
-            view.asked = True
+            view.queried = True
         _, nbytes = self.geometry(sum(tokens for _, tokens in parts), heads.pop(), dtype)
         try:
             link.check()
@@ -260,44 +256,44 @@ class Queries:
             return QueryBuffer(self, None, parts, dtype)
         return buffer
 
-    def query(self, buffer: QueryBuffer, layer: int, deadline_s: float = QUERY_S) -> Ticket:
-        """Attend to what is in `buffer.queries` now, over `layer`; what did not come after `deadline_s` is LOST.
-        Never raises and never waits."""
+    def query(self, buffer: QueryBuffer, layer: int, deadline_s: float) -> Ticket:
+        """Send the queries that are in `buffer.queries` now, for `layer`. Parts without a result after `deadline_s`
+        are LOST. Never raises and never blocks."""
         link = buffer.link
         if buffer.spent:
-            return Ticket(buffer, None, 0.0)
+            return Ticket(buffer, None, 0.0, 0.0)
         buffer.attempt += 1
         try:
             link.check()
             expected = link.expect((buffer.number, buffer.step, layer, buffer.attempt))
-            buffer.out = expected
+            buffer.newest = expected
             link.send(wire.Query(buffer.number, buffer.step, layer, buffer.attempt, deadline_s))
         except Unreachable:
-            return Ticket(buffer, None, 0.0)
-        return Ticket(buffer, expected, deadline_s)
+            return Ticket(buffer, None, 0.0, 0.0)
+        return Ticket(buffer, expected, deadline_s, self._grace_s)
 
     def close(self) -> None:
-        """End the connection: views are LOST. Idempotent."""
+        """End the connection: queries of all views are LOST. Idempotent."""
         with self._lock:
             self._free.clear()
-            self._owed.clear()
+            self._in_use.clear()
             if self._link is not None:
                 self._link.close()
 
     def geometry(self, tokens: int, heads: int, dtype: str) -> tuple[tuple[int, int, int], int]:
-        """Offsets of queries, outputs and sums in a buffer, and its size."""
+        """Offsets of queries, outputs and sums in a buffer, and the size of the buffer in bytes."""
         size = stored_dtype(dtype).itemsize
         outputs = _aligned(tokens * heads * self.layout.key_dim * size)
         sums = outputs + _aligned(tokens * heads * self.layout.value_dim * 4)
         return (0, outputs, sums), sums + _aligned(tokens * heads * 4)
 
-    def give_back(self, link: QueryLink, memory: QueryMemory, out: Expected | None, *, reusable: bool) -> None:
-        """A buffer does not use `memory` any more; `out` was its last query."""
+    def give_back(self, link: QueryLink, memory: QueryMemory, newest: Expected | None, *, reusable: bool) -> None:
+        """Take back the memory of a closed buffer. `newest`: the answer to its newest query."""
         with self._lock:
             if link is not self._link or not link.alive:
                 return
-            if out is not None and out.reply is None:
-                self._owed.append((memory, out))
+            if newest is not None and newest.reply is None:
+                self._in_use.append((memory, newest))
                 return
             if reusable and len(self._free) < FREE_BUFFERS:
                 self._free.append(memory)
@@ -305,17 +301,17 @@ class Queries:
         _tell(link, wire.OpenBuffer(memory.number, 0))
 
     def _sweep(self, link: QueryLink) -> None:
-        """Give back what late answers are about."""
+        """Close the views and memories that late answers have released."""
         while link.late_views:
             _tell(link, wire.CloseView((link.late_views.popleft(),)))
         with self._lock:
-            answered = [memory for memory, out in self._owed if out.reply is not None]
-            self._owed = [(memory, out) for memory, out in self._owed if out.reply is None]
+            answered = [memory for memory, newest in self._in_use if newest.reply is not None]
+            self._in_use = [(memory, newest) for memory, newest in self._in_use if newest.reply is None]
         for memory in answered:
             _tell(link, wire.OpenBuffer(memory.number, 0))
 
     def _memory(self, link: QueryLink, nbytes: int) -> QueryMemory:
-        """The smallest free one that is large enough, or a new one. Raises `Unreachable`."""
+        """The smallest free memory that is large enough, or a new one. Raises `Unreachable`."""
         with self._lock:
             fitting = [memory for memory in self._free if memory.nbytes >= nbytes] if link is self._link else []
             if fitting:
@@ -330,12 +326,12 @@ class Queries:
         return memory
 
     def _connected(self) -> QueryLink:
-        """The connection, opened where there is none or it ended. Raises `Unreachable`."""
+        """The connection; a new one where there is none or it has ended. Raises `Unreachable`."""
         with self._lock:
             if self._link is not None and self._link.alive:
                 return self._link
-            channel_link = self._books.link
-            if self._books.closed:
+            channel_link = self._grants.link
+            if self._grants.closed:
                 raise Unreachable("the pool was closed")
             pending = channel_link.channel.begin(engine.OpenQuery)
             channel_link.expect(channel_link.wait(pending), engine.QueryOpened)
@@ -343,8 +339,7 @@ class Queries:
                 raise ProtocolRefused("the daemon sent no descriptor of a connection to its query engine")
             self._link = QueryLink(socket.socket(fileno=pending.descriptor))
             self._free.clear()
-            self._owed.clear()
-            self.connections += 1
+            self._in_use.clear()
             return self._link
 
 
@@ -352,7 +347,7 @@ def _tell(link: QueryLink, message: wire.CloseView | wire.OpenBuffer) -> None:
     try:
         link.send(message)
     except TokenLakeError as error:
-        log.debug("nobody to tell: %s", error)
+        log.debug("not sent, the connection has ended: %s", error)
 
 
 def _as_error(refused: wire.Refused) -> errors.Refused:
@@ -363,4 +358,4 @@ def _as_error(refused: wire.Refused) -> errors.Refused:
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return -(-nbytes // wire.ALIGNMENT) * wire.ALIGNMENT

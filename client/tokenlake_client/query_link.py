@@ -1,7 +1,7 @@
-"""One connection to a query engine: frames out, answers in, from several threads and with no thread of its own.
+"""One connection to a query engine, used by several threads and without a thread of its own.
 
-A caller that waits reads, and hands others their answers, as in `tokenlake_client.channel`. A query engine that let a
-deadline pass makes the link *overdue*: until it says anything, further calls give up at once.
+A caller that waits reads the socket and delivers the other callers' answers too, as in `tokenlake_client.channel`.
+While the query engine is overdue (`tokenlake.liveness`), further calls fail at once.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Hashable
 import msgspec
 
 from tokenlake.errors import DeadlinePassed, TokenLakeError, Unreachable
+from tokenlake.liveness import Liveness
 from tokenlake.wire.frames import FrameDecoder, decode, pack_frame
 from tokenlake.wire.query import Answered, QueryReply, Refused, Viewed, query_reply_decoder
 
@@ -26,27 +27,27 @@ __all__ = ["Expected", "QueryLink"]
 
 READ_BYTES = 64 << 10
 MAX_FRAME = 1 << 20
-"""Of a reply: one byte per segment of a view is the longest part of one."""
+"""Bytes of a reply. Its longest field has one byte per segment of a view."""
 SEND_S = 1.0
-"""Frames are far smaller than the socket's buffer: only a query engine that reads nothing makes a send wait."""
+"""Frames are far smaller than the socket's buffer: a send blocks only while the query engine reads nothing."""
 
 
 class Expected:
-    """An answer to come, in time or late, or one that will never come."""
+    """An answer that was requested. `reply` is None until it arrives, which may be late or never."""
 
     __slots__ = ("given_up", "reply")
 
     def __init__(self) -> None:
         self.reply: QueryReply | None = None
         self.given_up = False
-        """Nobody waits for it any more."""
+        """No caller waits for it any more."""
 
 
 class QueryLink:
-    """`send` raises `Unreachable` once the connection ended; `wait` never raises."""
+    """Thread-safe. `send` raises `Unreachable` once the connection has ended; `wait` never raises."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Takes the connected `sock` over."""
+        """Takes over `sock`, which is connected."""
         self._sock = sock
         self._sock.settimeout(SEND_S)
         self._decoder = FrameDecoder(MAX_FRAME)
@@ -56,30 +57,37 @@ class QueryLink:
         self._sending = threading.Lock()
         self._process = os.getpid()
         self.ended = ""
-        """Why the connection ended; empty while it is there."""
-        self.overdue = False
+        """Why the connection ended; empty while it stands."""
+        self._liveness = Liveness()
         self.late_views: deque[int] = deque()
-        """That were opened when nobody waited for them any more."""
+        """Numbers of views that were opened after their caller had given up."""
 
     def __del__(self) -> None:
         self._sock.close()
 
     @property
     def alive(self) -> bool:
-        """There, as far as anybody noticed, and of this process."""
+        """False once the connection's end was noticed, and in a forked process."""
         return not self.ended and self._process == os.getpid()
 
+    @property
+    def overdue(self) -> bool:
+        """A caller's deadline has passed, and the query engine sent nothing since."""
+        return self._liveness.overdue
+
     def check(self) -> None:
-        """Raises `Unreachable` when the connection ended, `DeadlinePassed` while an earlier answer is overdue."""
+        """Raises `Unreachable` when the connection has ended, `DeadlinePassed` while the query engine is overdue."""
         if self.alive and self.overdue:
             self._read_some(None, 0.0)
         if not self.alive:
-            raise Unreachable(f"the connection to the query engine ended: {self.ended or 'it is the parent process'}")
+            raise Unreachable(
+                f"the connection to the query engine ended: {self.ended or 'a forked process must connect on its own'}"
+            )
         if self.overdue:
             raise DeadlinePassed("the query engine still owes an earlier answer")
 
     def expect(self, key: Hashable) -> Expected:
-        """Before the request is sent: its answer goes to `wait`. `key`: ("view", number) or
+        """Register a request before it is sent; `wait` then returns its answer. `key`: ("view", number) or
         (buffer, step, layer, attempt)."""
         expected = Expected()
         with self._changed:
@@ -87,7 +95,7 @@ class QueryLink:
         return expected
 
     def send(self, message: msgspec.Struct, descriptor: int | None = None) -> None:
-        """Send one frame, with a descriptor beside it. Raises `Unreachable`."""
+        """Send one frame, with `descriptor` beside it, which stays the caller's. Raises `Unreachable`."""
         frame = memoryview(pack_frame(message))
         with self._sending:
             if not self.alive:
@@ -97,12 +105,13 @@ class QueryLink:
                 if sent < len(frame):
                     self._sock.sendall(frame[sent:])
             except OSError as error:
-                # Part of a frame may be out: the stream cannot be used any more.
-                self._end(f"it does not read: {error}")
+                # A part of the frame may have been sent: the stream cannot be used any more.
+                self._end(f"the query engine does not read: {error}")
                 raise Unreachable(f"the query engine does not read: {error}") from error
 
     def wait(self, expected: Expected, deadline_s: float) -> QueryReply | None:
-        """The answer; None when the deadline passed or the connection ended. A late one comes all the same."""
+        """The answer; None when the deadline passed or the connection ended. A late answer still sets
+        `expected.reply`."""
         until = time.monotonic() + deadline_s
         while expected.reply is None and self.alive:
             left = max(0.0, until - time.monotonic())
@@ -111,15 +120,17 @@ class QueryLink:
                 break
         with self._changed:
             if expected.reply is None and not self.ended:
-                expected.given_up = self.overdue = True
+                expected.given_up = True
+                self._liveness.deadline_missed()
         return expected.reply
 
     def close(self) -> None:
-        """Idempotent. Those who wait get None."""
-        self._end("it was closed")
+        """Idempotent. `wait` in other threads returns None."""
+        self._end("it was closed here")
 
     def _read_some(self, expected: Expected | None, wait_s: float) -> None:
-        """Read what comes within `wait_s`, at least what is there now; or wait while another thread does."""
+        """Read what arrives within `wait_s`, at least what has arrived already. While another thread reads, wait for
+        it."""
         with self._changed:
             if self._reading:
                 if wait_s and (expected is None or expected.reply is None):
@@ -149,16 +160,16 @@ class QueryLink:
     def _read(self) -> None:
         data = self._sock.recv(READ_BYTES)
         if not data:
-            raise Unreachable("the query engine closed it")
+            raise Unreachable("the query engine closed the connection")
         replies = [decode(query_reply_decoder, body) for body in self._decoder.feed(data)]
         with self._changed:
-            self.overdue = False
+            self._liveness.heard(time.monotonic())
             for reply in replies:
                 self._deliver(reply)
 
     def _deliver(self, reply: QueryReply) -> None:
         if isinstance(reply, Refused) and not reply.view:
-            # About a step or a query, and it does not say which: whoever waits for a result has lost it.
+            # The refusal of a step or query does not name it: all results that are waited for are lost.
             for key in [key for key in self._waiting if not _is_view(key)]:
                 self._waiting.pop(key).reply = reply
             return
@@ -174,7 +185,7 @@ class QueryLink:
             if not self.ended:
                 self.ended = reason
                 if self._process == os.getpid():
-                    # Not in a forked child: that would end its parent's connection.
+                    # Not in a forked child: a shutdown there would end its parent's connection.
                     with contextlib.suppress(OSError):
                         self._sock.shutdown(socket.SHUT_RDWR)
                 if not self._reading:

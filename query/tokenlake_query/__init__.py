@@ -1,1 +1,1 @@
-"""The query engine: computes attention over cached segments where they lie. A process that its daemon starts."""
+"""The query engine: a process that a daemon starts to compute attention over cached segments in place."""

@@ -1,4 +1,4 @@
-"""`python -m tokenlake_query --channel FD`: started by a daemon that has `query_engine` on, and by nobody else."""
+"""`python -m tokenlake_query --channel FD`: the program that a daemon with `query_engine` on starts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import sys
 
 import torch
 
-from tokenlake_query.channel import DaemonChannel, die_with_parent
+from tokenlake_query.daemon_channel import DaemonChannel, die_with_parent
 from tokenlake_query.process import QueryEngineProcess
 
 SWITCH_S = 0.0005
-"""A thread that reads a frame waits no longer than this for one that is in Python code."""
+"""The interpreter takes the lock from a thread in Python code after this time, so that a reading thread gets a turn
+while other threads run."""
 
 
 def main() -> None:
@@ -26,7 +27,7 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s query: %(message)s")
     die_with_parent()
-    # A terminal's Ctrl-C is for the daemon; this process ends with it.
+    # Ctrl-C in a terminal reaches the whole process group: the daemon handles it, and this process ends with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(arguments.threads or max(1, len(os.sched_getaffinity(0)) // 2))
     sys.setswitchinterval(SWITCH_S)

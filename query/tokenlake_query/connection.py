@@ -1,16 +1,15 @@
-"""One socket of the query engine: a thread that reads, and sends that nobody waits in.
+"""One socket of the query engine: a thread reads it, and sends never block.
 
-Neither a thread that reads nor the one that computes ever waits in a send: two query engines that send to each other
-cannot wait for each other, and a peer that stands still costs nobody else anything.
+A send that does not fit into the socket's buffer is finished by a thread of the connection. Reading threads and the
+computing thread therefore never wait for a peer: two query engines that send to each other cannot deadlock, and a peer
+that stands still delays no other connection.
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
 import itertools
 import logging
-import os
 import socket
 import struct
 import threading
@@ -19,108 +18,82 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from tokenlake.errors import ProtocolRefused, TokenLakeError
-from tokenlake.wire import HEADER_BYTES, pack_frame
+from tokenlake.errors import TokenLakeError
+from tokenlake.wire import FrameDecoder, pack_frame
 from tokenlake.wire.query import Refused
+from tokenlake_client.descriptors import SPACE, ReceivedDescriptors
 
 __all__ = ["MAX_FRAME", "Connection", "FrameReader"]
 
 log = logging.getLogger(__name__)
 
 MAX_FRAME = 4 << 20
-"""32 bytes per key: a view of 131,072 segments."""
+"""Bytes; a view has 32 bytes per key, so 131,072 segments at most."""
 READ_BYTES = 64 << 10
 STALLED_S = 10
-"""A connection that takes nothing for so long is cut off."""
+"""A connection whose other side reads nothing for this long is closed."""
 MAX_UNSENT_BYTES = 1 << 30
-"""Of which only results are memory of this process, and whoever computes those waits before it has many."""
+"""A connection that leaves more unread is closed. Of these bytes only results are memory of this process, and the peer
+server stops reading queries long before (`wait_unsent`)."""
 MAX_BUFFERS = 512
 """In one system call; Linux takes 1,024."""
-MAX_DESCRIPTORS = 8
-"""That came and no frame has claimed."""
-_FD_SPACE = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
 
 
 class FrameReader:
-    """Frames of a socket, the raw bytes that follow some, and the descriptors beside them. Blocks; for one thread.
+    """Reads a socket: frames, the raw bytes that follow some frames, and the descriptors beside them. Calls block; for
+    one thread.
 
-    Raises EOFError at the end of the stream, OSError, and ProtocolRefused for what cannot be read on."""
+    Raises EOFError at the end of the stream, OSError, and ProtocolRefused for a stream that cannot be read on."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._passes_descriptors = sock.family == socket.AF_UNIX
+        self._decoder = FrameDecoder(MAX_FRAME)
         self._buffer = memoryview(bytearray(READ_BYTES))
-        self._start = self._end = 0
-        self._descriptors: deque[int] = deque()
+        self._descriptors = ReceivedDescriptors() if sock.family == socket.AF_UNIX else None
 
     def frame(self) -> bytes:
-        """The next body."""
-        size = int.from_bytes(self._take(HEADER_BYTES), "little")
-        if size > MAX_FRAME:
-            raise ProtocolRefused(f"a frame of {size} bytes; at most {MAX_FRAME} are accepted")
-        return self._take(size)
+        """The body of the next frame."""
+        while (body := self._decoder.next_frame()) is None:
+            self._decoder.add(self._buffer[: self._receive(self._buffer)])
+        return body
 
     def into(self, target: memoryview) -> None:
-        """Fill `target` (bytes) with what comes next."""
-        held = min(len(target), self._end - self._start)
-        target[:held] = self._buffer[self._start : self._start + held]
-        self._start += held
-        while held < len(target):
-            held += self._receive(target[held:])
+        """Fill `target` (bytes) with the raw bytes that come next. What is not buffered is received into `target`
+        without another copy."""
+        filled = self._decoder.take(target)
+        while filled < len(target):
+            filled += self._receive(target[filled:])
 
     def skip(self, size: int) -> None:
-        """Drop so many bytes."""
+        """Discard the next `size` raw bytes."""
         target = memoryview(bytearray(min(size, READ_BYTES)))
         while size:
             self.into(target[: min(size, READ_BYTES)])
             size -= min(size, READ_BYTES)
 
     def descriptor(self) -> int:
-        """The one beside the frame that was read; the caller owns it."""
-        if not self._descriptors:
-            raise ProtocolRefused("a frame came without the descriptor that belongs to it")
-        return self._descriptors.popleft()
+        """The descriptor beside the frame that was returned last, owned by the caller. Raises ProtocolRefused without
+        one."""
+        return (self._descriptors or ReceivedDescriptors()).take()
 
     def close(self) -> None:
-        """Close the descriptors that nobody claimed."""
-        while self._descriptors:
-            os.close(self._descriptors.popleft())
-
-    def _take(self, size: int) -> bytes:
-        if size > READ_BYTES:
-            body = bytearray(size)
-            self.into(memoryview(body))
-            return bytes(body)
-        if self._start + size > READ_BYTES:
-            held = self._end - self._start
-            self._buffer[:held] = bytes(self._buffer[self._start : self._end])
-            self._start, self._end = 0, held
-        while self._end - self._start < size:
-            if self._start == self._end:
-                self._start = self._end = 0
-            self._end += self._receive(self._buffer[self._end :])
-        self._start += size
-        return bytes(self._buffer[self._start - size : self._start])
+        """Close the descriptors that were not taken."""
+        if self._descriptors is not None:
+            self._descriptors.close()
 
     def _receive(self, target: memoryview) -> int:
-        if not self._passes_descriptors:
+        if self._descriptors is None:
             count = self._sock.recv_into(target)
         else:
-            count, ancillary, _, _ = self._sock.recvmsg_into([target], _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
-            for level, kind, payload in ancillary:
-                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                    received = array.array("i")
-                    received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
-                    self._descriptors.extend(received)
-            if len(self._descriptors) > MAX_DESCRIPTORS:
-                raise ProtocolRefused(f"{len(self._descriptors)} descriptors that belong to no frame")
+            count, ancillary, _, _ = self._sock.recvmsg_into([target], SPACE, socket.MSG_CMSG_CLOEXEC)
+            self._descriptors.add(ancillary)
         if not count:
             raise EOFError("closed by the other side")
         return count
 
 
 class Connection:
-    """Owns `sock`. `serve` reads in a thread of its own; `send` from any thread."""
+    """Owns `sock`. `serve` reads it in a thread of the connection; `send` may be called from any thread."""
 
     def __init__(self, sock: socket.socket, name: str) -> None:
         self.name = name
@@ -138,12 +111,12 @@ class Connection:
 
     @property
     def open(self) -> bool:
-        """Not closed, as far as anybody noticed."""
+        """False once the connection was closed here or its end was noticed."""
         return self._open
 
     def serve(self, handle: Callable[[bytes], None], on_end: Callable[[], None]) -> None:
-        """Start reading: `handle(body)` for every frame, `on_end()` once, both in the reading thread. What `handle`
-        raises of `TokenLakeError` is told the other side; everything it raises ends the connection."""
+        """Start reading: `handle(body)` for every frame, `on_end()` once, both in the reading thread. An exception of
+        `handle` ends the connection; a `TokenLakeError` is first sent to the other side as `Refused`."""
 
         def read() -> None:
             try:
@@ -152,10 +125,10 @@ class Connection:
             except (EOFError, OSError) as error:
                 log.debug("%s ended: %s", self.name, error)
             except TokenLakeError as error:
-                log.warning("%s is cut off: %s", self.name, error)
+                log.warning("closing the connection with %s: %s", self.name, error)
                 self.send(Refused(0, type(error).__name__, str(error)))
             except Exception:
-                log.exception("%s is cut off", self.name)
+                log.exception("closing the connection with %s", self.name)
             finally:
                 self.close()
                 self._sock.close()
@@ -165,9 +138,9 @@ class Connection:
         threading.Thread(target=read, name=f"read {self.name}", daemon=True).start()
 
     def send(self, message: msgspec.Struct, payload: Sequence[memoryview] = ()) -> int:
-        """Send a frame and the bytes that follow it, now as far as the socket takes them. The rest is sent by a thread
-        and must stay as it is until then; nobody learns when. Never waits; nothing is sent once it is closed. Returns
-        how many bytes it all is."""
+        """Send a frame and the raw bytes that follow it. Never blocks: a thread sends later what the socket does not
+        take now. `payload` is borrowed and must not change until it was sent, of which the caller is not told. A closed
+        connection sends nothing. Returns the number of bytes of the frame and the payload."""
         buffers = deque([memoryview(pack_frame(message)), *payload])
         nbytes = sum(map(len, buffers))
         with self._changed:
@@ -184,13 +157,13 @@ class Connection:
         return nbytes
 
     def wait_unsent(self, most: int) -> None:
-        """Until at most so many bytes wait to be sent, or it is closed. For the reading thread alone: it stops asking
-        for more work, as the other side does not take what it has asked for."""
+        """Block until at most `most` bytes are unsent, or the connection is closed. For the reading thread alone: it
+        reads no further requests while the other side does not read the results."""
         with self._changed:
             self._changed.wait_for(lambda: self._unsent_bytes <= most or not self._open)
 
     def close(self) -> None:
-        """Idempotent. The reading thread ends, and frees the socket."""
+        """Idempotent. The reading thread ends and closes the socket."""
         with self._changed:
             self._end("closed here")
 
@@ -207,7 +180,7 @@ class Connection:
         self._unsent += buffers
         self._unsent_bytes += sum(map(len, buffers))
         if self._unsent_bytes > MAX_UNSENT_BYTES:
-            self._end(f"it left {self._unsent_bytes} bytes unread")
+            self._end(f"the other side left {self._unsent_bytes} bytes unread")
             return
         if self._sender is None:
             self._sender = threading.Thread(target=self._send_rest, name=f"send {self.name}", daemon=True)
@@ -224,29 +197,29 @@ class Connection:
             before = sum(map(len, buffers))
             error: OSError | None = None
             try:
-                # Others only append meanwhile.
+                # Other threads only append to `_unsent` meanwhile.
                 self._send_some(buffers, 0)
             except OSError as failed:
                 error = failed
             with self._changed:
                 if error is not None:
                     stalled = isinstance(error, BlockingIOError)
-                    self._end(f"it took nothing for {STALLED_S} s" if stalled else f"write failed: {error}")
+                    self._end(f"the other side read nothing for {STALLED_S} s" if stalled else f"write failed: {error}")
                     return
-                # Nothing is left to drop when it was closed meanwhile.
+                # `_unsent` is empty already when the connection was closed meanwhile.
                 sent = before - sum(map(len, buffers))
                 self._unsent_bytes -= sent
                 _drop(self._unsent, sent)
                 self._changed.notify_all()
 
     def _send_some(self, buffers: deque[memoryview], flags: int) -> None:
-        """One system call; what was sent leaves `buffers`."""
+        """One system call. Removes the bytes that were sent from `buffers`."""
         chunk = list(itertools.islice(buffers, MAX_BUFFERS))
         _drop(buffers, self._sock.sendmsg(chunk, [], flags | socket.MSG_NOSIGNAL))
 
 
 def _drop(buffers: deque[memoryview], count: int) -> None:
-    """Take `count` bytes off the front, and empty buffers there."""
+    """Remove `count` bytes from the front, and empty buffers there."""
     while buffers and count >= len(buffers[0]):
         count -= len(buffers.popleft())
     if buffers and count:

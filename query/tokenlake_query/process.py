@@ -1,4 +1,4 @@
-"""The whole process: what the daemon's messages start."""
+"""The query engine's process: its threads, and what it starts for each message of the daemon."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 from tokenlake.errors import TokenLakeError
 from tokenlake.layout import Layout
 from tokenlake.wire import supervision
-from tokenlake_query.answering import Answerer
-from tokenlake_query.asking import Peers
-from tokenlake_query.channel import DaemonChannel
-from tokenlake_query.engine_side import EngineSide
-from tokenlake_query.opening import Opener
+from tokenlake_query.compute_thread import ComputeThread
+from tokenlake_query.counters import Counters
+from tokenlake_query.daemon_channel import DaemonChannel
+from tokenlake_query.engine_server import EngineServer
+from tokenlake_query.peer_client import PeerClients
+from tokenlake_query.peer_server import PeerServer
+from tokenlake_query.rounds import Threads
 from tokenlake_query.segments import Pools
-from tokenlake_query.steps import Tools
-from tokenlake_query.tally import Tally
-from tokenlake_query.timer import Timer
-from tokenlake_query.work import Worker
+from tokenlake_query.timer_thread import TimerThread
+from tokenlake_query.views import ViewOpener
 
 __all__ = ["QueryEngineProcess"]
 
@@ -30,23 +30,23 @@ log = logging.getLogger(__name__)
 OPENING_THREADS = 8
 """Views that are opened at a time; each waits for the daemon or for other nodes."""
 FETCHING_THREADS = 8
-"""Shares of views that are brought here at a time."""
+"""Shares of views that are fetched at a time."""
 MAX_CONNECTIONS = 1024
-"""Of engines and of other query engines."""
+"""From engines and from other query engines together."""
 REPORT_S = 1.0
 
 
 class QueryEngineProcess:
-    """`run` serves until the channel ends, which ends the process."""
+    """`run` serves until the channel ends, which exits the process."""
 
     def __init__(self, channel: DaemonChannel) -> None:
         self._channel = channel
-        self._tally = Tally()
-        self._peers = Peers(channel.dial, self._tally)
-        # Two pools: an answerer's view must not wait for those that wait for other nodes.
+        self._counters = Counters()
+        self._peers = PeerClients(channel.dial, self._counters)
+        # Two pools of threads: a peer server's view must not queue behind views of engines that wait for other nodes.
         self._opening = ThreadPoolExecutor(OPENING_THREADS, "open")
-        self._serving = ThreadPoolExecutor(OPENING_THREADS, "serve")
-        self._tools = Tools(Worker(), Timer(), ThreadPoolExecutor(FETCHING_THREADS, "fetch"))
+        self._opening_for_peers = ThreadPoolExecutor(OPENING_THREADS, "open-peer")
+        self._threads = Threads(ComputeThread(), TimerThread(), ThreadPoolExecutor(FETCHING_THREADS, "fetch"))
         self._names = itertools.count(1)
 
     def run(self) -> None:
@@ -55,8 +55,8 @@ class QueryEngineProcess:
         if not isinstance(start, supervision.Start):
             raise SystemExit(f"the daemon began with {type(start).__name__}; expected Start")
         self._pools = Pools(Path(start.socket), start.credential)
-        self._tools.worker.start()
-        self._tools.timer.start()
+        self._threads.compute.start()
+        self._threads.timer.start()
         self._report()
         while True:
             message, sock = self._channel.read()
@@ -65,27 +65,29 @@ class QueryEngineProcess:
             elif sock is not None and isinstance(message, supervision.Connected):
                 self._peers.connected(message.node, sock)
             elif sock is not None:
-                self._came(message, sock)
+                self._accept(message, sock)
 
-    def _came(self, message: supervision.ToQueryEngine, sock: socket.socket) -> None:
-        if self._tally["connections"] >= MAX_CONNECTIONS:
+    def _accept(self, message: supervision.ToQueryEngine, sock: socket.socket) -> None:
+        """Serve a connection that the daemon accepted from an engine or from another query engine."""
+        if self._counters["connections"] >= MAX_CONNECTIONS:
             log.error("refused a connection: %d are open", MAX_CONNECTIONS)
             sock.close()
         elif isinstance(message, supervision.EngineCame):
             try:
                 layout = Layout.decode(message.layout)
             except TokenLakeError as error:
-                log.error("an engine's connection that cannot be served: %s", error)
+                log.error("refused an engine's connection: %s", error)
                 sock.close()
                 return
-            opener = Opener(message.tenant, layout, self._pools, self._peers)
+            opener = ViewOpener(message.tenant, layout, self._pools, self._peers)
             name = f"engine {next(self._names)}"
-            self._tally.add(connections=1)
-            EngineSide(sock, name, opener, self._opening, self._tools, self._tally)
+            self._counters.add(connections=1)
+            EngineServer(sock, name, opener, self._opening, self._threads, self._counters)
         elif isinstance(message, supervision.PeerCame):
-            self._tally.add(connections=1)
-            Answerer(sock, message.node, self._pools, self._tools.worker, self._serving, self._tally)
+            self._counters.add(connections=1)
+            compute = self._threads.compute
+            PeerServer(sock, message.node, self._pools, compute, self._opening_for_peers, self._counters)
 
     def _report(self) -> None:
-        self._channel.tell(self._tally.report())
-        self._tools.timer.at(time.monotonic() + REPORT_S, self._report)
+        self._channel.send(self._counters.report())
+        self._threads.timer.at(time.monotonic() + REPORT_S, self._report)

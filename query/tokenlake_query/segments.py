@@ -1,4 +1,4 @@
-"""Cached segments as this process reads them: leased from its daemon as any client does, mapped read-only."""
+"""Cached segments as this process reads them: leased from its daemon as by any client, and mapped read-only."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake_client import Pool
 
-__all__ = ["Pools", "Segments", "bring_here", "open_here"]
+__all__ = ["Pools", "Segments", "fetch_segments", "open_local"]
 
 MAX_POOLS = 64
-"""Pairs of tenant and layout kept while nothing of them is open."""
+"""Pairs of tenant and layout whose connection is kept while no view of them is open."""
 MATCH_S = 0.100
-"""At most, and half of what is left of a deadline: a daemon that has the segments answers at once."""
+"""Longest deadline of a match; `fetch_segments` uses at most half of its own deadline. A daemon that has the segments
+answers at once."""
 
 
 class Segments:
-    """Slots of consecutive or scattered segments, each uint8 `[segment_bytes]`, read-only. Immutable. Each stays leased
-    until the last array over it is gone, whatever becomes of the lease it was found by."""
+    """Slots of segments in any order, each uint8 `[segment_bytes]` and read-only. Immutable.
+
+    Each slot stays leased until the last array over it is gone, also after the lease object of the match has ended."""
 
     __slots__ = ("addresses", "slots")
 
     def __init__(self, slots: Sequence[NDArray[np.uint8]]) -> None:
         self.slots = tuple(slots)
         self.addresses = tuple(int(slot.__array_interface__["data"][0]) for slot in slots)
-        """Where they lie: equal for equal segments of a pool, whoever leased them."""
+        """Of each slot in this process's mapping: the same segment of a pool has the same address in every lease."""
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -42,18 +44,18 @@ class Segments:
 
 
 class Pools:
-    """One `Pool` per tenant and layout, made when first asked for. The one used longest ago makes room for another; it
-    closes itself when the last of its segments is forgotten."""
+    """One `Pool` per tenant and layout, connected on first use. Beyond `MAX_POOLS` the least recently used one is
+    dropped; it closes itself when the last array over its segments is gone."""
 
     def __init__(self, daemon: Path, credential: str) -> None:
         self._daemon = daemon
         self._credential = credential
         self._lock = threading.Lock()
         self._pools: dict[tuple[str, bytes], Pool] = {}
-        """The one used last comes last."""
+        """In order of use, the most recently used last."""
 
     def get(self, tenant: str, layout: Layout) -> Pool:
-        """Raises what `Pool.connect` raises."""
+        """The pool of a tenant and layout. Thread-safe. Raises as `Pool.connect`."""
         name = (tenant, layout.fingerprint())
         with self._lock:
             pool = self._pools.pop(name, None)
@@ -65,15 +67,15 @@ class Pools:
             return pool
 
 
-def open_here(pool: Pool, keys: Sequence[SegmentKey]) -> Segments:
-    """The longest prefix of `keys` that lies in this node's arena; nothing is brought. Raises Unreachable."""
+def open_local(pool: Pool, keys: Sequence[SegmentKey]) -> Segments:
+    """Lease the longest prefix of `keys` that lies in this node's arena; nothing is fetched. Raises Unreachable."""
     with pool.match(keys, deadline_s=MATCH_S) as lease:
         local = next((at for at, code in enumerate(lease.codes[: lease.hits]) if code != Code.LOCAL), lease.hits)
         return _of_layout(pool, lease.fetch(0, local))
 
 
-def bring_here(pool: Pool, keys: Sequence[SegmentKey], deadline_s: float) -> Segments:
-    """The longest prefix of `keys` that the pool has, brought into this node's arena. Raises Unreachable."""
+def fetch_segments(pool: Pool, keys: Sequence[SegmentKey], deadline_s: float) -> Segments:
+    """Lease the longest prefix of `keys` that the pool has, and fetch it into this node's arena. Raises Unreachable."""
     until = time.monotonic() + deadline_s
     with pool.match(keys, deadline_s=min(MATCH_S, deadline_s / 2)) as lease:
         left = until - time.monotonic()
@@ -81,6 +83,6 @@ def bring_here(pool: Pool, keys: Sequence[SegmentKey], deadline_s: float) -> Seg
 
 
 def _of_layout(pool: Pool, slots: Sequence[NDArray[np.uint8]]) -> Segments:
-    """Those before the first of another size: an engine named a segment of another layout."""
+    """The slots before the first one of another size, which holds a segment of another layout."""
     size = pool.layout.segment_bytes
     return Segments(slots[: next((at for at, slot in enumerate(slots) if len(slot) != size), len(slots))])

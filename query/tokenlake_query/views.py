@@ -1,83 +1,217 @@
-"""A view of an engine: which segments its queries attend to, here and at other query engines.
+"""A view: the segments that an engine's queries attend to, here and at the query engines of other nodes.
 
-A segment that another query engine does not answer for any more is brought here, and the view has it here from then on.
+`ViewOpener` opens a view: it leases the segments that lie here and asks the other nodes' query engines to open the
+rest. When one of them stops answering, its share of the view is fetched and lies here from then on.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
-from tokenlake.errors import TokenLakeError
+from tokenlake.attention import AttentionShape
+from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.identity import SegmentKey
+from tokenlake.layout import Layout
+from tokenlake.wire import Code
+from tokenlake.wire import query as wire
+from tokenlake.wire.engine import HERE
+from tokenlake.wire.slots import join_keys, split_keys
 from tokenlake_client import Pool
-from tokenlake_query.asking import Asker
-from tokenlake_query.segments import Segments, bring_here
-from tokenlake_query.work import Attention
+from tokenlake_query.compute_thread import Attention
+from tokenlake_query.peer_client import PeerClient, PeerClients
+from tokenlake_query.segments import Pools, Segments, fetch_segments, open_local
 
-__all__ = ["Holding", "Share", "View"]
+__all__ = ["Placement", "Share", "View", "ViewOpener"]
+
+log = logging.getLogger(__name__)
+
+OPEN_S = 1.0
+"""Deadline of one round of requests to other query engines, the daemon's dialling included."""
 
 
 class Share(NamedTuple):
-    """The part of a view that another query engine answers for."""
+    """The segments of a view that the query engine of one other node attends to."""
 
-    asker: Asker
-    """The connection that it was opened over."""
+    peer: PeerClient
+    """The connection over which it was opened."""
     view: int
-    """Its number there."""
+    """Number of the view at the peer."""
     keys: Sequence[SegmentKey]
 
 
-class Holding(NamedTuple):
-    """Where the segments of a view are, each once."""
+class Placement(NamedTuple):
+    """Where the segments of a view lie. Each segment is in one place."""
 
-    segments: Segments
-    """Here."""
+    local: Segments
     shares: tuple[Share, ...]
 
 
 class View:
-    """Of one engine."""
+    """A view of one engine. Thread-safe."""
 
-    def __init__(self, pool: Pool, attention: Attention, segments: Segments, shares: Sequence[Share]) -> None:
+    def __init__(self, pool: Pool, attention: Attention, local: Segments, shares: Sequence[Share]) -> None:
         self.pool = pool
         self.attention = attention
-        self.holding = Holding(segments, tuple(shares))
-        """Replaced as a whole: whoever reads it once counts no segment twice, and none not at all."""
+        self.placement = Placement(local, tuple(shares))
+        """Replaced as a whole, so that a thread that reads it once counts every segment exactly once."""
         self.lost = False
-        """Some of it is nowhere any more: every query of it is LOST."""
-        self._bringing = threading.Lock()
-        self._brought: dict[Share, Segments] = {}
+        """Some segment can be had nowhere any more: every query of the view is LOST."""
+        self._fetching = threading.Lock()
+        self._fetched: dict[Share, Segments] = {}
 
-    def bring(self, share: Share, until: float) -> Segments | None:
-        """The segments of `share`, here: of the view from now on. None where they cannot be had until then (monotonic
-        time). Waits; several may call for one share, which is brought once."""
-        if not self._bringing.acquire(timeout=max(0.0, until - time.monotonic())):
+    def fetch(self, share: Share, until: float) -> Segments | None:
+        """Fetch the segments of `share` into this node; they are local segments of the view from then on. None where
+        they cannot be had until `until` (monotonic seconds). Blocks; a share that several threads ask for is fetched
+        once."""
+        if not self._fetching.acquire(timeout=max(0.0, until - time.monotonic())):
             return None
         try:
-            if share not in self._brought:
+            if share not in self._fetched:
                 left = until - time.monotonic()
                 if self.lost or left <= 0:
                     return None
-                segments = bring_here(self.pool, share.keys, left)
+                segments = fetch_segments(self.pool, share.keys, left)
                 if len(segments) < len(share.keys):
-                    # It may have been the time that was too short.
+                    # Lost for good only if there was time left; else the deadline may have been too short.
                     self.lost = time.monotonic() < until
                     return None
-                self._brought[share] = segments
-                others = tuple(other for other in self.holding.shares if other is not share)
-                self.holding = Holding(self.holding.segments + segments, others)
-                # Whoever wakes up need not compute what it still owes, nor keep it leased.
-                share.asker.close_view(share.view)
-            return self._brought[share]
+                self._fetched[share] = segments
+                others = tuple(other for other in self.placement.shares if other is not share)
+                self.placement = Placement(self.placement.local + segments, others)
+                # A peer that answers again need neither compute the results it owes nor keep the segments leased.
+                share.peer.close_view(share.view)
+            return self._fetched[share]
         except TokenLakeError:
             return None
         finally:
-            self._bringing.release()
+            self._fetching.release()
 
     def close(self) -> None:
-        """Tell the other query engines. The segments here are given back when nobody computes over them any more."""
-        for share in self.holding.shares:
-            share.asker.close_view(share.view)
+        """Close the shares at the other query engines. The local segments are released when the last computation over
+        them is done."""
+        for share in self.placement.shares:
+            share.peer.close_view(share.view)
+
+
+class ViewOpener:
+    """Opens views for the engines of one tenant and layout."""
+
+    def __init__(self, tenant: str, layout: Layout, pools: Pools, peers: PeerClients) -> None:
+        self.layout = layout
+        self._tenant = tenant
+        self._pools = pools
+        self._peers = peers
+
+    def open(self, message: wire.OpenView) -> tuple[View, bytes]:
+        """The view, and one code per key: LOCAL or REMOTE up to the first segment that cannot be had, MISSING from
+        there on.
+
+        Blocks for the daemon and for other nodes. Raises LayoutRefused for heads that do not fit the layout,
+        ProtocolRefused for a message that contradicts itself, and as `Pools.get`.
+        """
+        attention = Attention(self.layout, AttentionShape.of(self.layout, message.heads, message.scale))
+        keys = _keys_of(message)
+        pool = self._pools.get(self._tenant, self.layout)
+        here = [index for index, owner in enumerate(message.owners) if owner == HERE]
+        for node in message.nodes:
+            # The daemon dials while this thread leases the local segments.
+            self._peers.get(node)
+        local = open_local(pool, [keys[index] for index in here])
+        hits = len(keys) if len(local) == len(here) else here[len(local)]
+        shares: dict[str, Share] = {}
+        try:
+            hits = self._open_shares(message, keys, hits, shares)
+        except BaseException:
+            for share in shares.values():
+                share.peer.close_view(share.view)
+            raise
+        local = Segments(local.slots[: sum(index < hits for index in here)])
+        found = bytes(Code.LOCAL if owner == HERE else Code.REMOTE for owner in message.owners[:hits])
+        codes = found + bytes([Code.MISSING]) * (len(keys) - hits)
+        return View(pool, attention, local, list(shares.values())), codes
+
+    def _open_shares(
+        self, message: wire.OpenView, keys: Sequence[SegmentKey], hits: int, shares: dict[str, Share]
+    ) -> int:
+        """Open the first `hits` keys at their owners and put the shares into `shares`. Returns the number of keys that
+        the view has. A segment that one node lacks shortens the view, and the other nodes are then asked again for
+        fewer keys."""
+        while True:
+            expected = {
+                node: [index for index in range(hits) if message.owners[index] == number]
+                for number, node in enumerate(message.nodes)
+            }
+            stale = [node for node in expected if len(expected[node]) != _count(shares, node)]
+            if not stale:
+                return hits
+            for node in stale:
+                if node in shares:
+                    shares[node].peer.close_view(shares[node].view)
+                    del shares[node]
+            asked = {node: [keys[index] for index in expected[node]] for node in stale if expected[node]}
+            shares |= self._request_shares(message, asked)
+            for node in asked:
+                opened = _count(shares, node)
+                if opened < len(expected[node]):
+                    hits = min(hits, expected[node][opened])
+
+    def _request_shares(self, message: wire.OpenView, keys: dict[str, list[SegmentKey]]) -> dict[str, Share]:
+        """Ask all nodes at once. Returns a share of each node that has at least its first key, with the keys that it
+        has."""
+        until = time.monotonic() + OPEN_S
+        asked: list[tuple[str, PeerClient, int, Future[bytes]]] = []
+        for node, connecting in {node: self._peers.get(node) for node in keys}.items():
+            try:
+                peer = connecting.result(max(0.0, until - time.monotonic()))
+            except (TokenLakeError, TimeoutError) as error:
+                log.info("no view at %s: %s", node, error)
+                continue
+            packed, layout = join_keys(keys[node]), self.layout.encode()
+            number, opening = peer.open_view(
+                lambda number, packed=packed, layout=layout: wire.OpenView(  # type: ignore[misc]
+                    number, self._tenant, layout, packed, (), b"", message.heads, message.scale
+                )
+            )
+            asked.append((node, peer, number, opening))
+        shares: dict[str, Share] = {}
+        for node, peer, number, opening in asked:
+            found = 0
+            try:
+                found = _local_prefix(opening.result(max(0.0, until - time.monotonic())))
+            except TimeoutError:
+                peer.deadline_missed()
+            except TokenLakeError as error:
+                log.warning("no view at %s: %s", node, error)
+                continue
+            if found:
+                shares[node] = Share(peer, number, tuple(keys[node][:found]))
+            else:
+                peer.close_view(number)
+        return shares
+
+
+def _count(shares: dict[str, Share], node: str) -> int:
+    return len(shares[node].keys) if node in shares else 0
+
+
+def _local_prefix(codes: bytes) -> int:
+    return next((index for index, code in enumerate(codes) if code != Code.LOCAL), len(codes))
+
+
+def _keys_of(message: wire.OpenView) -> list[SegmentKey]:
+    try:
+        keys = split_keys(message.keys)
+    except ValueError as error:
+        raise ProtocolRefused(str(error)) from error
+    if len(message.owners) != len(keys):
+        raise ProtocolRefused(f"{len(message.owners)} owners for {len(keys)} keys; expected one each")
+    if len(set(keys)) < len(keys) or len(set(message.nodes)) < len(message.nodes):
+        raise ProtocolRefused("a key or a node is named twice; expected each once")
+    if any(owner != HERE and owner >= len(message.nodes) for owner in message.owners):
+        raise ProtocolRefused(f"an owner beyond the {len(message.nodes)} nodes; expected an index of one of them")
+    return keys

@@ -25,6 +25,7 @@ from tokenlake.core.instructions import AbortFetch, SendBulk, StartFetch
 from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code, pack_frame, peer
+from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.frames import decode
 from tokenlake.wire.slots import SLOT_BYTES, unpack_slots
 from tokenlake_server.arena import Arena
@@ -45,7 +46,6 @@ SEND_STALL_S = 10
 """A reader that takes nothing for this long, at most for twice as long, is cut off, so that its pins end."""
 SENDERS_PER_PEER = RECEIVE_THREADS
 MAX_IOVEC = 64
-CHECKSUM_BYTES = 8
 HALVES_BYTES = 16 << 20
 """A fetch of at least this many comes in halves: one connection keeps less than one processor busy on each side."""
 CACHED_BYTES = 1 << 20

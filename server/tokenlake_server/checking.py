@@ -9,7 +9,7 @@ import xxhash
 
 from tokenlake.core import events
 from tokenlake.core.instructions import CheckSlot
-from tokenlake.core.packing import CHECKSUM_BYTES
+from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import unpack_slots
 from tokenlake_server.arena import Arena
 from tokenlake_server.driver import Driver

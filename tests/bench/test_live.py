@@ -183,7 +183,7 @@ def test_an_engine_keeps_its_session_at_a_daemon_whose_clock_is_fast() -> None:
     layout = bench_layout(16)
     fast = {"speed": str(speed), "lease_s": str(lease_s), "match_deadline_ms": "40000"}
     with Cluster(1, "8MiB", "1MiB", None, FAST_DAEMON, **fast) as running, running.connect(0, layout) as pool:
-        assert pool._link.heartbeat_s == pytest.approx(lease_s / 3 / speed)
+        assert pool.link.heartbeat_s == pytest.approx(lease_s / 3 / speed)
         session = pool.session
         began = running.nodes[0].metrics()
         client = LiveClient(pool, seed=1, haste=speed)

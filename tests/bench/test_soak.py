@@ -155,7 +155,7 @@ def test_an_engine_finds_bytes_that_were_changed(tmp_path: Path) -> None:
         assert done["segments compared"] > 100
         assert done["segments compared after a hold"] > 0
         assert not file.exists()
-        regions = pool._link.regions
+        regions = pool.link.regions
         for number in {number for number, _ in regions._mapped}:
             slots = regions.get(number, write=True).slots
             np.invert(slots, out=slots)

@@ -10,6 +10,7 @@ from tokenlake.hints import Hints
 from tokenlake.identity import LeaseId, SegmentKey, WriteId
 from tokenlake.keys import Prefix, TokenIds
 from tokenlake.wire import Code
+from tokenlake_client.match import DEFAULT_MATCH, MatchOptions
 
 
 @dataclass
@@ -59,11 +60,7 @@ class FakeNodes:
 class FakeMatch:
     pool: FakePool
     keys: Sequence[SegmentKey]
-    request: str | None = None
-    hints: Hints | None = None
-    tokens: int = 0
-    in_flight_wait_s: float = 0.0
-    in_flight_wait_per_segment_s: float = 0.0
+    options: MatchOptions
     cancelled: bool = False
     lease: FakeLease | None = None
 
@@ -141,24 +138,14 @@ class FakePool:
         return chain
 
     def begin_match(
-        self,
-        keys: Sequence[SegmentKey],
-        *,
-        deadline_s: float = 0.02,
-        request: str | None = None,
-        hints: Hints | None = None,
-        tokens: int = 0,
-        in_flight_wait_s: float = 0.0,
-        in_flight_wait_per_segment_s: float = 0.0,
+        self, keys: Sequence[SegmentKey], options: MatchOptions = DEFAULT_MATCH, *, deadline_s: float | None = None
     ) -> FakeMatch:
         if not self.reachable:
             raise Unreachable("gone")
-        self.matches.append(
-            FakeMatch(self, keys, request, hints, tokens, in_flight_wait_s, in_flight_wait_per_segment_s)
-        )
+        self.matches.append(FakeMatch(self, keys, options))
         return self.matches[-1]
 
-    def begin_beat(self) -> FakeBeat:
+    def begin_heartbeat(self) -> FakeBeat:
         self.beats += 1
         return FakeBeat(self)
 

@@ -100,7 +100,7 @@ def test_new_weights_remove_in_flight_markers() -> None:
     bench, asked = Bench(), request(100)
     prefill(bench)
     assert bench.place(asked) == 0
-    assert bench.pool.matches[-1].in_flight_wait_s > 0, "the lookup set a marker"
+    assert bench.pool.matches[-1].options.in_flight_wait_s > 0, "the lookup set a marker"
     bench.side.new_weights(NEW)
     removed = [(tuple(bench.pool.prefix(asked.all_token_ids).keys), 0.0)]
     assert bench.pool.claimed == removed

@@ -15,7 +15,7 @@ AGENT_ENDED = Hints(Outlook.GOES_ON, "agent", "stop", 1, 600.0, 5)
 def test_hints_go_with_lookups_and_saves() -> None:
     bench, asked = Bench("sync"), request(33)
     bench.side.new_request(asked, AGENT)
-    assert [(match.hints, match.tokens) for match in bench.pool.matches] == [(AGENT, 33)]
+    assert [(match.options.hints, match.options.prompt_tokens) for match in bench.pool.matches] == [(AGENT, 33)]
     bench.side.allocated(asked, blocks_of(asked), 0)
     saves = bench.step(asked, 0, 33).saves
     assert [save.hints for save in saves] == [AGENT]

@@ -165,4 +165,4 @@ def test_pool_calls_carry_the_request_name() -> None:
     bench, asked = Bench(shared=True), request(33, "chatcmpl-7")
     bench.place(asked)
     (save,) = bench.step(asked, 0, 33).saves
-    assert bench.pool.matches[0].request == bench.pool.reservations[0].request == save.request == "chatcmpl-7"
+    assert bench.pool.matches[0].options.request == bench.pool.reservations[0].request == save.request == "chatcmpl-7"

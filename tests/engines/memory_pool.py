@@ -17,6 +17,7 @@ from tokenlake.keys import Prefix, TokenIds, root_key
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake_client.engines.common.pool import CacheLease, CachePool
+from tokenlake_client.match import DEFAULT_MATCH, MatchOptions
 
 SECRET = b"secret of the test's tenant"
 
@@ -51,21 +52,13 @@ class MemoryPool:
         prefix.extend(tokens)
         return prefix
 
-    def match(
-        self,
-        keys: Sequence[SegmentKey],
-        *,
-        request: str | None = None,
-        hints: Hints | None = None,
-        tokens: int = 0,
-        in_flight_wait_s: float = 0.0,
-        in_flight_wait_per_segment_s: float = 0.0,
-    ) -> CacheLease:
+    def match(self, keys: Sequence[SegmentKey], options: MatchOptions = DEFAULT_MATCH) -> CacheLease:
         self.fail("match")
-        self.asked.append((request, hints, tokens))
+        self.asked.append((options.request, options.hints, options.prompt_tokens))
         with self.lock:
             hits = next((i for i, key in enumerate(keys) if key not in self.segments), len(keys))
-        self.patience.append(min(in_flight_wait_s, in_flight_wait_per_segment_s * (len(keys) - hits)))
+        missing = len(keys) - hits
+        self.patience.append(min(options.in_flight_wait_s, options.in_flight_wait_per_segment_s * missing))
         return MemoryLease(self, keys, hits)
 
     def store_all(

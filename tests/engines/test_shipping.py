@@ -10,7 +10,7 @@ import torch
 
 from tests.engines.models import FAMILIES, PAD, family, prompt
 from tests.query.scene import serving
-from tests.robustness.live import wait_pushed
+from tests.robustness.live import PATIENT_ENGINE, wait_pushed
 from tokenlake.errors import ConfigurationError
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
@@ -45,6 +45,7 @@ def engine_at(cluster: Cluster, node: int, model: Any, mode: Any = "ship", **opt
         "prefill_chunk": 24,
         "query_deadline": 10.0,
         "write_patience": 30.0,
+        "deadlines": PATIENT_ENGINE,
     }
     settings |= options
     return TokenLakeEngine(model, cluster.nodes[node].socket, EngineOptions(mode=mode, **settings))

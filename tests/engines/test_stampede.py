@@ -18,7 +18,7 @@ from tests.engines.test_shipping import NEW, SEGMENT, batch, engine_at
 from tests.robustness.live import LIMIT_S, daemons, wait_until
 from tokenlake.core.pendings import CLAIMED, WAITED
 from tokenlake.wire import Code
-from tokenlake_client import Lease, Pool
+from tokenlake_client import Lease, MatchOptions, Pool
 from tokenlake_client.engines.common.in_flight import FACTOR, LONGEST_S
 from tokenlake_client.engines.transformers import Counts, TokenLakeEngine
 from tokenlake_testing.children import start_child
@@ -40,10 +40,12 @@ import sys, time, torch
 from tests.engines.test_stampede import PATIENT_S, expect_prefill
 from tests.engines.models import family
 from tests.engines.test_shipping import SEGMENT
+from tests.robustness.live import PATIENT_ENGINE
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
 torch.set_num_threads(1)
 model = family("llama-gqa")
-engine = TokenLakeEngine(model, sys.argv[1], EngineOptions(mode=sys.argv[2], segment_tokens=SEGMENT))
+options = EngineOptions(mode=sys.argv[2], segment_tokens=SEGMENT, deadlines=PATIENT_ENGINE)
+engine = TokenLakeEngine(model, sys.argv[1], options)
 expect_prefill(engine, PATIENT_S)
 def computes(*_):
     print("computes", flush=True)
@@ -71,10 +73,10 @@ def in_vain(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     found: list[float] = []
     match = Pool.match
 
-    def watched(pool: Pool, keys: Any, **said: Any) -> Lease:
-        lease = match(pool, keys, **said)
-        if said.get("in_flight_wait_s") and lease.hits < len(keys) and lease.codes[lease.hits] == Code.PENDING:
-            found.append(said["in_flight_wait_s"])
+    def watched(pool: Pool, keys: Any, options: MatchOptions, **deadline: float) -> Lease:
+        lease = match(pool, keys, options, **deadline)
+        if options.in_flight_wait_s and lease.hits < len(keys) and lease.codes[lease.hits] == Code.PENDING:
+            found.append(options.in_flight_wait_s)
         return lease
 
     monkeypatch.setattr(Pool, "match", watched)

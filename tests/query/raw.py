@@ -1,4 +1,4 @@
-"""Connections to a query engine that say what no client says."""
+"""Connections to a query engine that send what no client sends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tokenlake_testing.cluster import Cluster
 
 
 class Raw:
-    """A socket to a query engine; `theirs` decodes what that says."""
+    """A socket to a query engine; `theirs` decodes its messages."""
 
     def __init__(self, sock: socket.socket, theirs: msgspec.msgpack.Decoder[Any]) -> None:
         self.sock = sock
@@ -28,7 +28,7 @@ class Raw:
         sock.settimeout(LIMIT_S)
 
     def send(self, message: msgspec.Struct, payload: bytes = b"", descriptor: int | None = None) -> None:
-        """A frame and what follows it."""
+        """Send a frame and the raw bytes that follow it."""
         frame = pack_frame(message)
         if descriptor is None:
             self.sock.sendall(frame + payload)
@@ -36,27 +36,27 @@ class Raw:
             socket.send_fds(self.sock, [frame], [descriptor])
 
     def receive(self) -> Any:
-        """The next frame."""
+        """The next message."""
         size = int.from_bytes(self.exactly(HEADER_BYTES), "little")
         return self._theirs.decode(self.exactly(size))
 
     def exactly(self, size: int) -> bytes:
-        """So many bytes."""
+        """The next `size` bytes."""
         data = b""
         while len(data) < size:
             more = self.sock.recv(size - len(data))
-            assert more, "it closed the connection"
+            assert more, "the query engine closed the connection"
             data += more
         return data
 
     def refused(self) -> wire.Refused:
-        """The next frame is a refusal."""
+        """The next message, which must be a refusal."""
         message = self.receive()
         assert isinstance(message, wire.Refused), message
         return message
 
     def wait_for_end(self) -> None:
-        """Of the stream, whatever comes before it. TimeoutError if it does not end."""
+        """Read until the connection ends. TimeoutError if it does not end."""
         with contextlib.suppress(ConnectionResetError):
             while self.sock.recv(1 << 16):
                 pass
@@ -64,8 +64,8 @@ class Raw:
 
 @contextlib.contextmanager
 def raw_engine(pool: Pool) -> Iterator[Raw]:
-    """As the engine of `pool`."""
-    link = pool._link
+    """A connection as that of the engine of `pool`."""
+    link = pool.link
     pending = link.channel.begin(engine.OpenQuery)
     link.expect(link.channel.wait(pending, LIMIT_S), engine.QueryOpened)
     assert pending.descriptor is not None
@@ -75,7 +75,7 @@ def raw_engine(pool: Pool) -> Iterator[Raw]:
 
 @contextlib.contextmanager
 def raw_peer(cluster: Cluster, node: int, asker: int) -> Iterator[Raw]:
-    """As the query engine of the member `asker`."""
+    """A connection as that of the query engine of the member `asker`."""
     answerer = cluster.nodes[node]
     with server.Raw(server.peer_address(answerer)) as raw:
         welcome = server.introduce(raw, server.identity_of(cluster.nodes[asker]), answerer.name, "query")

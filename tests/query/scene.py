@@ -1,5 +1,5 @@
-"""Shared by the tests of the query engine: daemons that have one, prompts whose cache is known, and what attention over
-it must be."""
+"""Helpers of the query engine's tests: daemons with query engines, prompts with known caches, and the attention over
+them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.robustness.live import LAYOUT, LIMIT_S, SEGMENT_TOKENS, daemons, outcomes, wait_pushed, wait_until
+from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT, SEGMENT_TOKENS, daemons, outcomes, wait_pushed, wait_until
 from tokenlake.attention import AttentionShape, Partial, SlotMap, Stored, as_float32, attend, from_float32
 from tokenlake.errors import TokenLakeError
 from tokenlake.layout import Layout
@@ -43,19 +43,19 @@ __all__ = [
 HEADS = 4
 SCALE = 0.2
 DEADLINE_S = 10.0
-"""Of a query that is not about deadlines."""
+"""Of queries in tests that are not about deadlines."""
 
 
 def layout_of(dtype: str) -> Layout:
-    """As `LAYOUT`, in this dtype."""
+    """`LAYOUT` in another dtype."""
     return msgspec.structs.replace(LAYOUT, dtype=dtype)
 
 
 class Text:
-    """Tokens and their cache: numbers drawn from all tokens up to a segment's end."""
+    """Tokens and their cache: random numbers, seeded with all tokens up to the end of the segment."""
 
     def __init__(self, seed: int, segments: int, shared: Text | None = None, layout: Layout = LAYOUT) -> None:
-        """`shared`: begin with all of that text's tokens."""
+        """`shared`: a text whose tokens this one begins with."""
         draw = random.Random(seed)
         head = shared.tokens if shared is not None else []
         self.layout = layout
@@ -70,18 +70,24 @@ class Text:
         return np.ascontiguousarray(from_float32(values, self.layout.dtype)).view(np.uint8)
 
     def store(self, pool: Pool) -> None:
-        """All of it."""
-        codes = pool.store_all(pool.prefix(self.tokens).keys, self._fill, patience=LIMIT_S)
-        assert outcomes(codes) <= {Code.COMMITTED, Code.EXISTS}
+        """Store all segments and wait until the node has them. A segment is PENDING while the node receives it from
+        another one, where the same text was stored a moment ago."""
+
+        def stored() -> bool:
+            codes = outcomes(pool.store_all(pool.prefix(self.tokens).keys, self._fill, patience=LIMIT_S))
+            assert codes <= {Code.COMMITTED, Code.EXISTS, Code.PENDING}, codes
+            return Code.PENDING not in codes
+
+        wait_until(stored, "the text is stored")
 
     def match(self, pool: Pool) -> Lease:
-        """A lease of all of it."""
+        """A lease of all segments."""
         lease = pool.match(pool.prefix(self.tokens).keys, deadline_s=DEADLINE_S)
         assert lease.hits == self.segments, outcomes(lease.codes)
         return lease
 
     def attention(self, queries: Stored, layer: int, segments: int | None = None) -> Partial:
-        """What `queries` `[tokens, heads, key dim]` must give: `out` `[tokens, heads, value dim]`, `lse`."""
+        """The expected result of `queries` `[tokens, heads, key dim]`: `out` `[tokens, heads, value dim]`, `lse`."""
         places = SlotMap.of(self.layout)
         parts = [places.views(self.content(index), layer) for index in range(segments or self.segments)]
         keys, values = (
@@ -103,29 +109,29 @@ class Text:
 
 @contextlib.contextmanager
 def serving(nodes: int = 1, memory: str = "8MiB", credential: str | None = None, **settings: str) -> Iterator[Cluster]:
-    """A cluster whose query engines answer."""
+    """A cluster whose query engines serve."""
     with daemons(nodes, memory, query_engine="true", **settings) as cluster:
         try:
             for number in range(nodes):
                 wait_serving(cluster, number, credential=credential)
             yield cluster
         finally:
-            # Shown by pytest where a test failed.
+            # pytest shows the output of failed tests.
             for node in cluster.nodes:
                 print(node.log.read_text())
 
 
 def wait_serving(cluster: Cluster, number: int, other_than: int = 0, credential: str | None = None) -> None:
-    """Until the query engine of a node, and not the process `other_than`, opens views."""
+    """Wait until the query engine of a node opens views, in another process than `other_than`."""
     node = cluster.nodes[number]
     text = Text(1000, 1)
-    with Pool.connect(node.socket, LAYOUT, credential) as pool:
-        text.store(pool)
+    with Pool.connect(node.socket, LAYOUT, credential, deadlines=PATIENT) as pool:
 
         def opens() -> bool:
             if engine_of(node) in (0, other_than):
                 return False
             try:
+                text.store(pool)
                 with text.match(pool) as lease, pool.open_view(lease, HEADS, SCALE):
                     return True
             except TokenLakeError:
@@ -135,7 +141,7 @@ def wait_serving(cluster: Cluster, number: int, other_than: int = 0, credential:
 
 
 def engine_of(node: Node) -> int:
-    """Process id of a daemon's query engine; 0 while there is none."""
+    """Process id of a daemon's query engine; 0 while it has none."""
     assert node.process is not None
     threads = Path(f"/proc/{node.process.pid}/task").glob("*/children")
     children = [int(child) for thread in threads for child in thread.read_text().split()]
@@ -143,14 +149,14 @@ def engine_of(node: Node) -> int:
 
 
 def freeze(pid: int) -> None:
-    """SIGSTOP, and wait until it is stopped."""
+    """Send SIGSTOP and wait until the process is stopped."""
     os.kill(pid, signal.SIGSTOP)
     stat = Path(f"/proc/{pid}/stat")
-    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it is stopped")
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the process is stopped")
 
 
 def spread(cluster: Cluster, texts: Sequence[Text]) -> None:
-    """Store texts at the second node and wait until every segment lies where it belongs: on all nodes."""
+    """Store texts at the second node and wait until their segments are pushed to the owners, which are on all nodes."""
     with cluster.connect(1, texts[0].layout) as pool:
         for text in texts:
             text.store(pool)
@@ -158,7 +164,7 @@ def spread(cluster: Cluster, texts: Sequence[Text]) -> None:
 
 
 def open_view(pool: Pool, text: Text, heads: int = HEADS, scale: float = SCALE) -> View:
-    """A view of all of a text; patient."""
+    """A view of all segments of a text, retried until `LIMIT_S`."""
     views: list[View] = []
 
     def opened() -> bool:

@@ -1,4 +1,4 @@
-"""What the query engines compute is what attention over the concatenated segments gives."""
+"""Results of the query engines equal attention over the concatenated segments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 
 def check(pool: Pool, parts: list[tuple[View, Text, int]], tolerance: float = 1e-5, rounds: int = 1) -> int:
-    """Ask about every layer, and compare; bytes that went over the network."""
+    """Query every layer and compare; returns the bytes that went over the network."""
     moved = 0
     layout = parts[0][1].layout
     with pool.init_query([(view, tokens) for view, _, tokens in parts]) as buffer:
@@ -55,7 +55,7 @@ def cluster() -> object:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_segments_of_two_other_nodes_and_of_this_one(cluster: Cluster, dtype: str) -> None:
+def test_segments_of_three_nodes(cluster: Cluster, dtype: str) -> None:
     layout = layout_of(dtype)
     text = Text(2, 16, layout=layout)
     spread(cluster, [text])
@@ -65,7 +65,7 @@ def test_segments_of_two_other_nodes_and_of_this_one(cluster: Cluster, dtype: st
         assert pool.match(pool.prefix(text.tokens).keys).local_hits < text.segments, "nothing was fetched"
 
 
-def test_a_batch_of_prompts_of_which_some_share_a_prefix(cluster: Cluster) -> None:
+def test_a_batch_with_a_shared_prefix(cluster: Cluster) -> None:
     head = Text(3, 6)
     texts = [head, Text(4, 5, shared=head), Text(5, 2, shared=head), Text(6, 9)]
     spread(cluster, texts)

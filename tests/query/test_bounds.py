@@ -1,4 +1,4 @@
-"""Memory, descriptors and threads of a query engine do not grow with what it has served."""
+"""Memory, descriptors and threads of a query engine do not grow with the number of views it has served."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.timeout(300)]
 
 GROWTH = 8 << 20
-"""Of an allocator that settles; a view that stayed would keep 1,000 times its own size."""
+"""For an allocator that settles; 1,000 leaked views would take much more."""
 
 
 def test_a_thousand_views() -> None:
@@ -39,12 +39,12 @@ def test_a_thousand_views() -> None:
         ):
             assert memory_now - memory < GROWTH
             assert descriptors_now <= descriptors + 4, "a connection with each other node"
-            # Pools of threads start their members when they need them.
+            # Thread pools start their threads when they need them.
             assert threads_now <= threads + 16
 
 
-def test_engines_that_go_leave_nothing() -> None:
-    """Their views, buffers and leases go with them, here and at the other nodes."""
+def test_closed_engines_leave_no_leases_or_descriptors() -> None:
+    """Their views, buffers and leases end at this node and at the other nodes."""
     with serving(3, memory="2MiB") as cluster:
         text = Text(70, 12)
         spread(cluster, [text])
@@ -68,11 +68,11 @@ def test_engines_that_go_leave_nothing() -> None:
         fillers = itertools.count(1000)
 
         def evicted() -> bool:
-            # More than the memory holds: a match makes what it finds the last to be evicted.
+            # More segments than fit: a match makes the segments it finds the most recently used.
             for _ in range(48):
                 Text(next(fillers), 12).store(pool)
             with pool.match(pool.prefix(text.tokens).keys, deadline_s=10.0) as lease:
                 return lease.hits == 0
 
         with cluster.connect(1, LAYOUT) as pool:
-            wait_until(evicted, "what nobody has leased any more makes room")
+            wait_until(evicted, "segments without a lease are evicted")

@@ -1,4 +1,4 @@
-"""Sends that wait for nobody, and a reader that puts frames and raw bytes together again."""
+"""Sends never block, and a reader reassembles frames and raw bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 def ended(connection: Connection) -> threading.Event:
-    """Start reading; set when it ended."""
+    """Start reading; the event is set when the connection has ended."""
     event = threading.Event()
     connection.serve(lambda body: None, event.set)
     return event
@@ -76,14 +76,14 @@ def test_frames_and_payloads_in_pieces_of_any_size(pair: Pair, seed: int) -> Non
         reader.frame()
 
 
-def test_a_frame_over_the_bound_is_refused_before_it_is_read(pair: Pair) -> None:
+def test_a_frame_over_the_bound_is_refused(pair: Pair) -> None:
     pair[0].sendall((MAX_FRAME + 1).to_bytes(4, "little"))
     with pytest.raises(ProtocolRefused, match=f"at most {MAX_FRAME}"):
         FrameReader(pair[1]).frame()
 
 
-def test_a_send_does_not_wait_and_the_rest_arrives_in_order(pair: Pair) -> None:
-    """Far more than a socket takes, of many buffers, to somebody who reads nothing yet."""
+def test_sends_never_block_and_arrive_in_order(pair: Pair) -> None:
+    """Far more bytes than a socket buffers, in many buffers, while the other side reads nothing yet."""
     connection = Connection(pair[0].dup(), "test")
     end = ended(connection)
     payloads = [random.Random(number).randbytes(3_000) for number in range(5_000)]
@@ -102,7 +102,7 @@ def test_a_send_does_not_wait_and_the_rest_arrives_in_order(pair: Pair) -> None:
     assert end.wait(10)
 
 
-def test_who_takes_nothing_is_cut_off(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_reader_is_disconnected(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STALLED_S", 1)
     connection = Connection(pair[0].dup(), "test")
     end = ended(connection)
@@ -112,7 +112,7 @@ def test_who_takes_nothing_is_cut_off(pair: Pair, monkeypatch: pytest.MonkeyPatc
     connection.send(wire.CloseView((2,)))
 
 
-def test_who_leaves_too_much_is_cut_off(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_unsent_bytes_disconnect(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_UNSENT_BYTES", 32 << 20)
     connection = Connection(pair[0].dup(), "test")
     end = ended(connection)
@@ -122,15 +122,15 @@ def test_who_leaves_too_much_is_cut_off(pair: Pair, monkeypatch: pytest.MonkeyPa
     assert end.wait(30)
 
 
-def test_the_other_sides_end_and_ours(pair: Pair) -> None:
-    """The descriptor is closed once, after the reading thread is done with it."""
+def test_the_socket_is_closed_once(pair: Pair) -> None:
+    """The descriptor is closed once, by the reading thread."""
     connection = Connection(pair[0].dup(), "test")
     before = len(os.listdir("/proc/self/fd"))
     end = ended(connection)
     pair[1].shutdown(socket.SHUT_RDWR)
     assert end.wait(10)
     connection.close()
-    wait_until(lambda: len(os.listdir("/proc/self/fd")) == before - 1, "it is closed")
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) == before - 1, "the socket is closed")
     assert not [thread for thread in threading.enumerate() if thread.name == "read test" and _lives(thread)]
 
 

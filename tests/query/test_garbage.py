@@ -1,4 +1,4 @@
-"""Noise on a query engine's sockets ends the connection it came over, and nothing else."""
+"""Noise on a socket of a query engine ends that connection and nothing else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def others_are_served(cluster: Cluster) -> Iterator[None]:
-    """By the same processes, before and after, over a connection and a view that stay open."""
+    """The same processes serve another connection and its view before and after each test."""
     text = Text(50, 16)
     spread(cluster, [text])
     processes = [engine_of(node) for node in cluster.nodes]
@@ -48,7 +48,7 @@ def others_are_served(cluster: Cluster) -> Iterator[None]:
 
 
 def noise(seed: int) -> list[bytes]:
-    """Streams that no sender of the protocol means."""
+    """Streams that are not of the protocol."""
     draw = random.Random(seed)
     frame = pack_frame(OPEN)
     damaged = bytearray(frame)
@@ -66,7 +66,7 @@ def noise(seed: int) -> list[bytes]:
 
 
 def send(raw: Raw, stream: bytes) -> None:
-    """All of it, and nothing after it; it is answered with the connection's end."""
+    """Send a stream and its end; the query engine must close the connection."""
     try:
         raw.sock.sendall(stream)
         raw.sock.shutdown(1)
@@ -90,7 +90,7 @@ def test_from_another_node(cluster: Cluster, seed: int) -> None:
             send(raw, stream)
 
 
-def test_descriptors_that_belong_to_nothing(cluster: Cluster) -> None:
+def test_unclaimed_descriptors(cluster: Cluster) -> None:
     with cluster.connect(0, LAYOUT) as pool, raw_engine(pool) as raw:
         for _ in range(20):
             try:
@@ -100,8 +100,8 @@ def test_descriptors_that_belong_to_nothing(cluster: Cluster) -> None:
         raw.wait_for_end()
 
 
-def test_an_asker_that_takes_no_results(cluster: Cluster) -> None:
-    """It asks and asks and reads nothing: whoever else is served does not wait for it."""
+def test_a_peer_that_reads_no_results(cluster: Cluster) -> None:
+    """It sends many requests and reads nothing; other connections are served meanwhile."""
     text = Text(51, 2)
     spread(cluster, [text])
     with cluster.connect(0, LAYOUT) as pool, raw_peer(cluster, 0, asker=1) as raw:
@@ -115,5 +115,5 @@ def test_an_asker_that_takes_no_results(cluster: Cluster) -> None:
         raw.sock.settimeout(0.5)
         ask = wire.Ask(1, 0, "float32", ((1, tokens),), len(queries))
         with pytest.raises(TimeoutError):
-            # It takes no more of them than it may keep results of.
+            # The query engine stops reading once too many results are unsent.
             raw.sock.sendall((pack_frame(ask) + queries) * 300)

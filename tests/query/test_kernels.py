@@ -1,4 +1,4 @@
-"""Each kernel against the reference over the concatenated tokens; every byte that is not to be read is a NaN's."""
+"""Each kernel against the reference over the concatenated tokens. Every byte that a kernel must not read is NaN."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ torch_cpu = pytest.importorskip("tokenlake_query.kernels.torch_cpu")
 
 LAYER, LAYERS, TOKENS = 1, 3, 5
 SPACING = 64
-"""Slots begin at multiples of it, as in an arena."""
+"""Slots begin at multiples of this, as in an arena."""
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 GROUPED = Layout(
@@ -61,7 +61,7 @@ PLACES = {
 
 @dataclass
 class Cached:
-    """Segments in slots of one memory; all of it that is not keys or values of `LAYER` is NaN."""
+    """Segments in slots of one memory. All bytes but the keys and values of `LAYER` are NaN."""
 
     layout: Layout
     places: list[int]
@@ -96,7 +96,7 @@ class Cached:
         assert found.out.shape == (len(queries), kernel.shape.q_heads, self.layout.value_dim)
         tolerance = TOLERANCE[self.layout.dtype]
         np.testing.assert_allclose(found.out.swapaxes(0, 1), expected.out, rtol=0, atol=tolerance)
-        # Of no queries there is no greatest sum.
+        # Without queries there is no greatest sum.
         np.testing.assert_allclose(found.lse.swapaxes(0, 1), expected.lse, rtol=tolerance, atol=tolerance)
         assert [slot.tobytes() for slot in self.slots] == before
 
@@ -129,12 +129,12 @@ def test_every_arrangement_of_heads(kernel_class: Any, arrangement: str, dtype: 
 def test_many_queries_over_gathered_segments(
     monkeypatch: pytest.MonkeyPatch, arrangement: str, places: str, scratch: int
 ) -> None:
-    """A scratch buffer of one segment, and of all."""
+    """A scratch buffer of one segment, and of all segments."""
     monkeypatch.setattr(torch_cpu, "SCRATCH_BYTES", scratch)
     layout, heads = ARRANGEMENTS[arrangement]
     kernel = torch_cpu.TorchKernel(layout, AttentionShape.of(layout, heads))
     cached = Cached(layout, PLACES[places])
-    # Twice, and fewer in between: what is left in the buffer is not seen.
+    # Fewer queries in between: the rest of the buffer must not be read.
     for count in (600, 515, 2, 600):
         cached.check(kernel, draw_queries(layout, count, heads))
 
@@ -150,7 +150,7 @@ def test_parts_are_bounded(monkeypatch: pytest.MonkeyPatch, places: str, parts: 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_extreme_logits(kernel_class: Any, dtype: str) -> None:
-    """One token has all weight wherever logits differ by more than a few; nothing overflows."""
+    """One token has all the weight where logits differ much; nothing overflows."""
     layout = changed(dtype=dtype)
     kernel = kernel_class(layout, AttentionShape.of(layout, 8))
     for scale in (1e3, 1e9):
@@ -168,7 +168,7 @@ def test_extreme_logits(kernel_class: Any, dtype: str) -> None:
         np.testing.assert_allclose(found.lse.swapaxes(0, 1), expected.lse, rtol=TOLERANCE[dtype])
 
 
-def test_queries_of_any_strides_are_left_as_they_are(kernel_class: Any) -> None:
+def test_queries_of_any_strides_are_not_changed(kernel_class: Any) -> None:
     kernel = kernel_class(GROUPED, AttentionShape.of(GROUPED, 32))
     cached = Cached(GROUPED, PLACES["scattered"])
     straight = draw_queries(GROUPED, 3, 32)
@@ -180,7 +180,7 @@ def test_queries_of_any_strides_are_left_as_they_are(kernel_class: Any) -> None:
 
 
 def test_no_segments_and_no_queries(kernel_class: Any) -> None:
-    """torch's kernel would end the process."""
+    """torch's kernel would kill the process for empty inputs."""
     kernel = kernel_class(GROUPED, AttentionShape.of(GROUPED, 32))
     nothing = kernel.attend(draw_queries(GROUPED, 2, 32), [], LAYER)
     assert not nothing.out.any()
@@ -189,7 +189,7 @@ def test_no_segments_and_no_queries(kernel_class: Any) -> None:
     assert (found.out.shape, found.lse.shape) == ((0, 32, 16), (0, 32))
 
 
-def test_results_are_memory_of_their_own(kernel_class: Any) -> None:
+def test_results_do_not_share_memory(kernel_class: Any) -> None:
     kernel = kernel_class(GROUPED, AttentionShape.of(GROUPED, 32))
     cached = Cached(GROUPED, [0])
     queries = draw_queries(GROUPED, 2, 32)
@@ -200,7 +200,7 @@ def test_results_are_memory_of_their_own(kernel_class: Any) -> None:
     np.testing.assert_array_equal(first.lse, kept[1])
 
 
-def test_what_does_not_fit_the_layout_is_refused_with_what_was_expected(kernel_class: Any) -> None:
+def test_arguments_that_do_not_fit_the_layout(kernel_class: Any) -> None:
     kernel = kernel_class(GROUPED, AttentionShape.of(GROUPED, 32))
     slots = Cached(GROUPED, [0, 1]).slots
     queries = draw_queries(GROUPED, 2, 32)
@@ -217,7 +217,7 @@ def test_what_does_not_fit_the_layout_is_refused_with_what_was_expected(kernel_c
         kernel_class(GROUPED, AttentionShape.of(changed(kv_heads=4), 8))
 
 
-def test_torch_computes_where_it_is_installed(
+def test_torch_kernel_is_chosen_where_installed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     shape = AttentionShape.of(GROUPED, 8)
@@ -228,7 +228,7 @@ def test_torch_computes_where_it_is_installed(
     assert "pip install 'tokenlake[query]'" in caplog.text
 
 
-def test_stored_types_are_torchs() -> None:
+def test_stored_types_match_torch() -> None:
     assert {name: stored_dtype(name).itemsize for name in torch_cpu._DTYPES} == {
         name: dtype.itemsize for name, dtype in torch_cpu._DTYPES.items()
     }

@@ -83,7 +83,7 @@ def test_a_slot_of_the_host_is_refused() -> None:
             kernel.attend(draw_queries(GROUPED, 1, 32), [wrong], LAYER)
 
 
-def test_a_device_that_nobody_serves_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = AttentionShape.of(GROUPED, 32)
     with pytest.raises(ConfigurationError, match="setting 'device' is 'tpu'; expected one of cpu, cuda"):
         kernel_for(GROUPED, shape, "tpu")

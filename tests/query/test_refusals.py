@@ -1,4 +1,4 @@
-"""What does not fit is refused, and the refusal says what was expected; the connection goes on."""
+"""Requests that do not fit are refused with the expected value, and the connection goes on."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def engine(cluster: Cluster) -> Iterator[Raw]:
-    """With view 1 of three segments, buffer 1 and a step 1 that is right."""
+    """An engine with view 1 of three segments, buffer 1 and a valid step 1."""
     text = Text(40, 3)
     spread(cluster, [text])
     with cluster.connect(0, LAYOUT) as pool, text.match(pool) as lease, raw_engine(pool) as raw:
@@ -49,7 +49,7 @@ def engine(cluster: Cluster) -> Iterator[Raw]:
         os.close(descriptor)
         raw.send(STEP)
         yield raw
-        # It serves after whatever was refused.
+        # The connection serves after every refusal.
         raw.send(STEP)
         raw.send(wire.Query(1, 1, 0, 9, 10.0))
         assert raw.receive() == wire.Answered(1, 1, 0, 9, bytes([Code.LOCAL]), 0, 0)
@@ -80,7 +80,7 @@ def test_steps(engine: Raw, changes: dict[str, object], expected: str) -> None:
     assert expected in engine.refused().reason
     if changes.get("buffer", 1) == 1:
         engine.send(wire.Query(1, 1, 0, 1, 1.0))
-        assert "no step 1" in engine.refused().reason, "nor does the step before it stand"
+        assert "no step 1" in engine.refused().reason, "the step before it is dropped too"
 
 
 @pytest.mark.parametrize(
@@ -115,13 +115,13 @@ def test_views(engine: Raw, message: wire.OpenView, kind: str, expected: str) ->
     assert expected in refused.reason
 
 
-def test_a_view_of_what_nobody_has_is_empty(engine: Raw) -> None:
+def test_a_view_of_unknown_segments_is_empty(engine: Raw) -> None:
     engine.send(open_message(2, TWO_KEYS, bytes([HERE, HERE])))
     assert engine.receive() == wire.Viewed(2, 0, bytes([Code.MISSING]) * 2)
 
 
 @pytest.mark.parametrize(("nbytes", "sealed"), [(NBYTES, False), (NBYTES // 2, True)])
-def test_a_buffer_that_could_end_the_process_is_not_mapped(cluster: Cluster, nbytes: int, sealed: bool) -> None:
+def test_an_unsealed_or_short_buffer_is_refused(cluster: Cluster, nbytes: int, sealed: bool) -> None:
     with cluster.connect(0, LAYOUT) as pool, raw_engine(pool) as raw:
         descriptor = memfd(nbytes, sealed=sealed)
         raw.send(wire.OpenBuffer(1, NBYTES), descriptor=descriptor)
@@ -130,7 +130,7 @@ def test_a_buffer_that_could_end_the_process_is_not_mapped(cluster: Cluster, nby
         raw.wait_for_end()
 
 
-def test_between_nodes_too(cluster: Cluster) -> None:
+def test_views_between_nodes(cluster: Cluster) -> None:
     with raw_peer(cluster, 0, asker=1) as raw:
         layout = LAYOUT.encode()
         raw.send(wire.OpenView(1, "default", layout, bytes(32), (), b"", 3, SCALE))
@@ -155,7 +155,7 @@ def test_between_nodes_too(cluster: Cluster) -> None:
         (wire.Ask(1, 0, "float32", (), 0), "expected 0"),
     ],
 )
-def test_asks_that_do_not_fit_end_the_connection(cluster: Cluster, ask: wire.Ask, expected: str) -> None:
+def test_a_wrong_ask_ends_the_connection(cluster: Cluster, ask: wire.Ask, expected: str) -> None:
     with raw_peer(cluster, 0, asker=1) as raw:
         raw.send(wire.OpenView(1, "default", LAYOUT.encode(), bytes(32), (), b"", HEADS, SCALE))
         assert isinstance(raw.receive(), wire.Viewed)
@@ -164,8 +164,8 @@ def test_asks_that_do_not_fit_end_the_connection(cluster: Cluster, ask: wire.Ask
         raw.wait_for_end()
 
 
-def test_a_view_that_was_closed_has_lost_what_is_asked_about_it(cluster: Cluster) -> None:
-    """It may have been closed while it was asked about: the connection goes on, behind the queries."""
+def test_queries_of_a_closed_view_are_lost(cluster: Cluster) -> None:
+    """A view may be closed while a request is under way: the connection goes on behind the queries."""
     with raw_peer(cluster, 0, asker=1) as raw:
         raw.send(wire.OpenView(1, "default", LAYOUT.encode(), bytes(32), (), b"", HEADS, SCALE))
         assert isinstance(raw.receive(), wire.Viewed)
@@ -178,17 +178,17 @@ def test_a_view_that_was_closed_has_lost_what_is_asked_about_it(cluster: Cluster
         assert raw.receive() == wire.Result(5, 0, bytes([Code.LOST]), 0)
 
 
-def test_segments_of_another_layout_are_not_attended_to(cluster: Cluster) -> None:
+def test_segments_of_another_layout_are_missing(cluster: Cluster) -> None:
     text = Text(41, 2)
     spread(cluster, [text])
     with cluster.connect(0, LAYOUT) as pool, cluster.connect(0, layout_of("float16")) as other:
         keys = pool.prefix(text.tokens).keys
         with raw_engine(other) as raw:
             raw.send(open_message(1, join_keys(keys), bytes([HERE, HERE])))
-            assert raw.receive() == wire.Viewed(1, 0, bytes([Code.MISSING]) * 2), "their slots have another size"
+            assert raw.receive() == wire.Viewed(1, 0, bytes([Code.MISSING]) * 2), "the slots have another size"
 
 
-def test_another_tenants_segments_cannot_be_named(tmp_path: Path) -> None:
+def test_segments_of_another_tenant_are_missing(tmp_path: Path) -> None:
     file = tmp_path / "tokenlake.toml"
     file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32))
     file.chmod(0o600)

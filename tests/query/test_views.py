@@ -1,4 +1,4 @@
-"""What another query engine does not answer for any more is brought here, once."""
+"""A share whose peer stops answering is fetched, once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tokenlake.attention import AttentionShape
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import query as wire
 from tokenlake_client import Pool
-from tokenlake_query.asking import Asker
-from tokenlake_query.segments import Segments, open_here
-from tokenlake_query.tally import Tally
+from tokenlake_query.compute_thread import Attention
+from tokenlake_query.counters import Counters
+from tokenlake_query.peer_client import PeerClient
+from tokenlake_query.segments import Segments, open_local
 from tokenlake_query.views import Share, View
-from tokenlake_query.work import Attention
 
 pytestmark = pytest.mark.live
 
@@ -36,52 +36,52 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture
-def there() -> Iterator[tuple[Asker, Raw]]:
+def there() -> Iterator[tuple[PeerClient, Raw]]:
     ours, theirs = socket.socketpair()
     with theirs:
-        asker = Asker(ours, "b", Tally())
-        yield asker, Raw(theirs, wire.ask_decoder)
-        asker.close()
+        client = PeerClient(ours, "b", Counters())
+        yield client, Raw(theirs, wire.ask_decoder)
+        client.close()
 
 
-def view_of(pool: Pool, asker: Asker, keys: list[SegmentKey]) -> tuple[View, Share]:
-    """The first two segments here, those of `keys` at the asker."""
-    share = Share(asker, VIEW_THERE, tuple(keys))
-    here = open_here(pool, pool.prefix(TEXT.tokens).keys[:2])
+def view_of(pool: Pool, client: PeerClient, keys: list[SegmentKey]) -> tuple[View, Share]:
+    """A view whose first two segments are local and whose segments `keys` are a share of the peer."""
+    share = Share(client, VIEW_THERE, tuple(keys))
+    here = open_local(pool, pool.prefix(TEXT.tokens).keys[:2])
     return View(pool, Attention(LAYOUT, AttentionShape.of(LAYOUT, HEADS, SCALE)), here, [share]), share
 
 
-def test_it_is_brought_once_and_the_view_has_it_from_then_on(pool: Pool, there: tuple[Asker, Raw]) -> None:
-    asker, raw = there
-    view, share = view_of(pool, asker, pool.prefix(TEXT.tokens).keys[2:])
-    brought = view.bring(share, time.monotonic() + LIMIT_S)
+def test_a_share_is_fetched_once_and_becomes_local(pool: Pool, there: tuple[PeerClient, Raw]) -> None:
+    client, raw = there
+    view, share = view_of(pool, client, pool.prefix(TEXT.tokens).keys[2:])
+    brought = view.fetch(share, time.monotonic() + LIMIT_S)
     assert brought is not None
     assert [slot.tobytes() for slot in brought.slots] == [TEXT.content(index).tobytes() for index in range(2, 6)]
-    assert view.bring(share, time.monotonic() + LIMIT_S) is brought
-    segments, shares = view.holding
+    assert view.fetch(share, time.monotonic() + LIMIT_S) is brought
+    segments, shares = view.placement
     assert [slot.tobytes() for slot in segments.slots] == [TEXT.content(index).tobytes() for index in range(6)]
     assert not shares
-    assert raw.receive() == wire.CloseView((VIEW_THERE,)), "it need not keep them leased"
+    assert raw.receive() == wire.CloseView((VIEW_THERE,)), "the peer need not keep them leased"
     assert not view.lost
 
 
-def test_what_nobody_has_is_lost_for_good(pool: Pool, there: tuple[Asker, Raw]) -> None:
+def test_segments_without_an_owner_are_lost(pool: Pool, there: tuple[PeerClient, Raw]) -> None:
     view, share = view_of(pool, there[0], [SegmentKey(bytes(32))])
-    assert view.bring(share, time.monotonic() + LIMIT_S) is None
+    assert view.fetch(share, time.monotonic() + LIMIT_S) is None
     assert view.lost
-    assert view.holding.shares == (share,)
+    assert view.placement.shares == (share,)
 
 
-def test_without_time_it_is_tried_again(pool: Pool, there: tuple[Asker, Raw]) -> None:
+def test_a_fetch_without_time_is_tried_again(pool: Pool, there: tuple[PeerClient, Raw]) -> None:
     view, share = view_of(pool, there[0], pool.prefix(TEXT.tokens).keys[2:])
-    assert view.bring(share, time.monotonic()) is None
+    assert view.fetch(share, time.monotonic()) is None
     assert not view.lost
-    assert view.bring(share, time.monotonic() + LIMIT_S) is not None
+    assert view.fetch(share, time.monotonic() + LIMIT_S) is not None
 
 
-def test_segments_stay_right_when_all_else_makes_room(pool: Pool) -> None:
-    """Their leases last as long as anybody may compute over them."""
-    segments: Segments = open_here(pool, pool.prefix(TEXT.tokens).keys)
+def test_leased_segments_survive_eviction(pool: Pool) -> None:
+    """The segments stay leased as long as arrays over them exist."""
+    segments: Segments = open_local(pool, pool.prefix(TEXT.tokens).keys)
     for number in range(60):
         Text(2000 + number, 6).store(pool)
     for index, slot in enumerate(segments.slots):

@@ -1,4 +1,5 @@
-"""Partial attention: any split in any order is full attention, for every element type and arrangement of heads."""
+"""Partial attention: any split in any order merges to full attention, for every element type and arrangement of
+heads."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Multi-head, grouped-query, multi-query; values of other dimensions than keys, or the keys' first columns."""
+    """Multi-head, grouped-query and multi-query; values of other dimensions than keys, or the keys' first columns."""
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     q_len, tokens = draw(st.integers(1, 3)), draw(st.integers(1, 12))
     key_dim, value_dim = draw(st.integers(1, 6)), draw(st.integers(1, 6))
@@ -53,7 +54,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @st.composite
 def parted(draw: st.DrawFn) -> tuple[Case, list[list[int]]]:
-    """Tokens dealt to parts at random: any split, in any order, some parts without a token."""
+    """Tokens dealt to parts at random: any split in any order; some parts have no token."""
     case = draw(cases())
     parts = draw(st.integers(1, 5))
     owners = draw(st.lists(st.integers(0, parts - 1), min_size=case.keys.shape[1], max_size=case.keys.shape[1]))
@@ -61,7 +62,7 @@ def parted(draw: st.DrawFn) -> tuple[Case, list[list[int]]]:
 
 
 def plain(case: Case) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """By the definition, a query at a time, in Python's floats."""
+    """Attention by its definition, one query at a time, in Python's floats."""
     group = len(case.query) // len(case.keys)
     out = np.empty((*case.query.shape[:2], case.values.shape[-1]))
     lse = np.empty(case.query.shape[:2])
@@ -78,11 +79,11 @@ def plain(case: Case) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 @settings(deadline=None)
 @given(cases())
-def test_the_reference_is_the_definition(case: Case) -> None:
+def test_reference_equals_the_definition(case: Case) -> None:
     part = case.part(slice(None))
     out, lse = plain(case)
     assert part.out.dtype == part.lse.dtype == np.float32
-    # Two logits of 1e36 that differ by less than float64 resolves may swap: compared where they cannot.
+    # Logits of 1e36 may differ by less than float64 resolves; results are compared only for smaller ones.
     if np.abs(lse).max() < 1e6:
         np.testing.assert_allclose(part.out, out, rtol=1e-5, atol=1e-5 * np.abs(case.values).max())
     np.testing.assert_allclose(part.lse, lse, rtol=1e-6, atol=1e-6)
@@ -90,7 +91,7 @@ def test_the_reference_is_the_definition(case: Case) -> None:
 
 @settings(deadline=None, max_examples=300)
 @given(parted())
-def test_any_split_in_any_order_is_the_whole(parted: tuple[Case, list[list[int]]]) -> None:
+def test_merged_parts_equal_the_whole(parted: tuple[Case, list[list[int]]]) -> None:
     case, parts = parted
     whole = case.part(slice(None))
     merged = merge([case.part(part) for part in parts])
@@ -98,8 +99,8 @@ def test_any_split_in_any_order_is_the_whole(parted: tuple[Case, list[list[int]]
     assert np.isfinite(merged.out).all()
     assert np.isfinite(merged.lse).all()
     np.testing.assert_allclose(merged.lse, whole.lse, rtol=1e-6, atol=1e-6)
-    # A log-sum-exp of 1e4 is rounded to 1e-3, and the weights of the parts with it; far beyond, one token has all
-    # weight, and which of two nearly equal ones is a matter of rounding.
+    # A log-sum-exp of 1e4 is rounded to 1e-3, and so are the weights of the parts. For far greater ones a single token
+    # has all the weight, and rounding decides between two nearly equal ones.
     rounding = 4 * float(np.abs(whole.lse).max()) * 2.0**-24
     if rounding < 0.1:
         worst = float(np.abs(case.values).max()) * (1e-5 + 2 * rounding)
@@ -108,8 +109,8 @@ def test_any_split_in_any_order_is_the_whole(parted: tuple[Case, list[list[int]]
 
 @settings(deadline=None)
 @given(parted(), st.randoms(use_true_random=False))
-def test_the_order_of_merging_does_not_matter(parted: tuple[Case, list[list[int]]], random: st.DataObject) -> None:
-    """Two at a time, in an order drawn anew at each step, as replies of peers come in."""
+def test_order_of_merging_does_not_matter(parted: tuple[Case, list[list[int]]], random: st.DataObject) -> None:
+    """Parts are merged two at a time in random order, as the results of peers arrive."""
     case, parts = parted
     left = [case.part(part) for part in parts]
     together = merge(left)
@@ -132,14 +133,14 @@ def test_an_empty_part_changes_nothing(case: Case) -> None:
         np.testing.assert_array_equal(merged.lse, whole.lse)
 
 
-def test_only_empty_parts_give_an_empty_part() -> None:
+def test_empty_parts_merge_to_an_empty_part() -> None:
     nothing = empty_partial(4, 2, 3)
     merged = merge([nothing, nothing])
     np.testing.assert_array_equal(merged.out, np.zeros((4, 2, 3), np.float32))
     np.testing.assert_array_equal(merged.lse, np.full((4, 2), -np.inf, np.float32))
 
 
-def test_a_query_may_be_empty_in_all_parts_beside_one_that_is_not() -> None:
+def test_one_query_is_empty_in_all_parts() -> None:
     first, second = empty_partial(1, 2, 3), empty_partial(1, 2, 3)
     first.lse[0, 1], first.out[0, 1] = 5.0, 7.0
     merged = merge([first, second])
@@ -147,12 +148,12 @@ def test_a_query_may_be_empty_in_all_parts_beside_one_that_is_not() -> None:
     assert merged.out.tolist() == [[[0.0] * 3, [7.0] * 3]]
 
 
-def test_no_parts_at_all_have_no_shape() -> None:
+def test_merging_no_parts_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one part"):
         merge([])
 
 
-def test_parts_are_left_as_they_are() -> None:
+def test_merging_does_not_change_the_parts() -> None:
     rng = np.random.default_rng(1)
     parts = [Partial(rng.random((2, 3, 4), np.float32), rng.random((2, 3), np.float32)) for _ in range(3)]
     before = [(part.out.copy(), part.lse.copy()) for part in parts]
@@ -175,7 +176,7 @@ def test_extreme_log_sum_exps(lses: tuple[float, float]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(number=st.floats(width=32))
-def test_element_types_round_as_ieee_says(dtype: str, number: float) -> None:
+def test_rounding_is_that_of_ieee_754(dtype: str, number: float) -> None:
     stored = from_float32(np.array([number], np.float32), dtype)
     back = as_float32(stored, dtype)[0]
     if math.isnan(number):
@@ -193,5 +194,5 @@ def test_element_types_round_as_ieee_says(dtype: str, number: float) -> None:
         step = 2.0 ** (exponent - bits + 1)
         # Python's round() takes ties to even too.
         assert back == round(number / step) * step
-    # What has the precision already is not changed.
+    # A value that has the precision already is not changed.
     np.testing.assert_array_equal(as_float32(from_float32(np.array([back], np.float32), dtype), dtype), [back])

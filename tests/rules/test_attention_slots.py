@@ -40,7 +40,7 @@ def slot_of(slots: SlotMap) -> np.ndarray[Any, np.dtype[np.uint8]]:
     dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
     data=st.data(),
 )
-def test_views_are_the_bytes_that_the_storage_order_names(
+def test_views_follow_the_storage_order(
     kv_heads: int, layers: int, tokens: int, key_dim: int, value_dim: int, dtype: str, data: st.DataObject
 ) -> None:
     """Compared with slicing [head group][layer][K, V][head][token][dim] step by step."""
@@ -89,7 +89,7 @@ def test_places_end_within_the_slot() -> None:
     assert slots.places(0, 0)[0].end == 0
 
 
-def test_views_keep_the_slot_alive_and_are_read_only_where_it_is() -> None:
+def test_views_keep_the_slot_alive_and_its_flags() -> None:
     slots = SlotMap.of(LAYOUT)
     slot = slot_of(slots)
     slot.flags.writeable = False
@@ -104,7 +104,7 @@ def test_views_keep_the_slot_alive_and_are_read_only_where_it_is() -> None:
 @pytest.mark.parametrize(
     ("layer", "tokens", "named"), [(3, 1, "layer"), (-1, 1, "layer"), (0, 8, "tokens"), (0, -1, "tokens")]
 )
-def test_what_a_segment_does_not_have_is_refused(layer: int, tokens: int, named: str) -> None:
+def test_layers_and_tokens_out_of_range_are_refused(layer: int, tokens: int, named: str) -> None:
     slots = SlotMap.of(LAYOUT)
     with pytest.raises(LayoutRefused, match=named):
         slots.views(slot_of(slots), layer, tokens)
@@ -138,7 +138,7 @@ def test_the_shape_follows_the_layout() -> None:
         ({"latent": True, "value_dim": 7}, "value_dim"),
     ],
 )
-def test_a_shape_that_cannot_be_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
+def test_an_invalid_shape_is_refused_by_field(fields: dict[str, Any], named: str) -> None:
     good: dict[str, Any] = {"q_heads": 8, "kv_heads": 4, "key_dim": 6, "value_dim": 6, "scale": 1.0}
     AttentionShape(**good)
     with pytest.raises(LayoutRefused, match=f"'{named}'"):

@@ -1,4 +1,4 @@
-"""The prefix tree, the cost of each way, and the plans made of them."""
+"""The prefix tree, the cost of each way, and plans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tokenlake.planner import (
     QueryFit,
     Rates,
     Request,
-    Run,
+    SegmentSequence,
     TransferFit,
     Way,
     cache_load,
@@ -31,7 +31,7 @@ from tokenlake.planner import (
 )
 
 choosing = sys.modules["tokenlake.planner.choose"]
-"""Behind the function of the same name."""
+"""The module; the package exports a function of the same name."""
 
 MODEL = Model(layers=4, segment_bytes=1 << 20, query_bytes=1 << 12)
 TOKENS = 16
@@ -43,7 +43,7 @@ def key(name: str) -> SegmentKey:
 
 
 def request(names: str, tokens: int | None = None, answer: int | None = 4) -> Request:
-    """`names`: one letter per segment."""
+    """A request whose prompt has one segment per letter of `names`."""
     keys = tuple(key(names[: index + 1]) for index in range(len(names)))
     return Request(
         name=names, keys=keys, tokens=TOKENS * len(names) + 5 if tokens is None else tokens, answer_tokens=answer
@@ -58,7 +58,7 @@ def rates(prefills: bool = True) -> Rates:
 
 
 def link(of: Rates, node: NodeId, round_trip_s: float, bytes_per_s: float) -> None:
-    """The way to `node`."""
+    """Set the rates of the network to `node`."""
     of.peer(node).fetch = TransferFit(round_trip_s, 1 / bytes_per_s)
     of.peer(node).queries = QueryFit(round_trip_s, 1 / bytes_per_s)
 
@@ -70,23 +70,23 @@ def everything(requests: Sequence[Request], *nodes: NodeId) -> dict[SegmentKey, 
 # -- the tree
 
 
-def test_a_tree_of_shared_and_private_runs() -> None:
+def test_a_tree_of_shared_and_private_sequences() -> None:
     requests = [request("abc"), request("abd"), request("x"), request("ab")]
     owners = everything(requests, A)
     owners[key("abc")] = (B, A)
     del owners[key("x")]
     tree = grow(requests, owners, TOKENS)
-    assert tree.runs == (
-        Run(-1, (key("a"), key("ab")), (A,), (0, 1, 3)),
-        Run(0, (key("abc"),), (B, A), (0,)),
-        Run(0, (key("abd"),), (A,), (1,)),
+    assert tree.sequences == (
+        SegmentSequence(-1, (key("a"), key("ab")), (A,), (0, 1, 3)),
+        SegmentSequence(0, (key("abc"),), (B, A), (0,)),
+        SegmentSequence(0, (key("abd"),), (A,), (1,)),
     )
     assert tree.hit_tokens == (48, 48, 0, 32)
     assert tree.starts == (0, 32, 32)
     assert tree.slots() == {A: 4, B: 1}
 
 
-def test_a_prefix_ends_at_the_first_gap_and_leaves_a_token_to_compute() -> None:
+def test_a_prefix_ends_at_the_first_gap_or_last_token() -> None:
     whole = request("abcd")
     assert grow([whole], {**everything([whole], A), key("abc"): ()}, TOKENS).hit_tokens == (32,)
     assert grow([request("ab", tokens=32)], everything([whole], A), TOKENS).hit_tokens == (16,)
@@ -96,32 +96,32 @@ def test_a_prefix_ends_at_the_first_gap_and_leaves_a_token_to_compute() -> None:
 
 
 def cost_of(costs: Costs, tree: PrefixTree, ways: Sequence[tuple[Way, NodeId | None]]) -> float | None:
-    """What these ways cost, one per run; None where they cannot be. Spelled out anew, run by run."""
+    """Cost of one way per sequence; None where the combination is impossible. Computed independently of `choose`."""
     total = 0.0
     shipped = set()
-    for run, (way, owner) in enumerate(ways):
-        parent = tree.runs[run].parent
+    for sequence, (way, owner) in enumerate(ways):
+        parent = tree.sequences[sequence].parent
         if parent >= 0 and ways[parent][0] is Way.RECOMPUTE:
             if way is not Way.RECOMPUTE:
                 return None
-            total += costs.attention(run)
+            total += costs.attention(sequence)
         elif way is Way.RECOMPUTE:
-            total += costs.recompute(run) + costs.attention(run)
+            total += costs.recompute(sequence) + costs.attention(sequence)
         elif way is Way.LOCAL:
-            total += costs.local(run)
+            total += costs.local(sequence)
         elif way is Way.FETCH:
             assert owner is not None
-            total += costs.fetch(run, owner) + costs.local(run)
+            total += costs.fetch(sequence, owner) + costs.local(sequence)
         else:
             assert owner is not None
             shipped.add(owner)
-            total += costs.ship(run, owner)
+            total += costs.ship(sequence, owner)
     return total + sum(costs.round_trips(owner) for owner in shipped)
 
 
-def all_ways(costs: Costs, run: Run) -> list[tuple[Way, NodeId | None]]:
+def all_ways(costs: Costs, sequence: SegmentSequence) -> list[tuple[Way, NodeId | None]]:
     ways: list[tuple[Way, NodeId | None]] = []
-    for owner in run.owners:
+    for owner in sequence.owners:
         ways += [(Way.LOCAL, owner)] if owner == costs.node else [(Way.FETCH, owner), (Way.SHIP, owner)]
     if not costs.rates.prefill.known:
         return [(way, owner) for way, owner in ways if way is not Way.SHIP]
@@ -130,7 +130,7 @@ def all_ways(costs: Costs, run: Run) -> list[tuple[Way, NodeId | None]]:
 
 @settings(deadline=None, max_examples=150)
 @given(st.data())
-def test_the_ways_chosen_are_as_cheap_as_brute_force_finds(data: st.DataObject) -> None:
+def test_chosen_ways_cost_what_brute_force_finds(data: st.DataObject) -> None:
     prompts = data.draw(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3, unique=True))
     requests = [request(text, answer=data.draw(st.integers(0, 300))) for text in prompts]
     known = rates(prefills=data.draw(st.booleans()))
@@ -143,16 +143,16 @@ def test_the_ways_chosen_are_as_cheap_as_brute_force_finds(data: st.DataObject) 
             data.draw(st.sampled_from([1e8, 1e9, 1e10])),
         )
         peer.open_s.add(data.draw(st.sampled_from([0.0, 1e-2])), 0.0)
-        peer.backlog_s.add(data.draw(st.sampled_from([0.0, 1e-3])), 0.0)
     where = st.lists(st.sampled_from([A, B, C, D]), min_size=1, max_size=2, unique=True).map(tuple)
     owners = {each: data.draw(where) for made in requests for each in made.keys}
     tree = grow(requests, owners, TOKENS)
     costs = Costs(tree, Batch(tree, range(len(requests)), known), A, MODEL, known)
-    assume(len(tree.runs) <= 5)
+    assume(len(tree.sequences) <= 5)
     decisions, seconds = choose(costs)
     chosen = cost_of(costs, tree, [(each.way, each.owner) for each in decisions])
     assert chosen == pytest.approx(seconds)
-    tried = [cost_of(costs, tree, ways) for ways in itertools.product(*(all_ways(costs, run) for run in tree.runs))]
+    every = itertools.product(*(all_ways(costs, sequence) for sequence in tree.sequences))
+    tried = [cost_of(costs, tree, ways) for ways in every]
     assert seconds == pytest.approx(min(cost for cost in tried if cost is not None))
 
 
@@ -162,11 +162,11 @@ def decide(made: Rates, requests: Sequence[Request], owner: NodeId) -> list[Way]
     return [each.way for each in decisions]
 
 
-def test_what_is_here_is_read_here() -> None:
+def test_local_sequences_are_read_locally() -> None:
     assert decide(rates(), [request("abcdefgh")], A) == [Way.LOCAL]
 
 
-def test_a_slow_link_makes_recomputing_cheaper_and_short_answers_ship() -> None:
+def test_link_speed_and_answer_length_decide_the_way() -> None:
     made = rates()
     link(made, B, 400e-6, 1e6)
     assert decide(made, [request("abcdefgh")], B) == [Way.RECOMPUTE]
@@ -177,14 +177,14 @@ def test_a_slow_link_makes_recomputing_cheaper_and_short_answers_ship() -> None:
     assert decide(made, [request("abcdefgh", answer=3000)], B) in ([Way.FETCH], [Way.RECOMPUTE])
 
 
-def test_nothing_is_recomputed_before_prefills_were_measured() -> None:
+def test_no_recompute_before_prefills_are_measured() -> None:
     made = rates(prefills=False)
     link(made, B, 10.0, 1e3)
     assert decide(made, [request("abcdefgh")], B) == [Way.FETCH]
 
 
-def test_the_sets_of_peers_that_are_tried_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What bounds the time of a plan, however many nodes hold a part of a prefix."""
+def test_the_number_of_tried_peer_sets_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of sets bounds the time of a plan, for any number of owners."""
     tried: list[tuple[NodeId, ...]] = []
     best = choosing._best
 
@@ -201,12 +201,12 @@ def test_the_sets_of_peers_that_are_tried_are_bounded(monkeypatch: pytest.Monkey
         made.peer(node).queries = QueryFit(1e-6, 1e-12, 0.0, 0.0)
     tree = grow([long], owners, TOKENS)
     choose(Costs(tree, Batch(tree, [0], made), A, MODEL, made))
-    assert len(tree.runs) == 10
+    assert len(tree.sequences) == 10
     assert len(tried) == len(set(tried)) == 2**choosing.MANY_PEERS
 
 
-def test_what_many_share_is_fetched_once_for_all() -> None:
-    """Alone each would send its queries; together they bring the segments."""
+def test_many_readers_share_one_fetch() -> None:
+    """A single reader ships its queries; many readers fetch the segments."""
     made = rates()
     link(made, B, 1e-5, 1e9)
     made.peer(B).open_s.add(0.0, 0.0)
@@ -256,14 +256,14 @@ def test_new_cache_begins_behind_what_is_cached() -> None:
         ([[7]], [1], "batch"),
     ],
 )
-def test_plans_that_cannot_be(batches: list[list[int]], dops: list[int], match: str) -> None:
+def test_impossible_plans_are_refused(batches: list[list[int]], dops: list[int], match: str) -> None:
     requests = [request("ab"), request("cd")]
     tree = grow(requests, everything(requests, A), TOKENS)
     with pytest.raises(ValueError, match=match):
         gen_plans(batches, dops, tree, {"i0": A, "i1": B}, MODEL, rates())
 
 
-def test_the_same_plans_for_the_same_question() -> None:
+def test_plans_are_deterministic() -> None:
     requests = [request("ab" + chr(99 + index)) for index in range(12)]
     tree = grow(requests, everything(requests, C, B), TOKENS)
     instances = {f"i{index}": (A, B, C, D)[index % 4] for index in range(12)}
@@ -276,7 +276,7 @@ def test_the_same_plans_for_the_same_question() -> None:
 # -- load
 
 
-def test_the_load_of_a_node_is_what_attention_over_its_segments_takes() -> None:
+def test_cache_load_is_the_share_of_attention_time() -> None:
     requests = [request("abcd"), request("ab"), request("xy")]
     owners = {**everything(requests[:2], B), **everything(requests[2:], C)}
     tree = grow(requests, owners, TOKENS)
@@ -290,22 +290,22 @@ def test_the_load_of_a_node_is_what_attention_over_its_segments_takes() -> None:
     assert cache_load([0], tree, {"i0": A}, MODEL.layers, Rates()) == {A: 0.0, B: 1.0}
 
 
-# -- what is measured
+# -- measurements
 
 
-def test_the_fit_of_the_prefill_finds_the_coefficients() -> None:
+def test_prefill_fit_finds_the_coefficients() -> None:
     made = rates().prefill
     assert made.seconds(1000, 4000) == pytest.approx(1e-3 + 0.2 + 1e-8 * 1000 * 4500, rel=1e-3)
 
 
-def test_no_coefficient_of_the_prefill_is_below_zero() -> None:
+def test_prefill_fit_has_no_negative_coefficient() -> None:
     made = Rates().prefill
     for new in range(10, 200, 10):
         made.add(new, 1000 - new, 1.0 - new / 1000, 0.0)
     assert made.seconds(5000, 0) >= made.seconds(100, 0) >= 0
 
 
-def test_what_was_true_long_ago_is_forgotten_once_enough_newer_is_known() -> None:
+def test_old_samples_are_dropped_for_enough_newer_ones() -> None:
     fit = TransferFit(0.0, 0.0)
     for at in range(64):
         fit.add(1000 * at, 1e-3 + 1e-6 * at, at)
@@ -316,7 +316,7 @@ def test_what_was_true_long_ago_is_forgotten_once_enough_newer_is_known() -> Non
     assert fit.seconds(100_000) == pytest.approx(1e-3 + 900e-6)
 
 
-def test_one_sample_far_off_moves_a_fit_little() -> None:
+def test_an_outlier_moves_a_fit_little() -> None:
     fit = TransferFit(0.0, 0.0)
     for at in range(20):
         fit.add(1000 * at, (1e-3 + 1e-6 * at) * (1.01 if at % 2 else 0.99), at)
@@ -335,5 +335,5 @@ def test_every_input_has_an_age() -> None:
     assert made.peer(B).open_s.value == 1e-3
     assert set(ages) == {
         *("copy", "prefill", "decode", "answer_tokens"),
-        *(f"{name} b" for name in ("fetch", "queries", "open_s", "backlog_s")),
+        *(f"{name} b" for name in ("fetch", "queries", "open_s")),
     }

@@ -1,7 +1,8 @@
-"""Attention over cached segments: its shape, where a layer lies in a slot, partial results and how they are merged.
+"""Attention over cached segments: its shape, the place of a layer in a slot, partial results and their merging.
 
-numpy alone. Who owns what: the functions here allocate what they return and change none of their arguments; views of
-slots (`SlotMap.views`) own nothing and are valid as long as the lease on the segment.
+The package needs numpy alone; `tokenlake.attention.torch_merge` does the same merge for tensors of torch. Functions
+allocate what they return and do not change their arguments. Views of slots (`SlotMap.views`) own no memory and are
+valid as long as the lease on the segment.
 """
 
 from tokenlake.attention.dtypes import Stored, as_float32, from_float32, stored_dtype

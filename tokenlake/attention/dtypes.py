@@ -1,4 +1,5 @@
-"""Element types of caches and queries as numpy sees them. It has no bfloat16: those are uint16, bit for bit."""
+"""Element types of caches and queries in numpy. numpy has no bfloat16: such elements are held as uint16, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from tokenlake.errors import LayoutRefused
 __all__ = ["Stored", "as_float32", "from_float32", "stored_dtype"]
 
 Stored = NDArray[Any]
-"""float32, float16, or uint16 that holds the bits of bfloat16."""
+"""An array of float32, of float16, or of uint16 that holds the bits of bfloat16."""
 
 _STORED: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
@@ -22,7 +23,7 @@ _STORED: dict[str, np.dtype[Any]] = {
 
 
 def stored_dtype(dtype: str) -> np.dtype[Any]:
-    """What arrays of the layout's `dtype` have here. Raises LayoutRefused for an unknown name."""
+    """The numpy type of arrays of the layout's `dtype`. Raises LayoutRefused for an unknown name."""
     try:
         return _STORED[dtype]
     except KeyError:
@@ -30,24 +31,24 @@ def stored_dtype(dtype: str) -> np.dtype[Any]:
 
 
 def as_float32(array: Stored, dtype: str) -> NDArray[np.float32]:
-    """The values of `array`, exactly. A new array, but for float32: that is `array` itself. Raises LayoutRefused when
-    the array's type is not the one of `dtype`."""
+    """The exact values of `array`. A new array, except for float32: then `array` itself. Raises LayoutRefused when the
+    type of the array is not that of `dtype`."""
     expected = stored_dtype(dtype)
     if array.dtype != expected:
-        raise LayoutRefused(f"an array of {dtype} has numpy's {array.dtype}; expected {expected}")
+        raise LayoutRefused(f"an array of {dtype} has numpy's type {array.dtype}; expected {expected}")
     if dtype == "bfloat16":
-        # The upper half of a float32.
+        # A bfloat16 is the upper half of a float32.
         return (array.astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float32, copy=False)
 
 
 def from_float32(values: NDArray[np.float32], dtype: str) -> Stored:
-    """`values` in `dtype`, rounded to nearest, ties to even; infinite beyond its range. A new array, but for float32:
-    that is `values` itself."""
+    """`values` in `dtype`, rounded to nearest, ties to even; values beyond its range become infinite. A new array,
+    except for float32: then `values` itself."""
     if dtype != "bfloat16":
         with np.errstate(over="ignore"):
             return values.astype(stored_dtype(dtype), copy=False)
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    # A NaN whose set bits are all in the lower half would round to infinity, or over into the sign.
+    # A NaN whose set bits all lie in the lower half would become infinity, or its rounding would reach the sign.
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)

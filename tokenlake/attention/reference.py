@@ -1,4 +1,4 @@
-"""Attention spelled out in numpy: what every kernel is compared with, and what runs where none is installed."""
+"""Reference attention in numpy: tests compare every kernel with it, and it serves where torch is not installed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def attend(query: NDArray[np.float32], keys: NDArray[np.float32], values: NDArra
 
     `query`: `[q heads, query, key dim]`; `keys`: `[kv heads, token, key dim]`; `values`:
     `[kv heads, token, value dim]`; q heads a multiple of kv heads. Returns new arrays, `out`
-    `[q heads, query, value dim]` and `lse` `[q heads, query]`. No tokens give an empty part.
+    `[q heads, query, value dim]` and `lse` `[q heads, query]`. Without tokens the result is empty.
 
-    Reckoned in float64 from the greatest logit, so that the result is finite wherever the logits fit float32.
+    Computed in float64 relative to the greatest logit, so that the result is finite wherever the logits fit float32.
     """
     q_heads, q_len, key_dim = query.shape
     kv_heads, tokens, _ = keys.shape
     if not tokens:
         return empty_partial(q_heads, q_len, values.shape[-1])
-    # The query heads that share a KV head are more rows for it.
+    # Query heads that share a KV head become further rows of that head.
     rows = query.reshape(kv_heads, -1, key_dim).astype(np.float64)
     logits = scale * (rows @ keys.astype(np.float64).swapaxes(1, 2))
     greatest = logits.max(-1, keepdims=True)

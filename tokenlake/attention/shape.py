@@ -1,4 +1,4 @@
-"""Heads, dimensions and scale of attention, and what its queries cost on the wire."""
+"""Heads, dimensions and scale of attention, and the bytes of its queries on the wire."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tokenlake.layout import Layout
 __all__ = ["LSE_BYTES", "AttentionShape"]
 
 LSE_BYTES = 4
-"""A log-sum-exp travels as float32."""
+"""Bytes of a log-sum-exp on the wire, a float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """Attention of one layer. Logits are `scale` x query . key.
+    """Attention of one layer. A logit is `scale` x query . key.
 
     Query head `h` reads KV head `h // group`: multi-head where `group` is 1, multi-query where `kv_heads` is 1,
     grouped-query between.
@@ -29,10 +29,10 @@ class AttentionShape:
     scale: float
     latent: bool = False
     """The value of a token is the first `value_dim` columns of its key row, as in DeepSeek's absorbed MLA (1 KV head,
-    576 and 512)."""
+    `key_dim` 576, `value_dim` 512)."""
 
     def __post_init__(self) -> None:
-        """Raises LayoutRefused naming the field."""
+        """Raises LayoutRefused, which names the field."""
         for field in ("q_heads", "kv_heads", "key_dim", "value_dim"):
             if getattr(self, field) < 1:
                 raise LayoutRefused(f"attention's '{field}' is {getattr(self, field)}; expected at least 1")
@@ -49,7 +49,7 @@ class AttentionShape:
 
     @classmethod
     def of(cls, layout: Layout, q_heads: int, scale: float | None = None) -> AttentionShape:
-        """For caches of `layout`. `scale`: 1 / sqrt(key dim) unless given. Raises LayoutRefused."""
+        """The shape for caches of `layout`. `scale` defaults to 1 / sqrt(key dim). Raises LayoutRefused."""
         return cls(
             q_heads=q_heads,
             kv_heads=layout.kv_heads,
@@ -65,10 +65,10 @@ class AttentionShape:
         return self.q_heads // self.kv_heads
 
     def query_bytes(self, q_size: int, out_size: int) -> int:
-        """Bytes that one query token of one layer costs on the wire, both ways, without frames (design section 8)::
+        """Bytes that one query token of one layer moves in both directions, without frames (design section 8)::
 
             q_heads x (key_dim x q_size + value_dim x out_size + 4)
 
-        `q_size`, `out_size`: bytes of an element of the query and of the output. The 4 are the log-sum-exp.
+        `q_size`, `out_size`: bytes of an element of the query and of the output. The 4 bytes are the log-sum-exp.
         """
         return self.q_heads * (self.key_dim * q_size + self.value_dim * out_size + LSE_BYTES)

@@ -1,4 +1,4 @@
-"""Where keys and values of a layer lie in a segment's slot, and views of them."""
+"""The places of a layer's keys and values in a segment's slot, and numpy views of them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["Place", "SlotMap"]
 
 
 class Place(NamedTuple):
-    """An array within a slot, in elements: `[head group][head in group][token][dim]`. KV head = head group x heads in a
-    group + head in group. The last stride is 1."""
+    """An array `[head group][head in group][token][dim]` within a slot, in elements. The index of a KV head is head
+    group x heads in a group + head in group. The last stride is 1."""
 
     offset: int
     shape: tuple[int, int, int, int]
@@ -25,7 +25,7 @@ class Place(NamedTuple):
 
     @property
     def end(self) -> int:
-        """One past its last element."""
+        """Index after its last element."""
         if 0 in self.shape:
             return self.offset
         return self.offset + 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
@@ -35,8 +35,8 @@ class Place(NamedTuple):
 class SlotMap:
     """Geometry of a slot, `[head group][layer][K, V][head in group][token][dim]`; with `latent`, `[K]` alone.
 
-    Four dimensions, since head groups lie a whole group apart: where a group has several heads, no three strides
-    reach all KV heads without a copy.
+    Views have four dimensions because head groups lie a whole group apart: where a group has several heads, an array
+    with one stride for all KV heads would need a copy.
     """
 
     dtype: str
@@ -48,11 +48,11 @@ class SlotMap:
     key_dim: int
     value_dim: int
     latent: bool = False
-    """The value is the first `value_dim` columns of the key row and is stored nowhere else."""
+    """The value is the first `value_dim` columns of the key row; it has no storage of its own."""
 
     @classmethod
     def of(cls, layout: Layout) -> SlotMap:
-        """Of segments of `layout`."""
+        """The map of slots that hold segments of `layout`."""
         return cls(
             dtype=layout.dtype,
             layers=layout.layers,
@@ -71,11 +71,11 @@ class SlotMap:
 
     @property
     def nbytes(self) -> int:
-        """Of a slot."""
+        """Bytes of a slot."""
         return self.groups * self.layers * self.heads * self.tokens * self.row * DTYPE_BYTES[self.dtype]
 
     def places(self, layer: int, tokens: int | None = None) -> tuple[Place, Place]:
-        """Keys and values of `layer`, of the first `tokens` tokens of the segment (all, unless given).
+        """The places of the keys and values of `layer`, for the first `tokens` tokens of the segment (default: all).
 
         Raises LayoutRefused for a layer or a number of tokens that a segment does not have.
         """
@@ -102,7 +102,7 @@ class SlotMap:
         return keys, values
 
     def check(self, slot: NDArray[np.uint8]) -> None:
-        """Raise LayoutRefused unless these are the bytes of a slot: one-dimensional, contiguous, as many or more."""
+        """Raise LayoutRefused unless `slot` is one-dimensional, contiguous, and at least `nbytes` long."""
         if slot.dtype != np.uint8 or slot.ndim != 1 or not slot.flags.c_contiguous or slot.nbytes < self.nbytes:
             raise LayoutRefused(
                 f"a slot is an array of {slot.dtype} of shape {slot.shape}; expected {self.nbytes} contiguous uint8"
@@ -111,10 +111,9 @@ class SlotMap:
     def views(self, slot: NDArray[np.uint8], layer: int, tokens: int | None = None) -> tuple[Stored, Stored]:
         """Keys `[groups, heads, tokens, key dim]` and values `[groups, heads, tokens, value dim]` of `layer`.
 
-        `slot`: the segment's bytes, one-dimensional, contiguous, at least `nbytes` long. Both arrays are views: they
-        copy nothing, keep `slot` alive, are writable where it is, and hold the segment's bytes for only as long as the
-        lease under which `slot` was given. With `latent` the values are columns of the keys.
-        Raises LayoutRefused as `places`, and for a slot of another size.
+        `slot`: the segment's bytes, as `check` demands. Both arrays are views: they copy nothing, keep `slot` alive and
+        are writable where it is. Their contents are valid as long as the lease on the segment. With `latent` the values
+        are columns of the keys. Raises LayoutRefused as `places` and `check` do.
         """
         self.check(slot)
         dtype = stored_dtype(self.dtype)

@@ -13,7 +13,6 @@ from functools import partial
 from tokenlake.core.background import Background
 from tokenlake.core.context import Context
 from tokenlake.core.instructions import AbortFetch, Note, StartFetch
-from tokenlake.core.packing import CHECKSUM_BYTES
 from tokenlake.core.peers import Peers
 from tokenlake.core.timers import Timer
 from tokenlake.hints import NO_HINTS, Hints
@@ -23,6 +22,7 @@ from tokenlake.store import Kind, Segment, State
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
 from tokenlake.wire.checks import KNOWN_CODES
+from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import join_keys
 
 __all__ = ["Fetches", "OnArrival", "deadline_s"]

@@ -17,6 +17,7 @@ from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.store import Kind, Segment
 from tokenlake.wire import peer as wire
+from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import join_keys
 
 __all__ = ["MAX_COUNTED", "Hot"]
@@ -26,7 +27,6 @@ MISSED = Metric("tokenlake_hot_misses_total", "Segments that such a copy did not
 
 MAX_COUNTED = 4096
 """Segments whose reads are counted between two reports, and of one hot set."""
-CHECKSUM_BYTES = 8
 KEPT_S = 60.0
 """A directory node that cannot be reached keeps its set for so long: its copies are read meanwhile."""
 

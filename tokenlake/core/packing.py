@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenlake.store import Segment
+from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import NO_SLOT_BYTES
 
-__all__ = ["CHECKSUM_BYTES", "pack"]
-
-CHECKSUM_BYTES = 8
+__all__ = ["pack"]
 
 
 def pack(segments: Sequence[Segment | None], shards: int, *, checksums: bool) -> tuple[bytes, bytes]:

@@ -28,7 +28,6 @@ from functools import partial
 from tokenlake.core.context import Context
 from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.fetches import Fetches, deadline_s
-from tokenlake.core.packing import CHECKSUM_BYTES
 from tokenlake.core.peers import Peer, Peers, Reply
 from tokenlake.hints import Hints
 from tokenlake.identity import NodeId, SegmentKey, TenantId
@@ -38,6 +37,7 @@ from tokenlake.store import Cursor, Kind, Segment, State
 from tokenlake.store.history import NOT_ADMITTED_RULE
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
+from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import join_keys, split_keys
 
 __all__ = ["Pushes"]

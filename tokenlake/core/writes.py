@@ -11,7 +11,6 @@ from tokenlake.core.access import with_access
 from tokenlake.core.claims import Claims
 from tokenlake.core.context import Context
 from tokenlake.core.instructions import Answer
-from tokenlake.core.packing import CHECKSUM_BYTES
 from tokenlake.core.pushes import Pushes
 from tokenlake.core.sessions import Process, Session, Sessions, Write
 from tokenlake.core.touches import Touches
@@ -21,6 +20,7 @@ from tokenlake.metrics import Metric
 from tokenlake.store import Kind, Segment, State
 from tokenlake.wire import Code
 from tokenlake.wire import engine as wire
+from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.slots import NO_SLOT_BYTES, split_keys
 
 __all__ = ["Writes"]

@@ -1,4 +1,4 @@
-"""The declarative interface's control plane: the prefix tree of some requests, and plans for their batches."""
+"""Rules of the control plane: the prefix tree of some requests, the cost model, and plans for batches."""
 
 from tokenlake.planner.choose import Decision, Way, choose
 from tokenlake.planner.costs import Batch, Costs, Model
@@ -6,7 +6,7 @@ from tokenlake.planner.fits import DecodeFit, PrefillFit, QueryFit, TransferFit
 from tokenlake.planner.load import cache_load
 from tokenlake.planner.plans import Plans, QueryPlan, TransferPlan, gen_plans
 from tokenlake.planner.rates import Estimate, PeerRates, Rates
-from tokenlake.planner.tree import PrefixTree, Request, Run, grow
+from tokenlake.planner.tree import PrefixTree, Request, SegmentSequence, grow
 
 __all__ = [
     "Batch",
@@ -23,7 +23,7 @@ __all__ = [
     "QueryPlan",
     "Rates",
     "Request",
-    "Run",
+    "SegmentSequence",
     "TransferFit",
     "TransferPlan",
     "Way",

@@ -1,9 +1,10 @@
-"""The cheapest way for each run of a batch on one node: local, fetch, ship or recompute.
+"""Chooses the cheapest way to use each cached sequence of a batch on one node: local, fetch, ship or recompute.
 
-A run that is recomputed takes everything behind it along: an engine computes the end of a prompt, not its middle. So
-the best of a run is the cheaper of recomputing all from it on, and using it in its cheapest way plus the best of each
-run behind it. That is exact for a given set of peers that queries go to, whose round trips are paid once; all sets of
-peers that could be worth theirs are tried.
+An engine computes the end of a prompt, not its middle. A sequence that is recomputed therefore takes all sequences
+behind it along. So the least cost from a sequence on is the smaller of two: recomputing everything from it on, or using
+it in its cheapest way plus the least costs of the sequences behind it. That is exact for a given set of peers that
+queries are shipped to, whose round trips are paid once. All sets of peers that could be worth their round trips are
+tried.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from tokenlake.planner.costs import Costs
 __all__ = ["MANY_PEERS", "Decision", "Way", "choose"]
 
 MANY_PEERS = 4
-"""Queries go to any set of so many peers, those that it saves most with; from the others runs are fetched."""
+"""At most this many peers are considered for shipping, those with which it saves most; sequences of other peers are
+fetched or recomputed."""
 
 
 class Way(Enum):
-    """How a cached run is used."""
+    """The ways to use a cached sequence."""
 
     LOCAL = "local"
     FETCH = "fetch"
@@ -34,15 +36,15 @@ class Way(Enum):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """For one run of a batch."""
+    """The way chosen for one sequence of a batch."""
 
-    run: int
-    """Index into the tree's runs."""
+    sequence: int
+    """Index into the tree's sequences."""
     way: Way
     owner: NodeId | None
-    """Who is read; None where it is recomputed."""
+    """The node that is read; None where the sequence is recomputed."""
     requests: tuple[int, ...]
-    """Those of the batch that read it, or recompute it."""
+    """Indices of the batch's requests that read or recompute the sequence."""
 
 
 class _Option(NamedTuple):
@@ -52,22 +54,22 @@ class _Option(NamedTuple):
 
 
 class _Options(NamedTuple):
-    """Of one run."""
+    """The costs of one sequence, in seconds."""
 
     moved: _Option
-    """Here, or fetched from where that is cheapest."""
+    """Read here, or fetched from the owner that is cheapest to fetch from."""
     shipped: Mapping[NodeId, float]
-    """Per owner that is a peer worth asking."""
+    """By owner, where shipping costs less than `moved`."""
     recomputed: float
-    """With everything behind it; infinite where that is not known."""
+    """The sequence and everything behind it; infinite while the time of a prefill is not known."""
 
 
 def choose(costs: Costs, sharers: Sequence[int] | None = None, *, ship: bool = True) -> tuple[list[Decision], float]:
-    """Decisions for all runs of the batch, parents first, and their cost in seconds. `sharers`: per run of the tree,
-    how many batches on this node read it (default: this one alone). `ship`: can queries of this model be shipped?
+    """Decisions for all sequences of the batch, parents first, and their total cost in seconds.
 
-    While the time of a prefill is not known runs are read here or fetched. Of several owners the one that is cheapest
-    to fetch from, or to ship to, is taken, the first where they are equal.
+    `sharers`: for each sequence of the tree, the number of batches on this node that read it (default: this batch
+    alone). `ship`: False where queries of this model cannot be shipped. While the time of a prefill is not known,
+    sequences are only read here or fetched. Among several owners the cheapest one is chosen, the first of equal ones.
     """
     options = _options(costs, sharers)
     peers = _peers(costs, options) if ship else []
@@ -80,10 +82,11 @@ def choose(costs: Costs, sharers: Sequence[int] | None = None, *, ship: bool = T
             if seconds < least:
                 chosen, least = ways, seconds
     decisions: list[Decision] = []
-    for run, readers in costs.batch.readers.items():
-        if costs.tree.runs[run].parent in chosen and chosen[costs.tree.runs[run].parent].way is Way.RECOMPUTE:
-            chosen[run] = _Option(0.0, Way.RECOMPUTE, None)
-        decisions.append(Decision(run, chosen[run].way, chosen[run].owner, readers))
+    for sequence, readers in costs.batch.readers.items():
+        parent = costs.tree.sequences[sequence].parent
+        if parent in chosen and chosen[parent].way is Way.RECOMPUTE:
+            chosen[sequence] = _Option(0.0, Way.RECOMPUTE, None)
+        decisions.append(Decision(sequence, chosen[sequence].way, chosen[sequence].owner, readers))
     return decisions, least
 
 
@@ -91,30 +94,30 @@ def _options(costs: Costs, sharers: Sequence[int] | None) -> dict[int, _Options]
     known = costs.rates.prefill.known
     options: dict[int, _Options] = {}
     behind = dict.fromkeys(costs.batch.readers, 0.0)
-    for run in reversed(costs.batch.readers):
-        owners = costs.tree.runs[run].owners
+    for sequence in reversed(costs.batch.readers):
+        owners = costs.tree.sequences[sequence].owners
         others = [owner for owner in owners if owner != costs.node] if costs.node in owners else owners
-        moved = _Option(costs.local(run), Way.LOCAL, costs.node)
+        moved = _Option(costs.local(sequence), Way.LOCAL, costs.node)
         if len(others) == len(owners):
-            shared = 1 if sharers is None else sharers[run]
-            fetched = [costs.fetch(run, each, shared) for each in others]
+            shared = 1 if sharers is None else sharers[sequence]
+            fetched = [costs.fetch(sequence, each, shared) for each in others]
             least = min(fetched)
             moved = _Option(moved.seconds + least, Way.FETCH, others[fetched.index(least)])
         shipped: dict[NodeId, float] = {}
         recomputed = float("inf")
         if known:
-            shipped = {each: seconds for each in others if (seconds := costs.ship(run, each)) < moved.seconds}
-            attended = costs.attention(run) + behind[run]
-            recomputed = costs.recompute(run) + attended
-            parent = costs.tree.runs[run].parent
+            shipped = {each: seconds for each in others if (seconds := costs.ship(sequence, each)) < moved.seconds}
+            attended = costs.attention(sequence) + behind[sequence]
+            recomputed = costs.recompute(sequence) + attended
+            parent = costs.tree.sequences[sequence].parent
             if parent >= 0:
                 behind[parent] += attended
-        options[run] = _Options(moved, shipped, recomputed)
+        options[sequence] = _Options(moved, shipped, recomputed)
     return options
 
 
 def _peers(costs: Costs, options: Mapping[int, _Options]) -> list[NodeId]:
-    """Those with which shipping could save more than the round trips cost: no other is in a best set."""
+    """The peers with which shipping could save more than their round trips cost: an optimal set has no other."""
     saved: dict[NodeId, float] = {}
     for option in options.values():
         for peer, seconds in option.shipped.items():
@@ -124,20 +127,21 @@ def _peers(costs: Costs, options: Mapping[int, _Options]) -> list[NodeId]:
 
 
 def _best(costs: Costs, options: Mapping[int, _Options], asked: Sequence[NodeId]) -> tuple[dict[int, _Option], float]:
-    """The best way of each run, and the cost of all, when queries may go to `asked`."""
+    """The cheapest way of each sequence and the cost of all, where queries may be shipped to `asked`; without the round
+    trips."""
     ways: dict[int, _Option] = {}
     behind = dict.fromkeys(options, 0.0)
     total = 0.0
-    for run, (moved, shipped, recomputed) in options.items():
+    for sequence, (moved, shipped, recomputed) in options.items():
         best = moved
         for peer in asked if shipped else ():
             if shipped.get(peer, best.seconds) < best.seconds:
                 best = _Option(shipped[peer], Way.SHIP, peer)
-        seconds = best.seconds + behind[run]
+        seconds = best.seconds + behind[sequence]
         if recomputed < seconds:
             best, seconds = _Option(recomputed, Way.RECOMPUTE, None), recomputed
-        ways[run] = best
-        parent = costs.tree.runs[run].parent
+        ways[sequence] = best
+        parent = costs.tree.sequences[sequence].parent
         if parent < 0:
             total += seconds
         else:

@@ -1,10 +1,11 @@
-"""What each way to use a cached run costs one batch on one node, in seconds (design section 8).
+"""The cost in seconds of each way to use a cached sequence, for one batch on one node (design section 8).
 
-Attention over the run is part of each, in the prefill and in each decode step: in the engine, where each request has a
-copy of its own in its cache, or where the run is shipped to, once for all requests of the batch that are in a step.
-Prompts are prefilled one after the other and decoded together. Costs of a batch add up over its runs, but for one part:
-the round trips to a peer are paid once per forward pass and layer, however many runs are shipped to it. Left out: the
-queries that recomputed tokens send to shipped runs before them.
+Every way includes attention over the sequence, in the prefill and in each decode step. Attention runs in the engine,
+where each request has its own copy of the sequence in the engine's cache, or at the peer that the queries are shipped
+to, once per step for all requests of the batch. Prompts are prefilled one after the other and decoded together. The
+costs of a batch are the sum over its sequences, with one exception: the round trips to a peer are paid once per forward
+pass and layer, for any number of sequences that are shipped there. The model leaves out the queries that recomputed
+tokens send to shipped sequences before them.
 """
 
 from __future__ import annotations
@@ -23,51 +24,51 @@ __all__ = ["Batch", "Costs", "Model"]
 
 
 class Model(msgspec.Struct, frozen=True):
-    """What a model's attention weighs."""
+    """Sizes of a model's cache and queries."""
 
     layers: int
     segment_bytes: int
     query_bytes: int
-    """Per query token and layer, both ways (`AttentionShape.query_bytes`)."""
+    """Per query token and layer, in both directions together (`AttentionShape.query_bytes`)."""
 
     @classmethod
     def of(cls, layout: Layout, shape: AttentionShape) -> Model:
-        """Queries and outputs travel in the layout's dtype."""
+        """For queries and outputs that travel in the layout's dtype."""
         size = DTYPE_BYTES[layout.dtype]
         return cls(layout.layers, layout.segment_bytes, shape.query_bytes(size, size))
 
 
 class Batch:
-    """Some requests of a tree, in one batch. Not to be changed."""
+    """Some requests of a tree that are served in one batch. Immutable."""
 
     def __init__(self, tree: PrefixTree, requests: Sequence[int], rates: Rates) -> None:
-        """`requests`: indices. Raises ValueError for one that the tree does not have, or that is there twice."""
+        """`requests`: indices into the tree's. Raises ValueError for an index that is out of range or repeated."""
         if len(set(requests)) != len(requests) or not all(0 <= index < len(tree.requests) for index in requests):
             raise ValueError(f"a batch of requests {list(requests)}; expected different ones of {len(tree.requests)}")
         self.requests = tuple(requests)
         chosen = {index: tree.requests[index] for index in requests}
         self.new = {index: max(1, request.tokens - tree.hit_tokens[index]) for index, request in chosen.items()}
-        """Per request, tokens behind its cached prefix."""
+        """Tokens behind the cached prefix, by request."""
         default = rates.answer_tokens.value
         self.steps = {i: default if r.answer_tokens is None else float(r.answer_tokens) for i, r in chosen.items()}
-        """Per request, decode steps expected."""
+        """Expected decode steps, by request."""
         readers: dict[int, list[int]] = {}
         for index in requests:
-            for run in tree.paths[index]:
-                readers.setdefault(run, []).append(index)
-        self.readers = {run: tuple(readers[run]) for run in sorted(readers)}
-        """Per run of theirs, parents first, those that read it."""
+            for sequence in tree.paths[index]:
+                readers.setdefault(sequence, []).append(index)
+        self.readers = {sequence: tuple(readers[sequence]) for sequence in sorted(readers)}
+        """The batch's requests that read each sequence, parents first."""
 
-        self.queries = {run: sum(self.new[index] for index in group) for run, group in self.readers.items()}
-        """Per run, query tokens over it in the prefill."""
-        self.longest = {run: max(self.steps[index] for index in group) for run, group in self.readers.items()}
-        """Per run, decode steps until its last reader is done."""
-        self.decoded = {run: sum(self.steps[index] for index in group) for run, group in self.readers.items()}
-        """Per run, decode steps of all its readers, in sum."""
+        self.queries = {sequence: sum(self.new[index] for index in group) for sequence, group in self.readers.items()}
+        """Query tokens of the prefill that attend to each sequence."""
+        self.longest = {sequence: max(self.steps[index] for index in group) for sequence, group in self.readers.items()}
+        """Decode steps until the last reader of each sequence is done."""
+        self.decoded = {sequence: sum(self.steps[index] for index in group) for sequence, group in self.readers.items()}
+        """Sum of the decode steps of all readers of each sequence."""
 
 
 class Costs:
-    """Of one batch's runs on `node`."""
+    """Costs of one batch's sequences where the batch runs on `node`. Seconds."""
 
     def __init__(self, tree: PrefixTree, batch: Batch, node: NodeId, model: Model, rates: Rates) -> None:
         self.tree = tree
@@ -77,52 +78,51 @@ class Costs:
         self.rates = rates
         self._attention: dict[int, float] = {}
 
-    def attention(self, run: int) -> float:
-        """Over a run that is in the engine's own cache, in all steps: each reader has its own."""
-        known = self._attention.get(run)
+    def attention(self, sequence: int) -> float:
+        """Attention over a sequence in the engine's own cache, in all steps of all readers."""
+        known = self._attention.get(sequence)
         if known is None:
-            cached, batch = self.tree.tokens[run], self.batch
-            prefill = self.rates.prefill.attention(len(batch.readers[run]), batch.queries[run], cached)
-            known = self._attention[run] = prefill + self.rates.decode.attention(batch.decoded[run], cached)
+            cached, batch = self.tree.tokens[sequence], self.batch
+            prefill = self.rates.prefill.attention(len(batch.readers[sequence]), batch.queries[sequence], cached)
+            known = self._attention[sequence] = prefill + self.rates.decode.attention(batch.decoded[sequence], cached)
         return known
 
-    def nbytes(self, run: int) -> int:
-        """Of its segments."""
-        return len(self.tree.runs[run].keys) * self.model.segment_bytes
+    def nbytes(self, sequence: int) -> int:
+        """Bytes of the segments of a sequence."""
+        return len(self.tree.sequences[sequence].keys) * self.model.segment_bytes
 
-    def local(self, run: int) -> float:
-        """Read here, where the run lies: copied to the engine for each reader, attended there."""
-        readers = len(self.batch.readers[run])
-        # A prompt is matched once, which nothing behind its first run pays again.
-        starts = readers if self.tree.runs[run].parent < 0 else 0
-        return self.rates.copy.seconds(readers * self.nbytes(run), starts) + self.attention(run)
+    def local(self, sequence: int) -> float:
+        """Reading a sequence that lies at this node: a copy to the engine for each reader, and attention there."""
+        readers = len(self.batch.readers[sequence])
+        # A prompt is matched once: only its first sequence pays for that.
+        starts = readers if self.tree.sequences[sequence].parent < 0 else 0
+        return self.rates.copy.seconds(readers * self.nbytes(sequence), starts) + self.attention(sequence)
 
-    def fetch(self, run: int, owner: NodeId, sharers: int = 1) -> float:
-        """Brought here once; then it is `local`, which comes on top. `sharers`: batches on this node that read the run
-        and share its way."""
-        return self.rates.peer(owner).fetch.seconds(self.nbytes(run)) / max(1, sharers)
+    def fetch(self, sequence: int, owner: NodeId, sharers: int = 1) -> float:
+        """Fetching a sequence to this node once, without `local`, which has to be added. `sharers`: number of batches
+        on this node that share the fetch."""
+        return self.rates.peer(owner).fetch.seconds(self.nbytes(sequence)) / max(1, sharers)
 
-    def ship(self, run: int, owner: NodeId) -> float:
-        """Queries go to the run, in each reader's prefill and in every decode step of the batch; without
-        `round_trips`."""
+    def ship(self, sequence: int, owner: NodeId) -> float:
+        """Shipping queries to the sequence in each reader's prefill and in every decode step, without `round_trips`."""
         batch, peer = self.batch, self.rates.peer(owner)
-        passes = len(batch.readers[run]) + batch.longest[run]
-        queries = batch.queries[run] + batch.decoded[run]
-        layer = peer.queries.seconds(passes, queries, queries * self.model.query_bytes, self.tree.tokens[run])
-        return self.model.layers * (layer + passes * peer.backlog_s.value)
+        passes = len(batch.readers[sequence]) + batch.longest[sequence]
+        queries = batch.queries[sequence] + batch.decoded[sequence]
+        nbytes = queries * self.model.query_bytes
+        return self.model.layers * peer.queries.seconds(passes, queries, nbytes, self.tree.tokens[sequence])
 
     def round_trips(self, owner: NodeId) -> float:
-        """Of all forward passes and layers of the batch to one peer, and opening its views."""
+        """All round trips of the batch to one peer, over its forward passes and layers, and opening its views."""
         peer = self.rates.peer(owner)
         passes = len(self.batch.requests) + max(self.batch.steps.values(), default=0.0)
         return peer.open_s.value + self.model.layers * passes * peer.queries.round_trip_s
 
-    def recompute(self, run: int) -> float:
-        """Prefill all cached tokens from `run` on as well, each reader for itself; without attention over them in the
-        steps that come after. Only where the prefill's time is known."""
-        prefill, new, start = self.rates.prefill, self.batch.new, self.tree.starts[run]
+    def recompute(self, sequence: int) -> float:
+        """Computing all cached tokens from `sequence` on, for each reader, without attention over them in later steps.
+        Valid only where the time of a prefill is known."""
+        prefill, new, start = self.rates.prefill, self.batch.new, self.tree.starts[sequence]
         extra = 0.0
-        for index in self.batch.readers[run]:
+        for index in self.batch.readers[sequence]:
             end = self.tree.hit_tokens[index]
             extra += prefill.seconds(new[index] + end - start, start) - prefill.seconds(new[index], end)
         return extra

@@ -1,4 +1,4 @@
-"""`get_cache_load`: the share of each node's time that attention over its segments will take."""
+"""Cache load: the share of each node's time that attention over its segments will take."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ __all__ = ["cache_load"]
 def cache_load(
     requests: Sequence[int], tree: PrefixTree, instances: Mapping[str, NodeId], layers: int, rates: Rates
 ) -> dict[NodeId, float]:
-    """Per node of `instances` or of a owner, 0 to 1: what the pool itself needs there if all `requests` (indices into
-    the tree's) are prefilled at once, in the worst case, where each run is attended at its first owner.
+    """The load, 0 to 1, of each node of `instances` and of each owner, if all `requests` (indices into the tree's) are
+    prefilled at once. It assumes the worst case: the first owner of each sequence computes attention over it.
 
-    The paper's `L = max(M / (M + N B T), F / (F + N P T))` with M / B and F / P measured as one, the seconds of
-    attention `a`, and taken per node: `a / (a + T)`. T is the least time that the instances need for the new tokens
-    alone, shared evenly; 0 while the time of a prefill is not known, which makes the share of a node that holds any 1.
+    Source: the paper's `L = max(M / (M + N B T), F / (F + N P T))`. Here M / B and F / P are measured as one value, the
+    seconds of attention `a`, and the load is taken per node: `a / (a + T)`. T is the least time that the instances need
+    for the new tokens alone, shared evenly. While the time of a prefill is not known, T is 0 and the load of a node
+    that owns any segment is 1.
     """
     batch = Batch(tree, requests, rates)
     seconds = dict.fromkeys(instances.values(), 0.0)
-    for run, queries in batch.queries.items():
-        owner = tree.runs[run].owners[0]
-        layer = rates.peer(owner).queries.seconds(len(batch.readers[run]), queries, 0, tree.tokens[run])
+    for sequence, queries in batch.queries.items():
+        owner = tree.sequences[sequence].owners[0]
+        layer = rates.peer(owner).queries.seconds(len(batch.readers[sequence]), queries, 0, tree.tokens[sequence])
         seconds[owner] = seconds.get(owner, 0.0) + layers * layer
     least = 0.0
     if rates.prefill.known:

@@ -1,4 +1,4 @@
-"""`gen_plans`: which instances run which batch, and how each uses what is cached."""
+"""Plans for some batches: the instances that run each batch, and the way to use each cached sequence."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ __all__ = ["Plans", "QueryPlan", "TransferPlan", "gen_plans"]
 
 
 class QueryPlan(msgspec.Struct, frozen=True):
-    """How one batch uses what is cached of its prefixes."""
+    """How one batch uses the cached prefixes of its requests."""
 
     node: NodeId
-    """Of the first instance of its group, for which the ways were chosen."""
+    """Node of the first instance of the batch's group. The ways are chosen for this node."""
     decisions: tuple[Decision, ...]
     seconds: float
-    """What the decisions are expected to cost, prefill to the last decode step."""
+    """Expected cost of the decisions, from the prefill to the last decode step."""
 
 
 class TransferPlan(msgspec.Struct, frozen=True):
-    """New cache of one batch: per request of the batch, (its index in the tree, first segment, number of segments) that
-    its prefill completes. It is put where the batch runs; from there the pool moves it to its owners."""
+    """New cache of one batch: (index in the tree, first segment, number of segments) of each request whose prefill
+    completes segments. They are stored at the node where the batch runs; the pool moves them to their owners."""
 
     node: NodeId
     segments: tuple[tuple[int, int, int], ...]
 
 
 class Plans(msgspec.Struct, frozen=True):
-    """One entry per batch, in the order given."""
+    """One entry per batch, in the order of the batches."""
 
     query_plans: tuple[QueryPlan, ...]
     transfer_plans: tuple[TransferPlan, ...]
     groups: tuple[tuple[str, ...], ...]
-    """Instances of each batch, as many as its degree of parallelism; no instance is in two."""
+    """Instances of each batch, as many as its degree of parallelism. No instance is in two groups."""
 
 
 def gen_plans(
@@ -52,13 +52,14 @@ def gen_plans(
     model: Model,
     rates: Rates,
 ) -> Plans:
-    """Plans for one iteration. Pure and deterministic; changes nothing that it is given.
+    """Plans for one iteration. Pure and deterministic.
 
-    `batches`: indices of the tree's requests, no request in two; `dops`: instances that each batch takes, at least 1;
-    `instances`: the node of each. Batches are matched to instances at least total bytes (the Hungarian method), the
-    bytes of a run on another node being the fewer of its segments and of the batch's queries.
+    `batches`: indices of the tree's requests; no request is in two. `dops`: the number of instances for each batch, at
+    least 1. `instances`: the node of each instance. Batches are assigned to instances so that the fewest bytes are
+    moved (the Hungarian method); a sequence on another node counts with the bytes of its segments or of the
+    batch's queries, whichever are fewer.
 
-    Raises ValueError for more instances asked for than there are, and for batches that share a request.
+    Raises ValueError for more instances than there are, and for batches that share a request.
     """
     _check(batches, dops, instances)
     names = list(instances)
@@ -67,18 +68,16 @@ def gen_plans(
     by_node = np.stack([_bytes(tree, batch, nodes, model) for batch in made]) if made else np.zeros((0, len(nodes)))
     places = _match(by_node[:, [nodes.index(instances[name]) for name in names]], dops)
     groups = tuple(tuple(names[place] for place in group) for group in places)
-    instances_of = [instances[group[0]] for group in groups]
+    batch_nodes = [instances[group[0]] for group in groups]
     sharers = {
-        node: _sharers(tree, [batch for batch, at in zip(made, instances_of, strict=True) if at == node])
-        for node in nodes
+        each: _sharers(tree, [batch for batch, at in zip(made, batch_nodes, strict=True) if at == each])
+        for each in nodes
     }
     queries = []
-    for batch, instance in zip(made, instances_of, strict=True):
-        decisions, seconds = choose(Costs(tree, batch, instance, model, rates), sharers[instance])
-        queries.append(QueryPlan(instance, tuple(decisions), seconds))
-    transfers = [
-        TransferPlan(instance, _new_segments(tree, batch)) for batch, instance in zip(made, instances_of, strict=True)
-    ]
+    for batch, node in zip(made, batch_nodes, strict=True):
+        decisions, seconds = choose(Costs(tree, batch, node, model, rates), sharers[node])
+        queries.append(QueryPlan(node, tuple(decisions), seconds))
+    transfers = [TransferPlan(node, _new_segments(tree, batch)) for batch, node in zip(made, batch_nodes, strict=True)]
     return Plans(tuple(queries), tuple(transfers), groups)
 
 
@@ -95,21 +94,21 @@ def _check(batches: Sequence[Sequence[int]], dops: Sequence[int], instances: Map
 
 
 def _bytes(tree: PrefixTree, batch: Batch, nodes: Sequence[NodeId], model: Model) -> NDArray[np.float64]:
-    """Bytes that the batch moves on each node. Shape [nodes]."""
+    """Bytes that the batch moves if it runs on each of `nodes`. Shape [nodes]."""
     total, held = 0.0, dict.fromkeys(nodes, 0.0)
-    for run in batch.readers:
-        queries = model.layers * (batch.queries[run] + batch.decoded[run]) * model.query_bytes
-        nbytes = min(len(tree.runs[run].keys) * model.segment_bytes, queries)
+    for sequence in batch.readers:
+        queries = model.layers * (batch.queries[sequence] + batch.decoded[sequence]) * model.query_bytes
+        nbytes = min(len(tree.sequences[sequence].keys) * model.segment_bytes, queries)
         total += nbytes
-        for owner in tree.runs[run].owners:
+        for owner in tree.sequences[sequence].owners:
             if owner in held:
                 held[owner] += nbytes
     return total - np.array(list(held.values()))
 
 
 def _match(nbytes: NDArray[np.float64], dops: Sequence[int]) -> list[list[int]]:
-    """Columns of each row of `nbytes` [batches, instances], `dops` many, at the least sum; none twice."""
-    # Imported here: a scheduler needs scipy, the engines that import these rules do not.
+    """Columns for each row of `nbytes` [batches, instances], `dops` many, at the least sum; no column twice."""
+    # Imported here: schedulers have scipy, engines that import this module need not.
     from scipy.optimize import linear_sum_assignment
 
     if not len(dops):
@@ -118,16 +117,16 @@ def _match(nbytes: NDArray[np.float64], dops: Sequence[int]) -> list[list[int]]:
     taken: list[list[int]] = [[] for _ in dops]
     for row, column in zip(*linear_sum_assignment(nbytes[rows]), strict=True):
         taken[rows[row]].append(int(column))
-    # The first of a group is where most of its prefix is.
+    # The first instance of a group is on the node that has most of the prefix.
     return [sorted(group, key=lambda column: (nbytes[row, column], column)) for row, group in enumerate(taken)]
 
 
 def _sharers(tree: PrefixTree, batches: Sequence[Batch]) -> list[int]:
-    """Per run, how many of these batches read it."""
-    counts = [0] * len(tree.runs)
+    """For each sequence, the number of these batches that read it."""
+    counts = [0] * len(tree.sequences)
     for batch in batches:
-        for run in batch.readers:
-            counts[run] += 1
+        for sequence in batch.readers:
+            counts[sequence] += 1
     return counts
 
 

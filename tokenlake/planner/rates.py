@@ -1,5 +1,5 @@
-"""What the planner knows of this machine and of its peers: every input measured, with a default and an age
-(`docs/planner.md` lists them)."""
+"""Inputs of the cost model: measured rates of this machine and of its peers, each with a default and an age.
+`docs/planner.md` lists them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tokenlake.planner.fits import DecodeFit, Fit, PrefillFit, QueryFit, Transfe
 __all__ = ["Estimate", "PeerRates", "Rates"]
 
 WEIGHT = 0.2
-"""Of the newest sample in a running mean."""
+"""Weight of the newest sample in a running mean."""
 
 
 class Estimate:
-    """A running mean that starts at a default, which the first sample replaces."""
+    """A running mean. It has a default value, which the first sample replaces."""
 
     __slots__ = ("at", "samples", "value")
 
@@ -21,59 +21,57 @@ class Estimate:
         self.value = default
         self.samples = 0
         self.at: float | None = None
-        """When the newest sample came; None: it is the default."""
+        """Time of the newest sample; None: there is none, and `value` is the default."""
 
     def add(self, sample: float, now: float) -> None:
-        """A measurement at `now`."""
+        """Add a measurement that was made at `now`."""
         self.value += (sample - self.value) * (WEIGHT if self.samples else 1.0)
         self.samples += 1
         self.at = now
 
     def age(self, now: float) -> float | None:
-        """Seconds since the newest sample; None: it is the default."""
+        """Seconds since the newest sample; None: `value` is the default."""
         return None if self.at is None else now - self.at
 
 
 class PeerRates:
-    """Of the way to one peer, and of what waits there."""
+    """Rates of one peer and of the network to it."""
 
     def __init__(self) -> None:
         self.fetch = TransferFit(1e-3, 2e-9)
-        """What bringing segments from there takes longer than reading them here."""
+        """Fetching segments from the peer, minus reading them here."""
         self.queries = QueryFit()
-        """Attention there."""
+        """Shipping queries to the peer."""
         self.open_s = Estimate(5e-3)
-        """Opening a view there."""
-        self.backlog_s = Estimate(0.0)
-        """Work that waits at its query engine, as it says in its replies."""
+        """Opening a view at the peer."""
 
 
 class Rates:
-    """All inputs of the cost model. Mutable; whoever measures adds, with its own clock."""
+    """All inputs of the cost model. Mutable: engines and schedulers add their measurements, with their own clock."""
 
     def __init__(self) -> None:
         self._peers: dict[NodeId, PeerRates] = {}
         self.copy = TransferFit(200e-6, 0.2e-9)
-        """Matching one prompt, and copying its prefix from this node's arena into the engine's own cache."""
+        """Matching one prompt and copying its prefix from this node's arena into the engine's own cache."""
         self.prefill = PrefillFit()
         self.decode = DecodeFit()
         self.answer_tokens = Estimate(128.0)
-        """Decode steps of a request that gives no hint."""
+        """Decode steps of a request that does not state its `answer_tokens`."""
 
     def peer(self, node: NodeId) -> PeerRates:
-        """Of one peer; defaults until something was measured."""
+        """The rates of one peer, created with defaults."""
         found = self._peers.get(node)
         if found is None:
             found = self._peers[node] = PeerRates()
         return found
 
     def slowest_fetch_s(self, nbytes: float) -> float:
-        """Bringing so many bytes from the peer that is known to take longest; 0 where none is known."""
+        """Seconds to fetch `nbytes` from the slowest peer that was measured; 0 where none was."""
         known = [peer.fetch for peer in self._peers.values() if peer.fetch.known]
         return max((fetch.seconds(nbytes) for fetch in known), default=0.0)
 
     def ages(self, now: float) -> dict[str, float | None]:
-        """Seconds since each input was measured, None for a default, by its name in the documentation."""
+        """Seconds since each input was measured, by its name in `docs/planner.md`; None for a default."""
         inputs: dict[str, Fit | Estimate] = dict(_inputs(self))
         for node, peer in self._peers.items():
             inputs |= {f"{name} {node}": value for name, value in _inputs(peer).items()}

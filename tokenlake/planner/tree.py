@@ -1,4 +1,4 @@
-"""The prefix tree of some requests: which cached runs they read, who shares each, and where it lies."""
+"""The prefix tree of some requests: the cached sequences of segments that they read, and the owners of each."""
 
 from __future__ import annotations
 
@@ -8,68 +8,68 @@ import msgspec
 
 from tokenlake.identity import NodeId, SegmentKey
 
-__all__ = ["PrefixTree", "Request", "Run", "grow"]
+__all__ = ["PrefixTree", "Request", "SegmentSequence", "grow"]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One request as a scheduler knows it."""
+    """A request of a scheduler."""
 
     name: str
     keys: tuple[SegmentKey, ...]
-    """Of the full segments of its prompt, but for the last token (`tokenlake.keys.Prefix`)."""
+    """Keys of the prompt's full segments; the last token belongs to none (`tokenlake.keys.Prefix`)."""
     tokens: int
-    """Of its prompt, computed or not."""
+    """Tokens of the prompt."""
     answer_tokens: int | None = None
-    """Decode steps expected; None: what answers took so far (`Rates.answer_tokens`)."""
+    """Expected decode steps; None: the mean of earlier answers (`Rates.answer_tokens`)."""
 
 
-class Run(msgspec.Struct, frozen=True):
-    """Consecutive segments with the same readers and the same owners."""
+class SegmentSequence(msgspec.Struct, frozen=True):
+    """Consecutive segments of a prompt that the same requests read and the same nodes own."""
 
     parent: int
-    """Index of the run before it; -1 for the first of a prompt."""
+    """Index of the preceding sequence; -1 for the first one of a prompt."""
     keys: tuple[SegmentKey, ...]
     owners: tuple[NodeId, ...]
-    """Nodes that have all of it, in the order given for its keys; never empty."""
+    """Nodes that have all its segments, in the order given to `grow`; never empty."""
     requests: tuple[int, ...]
-    """Indices of the requests whose prefix it is part of, ascending."""
+    """Indices of the requests whose prefix contains the sequence, ascending."""
 
 
 class PrefixTree:
-    """What is cached of the prefixes of `requests`. Only what `owners` said when it was grown: a plan made from it may
-    meet segments that are gone. Not to be changed."""
+    """The cached prefixes of `requests`. Immutable. It records the owners at the time of `grow`: segments may be
+    evicted before a plan that was made from the tree is carried out."""
 
-    def __init__(self, requests: Sequence[Request], segment_tokens: int, runs: Sequence[Run]) -> None:
-        """Use `grow`. `runs`: parents before children, in the order in which the requests reach them."""
+    def __init__(self, requests: Sequence[Request], segment_tokens: int, sequences: Sequence[SegmentSequence]) -> None:
+        """Made by `grow`. `sequences`: each parent before its children, in the order of the requests."""
         self.requests = tuple(requests)
         self.segment_tokens = segment_tokens
-        self.runs = tuple(runs)
-        self.tokens = tuple(len(run.keys) * segment_tokens for run in runs)
-        """Of each run."""
+        self.sequences = tuple(sequences)
+        self.tokens = tuple(len(sequence.keys) * segment_tokens for sequence in sequences)
+        """Tokens of each sequence."""
         starts: list[int] = []
         paths: list[list[int]] = [[] for _ in requests]
-        for index, run in enumerate(runs):
-            starts.append(0 if run.parent < 0 else starts[run.parent] + self.tokens[run.parent])
-            for request in run.requests:
+        for index, sequence in enumerate(sequences):
+            starts.append(0 if sequence.parent < 0 else starts[sequence.parent] + self.tokens[sequence.parent])
+            for request in sequence.requests:
                 paths[request].append(index)
         self.starts = tuple(starts)
-        """Tokens before each run."""
+        """Tokens of the prompt before each sequence."""
         self.paths = tuple(tuple(path) for path in paths)
-        """The runs of each request's prefix, from its first token on."""
+        """Indices of the sequences of each request's prefix, from its first token on."""
         self.hit_tokens = tuple(sum(self.tokens[index] for index in path) for path in paths)
         """Cached tokens of each request's prefix."""
 
     def slots(self) -> dict[NodeId, int]:
-        """Segments of the tree that each node holds, by node."""
+        """Number of the tree's segments that each node has."""
         held: dict[NodeId, int] = {}
-        for run in self.runs:
-            for node in run.owners:
-                held[node] = held.get(node, 0) + len(run.keys)
+        for sequence in self.sequences:
+            for node in sequence.owners:
+                held[node] = held.get(node, 0) + len(sequence.keys)
         return held
 
 
 class _Node:
-    """One segment while the tree grows."""
+    """One segment while `grow` builds the tree."""
 
     __slots__ = ("children", "key", "owners", "requests")
 
@@ -83,19 +83,19 @@ class _Node:
 def grow(
     requests: Sequence[Request], owners: Mapping[SegmentKey, tuple[NodeId, ...]], segment_tokens: int
 ) -> PrefixTree:
-    """The tree of `requests`. `owners`: the nodes that have each segment; a prefix ends at the first that nobody has,
-    and leaves at least one token of its prompt to compute."""
+    """Build the tree of `requests`. `owners`: the nodes that have each segment. The prefix of a request ends before the
+    first segment without an owner, and leaves at least one token of the prompt to compute."""
     top: dict[SegmentKey, _Node] = {}
     for index, request in enumerate(requests):
         level = top
         for key in request.keys[: max(0, request.tokens - 1) // segment_tokens]:
-            where = owners.get(key, ())
-            if not where:
+            nodes = owners.get(key, ())
+            if not nodes:
                 break
-            node = level.setdefault(key, _Node(key, where))
+            node = level.setdefault(key, _Node(key, nodes))
             node.requests.append(index)
             level = node.children
-    runs: list[Run] = []
+    sequences: list[SegmentSequence] = []
     waiting = [(-1, node) for node in reversed(top.values())]
     while waiting:
         parent, node = waiting.pop()
@@ -107,6 +107,6 @@ def grow(
                 break
             keys.append(child.key)
             last = child
-        waiting += [(len(runs), child) for child in reversed(last.children.values())]
-        runs.append(Run(parent, tuple(keys), node.owners, tuple(node.requests)))
-    return PrefixTree(requests, segment_tokens, runs)
+        waiting += [(len(sequences), child) for child in reversed(last.children.values())]
+        sequences.append(SegmentSequence(parent, tuple(keys), node.owners, tuple(node.requests)))
+    return PrefixTree(requests, segment_tokens, sequences)

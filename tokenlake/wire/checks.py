@@ -12,10 +12,10 @@ from typing import Any
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import engine, peer
 from tokenlake.wire.codes import Code
+from tokenlake.wire.fields import CHECKSUM_BYTES
 
 __all__ = ["KNOWN_CODES", "REPLY_TO", "check_request", "check_said"]
 
-CHECKSUM_BYTES = 8
 MOST_DEPTH = 1 << 32
 """Depths travel as `fields.Index`: a peer refuses a greater one."""
 KNOWN_CODES = bytes(Code)

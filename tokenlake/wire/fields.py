@@ -10,6 +10,7 @@ from tokenlake.keys import KEY_BYTES
 from tokenlake.layout import MAX_SEGMENT_BYTES, MAX_SHARDS
 
 __all__ = [
+    "CHECKSUM_BYTES",
     "MAX_AMOUNT",
     "MAX_REQUEST_NAME",
     "MAX_SECONDS",
@@ -28,6 +29,9 @@ __all__ = [
     "Version",
     "RetentionValue",
 ]
+
+CHECKSUM_BYTES = 8
+"""Checksum of one shard: xxh3-64, little-endian."""
 
 MAX_AMOUNT = 1e15
 Amount = Annotated[float, Meta(ge=0, le=MAX_AMOUNT)]

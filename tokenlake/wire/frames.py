@@ -29,7 +29,14 @@ def pack_frame(message: msgspec.Struct) -> bytes:
 
 
 class FrameDecoder:
-    """Cuts a byte stream into frame bodies. Holds at most one frame of at most `max_frame` bytes."""
+    """Cuts a byte stream into frame bodies, and into the raw bytes that follow some frames. It does no I/O.
+
+    A reader of a socket that handles every frame at once iterates over `feed(data)`. A reader that waits for one frame
+    calls `add(data)` until `next_frame()` has a body, and may then `take` raw bytes. A reader that must leave the bytes
+    behind a frame in the socket receives at most `missing` bytes at a time.
+
+    The decoder holds what was added and not yet read: at most one frame of at most `max_frame` bytes and one addition.
+    """
 
     __slots__ = ("_buffer", "max_frame")
 
@@ -38,29 +45,64 @@ class FrameDecoder:
         self.max_frame = max_frame
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Bodies completed by `data`. Raises `ProtocolRefused` for a frame over the bound: the stream cannot
-        be read on after that."""
-        buffer = self._buffer
-        if not buffer and len(data) - HEADER_BYTES == int.from_bytes(data[:HEADER_BYTES], "little") <= self.max_frame:
+        """Add `data` and iterate over the bodies that are whole then. Raises `ProtocolRefused` as `next_frame`."""
+        if (
+            not self._buffer
+            and len(data) - HEADER_BYTES == int.from_bytes(data[:HEADER_BYTES], "little") <= self.max_frame
+        ):
             # Exactly one frame, as nearly always.
             yield data[HEADER_BYTES:]
             return
-        buffer += data
-        while len(buffer) >= HEADER_BYTES:
-            size = int.from_bytes(buffer[:HEADER_BYTES], "little")
-            if size > self.max_frame:
-                raise ProtocolRefused(f"a frame of {size} bytes; at most {self.max_frame} are accepted")
-            end = HEADER_BYTES + size
-            if len(buffer) < end:
-                return
-            body = bytes(buffer[HEADER_BYTES:end])
-            # Before the caller sees it: it may ask for the `rest`.
-            del buffer[:end]
+        self.add(data)
+        while (body := self.next_frame()) is not None:
             yield body
 
+    def add(self, data: bytes | memoryview) -> None:
+        """Append bytes of the stream."""
+        self._buffer += data
+
+    def next_frame(self) -> bytes | None:
+        """Remove and return the body of the next frame; None while it is not whole. Raises `ProtocolRefused` for a
+        frame over the bound: the stream cannot be read on after that."""
+        buffer = self._buffer
+        if not buffer or (size := self._size()) is None:
+            return None
+        end = HEADER_BYTES + size
+        if len(buffer) < end:
+            return None
+        body = bytes(buffer[HEADER_BYTES:end])
+        # Removed before the caller sees the body: it may ask for the `rest`.
+        del buffer[:end]
+        return body
+
+    @property
+    def missing(self) -> int:
+        """Bytes that complete the header or, once that is here, the body of the next frame; 0 when it is whole. Raises
+        `ProtocolRefused` as `next_frame`."""
+        size = self._size()
+        whole = HEADER_BYTES if size is None else HEADER_BYTES + size
+        return max(0, whole - len(self._buffer))
+
+    def take(self, target: memoryview) -> int:
+        """Move raw bytes into `target`, as many as fit and are here; returns their number."""
+        count = min(len(target), len(self._buffer))
+        with memoryview(self._buffer) as view:
+            target[:count] = view[:count]
+        del self._buffer[:count]
+        return count
+
     def rest(self) -> bytes:
-        """What was fed and is not a whole frame yet."""
+        """The bytes that were added and not yet read."""
         return bytes(self._buffer)
+
+    def _size(self) -> int | None:
+        """Length of the next body; None while its header is not whole."""
+        if len(self._buffer) < HEADER_BYTES:
+            return None
+        size = int.from_bytes(self._buffer[:HEADER_BYTES], "little")
+        if size > self.max_frame:
+            raise ProtocolRefused(f"a frame of {size} bytes; at most {self.max_frame} are accepted")
+        return size
 
 
 def decode(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:

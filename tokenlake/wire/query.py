@@ -1,12 +1,12 @@
 """Messages of attention in place: engine to its query engine, and query engine to query engine.
 
-A connection has one asker and one answerer: an engine asks the query engine of its node, and that asks the query
-engines of other nodes over connections that it dialled. Frames as everywhere (`tokenlake.wire.frames`); between nodes
-the raw bytes that a frame announces follow it. An engine's queries and results lie in memory that it shares with the
-query engine of its node, so that only offsets travel there.
+A connection has one client and one server: an engine is a client of the query engine of its node, and a query engine is
+a client of the query engines of other nodes. Messages are frames (`tokenlake.wire.frames`); between nodes the raw bytes
+that a frame announces follow it. An engine's queries and results lie in memory that it shares with the query engine of
+its node, so that frames carry only their offsets.
 
-A view is a run of whole segments that every query of it attends to, all tokens of them: causal masks are the engine's,
-which computes attention over its own new tokens. A part is the queries of one view in one step.
+A view is a sequence of whole segments. Every query of the view attends to all their tokens, without a mask; the engine
+computes causal attention over its own new tokens itself. A part is the queries of one view in one step.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from msgspec import Meta
 from tokenlake.wire.fields import Index, Seconds
 
 __all__ = [
+    "ALIGNMENT",
     "Answered",
     "Ask",
     "AskReply",
@@ -38,6 +39,9 @@ __all__ = [
     "query_decoder",
     "query_reply_decoder",
 ]
+
+ALIGNMENT = 64
+"""Bytes: arrays in the memory of `OpenBuffer` begin at multiples of this."""
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Heads = Annotated[int, Meta(ge=1, le=1 << 16)]
@@ -94,7 +98,7 @@ class Step(_Message, frozen=True, tag=5):
 
     At `queries` in the buffer: [tokens of all parts, heads, key dim] of `dtype`, written by the engine before each
     `Query`. At `outputs`: float32 [tokens, heads, value dim], at `sums` float32 [tokens, heads] (natural logarithm
-    of the sum of exponentials), written before each `Answered`. Offsets are multiples of 64."""
+    of the sum of exponentials), written before each `Answered`. Offsets are multiples of `ALIGNMENT`."""
 
     buffer: int
     step: int

@@ -20,6 +20,7 @@ from typing import Any, Final, Literal, Self
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -41,6 +42,7 @@ from tokenlake_client.engines.transformers.cache import RoomyCache, RoomyLayer, 
 from tokenlake_client.engines.transformers.identity import cache_shape
 from tokenlake_client.engines.transformers.segment_copy import LayerPair, write_segment
 from tokenlake_client.lease import Lease
+from tokenlake_client.match import DEFAULT_MATCH, MatchOptions
 from tokenlake_testing.cluster import Cluster, Node, free_port
 from tokenlake_testing.tiny_model import save_tiny_model
 
@@ -123,18 +125,10 @@ class _SaltedPool:
     def node(self) -> str:
         return self._pool.node
 
-    def match(
-        self,
-        keys: Sequence[SegmentKey],
-        *,
-        request: str | None = None,
-        hints: Hints | None = None,
-        tokens: int = 0,
-        in_flight_wait_s: float = 0.0,
-        in_flight_wait_per_segment_s: float = 0.0,
-    ) -> Lease:
-        # Nothing that is computed is stored here, so nobody is waited for.
-        return self._pool.match(keys, deadline_s=PATIENT_S, request=request, hints=hints, tokens=tokens)
+    def match(self, keys: Sequence[SegmentKey], options: MatchOptions = DEFAULT_MATCH) -> Lease:
+        # These engines store nothing, so a match does not wait for another engine.
+        options = replace(options, in_flight_wait_s=0.0)
+        return self._pool.match(keys, options, deadline_s=PATIENT_S)
 
     def prefix(self, tokens: TokenIds = (), *, adapter: str | None = None, salt: str | None = None) -> Prefix:
         return self._pool.prefix(tokens, adapter=adapter, salt=self.salt)

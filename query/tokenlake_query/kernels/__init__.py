@@ -1,4 +1,4 @@
-"""Kernels by the device that has the segments."""
+"""Attention kernels, by the device that has the segments."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 def kernel_for(layout: Layout, shape: AttentionShape, device: str = "cpu") -> Kernel:
     """The fastest kernel for segments on `device`: "cpu", or "cuda" with or without a number.
 
-    Where torch is not installed, numpy computes for "cpu". Raises LayoutRefused where the shape is not of the layout,
-    ConfigurationError for another device and for "cuda" without Triton.
+    Without torch the numpy kernel serves "cpu". Raises LayoutRefused where the shape does not fit the layout,
+    ConfigurationError for an unknown device and for "cuda" without Triton.
     """
     kind = device.partition(":")[0]
     if kind not in _KERNELS:

@@ -1,4 +1,4 @@
-"""What a kernel is: attention of queries over segments where they lie."""
+"""The interface of kernels: attention of queries over segments in place."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tokenlake.layout import Layout
 __all__ = ["Kernel", "Slot"]
 
 Slot = Any
-"""The bytes of one segment where the kernel's device has them: contiguous uint8, read-only or not; on a CPU an array of
-numpy, on a GPU a tensor of torch."""
+"""The bytes of one segment on the kernel's device, contiguous uint8, possibly read-only: a numpy array on a CPU, a
+torch tensor on a GPU."""
 
 
 class Kernel(ABC):
     """Attention of one shape over segments of one layout. For one thread at a time.
 
-    Queries and slots are borrowed for the call and not changed: the caller holds the leases on the segments until it
-    returns. A kernel keeps no reference to them, and what it returns is new memory, the caller's.
+    Queries and slots are borrowed for the call and not changed; the caller holds the leases on the segments until it
+    returns. The kernel keeps no reference to them. Results are new memory that the caller owns.
     """
 
     def __init__(self, layout: Layout, shape: AttentionShape) -> None:
-        """Raises LayoutRefused where the shape is not of the layout."""
+        """Raises LayoutRefused where the shape does not fit the layout."""
         for field in ("kv_heads", "key_dim", "value_dim", "latent"):
             if getattr(shape, field) != getattr(layout, field):
                 raise LayoutRefused(
@@ -36,10 +36,10 @@ class Kernel(ABC):
         self._stored = stored_dtype(layout.dtype)
 
     def attend(self, queries: Stored, slots: Sequence[Slot], layer: int) -> Partial:
-        """Attention of all queries over all tokens of all segments, without a mask; over no segments the empty part.
+        """Attention of all queries over all tokens of all segments, without a mask; empty without segments.
 
-        `queries`: `[query, q heads, key dim]` in the layout's element type (bfloat16 as uint16), of any strides and any
-        number, in memory of the host. `slots`: whole segments, each once, in any order. Returns float32 `out`
+        `queries`: `[query, q heads, key dim]` in the layout's element type (bfloat16 as uint16), any number, with any
+        strides, in host memory. `slots`: whole segments, each once, in any order. Returns float32 `out`
         `[query, q heads, value dim]` and `lse` `[query, q heads]`.
         Raises LayoutRefused for queries, slots or a layer that do not fit the layout.
         """
@@ -60,4 +60,4 @@ class Kernel(ABC):
 
     @abstractmethod
     def _attend(self, queries: Stored, slots: Sequence[Slot], layer: int) -> Partial:
-        """Checked, and neither is empty."""
+        """As `attend`, for arguments that are checked and not empty."""

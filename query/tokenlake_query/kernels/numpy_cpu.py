@@ -1,4 +1,4 @@
-"""The reference as a kernel: where torch is not installed."""
+"""The reference implementation as a kernel, for installations without torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["NumpyKernel"]
 
 
 class NumpyKernel(Kernel):
-    """A segment at a time, in float64."""
+    """Computes one segment at a time in float64 and merges the results."""
 
     def _attend(self, queries: Stored, slots: Sequence[Slot], layer: int) -> Partial:
         dtype, heads = self.slots.dtype, self.shape.kv_heads

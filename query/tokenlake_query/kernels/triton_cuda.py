@@ -1,7 +1,7 @@
-"""Attention on a GPU over segments that lie in its memory, found through a table of their addresses.
+"""Attention on a GPU over segments in its memory, read through a table of their addresses.
 
 Flash-decoding: each program takes a block of rows, a KV head and some of the segments, keeps a running softmax, and
-writes a partial result; the partial results are merged. Triton's interpreter runs the same code on a CPU, with
+writes a partial result. The partial results are then merged. Triton's interpreter runs the same code on a CPU, with
 `TRITON_INTERPRET=1` in the environment when this module is imported.
 """
 
@@ -18,23 +18,23 @@ import triton
 import triton.language as tl
 
 from tokenlake.attention import AttentionShape, Partial, Stored
+from tokenlake.attention.torch_merge import Tensor, merge_stacked
 from tokenlake.errors import LayoutRefused
 from tokenlake.layout import Layout
 from tokenlake_query.kernels.base import Kernel, Slot
-from tokenlake_query.kernels.torch_merge import Tensor, merge_first
 
 __all__ = ["TritonKernel"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BLOCK_ROWS = 64
 SMALLEST = 16
-"""Rows, tokens and columns of a block at least: what `tl.dot` takes."""
+"""Least number of rows, tokens and columns of a block, which `tl.dot` demands."""
 PROGRAMS_PER_PROCESSOR = 4
-"""As many programs as this, times the multiprocessors, unless there are fewer segments."""
+"""Programs per multiprocessor, unless there are fewer segments."""
 
 
 class TritonKernel(Kernel):
-    """Slots are uint8 tensors on `device`. The memory of partial results is torch's and lives for the call."""
+    """Slots are uint8 tensors on `device`. torch allocates the partial results, for the duration of the call."""
 
     def __init__(self, layout: Layout, shape: AttentionShape, device: str = "cuda") -> None:
         """See `Kernel`."""
@@ -45,12 +45,12 @@ class TritonKernel(Kernel):
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
 
     def attend_there(self, queries: Tensor, slots: Sequence[Slot], layer: int) -> tuple[Tensor, Tensor]:
-        """As `attend`, unchecked, for queries on the device in the layout's dtype. `out` and `lse` are there too,
-        computed when the device's stream comes to it: the caller keeps the leases until then."""
+        """As `attend`, unchecked, for queries on the device in the layout's dtype. `out` and `lse` are on the device
+        too. They are computed asynchronously in the device's stream: the caller holds the leases until then."""
         shape, count = self.shape, len(queries)
         folded = queries.view(count, shape.kv_heads, shape.group, shape.key_dim).transpose(0, 1).contiguous()
         addresses = torch.tensor([slot.data_ptr() for slot in slots], dtype=torch.int64).to(self._device)
-        out, lse = merge_first(*self._launch(folded.view(shape.kv_heads, -1, shape.key_dim), addresses, layer))
+        out, lse = merge_stacked(*self._launch(folded.view(shape.kv_heads, -1, shape.key_dim), addresses, layer))
         out = out.view(shape.kv_heads, count, shape.group, shape.value_dim).transpose(0, 1)
         lse = lse.view(shape.kv_heads, count, shape.group).transpose(0, 1)
         return out.reshape(count, shape.q_heads, -1), lse.reshape(count, shape.q_heads)
@@ -74,7 +74,8 @@ class TritonKernel(Kernel):
             )
 
     def _launch(self, query: Tensor, addresses: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """`query`: `[kv head, row, key dim]`. Parts `[split, kv head, row, value dim]` and `[split, kv head, row]`."""
+        """`query`: `[kv head, row, key dim]`. Returns partial results `[split, kv head, row, value dim]` and
+        `[split, kv head, row]`."""
         shape, slots = self.shape, self.slots
         rows, segments = query.shape[1], len(addresses)
         block = min(BLOCK_ROWS, max(SMALLEST, triton.next_power_of_2(rows)))
@@ -85,7 +86,7 @@ class TritonKernel(Kernel):
         out = torch.empty(splits, shape.kv_heads, rows, shape.value_dim, device=self._device)
         lse = torch.empty(splits, shape.kv_heads, rows, device=self._device)
         keys, values = slots.places(layer)
-        # A power of two and what is left: 576 columns are 512 and 64, not 1,024.
+        # A power of two and the rest: 576 columns are 512 and 64, not 1,024.
         main = max(SMALLEST, 1 << (shape.key_dim.bit_length() - 1))
         rest = max(0, shape.key_dim - main)
         _attend_split[(blocks, shape.kv_heads, splits)](
@@ -147,7 +148,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> Any:
-    """Offsets and strides in elements; `scale` includes log2(e), for exponentials here are powers of two."""
+    """Offsets and strides are in elements. `scale` includes log2(e), because exponentials here are powers of two."""
     head = tl.program_id(1)
     kv_heads = tl.num_programs(1)
     split = tl.program_id(2)
@@ -192,5 +193,5 @@ def _attend_split(  # type: ignore[no-untyped-def]
         acc / total[:, None],
         mask=a_row[:, None] & (column < VALUE_DIM)[None, :],
     )
-    # Back from powers of two.
+    # From a logarithm to base 2 to the natural one.
     tl.store(lse + at, (greatest + tl.log2(total)) * 0.6931471805599453, mask=a_row)

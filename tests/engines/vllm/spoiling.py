@@ -24,6 +24,6 @@ def spoil(
     ):
         count = len(lease.fetch())
         first = 0 if segments is None else count - segments
-        for region, slot, _ in lease._places[first:count].tolist():
-            pool._link.regions.get(region, write=True).slots[slot] = 0
+        for region, slot, _ in lease.places[first:count].tolist():
+            pool.link.regions.get(region, write=True).slots[slot] = 0
         return count - first

@@ -11,7 +11,8 @@ import torch
 import transformers
 
 from tests.engines.vllm.conftest import PATIENT, TINY, prompt
-from tokenlake_client.engines.transformers import TokenLakeEngine
+from tests.robustness.live import PATIENT_ENGINE
+from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 from tokenlake_testing.tiny_model import save_tiny_model
@@ -92,7 +93,7 @@ def test_engines_with_the_same_version_share(
         assert engine.call("flush")
     assert hits(steady) - before == HIT
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    with TokenLakeEngine(loaded, cluster.nodes[0].socket) as other:
+    with TokenLakeEngine(loaded, cluster.nodes[0].socket, EngineOptions(deadlines=PATIENT_ENGINE)) as other:
         weights = transformers.AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32).state_dict()
         loaded.load_state_dict(weights)
         other.new_weights("step 100")

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from tests.robustness.live import (
     LAYOUT,
     LIMIT_S,
+    PATIENT,
     Prompt,
     accounted,
     found_keys,
@@ -52,7 +53,7 @@ class World:
         """Another engine at a node."""
         socket = self.nodes[number].socket if proxy is None else proxy.address
         assert not isinstance(socket, tuple)
-        asker = Asker(name, self._stack.enter_context(Pool.connect(socket, LAYOUT, verify=verify)))
+        asker = Asker(name, self._stack.enter_context(Pool.connect(socket, LAYOUT, verify=verify, deadlines=PATIENT)))
         self.askers.append(asker)
         return asker
 

@@ -13,6 +13,8 @@ from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix, TokenIds
 from tokenlake.layout import Layout
+from tokenlake_client.engines.common.in_flight import NO_WAIT, InFlightWait
+from tokenlake_client.match import MatchOptions
 
 __all__ = ["UNNAMED", "CacheLease", "CachePool", "PrefixView", "QueryPool", "RequestInfo"]
 
@@ -66,23 +68,8 @@ class CachePool(Protocol):
         """The key chain of a prompt."""
         ...
 
-    def match(
-        self,
-        keys: Sequence[SegmentKey],
-        *,
-        request: str | None = None,
-        hints: Hints | None = None,
-        tokens: int = 0,
-        in_flight_wait_s: float = 0.0,
-        in_flight_wait_per_segment_s: float = 0.0,
-    ) -> CacheLease:
-        """Lease the longest sequence of present segments from the first key on.
-
-        `request`: the request's name in logs and for `tokenlake explain`. `tokens`: the length of the prompt.
-        `in_flight_wait_s`: how long the match waits for another engine that is computing the next segment. When no
-        engine is, the match sets the in-flight marker for the caller, and later matches wait for the caller.
-        `in_flight_wait_per_segment_s`: limits the wait to this much for each missing segment.
-        """
+    def match(self, keys: Sequence[SegmentKey], options: MatchOptions = ...) -> CacheLease:
+        """Lease the longest sequence of present segments from the first key on."""
         ...
 
     def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
@@ -124,6 +111,16 @@ class RequestInfo(NamedTuple):
     hints: Hints | None = None
     tokens: int = 0
     """The length of its prompt."""
+
+    def match_options(self, wait: InFlightWait = NO_WAIT) -> MatchOptions:
+        """The options of a match for the request, which may wait for other engines."""
+        return MatchOptions(
+            request=self.name,
+            hints=self.hints,
+            prompt_tokens=self.tokens,
+            in_flight_wait_s=wait.total_s,
+            in_flight_wait_per_segment_s=wait.segment_s,
+        )
 
 
 UNNAMED = RequestInfo()

@@ -286,7 +286,10 @@ class TokenLakeEngine:
         from tokenlake_client.pool import Pool
 
         assert self.layout is not None
-        pool: CachePool = Pool.connect(socket, self.layout, self.options.credential, daemon_uid=self.options.daemon_uid)
+        options = self.options
+        pool: CachePool = Pool.connect(
+            socket, self.layout, options.credential, daemon_uid=options.daemon_uid, deadlines=options.deadlines
+        )
         return pool
 
     def _usable_pool(self) -> CachePool | None:

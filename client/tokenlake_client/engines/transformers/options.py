@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from tokenlake.errors import ConfigurationError
+from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
 
 __all__ = ["EngineOptions"]
 
@@ -19,6 +20,8 @@ class EngineOptions:
     credential: str | None = None
     daemon_uid: int | None = None
     """The user that the daemon runs as, if it is neither root nor this process's user."""
+    deadlines: Deadlines = DEFAULT_DEADLINES
+    """The deadlines of the connection that the engine opens."""
     adapter: str | None = None
     """The id of the active LoRA adapters; part of every key."""
     salt: str | None = None

@@ -76,7 +76,7 @@ class BatchPlanner:
             requests.append(Request(name=str(number), keys=keys, tokens=len(row.tokens), answer_tokens=steps))
             if not keys:
                 continue
-            row.lease = lease = pool.match(keys, request=row.name, hints=row.hints, tokens=len(row.tokens))
+            row.lease = lease = pool.match(keys, row.info.match_options())
             nodes = lease.nodes() if lease.local_hits < lease.hits else [pool.node] * lease.hits
             if len(rows) > 1:
                 row.release_lease()
@@ -91,7 +91,7 @@ class BatchPlanner:
         size = self._layout.segment_tokens
         limits = [0] * len(rows)
         for decision in decisions:
-            start, count = tree.starts[decision.run] // size, len(tree.runs[decision.run].keys)
+            start, count = tree.starts[decision.sequence] // size, len(tree.sequences[decision.sequence].keys)
             if decision.way is not Way.RECOMPUTE:
                 for number in decision.requests:
                     limits[number] = start + count

@@ -114,14 +114,7 @@ def _lease(
     lease = None
     try:
         if keys:
-            lease = pool.match(
-                keys,
-                request=info.name,
-                hints=info.hints,
-                tokens=info.tokens,
-                in_flight_wait_s=wait.total_s,
-                in_flight_wait_per_segment_s=wait.segment_s,
-            )
+            lease = pool.match(keys, info.match_options(wait))
     finally:
         # Not earlier: the segments would count as used when they are released, and again when they are matched.
         if held is not None:

@@ -285,7 +285,7 @@ class Shipping:
             return True
         try:
             row.release_lease()
-            lease = pool.match(matched, request=row.name, hints=row.hints, tokens=len(row.tokens))
+            lease = pool.match(matched, row.info.match_options())
         except Exception as error:
             self._pool_failed("reading segments", error)
             return False

@@ -3,7 +3,7 @@
 A save gathers a segment into a buffer on the GPU in the order of the slot, with one kernel per block and side (keys or
 values), and then copies the buffer over the bus. A load does the reverse. Each thread uses its own CUDA stream. The
 mapping of the arena is page-locked, so that copies need neither staging memory nor a CPU; a lock belongs to one mapping
-and ends before it (`tokenlake_client.pages`).
+and ends before it (`tokenlake_client.mapped_memory`).
 
 ::
 
@@ -26,7 +26,7 @@ from tokenlake.layout import Layout
 from tokenlake_client.engines.common.slots import TORCH_DTYPES, slot_flat
 from tokenlake_client.engines.vllm.blocks import PagedLayers
 from tokenlake_client.engines.vllm.ranks import RankShards
-from tokenlake_client.pages import pages_of
+from tokenlake_client.mapped_memory import mapped_memory_of
 
 __all__ = ["CudaCopy"]
 
@@ -119,7 +119,7 @@ class CudaCopy:
     def _lock_pages(self, slot: NDArray[np.uint8]) -> None:
         """Page-lock the mapping of `slot`, once. Without a lock, copies go through the driver's staging memory, and are
         slower."""
-        pages = pages_of(slot)
+        pages = mapped_memory_of(slot)
         if pages is not None:
             pages.register("cuda", partial(_lock, self._device))
 

@@ -17,8 +17,9 @@ from tokenlake.errors import TokenLakeError
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake_client.engines.common.in_flight import LEAST_S, NO_WAIT, InFlightWait, wait_for
+from tokenlake_client.engines.common.pool import RequestInfo
 from tokenlake_client.engines.vllm.load_cost import LOCAL, LoadCosts
-from tokenlake_client.engines.vllm.pool import MatchedLease, PendingBeat, PendingMatch, PendingNodes, SchedulerPool
+from tokenlake_client.engines.vllm.pool import MatchedLease, PendingHeartbeat, PendingMatch, PendingNodes, SchedulerPool
 
 __all__ = ["MAX_WAITING", "InFlightWaits", "Lookup", "Lookups"]
 
@@ -132,15 +133,8 @@ class Lookups:
         the length of the prompt. Raises `TokenLakeError`."""
         if self._overdue is not None and not self._settled(self._overdue):
             return None
-        pending = pool.begin_match(
-            keys,
-            deadline_s=self._deadline_s,
-            request=request,
-            hints=hints,
-            tokens=tokens,
-            in_flight_wait_s=wait.total_s,
-            in_flight_wait_per_segment_s=wait.segment_s,
-        )
+        options = RequestInfo(request, hints, tokens).match_options(wait)
+        pending = pool.begin_match(keys, options, deadline_s=self._deadline_s)
         if wait.total_s:
             self._heartbeat.begin(pool)
         return Lookup(pending, keys, pool.node, self._deadline_s, self._clock, wait)
@@ -179,14 +173,14 @@ class _Heartbeat:
         self._deadline_s = deadline_s
         self._clock = clock
         self._pool: SchedulerPool | None = None
-        self._beat: PendingBeat | None = None
+        self._beat: PendingHeartbeat | None = None
         self._begun = 0.0
 
     def begin(self, pool: SchedulerPool) -> None:
         """Ask `pool` for a sign of life, unless one is outstanding. Raises `TokenLakeError`."""
         if not self._outstanding():
             self._pool, self._begun = pool, self._clock()
-            self._beat = pool.begin_beat()
+            self._beat = pool.begin_heartbeat()
 
     def alive(self) -> bool:
         """False: a sign of life has been outstanding for a deadline. Raises `TokenLakeError`."""

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from tokenlake.hints import Hints
 from tokenlake.identity import LeaseId, SegmentKey, WriteId
 from tokenlake.keys import Prefix, TokenIds
+from tokenlake_client.match import MatchOptions
 
 __all__ = [
     "AttachedLease",
     "MatchedLease",
-    "PendingBeat",
+    "PendingHeartbeat",
     "PendingMatch",
     "PendingNodes",
     "RankPool",
@@ -81,7 +82,7 @@ class PendingNodes(Protocol):
         ...
 
 
-class PendingBeat(Protocol):
+class PendingHeartbeat(Protocol):
     """A request for a sign of life of the daemon."""
 
     def poll(self) -> bool:
@@ -140,23 +141,13 @@ class SchedulerPool(Protocol):
         ...
 
     def begin_match(
-        self,
-        keys: Sequence[SegmentKey],
-        *,
-        deadline_s: float = ...,
-        request: str | None = None,
-        hints: Hints | None = None,
-        tokens: int = 0,
-        in_flight_wait_s: float = 0.0,
-        in_flight_wait_per_segment_s: float = 0.0,
+        self, keys: Sequence[SegmentKey], options: MatchOptions = ..., *, deadline_s: float | None = None
     ) -> PendingMatch:
-        """Begin a match for `keys`. `request`: the request's name in logs. `tokens`: the length of the prompt.
-        `in_flight_wait_s`, `in_flight_wait_per_segment_s`: how long the match may wait for another engine that computes
-        the missing segments, in total and per missing segment."""
+        """Begin to lease the longest sequence of present segments from the first key on."""
         ...
 
-    def begin_beat(self) -> PendingBeat:
-        """Ask the daemon for a sign of life."""
+    def begin_heartbeat(self) -> PendingHeartbeat:
+        """Send a heartbeat; its reply shows that the daemon is alive."""
         ...
 
     def reserve(

@@ -1,0 +1,51 @@
+"""Descriptors that arrive beside the bytes of a Unix socket."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections import deque
+from collections.abc import Iterable
+
+from tokenlake.errors import ProtocolRefused
+
+__all__ = ["MAX_DESCRIPTORS", "SPACE", "ReceivedDescriptors"]
+
+MAX_DESCRIPTORS = 8
+"""Received and not yet taken, on one connection."""
+SPACE = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
+"""For `recvmsg`. The caller also passes MSG_CMSG_CLOEXEC, which `socket.recv_fds` does not."""
+
+
+class ReceivedDescriptors:
+    """A queue of descriptors in the order in which they arrived. It owns each until the descriptor is taken."""
+
+    def __init__(self) -> None:
+        self._descriptors: deque[int] = deque()
+
+    def __len__(self) -> int:
+        return len(self._descriptors)
+
+    def add(self, ancillary: Iterable[tuple[int, int, bytes]]) -> None:
+        """Take over the descriptors in ancillary data of `recvmsg`. Raises ProtocolRefused beyond `MAX_DESCRIPTORS`."""
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                received = array.array("i")
+                received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
+                self._descriptors.extend(received)
+        if len(self._descriptors) > MAX_DESCRIPTORS:
+            raise ProtocolRefused(
+                f"{len(self._descriptors)} descriptors that belong to no frame; at most {MAX_DESCRIPTORS} may wait"
+            )
+
+    def take(self) -> int:
+        """The oldest descriptor, owned by the caller from now on. Raises ProtocolRefused where none arrived."""
+        if not self._descriptors:
+            raise ProtocolRefused("a frame arrived without the descriptor that belongs to it")
+        return self._descriptors.popleft()
+
+    def close(self) -> None:
+        """Close the descriptors that were not taken. Idempotent."""
+        while self._descriptors:
+            os.close(self._descriptors.popleft())

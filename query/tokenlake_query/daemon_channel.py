@@ -1,0 +1,73 @@
+"""The socket pair that this process inherits from its daemon. The daemon sends connections over it.
+
+The channel ends when the daemon dies, and then this process exits at once: it maps an arena that belongs to no daemon.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import socket
+import threading
+
+from tokenlake.errors import TokenLakeError
+from tokenlake.wire import pack_frame
+from tokenlake.wire.frames import decode
+from tokenlake.wire.supervision import (
+    Connected,
+    Dial,
+    EngineCame,
+    PeerCame,
+    ToDaemon,
+    ToQueryEngine,
+    query_engine_decoder,
+)
+from tokenlake_query.connection import FrameReader
+
+__all__ = ["DaemonChannel", "die_with_parent"]
+
+log = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+
+
+class DaemonChannel:
+    """`read` is for one thread; `send` and `dial` are thread-safe."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Takes `descriptor` over."""
+        self._sock = socket.socket(fileno=descriptor)
+        self._sock.set_inheritable(False)
+        self._reader = FrameReader(self._sock)
+        self._sending = threading.Lock()
+
+    def read(self) -> tuple[ToQueryEngine, socket.socket | None]:
+        """Block for the next message; the second value is the connection that came with it. Exits the process when the
+        channel has ended, and with an error for a message that cannot be decoded."""
+        try:
+            message = decode(query_engine_decoder, self._reader.frame())
+            if isinstance(message, EngineCame | PeerCame | Connected):
+                return message, socket.socket(fileno=self._reader.descriptor())
+            return message, None
+        except (EOFError, OSError):
+            os._exit(0)
+        except TokenLakeError:
+            log.exception("the daemon sent a message that this version does not know")
+            os._exit(1)
+
+    def dial(self, node: str) -> None:
+        """Ask the daemon for a connection to the query engine of `node`; `read` returns `Connected` or `Unreached`."""
+        self.send(Dial(node))
+
+    def send(self, message: ToDaemon) -> None:
+        """Send one small frame, which never blocks. An error is ignored: the daemon is dead, and `read` exits."""
+        with self._sending, contextlib.suppress(OSError):
+            self._sock.sendall(pack_frame(message))
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when the daemon dies, also while no thread reads the channel."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

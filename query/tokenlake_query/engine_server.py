@@ -1,0 +1,243 @@
+"""Serves an engine: its views, the memory that it shares with this process, and a round for each of its queries."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import socket
+import threading
+from concurrent.futures import Executor
+
+import numpy as np
+
+from tokenlake.attention import Stored, stored_dtype
+from tokenlake.errors import LayoutRefused, LimitReached, ProtocolRefused, TokenLakeError
+from tokenlake.wire import Code
+from tokenlake.wire import query as wire
+from tokenlake.wire.frames import decode
+from tokenlake_query.connection import Connection
+from tokenlake_query.counters import Counters
+from tokenlake_query.rounds import Part, Round, Step, Threads
+from tokenlake_query.views import View, ViewOpener
+
+__all__ = ["EngineServer"]
+
+MAX_VIEWS = 1 << 14
+MAX_BUFFERS = 256
+MAX_BUFFER_BYTES = 16 << 30
+
+
+class _SharedMemory:
+    """A memfd of the engine, mapped here: queries in, outputs and sums out. Unmapped when the last array over it is
+    gone."""
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        """Takes `descriptor` over. Raises ProtocolRefused unless it is sealed against shrinking: an access beyond the
+        end of a file that shrank would kill this process. Raises LimitReached beyond `MAX_BUFFER_BYTES`."""
+        try:
+            if nbytes > MAX_BUFFER_BYTES:
+                raise LimitReached(f"a buffer of {nbytes} bytes; at most {MAX_BUFFER_BYTES}")
+            try:
+                sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            except OSError:
+                sealed = 0
+            size = os.fstat(descriptor).st_size
+            if not sealed or size < nbytes:
+                raise ProtocolRefused(
+                    f"a buffer of {size} bytes, {'sealed' if sealed else 'not sealed'} against shrinking; "
+                    f"expected a memfd of {nbytes} bytes that is"
+                )
+            self._map = mmap.mmap(descriptor, nbytes)
+        finally:
+            os.close(descriptor)
+        self.nbytes = nbytes
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Stored:
+        """A view of the memory. Raises ProtocolRefused where it is not aligned or does not fit."""
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if offset % wire.ALIGNMENT or offset + nbytes > self.nbytes:
+            raise ProtocolRefused(
+                f"{nbytes} bytes at {offset} of a buffer of {self.nbytes}; "
+                f"expected a multiple of {wire.ALIGNMENT} that fits"
+            )
+        return np.frombuffer(self._map, dtype, nbytes // dtype.itemsize, offset).reshape(shape)
+
+
+class _Buffer:
+    """One buffer of the engine: its memory, the step that `Query` refers to, and the newest round. Used by the reading
+    thread alone."""
+
+    def __init__(self, memory: _SharedMemory) -> None:
+        self.memory = memory
+        self.step: Step | None = None
+        self.round: Round | None = None
+
+    def cancel(self) -> None:
+        """End the round: it writes nothing into the memory any more."""
+        if self.round is not None:
+            self.round.cancel()
+            self.round = None
+
+
+class EngineServer:
+    """One connection of an engine. Its views, buffers and rounds end with the connection."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        name: str,
+        opener: ViewOpener,
+        opening: Executor,
+        threads: Threads,
+        counters: Counters,
+    ) -> None:
+        """Takes `sock` over. `opening`: threads that may block while they open a view."""
+        self._opener = opener
+        self._opening = opening
+        self._threads = threads
+        self._counters = counters
+        self._buffers: dict[int, _Buffer] = {}
+        self._lock = threading.Lock()
+        self._views: dict[int, View | None] = {}
+        """None while a view is being opened."""
+        self._connection = Connection(sock, name)
+        self._connection.serve(self._handle, self._ended)
+
+    def _handle(self, body: bytes) -> None:
+        message = decode(wire.query_decoder, body)
+        if isinstance(message, wire.OpenBuffer):
+            self._open_buffer(message)
+            return
+        try:
+            if isinstance(message, wire.Query):
+                self._query(message)
+            elif isinstance(message, wire.Step):
+                self._set_step(message)
+            elif isinstance(message, wire.OpenView):
+                self._open_view(message)
+            else:
+                self._close_views(message.views)
+        except TokenLakeError as error:
+            self._refuse(message.view if isinstance(message, wire.OpenView) else 0, error)
+
+    def _refuse(self, view: int, error: TokenLakeError) -> None:
+        self._connection.send(wire.Refused(view, type(error).__name__, str(error)))
+
+    # -- buffers and steps
+
+    def _open_buffer(self, message: wire.OpenBuffer) -> None:
+        old = self._buffers.pop(message.buffer, None)
+        if old is not None:
+            old.cancel()
+        if not message.nbytes:
+            return
+        descriptor = self._connection.reader.descriptor()
+        memory = _SharedMemory(descriptor, message.nbytes)
+        if len(self._buffers) >= MAX_BUFFERS:
+            raise LimitReached(f"an engine shares at most {MAX_BUFFERS} buffers")
+        self._buffers[message.buffer] = _Buffer(memory)
+
+    def _set_step(self, message: wire.Step) -> None:
+        buffer = self._buffers.get(message.buffer)
+        if buffer is None:
+            raise ProtocolRefused(f"buffer {message.buffer} is not open; open it before its step")
+        buffer.cancel()
+        # Before the checks: after a refused step no query may refer to the step before it.
+        buffer.step = None
+        layout = self._opener.layout
+        if message.dtype != layout.dtype:
+            raise LayoutRefused(f"queries of {message.dtype}; expected the layout's {layout.dtype}")
+        views = [self._view(number) for number, _ in message.parts]
+        heads = {view.attention.shape.q_heads for view in views}
+        if len(heads) != 1 or not all(tokens for _, tokens in message.parts):
+            raise LayoutRefused(
+                f"a step of {len(views)} parts with {sorted(heads)} heads; expected at least one part, at least one "
+                "token in each, and one number of heads"
+            )
+        shape = views[0].attention.shape
+        parts: list[Part] = []
+        end = 0
+        for view, (_, tokens) in zip(views, message.parts, strict=True):
+            parts.append(Part(view, slice(end, end + tokens)))
+            end += tokens
+        array, single = buffer.memory.array, np.dtype(np.float32)
+        buffer.step = Step(
+            message.step,
+            message.dtype,
+            tuple(parts),
+            array(message.queries, (end, shape.q_heads, shape.key_dim), stored_dtype(message.dtype)),
+            array(message.outputs, (end, shape.q_heads, shape.value_dim), single),
+            array(message.sums, (end, shape.q_heads), single),
+        )
+
+    def _view(self, number: int) -> View:
+        view = self._views.get(number)
+        if view is None:
+            raise ProtocolRefused(f"view {number} is not open; expected an open view")
+        return view
+
+    def _query(self, message: wire.Query) -> None:
+        buffer = self._buffers.get(message.buffer)
+        if buffer is None or buffer.step is None or buffer.step.number != message.step:
+            raise ProtocolRefused(f"buffer {message.buffer} has no step {message.step}")
+        layers = self._opener.layout.layers
+        if message.layer >= layers:
+            raise LayoutRefused(f"layer {message.layer}; expected 0 to {layers - 1}")
+        buffer.cancel()
+        buffer.round = Round(buffer.step, message, self._threads, self._answer)
+        buffer.round.begin()
+
+    def _answer(self, answered: wire.Answered) -> None:
+        self._counters.add(answers=1, lost_parts=answered.codes.count(Code.LOST))
+        self._connection.send(answered)
+
+    # -- views
+
+    def _open_view(self, message: wire.OpenView) -> None:
+        if len(self._views) >= MAX_VIEWS:
+            raise LimitReached(f"an engine has at most {MAX_VIEWS} views open")
+        if message.view in self._views:
+            raise ProtocolRefused(f"view {message.view} is open already")
+        with self._lock:
+            self._views[message.view] = None
+        self._opening.submit(self._open, message)
+
+    def _open(self, message: wire.OpenView) -> None:
+        try:
+            view, codes = self._opener.open(message)
+        except TokenLakeError as error:
+            with self._lock:
+                self._views.pop(message.view, None)
+            self._refuse(message.view, error)
+            return
+        with self._lock:
+            closed = message.view not in self._views
+            if not closed:
+                self._views[message.view] = view
+                self._counters.add(views=1)
+        if closed:
+            view.close()
+        # Also for a view that the engine closed meanwhile: the answer proves to it that this process lives.
+        local, shares = view.placement
+        hits = len(local) + sum(len(share.keys) for share in shares)
+        self._connection.send(wire.Viewed(message.view, hits, codes))
+
+    def _close_views(self, numbers: tuple[int, ...]) -> None:
+        with self._lock:
+            views = [self._views.pop(number, None) for number in numbers]
+        for view in views:
+            if view is not None:
+                self._counters.add(views=-1)
+                view.close()
+        # A step with a closed view cannot be queried any more, and would keep the segments leased.
+        for buffer in self._buffers.values():
+            if buffer.step is not None and any(part.view in views for part in buffer.step.parts):
+                buffer.step = None
+
+    def _ended(self) -> None:
+        for buffer in self._buffers.values():
+            buffer.cancel()
+        self._buffers.clear()
+        self._close_views(tuple(self._views))
+        self._counters.add(connections=-1)

@@ -1,0 +1,244 @@
+"""Connections to the query engines of other nodes: one per node, dialled when first needed."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from tokenlake import errors
+from tokenlake.attention import LSE_BYTES, AttentionShape, Partial, as_float32, stored_dtype
+from tokenlake.errors import DeadlinePassed, ProtocolRefused, Refused, TokenLakeError, Unreachable
+from tokenlake.liveness import Liveness
+from tokenlake.wire import HEADER_BYTES, Code
+from tokenlake.wire import query as wire
+from tokenlake.wire.frames import decode
+from tokenlake_query.connection import Connection
+from tokenlake_query.counters import Counters
+
+__all__ = ["PeerClient", "PeerClients", "ResultHandler"]
+
+log = logging.getLogger(__name__)
+
+
+class ResultHandler(Protocol):
+    """Takes the result of one `PeerClient.ask`. Called in the reading thread of the connection."""
+
+    def wanted(self) -> bool:
+        """Is the result still waited for?"""
+
+    def received(self, nbytes: int) -> None:
+        """A result of `nbytes` was received, its frame included."""
+
+    def arrived(self, index: int, partial: Partial) -> None:
+        """The result of part `index` of the request. The arrays are borrowed for the call."""
+
+    def missing(self, index: int) -> None:
+        """Part `index` will not be answered."""
+
+
+class _Asked(NamedTuple):
+    handler: ResultHandler
+    shape: AttentionShape
+    dtype: str
+    tokens: tuple[int, ...]
+
+
+class PeerClient:
+    """A connection to the query engine of `node`. Thread-safe; calls never block."""
+
+    def __init__(self, sock: socket.socket, node: str, counters: Counters) -> None:
+        """Takes `sock` over."""
+        self.node = node
+        self._connection = Connection(sock, f"query engine of {node}")
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._liveness = Liveness()
+        self._opening: dict[int, Future[bytes]] = {}
+        self._asked: dict[int, _Asked] = {}
+        self._scratch = memoryview(bytearray())
+        self._counters = counters
+        self._connection.serve(self._handle, self._ended)
+
+    @property
+    def usable(self) -> bool:
+        """Connected and not overdue."""
+        return self._connection.open and not self._liveness.overdue
+
+    @property
+    def open(self) -> bool:
+        """False once the end of the connection was noticed."""
+        return self._connection.open
+
+    def deadline_missed(self) -> None:
+        """An answer did not arrive by its deadline: while any answer is owed, the peer is overdue until it sends
+        anything."""
+        with self._lock:
+            if self._asked or self._opening:
+                self._liveness.deadline_missed()
+
+    def open_view(self, message: Callable[[int], wire.OpenView]) -> tuple[int, Future[bytes]]:
+        """Send `message(number)`. Returns the view's number at the peer, and the future of one code per key."""
+        number = next(self._numbers)
+        opening: Future[bytes] = Future()
+        with self._lock:
+            self._opening[number] = opening
+        self._connection.send(message(number))
+        if not self._connection.open:
+            self._ended()
+        return number, opening
+
+    def close_view(self, view: int) -> None:
+        """Tell the peer that no more queries of `view` will be sent."""
+        self._connection.send(wire.CloseView((view,)))
+
+    def ask(
+        self,
+        handler: ResultHandler,
+        layer: int,
+        shape: AttentionShape,
+        dtype: str,
+        parts: Sequence[tuple[int, int]],
+        queries: Sequence[memoryview],
+    ) -> int:
+        """Send the `queries` of `parts` (view at the peer, tokens). Returns the number of bytes that this sends.
+        `handler` is called exactly once for every part, possibly before this returns. `queries` are borrowed until they
+        were sent (`Connection.send`)."""
+        number = next(self._numbers)
+        with self._lock:
+            self._asked[number] = _Asked(handler, shape, dtype, tuple(tokens for _, tokens in parts))
+        nbytes = sum(map(len, queries))
+        ask = wire.Ask(number, layer, dtype, tuple(parts), nbytes)  # type: ignore[arg-type]
+        sent = self._connection.send(ask, queries)
+        if not self._connection.open:
+            self._ended()
+        return sent
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._connection.close()
+
+    # -- the reading thread
+
+    def _handle(self, body: bytes) -> None:
+        message = decode(wire.ask_reply_decoder, body)
+        if isinstance(message, wire.Result):
+            self._result(message, HEADER_BYTES + len(body))
+            return
+        with self._lock:
+            self._liveness.heard(time.monotonic())
+            opening = self._opening.pop(message.view, None)
+        if isinstance(message, wire.Refused):
+            if opening is None:
+                raise Unreachable(f"{self.node} refused: {message.reason}")
+            opening.set_exception(_as_error(message))
+        elif opening is not None:
+            opening.set_result(message.codes)
+
+    def _result(self, result: wire.Result, frame: int) -> None:
+        with self._lock:
+            asked = self._asked.get(result.number)
+        if asked is None or len(result.codes) != len(asked.tokens):
+            raise ProtocolRefused(f"result {result.number} fits no open request; expected one code per part of one")
+        shape, stored = asked.shape, stored_dtype(asked.dtype)
+        answered = [
+            tokens if code == Code.LOCAL else 0 for code, tokens in zip(result.codes, asked.tokens, strict=True)
+        ]
+        outputs = sum(answered) * shape.q_heads * shape.value_dim * stored.itemsize
+        expected = outputs + sum(answered) * shape.q_heads * LSE_BYTES
+        if result.nbytes != expected:
+            raise ProtocolRefused(
+                f"a result of {result.nbytes} bytes for {sum(answered)} query tokens; expected {expected}"
+            )
+        if len(self._scratch) < result.nbytes:
+            self._scratch = memoryview(bytearray(result.nbytes))
+        payload = self._scratch[: result.nbytes]
+        self._connection.reader.into(payload)
+        with self._lock:
+            # Only now: if the connection ends while the payload is read, `_ended` reports these parts as missing.
+            self._liveness.heard(time.monotonic())
+            if self._asked.pop(result.number, None) is None:
+                return
+        if not asked.handler.wanted():
+            self._counters.add(late_results=1)
+            return
+        asked.handler.received(frame + result.nbytes)
+        outs = np.frombuffer(payload[:outputs], stored).reshape(-1, shape.q_heads, shape.value_dim)
+        lses = np.frombuffer(payload[outputs:], np.float32).reshape(-1, shape.q_heads)
+        start = 0
+        for index, (tokens, code) in enumerate(zip(asked.tokens, result.codes, strict=True)):
+            if code != Code.LOCAL:
+                asked.handler.missing(index)
+                continue
+            rows = slice(start, start + tokens)
+            start += tokens
+            asked.handler.arrived(index, Partial(as_float32(outs[rows], asked.dtype), lses[rows]))
+
+    def _ended(self) -> None:
+        with self._lock:
+            asked, self._asked = self._asked, {}
+            opening, self._opening = self._opening, {}
+        for future in opening.values():
+            future.set_exception(Unreachable(f"the connection to the query engine of {self.node} broke"))
+        for unanswered in asked.values():
+            for index in range(len(unanswered.tokens)):
+                unanswered.handler.missing(index)
+
+
+class PeerClients:
+    """Peer clients by node. `dial` asks the daemon for a connection; the daemon answers by `connected` or
+    `unreached`."""
+
+    def __init__(self, dial: Callable[[str], None], counters: Counters) -> None:
+        self._dial = dial
+        self._counters = counters
+        self._lock = threading.Lock()
+        self._clients: dict[str, PeerClient] = {}
+        self._dialling: dict[str, Future[PeerClient]] = {}
+
+    def get(self, node: str) -> Future[PeerClient]:
+        """The connection to `node`; a new one where the last one ended. Fails with Unreachable, and at once with
+        DeadlinePassed while the peer is overdue."""
+        with self._lock:
+            future = self._dialling.get(node)
+            if future is not None:
+                return future
+            future = Future()
+            client = self._clients.get(node)
+            if client is not None and client.usable:
+                future.set_result(client)
+                return future
+            if client is not None and client.open:
+                future.set_exception(DeadlinePassed(f"the query engine of {node} still owes an answer"))
+                return future
+            self._dialling[node] = future
+        self._dial(node)
+        return future
+
+    def connected(self, node: str, sock: socket.socket) -> None:
+        """The daemon dialled `node`; takes `sock` over."""
+        client = PeerClient(sock, node, self._counters)
+        with self._lock:
+            self._clients[node] = client
+            future = self._dialling.pop(node, None)
+        if future is not None:
+            future.set_result(client)
+
+    def unreached(self, node: str, reason: str) -> None:
+        """The daemon could not dial `node`."""
+        with self._lock:
+            future = self._dialling.pop(node, None)
+        if future is not None:
+            future.set_exception(Unreachable(f"no query engine of {node}: {reason}"))
+
+
+def _as_error(refused: wire.Refused) -> TokenLakeError:
+    kind = getattr(errors, refused.kind, None)
+    return kind(refused.reason) if isinstance(kind, type) and issubclass(kind, Refused) else Unreachable(refused.reason)

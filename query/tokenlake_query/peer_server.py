@@ -1,0 +1,225 @@
+"""Serves the query engine of another node: attention of its queries over segments that lie here."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial as bind
+from typing import NamedTuple
+
+import numpy as np
+
+from tokenlake.attention import AttentionShape, Partial, Stored, from_float32, stored_dtype
+from tokenlake.errors import LayoutRefused, LimitReached, ProtocolRefused, TokenLakeError
+from tokenlake.layout import Layout
+from tokenlake.wire import Code
+from tokenlake.wire import query as wire
+from tokenlake.wire.frames import decode
+from tokenlake.wire.slots import split_keys
+from tokenlake_query.compute_thread import Attention, ComputeThread, Task
+from tokenlake_query.connection import Connection
+from tokenlake_query.counters import Counters
+from tokenlake_query.segments import Pools, Segments, open_local
+
+__all__ = ["PeerServer"]
+
+log = logging.getLogger(__name__)
+
+MAX_VIEWS = 1 << 16
+MAX_PENDING_BYTES = 512 << 20
+"""Queries of one connection that wait to be computed; further ones stay in the socket. One request may be larger."""
+MAX_UNSENT_BYTES = 64 << 20
+"""Results that the other side has not read; beyond that no further queries are read."""
+
+
+class _OpenView(NamedTuple):
+    attention: Attention
+    segments: Segments
+
+
+class PeerServer:
+    """One connection of another node's query engine. Its views are closed with the connection."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        node: str,
+        pools: Pools,
+        compute: ComputeThread,
+        opening: Executor,
+        counters: Counters,
+    ) -> None:
+        """Takes `sock` over. `opening`: threads that may block while they open a view."""
+        self._pools = pools
+        self._compute = compute
+        self._opening = opening
+        self._counters = counters
+        self._lock = threading.Lock()
+        self._views: dict[int, _OpenView | None] = {}
+        """None while a view is being opened."""
+        self._room = threading.Condition()
+        self._pending_bytes = 0
+        self._spare: list[bytearray] = []
+        self._connection = Connection(sock, f"query engine of {node}")
+        self._connection.serve(self._handle, self._ended)
+
+    def _handle(self, body: bytes) -> None:
+        message = decode(wire.ask_decoder, body)
+        if isinstance(message, wire.Ask):
+            self._ask(message)
+        elif isinstance(message, wire.OpenView):
+            if len(self._views) >= MAX_VIEWS:
+                self._refuse(message.view, LimitReached(f"at most {MAX_VIEWS} views are open for one query engine"))
+                return
+            if message.view in self._views:
+                raise ProtocolRefused(f"view {message.view} is open already")
+            with self._lock:
+                self._views[message.view] = None
+            self._opening.submit(self._open, message)
+        else:
+            with self._lock:
+                for view in message.views:
+                    self._close_view(view)
+
+    # -- views
+
+    def _open(self, message: wire.OpenView) -> None:
+        try:
+            layout = Layout.decode(message.layout)
+            shape = AttentionShape.of(layout, message.heads, message.scale)
+            keys = split_keys(message.keys)
+            if len(set(keys)) < len(keys):
+                raise ProtocolRefused("a key is named twice; expected each once")
+            segments = open_local(self._pools.get(message.tenant, layout), keys)
+        except (TokenLakeError, ValueError) as error:
+            with self._lock:
+                self._views.pop(message.view, None)
+            self._refuse(message.view, error)
+            return
+        with self._lock:
+            # The view may have been closed while it was opened.
+            if message.view in self._views:
+                self._views[message.view] = _OpenView(Attention(layout, shape), segments)
+                self._counters.add(views=1)
+        hits = len(segments)
+        codes = bytes([Code.LOCAL]) * hits + bytes([Code.MISSING]) * (len(keys) - hits)
+        self._connection.send(wire.Viewed(message.view, hits, codes))
+
+    def _close_view(self, view: int) -> None:
+        """The caller holds the lock."""
+        if self._views.pop(view, None) is not None:
+            self._counters.add(views=-1)
+
+    def _refuse(self, view: int, error: Exception) -> None:
+        kind = type(error).__name__ if isinstance(error, TokenLakeError) else ProtocolRefused.__name__
+        self._connection.send(wire.Refused(view, kind, str(error)))
+
+    # -- queries
+
+    def _ask(self, ask: wire.Ask) -> None:
+        views = [self._views.get(view) for view, _ in ask.parts]
+        opened = [view for view in views if view is not None]
+        for view in opened:
+            _check_fits(view.attention.layout, ask)
+        if len(opened) < len(views):
+            # A view was closed while the request was under way.
+            self._connection.reader.skip(ask.nbytes)
+            self._connection.send(wire.Result(ask.number, ask.layer, bytes([Code.LOST]) * len(views), 0))
+            return
+        item = stored_dtype(ask.dtype).itemsize
+        sizes = [
+            tokens * view.attention.shape.q_heads * view.attention.shape.key_dim * item
+            for (_, tokens), view in zip(ask.parts, opened, strict=True)
+        ]
+        if sum(sizes) != ask.nbytes or not all(sizes) or not sizes:
+            raise ProtocolRefused(f"{ask.nbytes} bytes of queries; expected {sum(sizes)}")
+        self._connection.wait_unsent(MAX_UNSENT_BYTES)
+        buffer = self._take_buffer(ask.nbytes)
+        self._connection.reader.into(memoryview(buffer)[: ask.nbytes])
+        collector = _ResultCollector(ask, len(opened), lambda result, payload: self._send(buffer, result, payload))
+        tasks = []
+        start = 0
+        for index, ((number, tokens), view, size) in enumerate(zip(ask.parts, opened, sizes, strict=True)):
+            shape = view.attention.shape
+            queries: Stored = np.frombuffer(buffer, stored_dtype(ask.dtype), size // item, start)
+            start += size
+            tasks.append(
+                Task(
+                    view.attention,
+                    ask.layer,
+                    view.segments,
+                    queries.reshape(tokens, shape.q_heads, shape.key_dim),
+                    bind(self._wanted, number),
+                    bind(collector.put, index),
+                )
+            )
+        self._compute.submit(tasks)
+
+    def _wanted(self, view: int) -> bool:
+        return self._connection.open and view in self._views
+
+    def _take_buffer(self, nbytes: int) -> bytearray:
+        """A buffer of at least `nbytes`. Blocks while `MAX_PENDING_BYTES` would be exceeded."""
+        with self._room:
+            self._room.wait_for(lambda: not self._pending_bytes or self._pending_bytes + nbytes <= MAX_PENDING_BYTES)
+            for index, spare in enumerate(self._spare):
+                if len(spare) >= nbytes:
+                    buffer = self._spare.pop(index)
+                    break
+            else:
+                # Replaces a spare buffer that is too small: there are never more buffers than were in use at a time.
+                self._spare[:1] = []
+                buffer = bytearray(nbytes)
+            self._pending_bytes += len(buffer)
+            return buffer
+
+    def _send(self, buffer: bytearray, result: wire.Result, payload: list[memoryview]) -> None:
+        self._counters.add(results=1)
+        self._connection.send(result, payload)
+        with self._room:
+            self._pending_bytes -= len(buffer)
+            self._spare.append(buffer)
+            self._room.notify()
+
+    def _ended(self) -> None:
+        with self._lock:
+            for view in list(self._views):
+                self._close_view(view)
+        self._counters.add(connections=-1)
+
+
+class _ResultCollector:
+    """Collects the results of the parts of one `Ask` and sends them together. Called in the computing thread alone."""
+
+    def __init__(self, ask: wire.Ask, parts: int, send: Callable[[wire.Result, list[memoryview]], None]) -> None:
+        self._ask = ask
+        self._send = send
+        self._remaining = parts
+        self._partials: list[Partial | None] = [None] * parts
+
+    def put(self, index: int, partial: Partial | None) -> None:
+        """The result of part `index`; None: it is LOST. Called once per part."""
+        self._partials[index] = partial
+        self._remaining -= 1
+        if self._remaining:
+            return
+        codes = bytes(Code.LOST if partial is None else Code.LOCAL for partial in self._partials)
+        computed = [partial for partial in self._partials if partial is not None]
+        outputs = [from_float32(partial.out, self._ask.dtype) for partial in computed]
+        payload = [_bytes_of(array) for array in [*outputs, *(partial.lse for partial in computed)]]
+        nbytes = sum(map(len, payload))
+        self._send(wire.Result(self._ask.number, self._ask.layer, codes, nbytes), payload)
+
+
+def _check_fits(layout: Layout, ask: wire.Ask) -> None:
+    if ask.layer >= layout.layers or ask.dtype != layout.dtype:
+        raise LayoutRefused(
+            f"queries of {ask.dtype} for layer {ask.layer}; expected {layout.dtype} for layers 0 to {layout.layers - 1}"
+        )
+
+
+def _bytes_of(array: Stored) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

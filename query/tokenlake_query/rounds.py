@@ -1,0 +1,291 @@
+"""A round: one query of an engine, from its requests to peers until its results are merged or its deadline passes.
+
+::
+
+                      +--> local segments ------> computed here --------+
+    Query of a layer -+--> Ask to node B -------> Result ---------------+--> merged, float32 --> Answered
+                      +--> Ask to node C --x                            |
+                             broken, LOST, or half the deadline gone:   |
+                             fetched -----------> computed here --------+
+                             or not to be had: the part is LOST
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial as bind
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenlake.attention import Partial, Stored, merge
+from tokenlake.wire import Code
+from tokenlake.wire import query as wire
+from tokenlake_query.compute_thread import ComputeThread, Task
+from tokenlake_query.segments import Segments
+from tokenlake_query.timer_thread import TimerThread
+from tokenlake_query.views import Share, View
+
+__all__ = ["Part", "Round", "Step", "Threads"]
+
+PEER_SHARE = 0.5
+"""Share of the deadline that a peer has. What it did not answer by then is fetched and computed here."""
+ROUND_SHARE = 0.95
+"""Share of the deadline after which the round ends: the answer must reach the engine within the deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """The threads that rounds use; all rounds of the process share them."""
+
+    compute: ComputeThread
+    timer: TimerThread
+    fetching: Executor
+    """Threads that may block for the daemon."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The queries of one view in a step: `rows` of the step's arrays."""
+
+    view: View
+    rows: slice
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a `Query` of a buffer refers to. The arrays lie in the memory that the engine shares."""
+
+    number: int
+    dtype: str
+    parts: tuple[Part, ...]
+    queries: Stored
+    outputs: NDArray[np.float32]
+    sums: NDArray[np.float32]
+
+
+class Round:
+    """One `Query`. Call `begin` once, and `cancel` when another round of the same buffer takes its place.
+
+    Thread-safe. No call blocks, but for the lock under which results are merged. Once the round is over it refers to
+    neither views nor the buffer, also while the timer still refers to the round."""
+
+    def __init__(
+        self, step: Step, query: wire.Query, threads: Threads, answer: Callable[[wire.Answered], None]
+    ) -> None:
+        """`answer` is called once with the codes of all parts, unless the round is cancelled."""
+        self._step: Step | None = step
+        """None once the round is over."""
+        self._query = query
+        self._threads = threads
+        self._answer = answer
+        self._lock = threading.Lock()
+        now = time.monotonic()
+        self._peers_until = now + PEER_SHARE * query.deadline_s
+        self._until = now + ROUND_SHARE * query.deadline_s
+        self._codes = bytearray([Code.LOCAL]) * len(step.parts)
+        self._awaited: list[set[Hashable]] = [set() for _ in step.parts]
+        """Sources of results of each part: None for the local segments, a `Share`, or ("fetched", share)."""
+        self._remaining = 1
+        """Results to come, plus one while `begin` runs: a peer may answer before `begin` has counted the bytes that it
+        sent."""
+        self._begun = [False] * len(step.parts)
+        """Do the outputs of the part hold a result to merge with?"""
+        self._sent_bytes = 0
+        self._received_bytes = 0
+
+    def begin(self) -> None:
+        """Ask the peers, then compute over the local segments."""
+        step = self._step
+        assert step is not None
+        tasks: list[Task] = []
+        asks: dict[int, _Ask] = {}
+        unusable: list[tuple[int, Share]] = []
+        for number, part in enumerate(step.parts):
+            view = part.view
+            local, shares = view.placement
+            if view.lost:
+                self._codes[number] = Code.LOST
+                continue
+            if local:
+                self._await(number, None)
+                tasks.append(self._task(step, number, local, None))
+            elif not shares:
+                self._merge(step, number, None)
+            for share in shares:
+                self._await(number, share)
+                if share.peer.usable:
+                    asks.setdefault(id(share.peer), _Ask(self)).add(number, share)
+                else:
+                    unusable.append((number, share))
+        for ask in asks.values():
+            self._sent_bytes += ask.send(step, self._query.layer)
+        for number, share in unusable:
+            self.replace(number, share)
+        if asks:
+            self._threads.timer.at(self._peers_until, bind(self._replace_late, list(asks.values())))
+        self._threads.timer.at(self._until, self._expire)
+        if tasks:
+            # Last: from here on the computing thread competes with this one for the interpreter.
+            self._threads.compute.submit(tasks)
+        with self._lock:
+            self._remaining -= 1
+            self._finish_if_done()
+
+    def cancel(self) -> None:
+        """End the round without an answer: the buffer belongs to another round."""
+        with self._lock:
+            self._step = None
+
+    def wanted(self) -> bool:
+        """False once the round is over."""
+        return self._step is not None
+
+    def received(self, nbytes: int) -> None:
+        """Count bytes of results that were received from peers."""
+        with self._lock:
+            self._received_bytes += nbytes
+
+    def put(self, number: int, source: Hashable, partial: Partial | None) -> None:
+        """Merge the result of `source` for part `number`; None: the part is LOST. Ignored when the round is over or no
+        longer waits for `source`. The arrays are borrowed for the call."""
+        with self._lock:
+            step = self._step
+            if step is None or source not in self._awaited[number]:
+                return
+            if partial is None:
+                self._lose(number)
+            else:
+                self._merge(step, number, partial)
+                self._awaited[number].discard(source)
+                self._remaining -= 1
+            self._finish_if_done()
+
+    def replace(self, number: int, share: Share) -> None:
+        """Fetch the segments of `share` in a thread that may block, because its peer does not answer for part
+        `number`."""
+        if self._step is not None and share in self._awaited[number]:
+            self._threads.fetching.submit(self._fetch, number, share)
+
+    # -- inside
+
+    def _await(self, number: int, source: Hashable) -> None:
+        self._awaited[number].add(source)
+        self._remaining += 1
+
+    def _task(self, step: Step, number: int, segments: Segments, source: Hashable) -> Task:
+        part = step.parts[number]
+        return Task(
+            part.view.attention,
+            self._query.layer,
+            segments,
+            step.queries[part.rows],
+            self.wanted,
+            bind(self.put, number, source),
+        )
+
+    def _merge(self, step: Step, number: int, partial: Partial | None) -> None:
+        """Into the outputs of part `number`; None: attention over no segments."""
+        rows = step.parts[number].rows
+        outputs, sums = step.outputs[rows], step.sums[rows]
+        if partial is None:
+            outputs[:], sums[:] = 0, -np.inf
+        elif self._begun[number]:
+            outputs[:], sums[:] = merge([Partial(outputs, sums), partial])
+        else:
+            outputs[:], sums[:] = partial
+        self._begun[number] = True
+
+    def _fetch(self, number: int, share: Share) -> None:
+        step = self._step
+        if step is None:
+            return
+        segments = step.parts[number].view.fetch(share, self._until)
+        fetched = ("fetched", share)
+        with self._lock:
+            # The peer may have answered while the segments were fetched.
+            if self._step is None or share not in self._awaited[number]:
+                return
+            if segments is not None:
+                self._awaited[number].remove(share)
+                self._awaited[number].add(fetched)
+        if segments is None:
+            self.put(number, share, None)
+        else:
+            self._threads.compute.submit([self._task(step, number, segments, fetched)])
+
+    def _replace_late(self, asks: Sequence[_Ask]) -> None:
+        """The time of the peers is over."""
+        for ask in asks:
+            unanswered = [(number, share) for number, share in ask.parts if share in self._awaited[number]]
+            if unanswered and self.wanted():
+                unanswered[0][1].peer.deadline_missed()
+                for number, share in unanswered:
+                    self.replace(number, share)
+
+    def _expire(self) -> None:
+        with self._lock:
+            if self._step is not None:
+                for number, awaited in enumerate(self._awaited):
+                    if awaited:
+                        self._lose(number)
+                self._finish_if_done()
+
+    def _lose(self, number: int) -> None:
+        self._codes[number] = Code.LOST
+        self._remaining -= len(self._awaited[number])
+        self._awaited[number].clear()
+
+    def _finish_if_done(self) -> None:
+        if self._remaining or self._step is None:
+            return
+        self._step = None
+        query = self._query
+        self._answer(
+            wire.Answered(
+                query.buffer,
+                query.step,
+                query.layer,
+                query.attempt,
+                bytes(self._codes),
+                self._sent_bytes,
+                self._received_bytes,
+            )
+        )
+
+
+class _Ask:
+    """The parts of one round that one peer is asked about; a `ResultHandler`."""
+
+    def __init__(self, round_: Round) -> None:
+        self._round = round_
+        self.parts: list[tuple[int, Share]] = []
+
+    def add(self, number: int, share: Share) -> None:
+        self.parts.append((number, share))
+
+    def send(self, step: Step, layer: int) -> int:
+        """Send the queries straight from the memory that the engine shares. Returns the number of bytes."""
+        parts = [step.parts[number] for number, _ in self.parts]
+        queries = [step.queries[part.rows].reshape(-1).view(np.uint8).data for part in parts]
+        tokens = [part.rows.stop - part.rows.start for part in parts]
+        views = [share.view for _, share in self.parts]
+        shape = parts[0].view.attention.shape
+        peer = self.parts[0][1].peer
+        return peer.ask(self, layer, shape, step.dtype, list(zip(views, tokens, strict=True)), queries)
+
+    def wanted(self) -> bool:
+        return self._round.wanted()
+
+    def received(self, nbytes: int) -> None:
+        self._round.received(nbytes)
+
+    def arrived(self, index: int, partial: Partial) -> None:
+        self._round.put(*self.parts[index], partial)
+
+    def missing(self, index: int) -> None:
+        self._round.replace(*self.parts[index])

@@ -1,0 +1,49 @@
+"""The thread that calls functions at given times: deadlines of queries, and the regular report to the daemon."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+__all__ = ["TimerThread"]
+
+log = logging.getLogger(__name__)
+
+
+class TimerThread:
+    """Calls cannot be cancelled: a function whose purpose is gone is called all the same and must do nothing then."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+
+    def start(self) -> None:
+        """Start the thread."""
+        threading.Thread(target=self._run, name="timer", daemon=True).start()
+
+    def at(self, when: float, call: Callable[[], None]) -> None:
+        """Call `call()` in the timer thread at `when` (monotonic seconds). Thread-safe."""
+        with self._changed:
+            sooner = not self._due or when < self._due[0][0]
+            heapq.heappush(self._due, (when, next(self._order), call))
+            if sooner:
+                self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._due or self._due[0][0] > time.monotonic():
+                    self._changed.wait(self._due[0][0] - time.monotonic() if self._due else None)
+                _, _, call = heapq.heappop(self._due)
+            try:
+                call()
+            except Exception:
+                # The deadlines of other queries must still be served.
+                log.exception("a timed call failed")
+            # The waiting thread keeps no reference to the query, and so no lease on its segments.
+            del call

@@ -1,0 +1,244 @@
+"""A round merges each result that it waits for once, and nothing else."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
+
+import numpy as np
+import pytest
+
+from tests.query.scene import HEADS, LAYOUT, SCALE, Text, draw_queries
+from tests.robustness.live import wait_until
+from tokenlake.attention import AttentionShape, Partial, empty_partial
+from tokenlake.identity import SegmentKey
+from tokenlake.layout import Layout
+from tokenlake.wire import Code
+from tokenlake.wire import query as wire
+from tokenlake_client import Pool
+
+pytest.importorskip("torch")
+
+from tokenlake_query import compute_thread
+from tokenlake_query.compute_thread import MAX_KERNELS, Attention, ComputeThread, Task
+from tokenlake_query.kernels import Kernel, kernel_for
+from tokenlake_query.peer_client import PeerClient, ResultHandler
+from tokenlake_query.rounds import Part, Round, Step, Threads
+from tokenlake_query.segments import Segments
+from tokenlake_query.timer_thread import TimerThread
+from tokenlake_query.views import Share, View
+
+TOKENS = 3
+NO_POOL = cast(Pool, None)
+"""No segments are fetched in these tests."""
+
+
+@pytest.fixture
+def threads() -> Iterator[Threads]:
+    """The computing thread is not started: the tests put results themselves."""
+    timer = TimerThread()
+    timer.start()
+    with ThreadPoolExecutor(1) as fetching:
+        yield Threads(ComputeThread(), timer, fetching)
+
+
+def view_of(segments: Segments) -> View:
+    return View(NO_POOL, Attention(LAYOUT, AttentionShape.of(LAYOUT, HEADS, SCALE)), segments, ())
+
+
+class Scene:
+    """A round over one view of local segments, and its answers."""
+
+    def __init__(self, threads: Threads, deadline_s: float = 10.0) -> None:
+        shape = (TOKENS, HEADS, LAYOUT.value_dim)
+        view = view_of(Segments([np.zeros(8, np.uint8)]))
+        self.view = weakref.ref(view)
+        self.outputs = np.full(shape, 7, np.float32)
+        self.sums = np.full(shape[:2], 7, np.float32)
+        self.answers: list[wire.Answered] = []
+        step = Step(1, "float32", (Part(view, slice(0, TOKENS)),), draw_queries(0, TOKENS), self.outputs, self.sums)
+        self.round = Round(step, wire.Query(1, 1, 0, 1, deadline_s), threads, self.answers.append)
+        self.round.begin()
+
+
+def drawn(seed: int) -> Partial:
+    draw = np.random.default_rng(seed)
+    out = draw.standard_normal((TOKENS, HEADS, LAYOUT.value_dim), np.float32)
+    return Partial(out, draw.standard_normal((TOKENS, HEADS), np.float32))
+
+
+def test_one_result_is_the_answer(threads: Threads) -> None:
+    scene = Scene(threads)
+    scene.round.put(0, None, drawn(1))
+    assert [answer.codes for answer in scene.answers] == [bytes([Code.LOCAL])]
+    assert np.array_equal(scene.outputs, drawn(1).out)
+    assert np.array_equal(scene.sums, drawn(1).lse)
+
+
+def test_repeated_late_and_foreign_results_are_ignored(threads: Threads) -> None:
+    scene = Scene(threads)
+    scene.round.put(0, "unknown source", drawn(2))
+    assert not scene.answers
+    scene.round.put(0, None, drawn(1))
+    scene.round.put(0, None, drawn(3))
+    assert len(scene.answers) == 1
+    assert np.array_equal(scene.outputs, drawn(1).out)
+
+
+def test_a_cancelled_round_writes_and_sends_nothing(threads: Threads) -> None:
+    scene = Scene(threads)
+    scene.round.cancel()
+    assert not scene.round.wanted()
+    scene.round.put(0, None, drawn(1))
+    assert not scene.answers
+    assert (scene.outputs == 7).all()
+
+
+def test_a_failed_part_is_lost(threads: Threads) -> None:
+    scene = Scene(threads)
+    scene.round.put(0, None, None)
+    assert [answer.codes for answer in scene.answers] == [bytes([Code.LOST])]
+
+
+def test_missing_results_are_lost_at_the_deadline(threads: Threads) -> None:
+    scene = Scene(threads, deadline_s=0.05)
+    until = time.monotonic() + 10
+    while not scene.answers:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    assert scene.answers[0].codes == bytes([Code.LOST])
+    scene.round.put(0, None, drawn(1))
+    assert len(scene.answers) == 1
+    assert (scene.outputs == 7).all(), "the buffer belongs to the engine again"
+
+
+def test_an_empty_view_is_answered_at_once(threads: Threads) -> None:
+    shape = (TOKENS, HEADS, LAYOUT.value_dim)
+    outputs, sums = np.full(shape, 7, np.float32), np.full(shape[:2], 7, np.float32)
+    view = view_of(Segments(()))
+    answers: list[wire.Answered] = []
+    step = Step(1, "float32", (Part(view, slice(0, TOKENS)),), draw_queries(0, TOKENS), outputs, sums)
+    Round(step, wire.Query(1, 1, 0, 1, 10.0), threads, answers.append).begin()
+    assert [answer.codes for answer in answers] == [bytes([Code.LOCAL])]
+    empty = empty_partial(*shape)
+    assert np.array_equal(outputs, empty.out)
+    assert np.array_equal(sums, empty.lse)
+
+
+def test_tasks_that_share_segments_give_equal_results() -> None:
+    """Whole views, prefixes and tails, shared or not; several layers, and one task that is not wanted any more."""
+    head, one, other = (Text(seed, 4) for seed in (1, 2, 3))
+    slots = [[text.content(index) for index in range(4)] for text in (head, one, other)]
+    runs = [Segments(slots[0]), Segments(slots[0] + slots[1]), Segments(slots[0][:2] + slots[2]), Segments(slots[1])]
+    attention = Attention(LAYOUT, AttentionShape.of(LAYOUT, HEADS, SCALE))
+    worker = ComputeThread()
+    results: dict[int, Partial | None] = {}
+    finished = threading.Event()
+    cases = [(run, layer) for run in runs for layer in (0, 1)] + [(runs[0], 0)]
+
+    def task(number: int, segments: Segments, layer: int) -> Task:
+        def done(partial: Partial | None) -> None:
+            results[number] = partial
+            if len(results) == len(cases):
+                finished.set()
+
+        wanted = number != len(cases) - 1
+        return Task(attention, layer, segments, draw_queries(number, 1 + number), lambda: wanted, done)
+
+    tasks = [task(number, segments, layer) for number, (segments, layer) in enumerate(cases)]
+    # All tasks are queued before the thread starts: they are one batch.
+    for one_task in tasks:
+        worker.submit([one_task])
+    worker.start()
+    assert finished.wait(30)
+    assert results.pop(len(cases) - 1) is None
+    alone = ComputeThread()
+    alone.start()
+    for number, together in results.items():
+        taken: list[Partial | None] = []
+        came = threading.Event()
+
+        def done(partial: Partial | None, taken: list[Partial | None] = taken, came: threading.Event = came) -> None:
+            taken.append(partial)
+            came.set()
+
+        segments, layer = cases[number]
+        alone.submit([Task(attention, layer, segments, draw_queries(number, 1 + number), lambda: True, done)])
+        assert came.wait(30)
+        assert together is not None
+        assert taken[0] is not None
+        assert np.abs(together.out - taken[0].out).max() < 1e-5
+        assert np.abs(together.lse - taken[0].lse).max() < 1e-5
+
+
+def test_a_finished_round_keeps_no_segments(threads: Threads) -> None:
+    """The timer refers to the round until its deadline."""
+    scene = Scene(threads, deadline_s=1000.0)
+    scene.round.put(0, None, drawn(1))
+    threads.compute.start()
+
+    def collected() -> bool:
+        gc.collect()
+        return scene.view() is None
+
+    wait_until(collected, "the computing thread dropped the task, and the view is collected")
+
+
+def test_the_number_of_kept_kernels_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel has threads and a scratch buffer."""
+    made: list[weakref.ref[Kernel]] = []
+
+    def counted(layout: Layout, shape: AttentionShape) -> Kernel:
+        kernel = kernel_for(layout, shape)
+        made.append(weakref.ref(kernel))
+        return kernel
+
+    monkeypatch.setattr(compute_thread, "kernel_for", counted)
+    worker = ComputeThread()
+    worker.start()
+    segments = Segments([Text(1, 1).content(0)])
+    for number in range(2 * MAX_KERNELS):
+        came = threading.Event()
+        taken: list[Partial | None] = []
+
+        def done(partial: Partial | None, taken: list[Partial | None] = taken, came: threading.Event = came) -> None:
+            taken.append(partial)
+            came.set()
+
+        attention = Attention(LAYOUT, AttentionShape.of(LAYOUT, HEADS, SCALE + number))
+        worker.submit([Task(attention, 0, segments, draw_queries(number, TOKENS), lambda: True, done)])
+        assert came.wait(30)
+        assert taken[0] is not None
+    gc.collect()
+    assert len(made) == 2 * MAX_KERNELS
+    assert sum(kernel() is not None for kernel in made) <= MAX_KERNELS
+
+
+class Quick:
+    """A peer that answers before `ask` returns."""
+
+    usable = True
+
+    def ask(self, handler: ResultHandler, *_: object) -> int:
+        handler.received(50)
+        handler.arrived(0, drawn(1))
+        return 100
+
+
+def test_an_immediate_answer_counts_the_sent_bytes(threads: Threads) -> None:
+    shape = (TOKENS, HEADS, LAYOUT.value_dim)
+    outputs, sums = np.full(shape, 7, np.float32), np.full(shape[:2], 7, np.float32)
+    shares = [Share(cast(PeerClient, Quick()), 1, (SegmentKey(bytes(32)),))]
+    view = View(NO_POOL, Attention(LAYOUT, AttentionShape.of(LAYOUT, HEADS, SCALE)), Segments(()), shares)
+    answers: list[wire.Answered] = []
+    step = Step(1, "float32", (Part(view, slice(0, TOKENS)),), draw_queries(0, TOKENS), outputs, sums)
+    Round(step, wire.Query(1, 1, 0, 1, 10.0), threads, answers.append).begin()
+    assert [(answer.codes, answer.sent_bytes, answer.received_bytes) for answer in answers] == [
+        (bytes([Code.LOCAL]), 100, 50)
+    ]
+    assert np.array_equal(outputs, drawn(1).out)
