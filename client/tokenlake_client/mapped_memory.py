@@ -71,7 +71,7 @@ class MappedMemory:
     def __del__(self) -> None:
         if self._process != os.getpid():
             # In a forked child the address may belong to another mapping: the child must neither end the parent's
-            # registrations nor unmap the address (test_a_forked_child_ends_no_registration_and_unmaps_nothing).
+            # registrations nor unmap the address (test_a_forked_child_ends_no_registration).
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._mapped))
             return
         if sys.is_finalizing():
