@@ -18,9 +18,10 @@ from rich.table import Table
 from tokenlake.errors import ConfigurationError, TokenLakeError
 from tokenlake.identity import NodeId
 from tokenlake.planner import Model, Rates
+from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.planner.judging import Prediction, Result, Row, Totals, predict, result_of, row_of
 from tokenlake_bench.planner.measuring import measure
-from tokenlake_bench.planner.picture import check_plot, plot_regions
+from tokenlake_bench.planner.picture import plot_regions
 from tokenlake_bench.planner.rig import OWNER, READER, SEGMENT_TOKENS, PrefixUse, Rig, Timed, Work
 from tokenlake_bench.planner.shaping import Shape
 from tokenlake_bench.report import format_bytes

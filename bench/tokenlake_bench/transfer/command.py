@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tokenlake.errors import ConfigurationError, Unreachable
+from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.transfer.base import SIZES, RowKind, Size, System
 from tokenlake_bench.transfer.ceilings import Ceilings
@@ -54,8 +55,7 @@ class TransferArguments:
                 raise ConfigurationError("sizes", label, f"sizes among {', '.join(size.label for size in SIZES)}")
         if self.rounds < 1:
             raise ConfigurationError("rounds", self.rounds, "at least 1")
-        if self.plot_file is not None and self.plot_file.suffix != ".png":
-            raise ConfigurationError("plot", str(self.plot_file), "a file name ending in .png")
+        check_plot(self.plot_file)
 
     def peers(self) -> list[str]:
         """The peers to run, by name."""
