@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -24,7 +23,7 @@ from tokenlake_bench.planner.measuring import measure
 from tokenlake_bench.planner.picture import plot_regions
 from tokenlake_bench.planner.rig import OWNER, READER, SEGMENT_TOKENS, PrefixUse, Rig, Timed, Work
 from tokenlake_bench.planner.shaping import Shape
-from tokenlake_bench.report import format_bytes
+from tokenlake_bench.report import format_bytes, write_json
 
 __all__ = ["PlannerArguments", "run_planner"]
 
@@ -122,7 +121,7 @@ def run_planner(arguments: PlannerArguments) -> Result:
         result = result_of(rows, documents, coefficients, bench.unequal)
     _show(console, result)
     if arguments.json_file is not None:
-        arguments.json_file.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+        write_json(result, arguments.json_file)
     if arguments.plot_file is not None:
         plot_regions(result.rows, arguments.plot_file)
     return result
