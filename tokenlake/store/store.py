@@ -199,7 +199,7 @@ class SegmentStore:
         The key must not be indexed. Victims are cached copies beyond their budget, then primary copies by policy. A
         cached copy within the budget takes the slot of a primary copy first, so that the budget can fill; beyond the
         budget, only when all cached copies are pinned, so that the leased part of a prompt does not keep the rest of it
-        from being read (test_a_tail_that_is_here_keeps_nobody_from_reading_its_head).
+        from being read (test_a_cached_tail_leaves_room_for_its_head).
         """
         pool = self.pool(tenant, slot_bytes)
         if pool is None:
