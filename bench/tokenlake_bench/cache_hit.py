@@ -12,6 +12,7 @@ from tokenlake.errors import ConfigurationError
 from tokenlake_bench.fast_daemon import MAX_SPEED
 from tokenlake_bench.flash import FlashCrowd
 from tokenlake_bench.live import LiveOptions, notes, run_live
+from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.plot import plot_cache_hit
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.replay import ReplayLog
@@ -65,8 +66,7 @@ class CacheHitArguments:
             raise ConfigurationError("route", self.route, " or ".join(ROUTES))
         if self.limit is not None and self.limit < 1:
             raise ConfigurationError("limit", self.limit, "at least 1")
-        if self.plot_file is not None and self.plot_file.suffix != ".png":
-            raise ConfigurationError("plot", str(self.plot_file), "a file name ending in .png")
+        check_plot(self.plot_file)
 
     def workload(self, tell: Callable[[str], object] = lambda note: None) -> Workload:
         """The trace, or the built-in workload without one. `tell` is called with a note on malformed lines."""

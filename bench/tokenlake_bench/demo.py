@@ -21,10 +21,10 @@ from tokenlake.wire import Code
 from tokenlake_bench import demo_wire as wire
 from tokenlake_bench.baselines import Accesses, infinite_cache, private_round_robin, private_routed
 from tokenlake_bench.copies import copies_per_segment
+from tokenlake_bench.demo_engine_handle import EngineHandle
 from tokenlake_bench.demo_plan import ENGINES, NODES, REQUESTS, SEGMENT_TOKENS, DemoPlan, make_plan
 from tokenlake_bench.demo_run import DemoLog, run_requests
 from tokenlake_bench.demo_ship import run_ship_part, ship_table
-from tokenlake_bench.engine_handle import EngineHandle
 from tokenlake_bench.environment import check_modules
 from tokenlake_bench.load_meter import settle
 from tokenlake_bench.node_totals import NodeTotals

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from tokenlake_bench import demo_wire as wire
+from tokenlake_bench.demo_engine_handle import EngineHandle
 from tokenlake_bench.demo_plan import ENGINES, DemoPlan
-from tokenlake_bench.engine_handle import EngineHandle
 from tokenlake_bench.node_totals import NodeTotals
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import format_share

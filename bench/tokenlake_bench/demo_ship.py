@@ -13,7 +13,7 @@ from rich.table import Table
 from tokenlake.attention import AttentionShape
 from tokenlake.layout import DTYPE_BYTES, Layout
 from tokenlake_bench import demo_wire as wire
-from tokenlake_bench.engine_handle import EngineHandle
+from tokenlake_bench.demo_engine_handle import EngineHandle
 from tokenlake_bench.load_meter import settle
 from tokenlake_bench.report import ShipResult, format_bytes, format_duration
 from tokenlake_testing.cluster import Cluster

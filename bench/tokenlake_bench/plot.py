@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenlake.errors import ConfigurationError
+from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.report import CacheHitResult, hit_rates
 
 __all__ = ["plot_cache_hit"]
@@ -16,13 +16,9 @@ def plot_cache_hit(result: CacheHitResult, node_bytes: dict[str, int], path: Pat
     `node_bytes` maps node names to bytes, as in `CacheHitDetails`. matplotlib is imported here, without a display.
     Raises ConfigurationError where it is missing or `path` does not end in .png.
     """
-    if path.suffix != ".png":
-        raise ConfigurationError("plot", str(path), "a file name ending in .png")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigurationError("plot", str(path), "matplotlib: pip install tokenlake-bench") from None
+    check_plot(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)

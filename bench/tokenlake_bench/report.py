@@ -153,8 +153,8 @@ class DemoDetails(msgspec.Struct, frozen=True, kw_only=True):
     random_model: bool
 
 
-def write_json(result: msgspec.Struct, path: Path) -> None:
-    """Write the result as one JSON object, indented by two."""
+def write_json(result: object, path: Path) -> None:
+    """Write the result, a struct or a container of structs, as JSON indented by two."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
 
 

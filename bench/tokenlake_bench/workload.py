@@ -200,6 +200,6 @@ def builtin_workload(settings: BuiltinSettings | None = None) -> Workload:
     """Conversations of several turns over shared system prompts.
 
     The prompt of a turn is the system prompt, all earlier user texts and answers, and a new user text. Answers are
-    given by the workload (`output_tokens`), whatever an engine generates, so that every run has the same prompts.
+    given by the workload (`output_tokens`) and not by the engine, so that every run has the same prompts.
     """
     return _BuiltinWorkload(settings or BuiltinSettings())

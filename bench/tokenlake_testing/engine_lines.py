@@ -31,6 +31,7 @@ ENVIRONMENT = {
     "VLLM_DO_NOT_TRACK": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
 }
 """One thread, one process, no compilation and no network access."""
 

@@ -7,8 +7,8 @@ import pytest
 
 from tokenlake.core import background
 from tokenlake_bench.simulation.arrivals import Arrival
-from tokenlake_bench.simulation.cluster import Cluster
-from tokenlake_bench.simulation.engine import Served
+from tokenlake_bench.simulation.cluster import SimulatedCluster
+from tokenlake_bench.simulation.engine import RequestOutcome
 from tokenlake_bench.simulation.options import SimulationOptions
 
 NODES = 4
@@ -23,9 +23,9 @@ def prompt(first: int, segments: int) -> Arrival:
 
 def read_s(*, flood: bool) -> float:
     """The time to read a prefix spread over all nodes, by the engine of the node that others begin to push to."""
-    served: list[Served] = []
+    served: list[RequestOutcome] = []
     options = SimulationOptions(nodes=NODES, capacity_tokens=NODES * 375_000, rules={"cached_share": 0.3})
-    cluster = Cluster(options, served.append)
+    cluster = SimulatedCluster(options, served.append)
     cluster.clock.run_until(cluster.clock.now + 2.0)
     cluster.engines[NODES - 1].serve(prompt(1, PREFIX))
     cluster.clock.run_until(cluster.clock.now + 5.0)

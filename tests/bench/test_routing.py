@@ -26,7 +26,7 @@ from tokenlake_bench.routing import (
     run_system,
     systems_named,
 )
-from tokenlake_bench.routing.base import Ask, Choice, Fetch, Fleet, Knowledge, least
+from tokenlake_bench.routing.base import Choice, Fetch, Fleet, Knowledge, RoutedRequest, least
 from tokenlake_bench.routing.cache_aware import CacheAware, CacheAwareSettings
 from tokenlake_bench.routing.knowledge import OwnRecord, TrackedCaches
 from tokenlake_bench.routing.mooncake import Mooncake, split
@@ -41,8 +41,8 @@ def fleet(knowledge: Knowledge, instances: int = 4, capacity: int = 100, seed: i
     return Fleet(instances, capacity, SEGMENT, ENGINE, knowledge, random.Random(seed))
 
 
-def ask(number: int, *chain: int, beyond: int = 0) -> Ask:
-    return Ask(number, len(chain) * SEGMENT + beyond, chain)
+def ask(number: int, *chain: int, beyond: int = 0) -> RoutedRequest:
+    return RoutedRequest(number, len(chain) * SEGMENT + beyond, chain)
 
 
 def caches(*held: tuple[int, ...], capacity: int = 100) -> TrackedCaches:

@@ -15,12 +15,13 @@ import pytest
 
 from tokenlake.config import ServerConfig
 from tokenlake.errors import ConfigurationError, Unreachable
+from tokenlake_bench.report import write_json
 from tokenlake_bench.transfer.base import MATCH, SIZES, WINDOWS, RowKind, Size
 from tokenlake_bench.transfer.command import TransferArguments, take_turns
 from tokenlake_bench.transfer.daemons import Daemons, layout_of
 from tokenlake_bench.transfer.peers import start_peer
 from tokenlake_bench.transfer.picture import plot_rows
-from tokenlake_bench.transfer.results import compare, row_of, write_rows
+from tokenlake_bench.transfer.results import compare, row_of
 from tokenlake_bench.transfer.windows import fill_windows
 from tokenlake_bench.transfer.worker import Worker
 
@@ -80,7 +81,7 @@ def test_a_row_is_quantiles_and_rates_beside_the_ceiling(tmp_path: Path) -> None
     assert row.ratio == pytest.approx(0.5)
     timed = row_of(RowKind(MATCH), [1e-4], {}, "redis")
     assert (timed.name, timed.gbps, timed.ceiling_gbps, timed.ratio) == ("redis/match_128", None, None, None)
-    write_rows([row, timed], tmp_path / "rows.json")
+    write_json([row, timed], tmp_path / "rows.json")
     assert [list(item) for item in json.loads((tmp_path / "rows.json").read_text())] == [KEYS, KEYS]
     plot_rows([row, timed], tmp_path / "rows.png")
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")

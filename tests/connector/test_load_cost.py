@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenlake.identity import NodeId
 from tokenlake.planner import PrefillFit, Rates, TransferFit
 from tokenlake_client.engines.vllm.load_cost import LOCAL, RETRY_S, LoadCosts, PrefillSteps
+from tokenlake_client.engines.vllm.request import ScheduledPart
 from tokenlake_client.engines.vllm.step_plan import LoadTime
 
 SEGMENT, BYTES = 8, 1000
@@ -182,8 +183,8 @@ def test_a_late_load_makes_its_node_slow() -> None:
     assert machine.rates.copy.seconds(4 * BYTES) == pytest.approx(0.4 * SEGMENT_S)
 
 
-def part(new: int, computed: int = 0) -> tuple[int, int]:
-    return new, computed
+def part(new: int, computed: int = 0) -> ScheduledPart:
+    return ScheduledPart("r", computed, new, (), whole=False)
 
 
 def test_all_kinds_of_steps_share_one_fit() -> None:
@@ -200,9 +201,9 @@ def test_all_kinds_of_steps_share_one_fit() -> None:
         [part(400, 100), part(1, 900)],
     ]
 
-    def seconds(parts: list[tuple[int, int]]) -> float:
-        pairs = sum(new * (computed + new / 2) for new, computed in parts)
-        return 0.01 + 1e-3 * sum(new for new, _ in parts) + 2e-7 * pairs + 1e-6 * sum(computed for _, computed in parts)
+    def seconds(parts: list[ScheduledPart]) -> float:
+        pairs = sum(one.new * (one.computed + one.new / 2) for one in parts)
+        return 0.01 + 1e-3 * sum(one.new for one in parts) + 2e-7 * pairs + 1e-6 * sum(one.computed for one in parts)
 
     for step, parts in enumerate(steps):
         assert not fit.known

@@ -35,8 +35,9 @@ def test_a_wait_is_limited_by_the_prefill_time() -> None:
     bench = measured()
     asked(bench)
     assert bench.pool.matches[-1].options.in_flight_wait_s == pytest.approx(BOUND_S, rel=0.01)
-    options = bench.pool.matches[-1].options
-    assert options.in_flight_wait_per_segment_s == pytest.approx(FACTOR * SEGMENT * TOKEN_S, rel=0.05)
+    assert bench.pool.matches[-1].options.in_flight_wait_per_segment_s == pytest.approx(
+        FACTOR * SEGMENT * TOKEN_S, rel=0.05
+    )
     asked(bench, "long", 100_000, 1000)
     assert bench.pool.matches[-1].options.in_flight_wait_s == LONGEST_S
 

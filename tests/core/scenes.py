@@ -22,7 +22,7 @@ ALL_SHARDS = (1 << SHARDS) - 1
 
 
 def calm(nodes: int = 3, **rules: Any) -> Cluster:
-    """Connected, every directory complete, nothing slow."""
+    """A cluster whose nodes are connected and whose directories are complete; its clock makes nothing slow."""
     cluster = Cluster(nodes, recording=True, **{"regions": 4, **rules})
     cluster.calm()
     cluster.run_for(0.3)
@@ -30,7 +30,7 @@ def calm(nodes: int = 3, **rules: Any) -> Cluster:
 
 
 def placed(cluster: Cluster, directory_node: int, other: int, count: int = 1, name: str = "p") -> list[SegmentKey]:
-    """Keys with these candidates."""
+    """Keys with this directory node and this other candidate."""
     wanted = (f"n{directory_node}", f"n{other}")
     ring = cluster.core(directory_node).ring
     keys = prompt(name, 200 * len(cluster.nodes))
@@ -38,14 +38,14 @@ def placed(cluster: Cluster, directory_node: int, other: int, count: int = 1, na
 
 
 def ask(process: SimProcess, kind: type[Any], *fields: Any) -> list[Any]:
-    """Send a request of these fields behind its id. The list that its reply will be in."""
+    """Send a request with these fields after its id. Returns the list that its reply will be in."""
     replies: list[Any] = []
     process.request(lambda number: kind(number, *fields), replies.append)
     return replies
 
 
 def answer(cluster: Cluster, process: SimProcess, kind: type[Any], *fields: Any) -> Any:
-    """Send a request, let time pass until its reply is there."""
+    """Send a request and let time pass until its reply is there."""
     replies = ask(process, kind, *fields)
     until = cluster.clock.now + 5.0
     while not replies and cluster.clock.now < until:
@@ -55,13 +55,13 @@ def answer(cluster: Cluster, process: SimProcess, kind: type[Any], *fields: Any)
 
 
 def tell(cluster: Cluster, process: SimProcess, message: Any) -> None:
-    """Send a message that is not answered, let it arrive."""
+    """Send a message without a reply and let it arrive."""
     process.tell(message)
     cluster.run_for(0.005)
 
 
 def match(cluster: Cluster, reader: Engine, keys: Sequence[SegmentKey], deadline_s: float = 0.0) -> engine.Matched:
-    """The reply to a match; its lease stays."""
+    """The reply to a match. The lease stays."""
     reply: engine.Matched = answer(cluster, reader.processes[0], engine.Match, join_keys(keys), deadline_s)
     return reply
 
@@ -79,14 +79,14 @@ def prepare(cluster: Cluster, writer: Engine, keys: Sequence[SegmentKey], first:
 
 
 def store(cluster: Cluster, writer: Engine, keys: Sequence[SegmentKey], first: int = 0) -> None:
-    """Stored, and pushed wherever it goes."""
+    """Store one segment sequence, and let its pushes end."""
     writer.store(keys, first, Storing())
     cluster.run_for(0.5)
     cluster.check()
 
 
 def copies(cluster: Cluster, key: SegmentKey, tenant: str = "red") -> dict[int, Segment]:
-    """By node."""
+    """The copies of a segment, by node."""
     found: dict[int, Segment] = {}
     for index, node in enumerate(cluster.nodes.values()):
         for segment in node.core.store.segments() if node.core is not None else ():
@@ -96,12 +96,12 @@ def copies(cluster: Cluster, key: SegmentKey, tenant: str = "red") -> dict[int, 
 
 
 def kinds(cluster: Cluster, key: SegmentKey) -> dict[int, Kind]:
-    """By node."""
+    """The kinds of the copies of a segment, by node."""
     return {index: segment.kind for index, segment in copies(cluster, key).items()}
 
 
 def said(cluster: Cluster, node: int, kind: type[T]) -> list[T]:
-    """What a node's rules told its driver, or its peers, in this life."""
+    """The instructions of one type that a node's rules returned since its start, or the messages to peers in them."""
     emitted = [instruction for out in cluster.node(node).emitted for instruction in out]
     frames = [i.message for i in emitted if isinstance(i, instructions.SendToPeer)]
     return [found for found in [*emitted, *frames] if isinstance(found, kind)]

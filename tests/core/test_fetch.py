@@ -148,7 +148,8 @@ def test_a_cached_tail_leaves_room_for_its_head() -> None:
     assert whole.codes == bytes([Code.REMOTE, Code.REMOTE, Code.LOCAL, Code.LOCAL])
     assert fetch(cluster, reader, whole.lease, 4).codes == bytes([Code.LOCAL] * 4)
     tell(cluster, reader.processes[0], engine.Release(((whole.lease, 0, 4),)))
-    # Nobody looks at them any more, so those beyond the budget take each other's slots again, and no primary copy's.
+    # The lease is released: further cached copies take the slots of cached copies beyond the budget, and of no primary
+    # copy.
     directory_nodes = pool.counts[Kind.PRIMARY]
     more = placed(cluster, 1, 0, 2, "more")
     store(cluster, writer, more)
@@ -205,7 +206,7 @@ def test_a_piece_larger_than_the_maximum_credit_starts() -> None:
     assert background.allows(2 * MAX_CREDIT)
     background.started(2 * MAX_CREDIT, background=True)
     background.ended(background=True)
-    # What was more than its share is made up for first.
+    # The piece was more than the share allows: fetches must earn the difference first.
     background.started(MAX_CREDIT, background=False)
     assert not background.allows(MIB)
     background.started(2 * MIB, background=False)

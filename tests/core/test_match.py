@@ -143,7 +143,7 @@ def test_a_single_process_reads_a_long_prompt_in_windows() -> None:
     reply = match(cluster, reader, keys)
     assert reply.codes == bytes([Code.REMOTE] * 9)
     process, slots = reader.processes[0], 7
-    # Half of the slots beyond its share as well, and no more at a time.
+    # A fetch may also use half of the slots beyond the session's share.
     assert fetch(cluster, reader, reply.lease, 9).codes == bytes([Code.LOCAL] * slots + [Code.SESSION_LIMIT] * 2)
     assert cluster.core(4).census()["slots for what comes"] == 0
     assert answer(cluster, process, engine.Fetch, reply.lease, 7, 9, 0.0).codes == bytes([Code.SESSION_LIMIT] * 2)
@@ -174,7 +174,7 @@ def test_processes_that_fetch_the_same_items_share_slots() -> None:
     cluster.run_for(0.01)
     store(cluster, writer, keys)
     reply = match(cluster, reader, keys)
-    # The one that matched holds all of it until the other has read.
+    # The process that matched holds every item until the other one has read it, so all items count at once.
     assert reply.codes[:4] == bytes([Code.REMOTE] * 3 + [Code.SESSION_LIMIT])
     first, second = reader.processes
     answer(cluster, second, engine.Attach, reply.lease)
@@ -221,8 +221,8 @@ def test_probing_finds_the_whole_prefix(here: int) -> None:
 def test_an_unknown_prompt_costs_few_lookups() -> None:
     cluster = calm(MANY_NODES)
     reader = cluster.join(1)
-    assert match(cluster, reader, prompt("nobody's", 64)).hits == 0
-    # Of 64 keys those at 0, 1, 3, 7, 15, 31 and 63, each at two nodes.
+    assert match(cluster, reader, prompt("unknown", 64)).hits == 0
+    # The probes are the keys 0, 1, 3, 7, 15, 31 and 63 of 64, each at two nodes.
     assert len(said(cluster, 1, peer.Lookup)) <= 14
 
 

@@ -19,7 +19,7 @@ from tokenlake.hints import NO_ACCESS, Hints, Outlook
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake_client import Pool
 from tokenlake_client.engines.transformers import TokenLakeEngine
-from tokenlake_server import recording
+from tokenlake_server import event_log
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
@@ -30,11 +30,11 @@ CHAT = Hints(Outlook.GOES_ON, "chat", priority=1)
 
 def known_of(log: Path, keys: Sequence[SegmentKey]) -> list[Hints]:
     """The hints of the segments when the daemon with this event log stopped."""
-    records = recording._records(log)
+    records = event_log._records(log)
     core = NodeCore(msgspec.msgpack.decode(next(records), type=CoreConfig))
     core.start(msgspec.msgpack.decode(next(records), type=float))
     for body in records:
-        record = recording._decoder.decode(body)
+        record = event_log._decoder.decode(body)
         core.handle(record.event, record.at)
     index = core.store.index(TenantId("default"))
     return [index[key].hints for key in keys]

@@ -186,7 +186,7 @@ class Node:
             self.feed(events.FetchDone(fetch.fetch, known, bytes(8 * fetch.shards * count)))
 
     def pull(self, stream: int, tenant: str, keys: bytes) -> None:
-        """`bulk.py` checks that keys add up; a stream asks again when it was served."""
+        """`bulk_sender.py` checks that keys add up; a stream asks again when it was served."""
         if stream not in self.sending and not len(keys) % KEY_BYTES:
             self.feed(events.PullRequested(stream, "n1", tenant, keys))
 

@@ -1,4 +1,4 @@
-"""An engine that does what it is told, one JSON command per line: for faults that need a process of its own."""
+"""An engine in its own process, driven by one JSON command per line: for faults of processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Engine:
         return {"hits": len(self.arrays), "wrong": self.looked_at.wrong(self.arrays), "lease": self.lease.id}
 
     def attach(self, lease: int, seed: int, segments: int) -> dict[str, Any]:
-        """Look at what another process of the session leased."""
+        """Read segments that another process of the session leased."""
         self.looked_at = Prompt(seed, segments)
         self.lease = self.pool.attach(LeaseId(lease))
         self.arrays = self.lease.fetch()
@@ -94,7 +94,7 @@ class Engine:
         return {"child": child}
 
     def fork_and_read(self) -> dict[str, Any]:
-        """The signal that ends a child which reads what its parent looks at, 0 for none."""
+        """The signal that ends a forked child when it reads its parent's arrays; 0 for none."""
         child = os.fork()
         if not child:
             os._exit(int(self.arrays[0][0]) * 0)

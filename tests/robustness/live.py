@@ -69,7 +69,7 @@ class Prompt:
         array[:] = np.frombuffer(self.content(index, layout=LAYOUT)[: len(array)], dtype=np.uint8)
 
     def wrong(self, arrays: list[NDArray[np.uint8]], start: int = 0) -> int:
-        """How many of the arrays, the first of segment `start`, are not what they must be."""
+        """The number of arrays with wrong content; the first is that of segment `start`."""
         return sum(array.tobytes() != self.content(start + at) for at, array in enumerate(arrays))
 
 
@@ -79,12 +79,12 @@ def store(pool: Pool, prompt: Prompt, patience: float = LIMIT_S) -> bytes:
 
 
 def match(pool: Pool, prompt: Prompt, deadline_s: float = PATIENT_S) -> Lease:
-    """Lease what the pool has of a prompt."""
+    """Lease the longest prefix of a prompt that the pool has."""
     return pool.match(pool.prefix(prompt.tokens).keys, deadline_s=deadline_s)
 
 
 def flip(pool: Pool, key: SegmentKey) -> bool:
-    """Flip a bit of the copy in the pool's own node, if it has one."""
+    """Flip a bit of the copy at the pool's node; False where it has none."""
     with pool.match([key], deadline_s=PATIENT_S) as lease:
         if lease.codes[0] != Code.LOCAL:
             return False
@@ -95,7 +95,7 @@ def flip(pool: Pool, key: SegmentKey) -> bool:
 
 
 def read(pool: Pool, prompt: Prompt) -> int:
-    """Fetch what the pool has of a prompt and compare it; how many segments arrived."""
+    """Fetch the prefix of a prompt that the pool has, compare it, and return the number of segments."""
     with match(pool, prompt) as lease:
         arrays = lease.fetch(deadline_s=LIMIT_S)
         assert prompt.wrong(arrays) == 0, "wrong bytes"
@@ -103,7 +103,7 @@ def read(pool: Pool, prompt: Prompt) -> int:
 
 
 def wait_until(reached: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
-    """Until `reached()`. AssertionError naming `what` after `limit_s`."""
+    """Wait until `reached()`. Raises AssertionError with `what` after `limit_s`."""
     until = time.monotonic() + limit_s
     while not reached():
         assert time.monotonic() < until, f"not within {limit_s:.0f} s: {what}"
@@ -239,7 +239,7 @@ class EngineProcess:
         return answer
 
     def freeze(self) -> None:
-        """SIGSTOP, and wait until it is stopped."""
+        """Send SIGSTOP and wait until the process is stopped."""
         self.process.send_signal(signal.SIGSTOP)
         stat = Path(f"/proc/{self.process.pid}/stat")
         wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the engine is stopped")
@@ -249,7 +249,7 @@ class EngineProcess:
         self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """kill -9, and wait until it is gone."""
+        """Send SIGKILL and wait until the process has ended."""
         self.process.kill()
         self.process.wait()
 

@@ -31,7 +31,7 @@ SHORT: dict[str, Any] = {"lease_s": "0.4", "reservation_s": "0.4"}
 
 
 def refill(pool: Pool, seed: int) -> list[Prompt]:
-    """Write more than the arena holds; what was written last."""
+    """Write more than fits into the arena; returns the last prompts."""
     prompts = [Prompt(seed * 100 + number, 32) for number in range(12)]
     for prompt in prompts:
         store(pool, prompt)

@@ -1,4 +1,4 @@
-"""What the fault matrix found: a test for each fault, which failed before it was mended."""
+"""Defects that the fault matrix found, with a test for each, which failed before the correction."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.mark.parametrize("request_", ["match", "prepare"])
 def test_an_answer_that_was_cut_off_grants_nothing(cluster: Cluster, tmp_path: Path, request_: str) -> None:
-    """What was granted in it stayed granted for as long as the process lived."""
+    """Its grants remained until the process ended."""
     node = cluster.nodes[0]
     with (
         Proxy(node.socket, tmp_path / "proxy.sock") as proxy,
@@ -52,8 +52,8 @@ def test_an_answer_that_was_cut_off_grants_nothing(cluster: Cluster, tmp_path: P
         wait_until(lambda: accounted(node), "everything is given back")
 
 
-def test_a_grant_that_another_connection_overtook_is_not_handed_out(cluster: Cluster) -> None:
-    """Its answer is here, but the next connection did not name it: it is leased no more."""
+def test_a_grant_of_an_earlier_connection_is_not_used(cluster: Cluster) -> None:
+    """Its answer has arrived, but the next connection did not list it: the lease has ended."""
     with cluster.connect(0, LAYOUT) as pool:
         store(pool, PROMPT)
         previous_owner = pool.link
@@ -68,7 +68,7 @@ def test_a_grant_that_another_connection_overtook_is_not_handed_out(cluster: Clu
 
 
 def test_an_answer_that_never_comes_ends_no_service() -> None:
-    """The pool waited for the answer before it asked anything else, heartbeats included."""
+    """The pool waited for the answer before it sent anything else, heartbeats included."""
     with daemons(lease_s="0.6") as cluster, cluster.connect(0, LAYOUT) as pool:
         with pytest.raises(DeadlinePassed):
             # The daemon answers no Abort.

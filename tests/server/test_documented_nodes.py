@@ -22,7 +22,7 @@ pytestmark = pytest.mark.live
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 
 
-def test_the_two_nodes_of_the_page_find_each_other(tmp_path: Path) -> None:
+def test_the_two_nodes_of_the_page_connect(tmp_path: Path) -> None:
     """With the ports and sizes of the page replaced: other daemons may have the one, and the other is not there."""
     files = dict(re.findall(r"```toml\n# ([ab])\.toml\n(.*?)```", PAGE.read_text(), re.DOTALL))
     assert sorted(files) == ["a", "b"]
@@ -36,7 +36,7 @@ def test_the_two_nodes_of_the_page_find_each_other(tmp_path: Path) -> None:
             file.write_text(re.sub(r"(?<=127\.0\.0\.1:)[0-9]+", lambda match: ports[match[0]], text))
             log = stack.enter_context((tmp_path / f"{node}.log").open("wb"))
             command = [sys.executable, "-m", "tokenlake_server", "--config", str(file), "--memory", "4MiB"]
-            # The default place depends on the user who runs the test.
+            # The default place depends on the user of the test.
             command += ["--socket", str(tmp_path / f"tokenlake-{node}.sock")]
             daemons[node] = stack.enter_context(
                 subprocess.Popen([*command, "--region-size", "1MiB"], stdout=log, stderr=log, env=environment)

@@ -14,11 +14,11 @@ pytestmark = pytest.mark.live
 
 
 def logged(nodes: list[Node], text: str) -> bool:
-    """Is it in the log of one of them?"""
+    """True when the log of one of the nodes has the text."""
     return any(text in node.log.read_text() for node in nodes)
 
 
-def test_a_request_is_found_in_all_logs_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_all_logs_name_a_request(caplog: pytest.LogCaptureFixture) -> None:
     with daemons(3, log_level="debug") as cluster:
         check(cluster, caplog)
 

@@ -1,4 +1,4 @@
-"""Who may connect, as which tenant, and how many."""
+"""Tenants: which processes may connect, as which tenant, and how many."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT, Prompt, daemons, outcomes, read, store, total, wait_until
+from tests.server.raw import Raw, hello
 from tokenlake.errors import CredentialRefused, LimitReached, Refused
-from tokenlake.wire import Code
+from tokenlake.wire import Code, engine
 from tokenlake_client import Pool
 
 pytestmark = pytest.mark.live
@@ -51,7 +52,26 @@ tokens = ["blue-token-0123456789"]
 """
 
 
-def test_tenants_are_strangers_to_each_other(tmp_path: Path) -> None:
+def opened(path: Path, token: str) -> set[int]:
+    """The regions, of four, that a process with this token can map; the others are refused by number."""
+    regions = set()
+    with Raw(path) as raw:
+        raw.send(hello(token=token))
+        assert isinstance(raw.reply(), engine.Welcome)
+        for region in range(4):
+            for write in (False, True):
+                raw.send(engine.OpenRegion(9, region, write))
+                reply = raw.reply()
+                if isinstance(reply, engine.Region):
+                    regions.add(region)
+                else:
+                    assert isinstance(reply, engine.Failed)
+                    assert reply.kind == "CredentialRefused"
+                    assert f"region {region} " in reply.reason
+    return regions
+
+
+def test_tenants_cannot_read_each_others_segments(tmp_path: Path) -> None:
     file = tmp_path / "tokenlake.toml"
     file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32))
     file.chmod(0o600)
@@ -74,12 +94,10 @@ def test_tenants_are_strangers_to_each_other(tmp_path: Path) -> None:
                 assert lease.hits == 0, "not even by the other's keys"
             assert outcomes(store(blue, prompt)) == {Code.COMMITTED}
             assert read(red, prompt) == read(blue, prompt) == 5
-            regions = {place for place, _ in red.link.regions._mapped}
-            assert regions
-            for region in regions:
-                for write in (False, True):
-                    with pytest.raises(CredentialRefused, match=f"region {region} "):
-                        blue.link._open_region(region, write)
+            mapped = {name: opened(path, f"{name}-token-0123456789") for name in ("red", "blue")}
+            assert mapped["red"]
+            assert mapped["blue"]
+            assert not mapped["red"] & mapped["blue"]
             with pytest.raises(Refused, match="another tenant"):
                 Pool.connect(path, LAYOUT, "blue-token-0123456789", session=red.session, deadlines=PATIENT)
 

@@ -66,7 +66,7 @@ class Arena:
         return place in self.regions[place.region].flipped
 
     def write(self, place: SlotRef, shard: int, value: bytes) -> None:
-        """Write into the slot whatever its present owner, as a thread does that was given the slot earlier."""
+        """Write into the slot even if it has another owner by now, as a thread does that was given the slot earlier."""
         self.regions[place.region].shards[place.slot][shard] = value
 
 

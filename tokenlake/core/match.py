@@ -452,7 +452,7 @@ class Matches:
     # -- waiting
 
     def _end_round(self, search: _Search) -> None:
-        """Every awaited answer is there: begin the round behind the probes, wait for a segment that is in flight, or
+        """Every awaited answer has come: begin the round behind the probes, wait for the first missing segment, or
         finish."""
         if search.behind_probes:
             self._recheck(search)
@@ -480,7 +480,7 @@ class Matches:
         self._waiting.pause(wait, search.found.codes[gap], lambda: self._resume(search, wait, gap))
 
     def _resume(self, search: _Search, wait: Wait, gap: int) -> None:
-        """After a pause: as long as nothing else has changed only the directory node of the first missing key is
+        """After a pause. As long as nothing else has changed, only the directory node of the first missing key is
         asked."""
         self._recheck(search)
         reachable = all(node is None or self._peers.usable(node) for node in search.found.owners)
@@ -490,7 +490,7 @@ class Matches:
             self._restart(search)
 
     def _claim(self, search: _Search, wait: Wait, gap: int) -> None:
-        """Set the in-flight marker of the first missing key, or learn why another node has it."""
+        """Set the in-flight marker of the first missing key, unless another node has set it or stored the segment."""
         waited = search.found.codes[gap] != _MISSING
 
         def answered(code: Code) -> None:
@@ -507,7 +507,8 @@ class Matches:
         self._waiting.claim(wait, search.tenant, search.keys[gap], search.candidates[gap][0], answered)
 
     def _restart(self, search: _Search) -> None:
-        """Ask again for every key that is not here: the leases at other nodes may name owners that many read by now."""
+        """Release the leases at other nodes and ask again for every key that this node lacks: after a wait many nodes
+        read the same segments, and an owner may redirect this one."""
         for node, leases in search.found.leases.items():
             self._peers.tell(node, wire.ReleaseLease(tuple(leases)))
         search.found.forget_remote()

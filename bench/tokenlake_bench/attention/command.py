@@ -7,13 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.attention.base import Case, Row, row_of
-from tokenlake_bench.report import format_duration
+from tokenlake_bench.report import format_duration, write_json
 
 __all__ = ["AttentionArguments", "run_attention"]
 
@@ -80,8 +79,7 @@ def run_attention(arguments: AttentionArguments) -> list[Row]:
         console.print(f"{row.name}: {format_duration(row.p50_us / 1e6)}, {row.ratio:.2f} x the ceiling", markup=False)
     console.print(_table(rows))
     if arguments.json_file is not None:
-        encoded = msgspec.json.encode({"rows": rows})
-        arguments.json_file.write_bytes(msgspec.json.format(encoded, indent=2) + b"\n")
+        write_json({"rows": rows}, arguments.json_file)
     return rows
 
 

@@ -7,19 +7,20 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.baselines import Accesses, intern_segments
 from tokenlake_bench.eviction.bounds import bounds_of
-from tokenlake_bench.eviction.picture import check_plot, plot_study
+from tokenlake_bench.eviction.picture import plot_study
 from tokenlake_bench.eviction.policies import STUDIED
 from tokenlake_bench.eviction.results import Ceiling, Cell, StudyResult, result_of
 from tokenlake_bench.eviction.show import show
 from tokenlake_bench.eviction.stores import slots_per_node
 from tokenlake_bench.eviction.study import Plan, ceiling_of, run_cells
+from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.progress import LiveProgress
+from tokenlake_bench.report import write_json
 from tokenlake_bench.sessions import SessionTrace
 from tokenlake_bench.trace_formats import read_trace
 from tokenlake_bench.workload import BuiltinSettings, builtin_workload
@@ -156,7 +157,7 @@ class _Study:
         """Write the JSON file, if one was asked for."""
         path = self._arguments.json_file
         if path is not None:
-            path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+            write_json(result, path)
 
 
 def _numbers(field: str, text: str) -> tuple[int, ...]:

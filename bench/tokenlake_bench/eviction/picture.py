@@ -4,22 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenlake.errors import ConfigurationError
 from tokenlake_bench.eviction.results import StudyResult
 
-__all__ = ["check_plot", "plot_study"]
-
-
-def check_plot(path: Path | None) -> None:
-    """Raises ConfigurationError, before anything is run, where the picture cannot be drawn."""
-    if path is None:
-        return
-    if path.suffix != ".png":
-        raise ConfigurationError("plot", str(path), "a file name ending in .png")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ConfigurationError("plot", str(path), "matplotlib: pip install tokenlake-bench") from None
+__all__ = ["plot_study"]
 
 
 def plot_study(result: StudyResult, path: Path) -> None:

@@ -136,9 +136,9 @@ class NodeStores:
         # A writer asks for vacancies once for all segments that it stores of a prompt.
         vacancies = self._vacancies(now) if missing else {}
         created: list[tuple[int, Segment]] = []
-        for run in runs(missing, self._ring.run_length):
-            owner = self._owner(chain[missing[run.start]], vacancies)
-            for index in run:
+        for sequence in runs(missing, self._ring.run_length):
+            owner = self._owner(chain[missing[sequence.start]], vacancies)
+            for index in sequence:
                 depth = missing[index]
                 made = self._reserve(owner, chain[depth], depth, hints, now)
                 if made is not None:

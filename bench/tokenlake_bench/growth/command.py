@@ -13,8 +13,9 @@ from rich.console import Console
 from tokenlake.config import format_size, parse_size
 from tokenlake.errors import ConfigurationError, Unreachable
 from tokenlake_bench.growth.daemons import GrowthDaemon, start_seconds
-from tokenlake_bench.growth.results import GrowthResult, Memory, Start, tables, write_growth
+from tokenlake_bench.growth.results import GrowthResult, Memory, Start, tables
 from tokenlake_bench.growth.rows import HELD, matches, measure, stores
+from tokenlake_bench.report import write_json
 
 __all__ = ["GrowthArguments", "run_growth"]
 
@@ -80,7 +81,7 @@ def run_growth(arguments: GrowthArguments) -> GrowthResult:
     for table in tables(result):
         console.print(table)
     if arguments.json_file is not None:
-        write_growth(result, arguments.json_file)
+        write_json(result, arguments.json_file)
     return result
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -13,7 +12,7 @@ from rich.text import Text
 from tokenlake.config import format_size
 from tokenlake_bench.report import format_bytes, format_duration
 
-__all__ = ["GrowthResult", "Memory", "Row", "Start", "tables", "write_growth"]
+__all__ = ["GrowthResult", "Memory", "Row", "Start", "tables"]
 
 GROWS: Final = 1.2
 """Equal rows differ by less than this ratio here."""
@@ -57,11 +56,6 @@ class GrowthResult(msgspec.Struct, frozen=True):
     rows: list[Row]
     memory: list[Memory]
     starts: list[Start]
-
-
-def write_growth(result: GrowthResult, path: Path) -> None:
-    """Write one JSON object, indented by two."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
 
 
 def tables(result: GrowthResult) -> Iterator[Table]:

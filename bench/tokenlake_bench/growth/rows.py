@@ -122,7 +122,7 @@ def _store(daemon: GrowthDaemon, keys: Sequence[SegmentKey]) -> float:
 
 
 def _together(threads: ThreadPoolExecutor, workers: Sequence[Worker]) -> list[float]:
-    """The same number of calls in all, whatever the number of clients, but at least a few per client."""
+    """The same number of calls in all for any number of clients, but at least a few per client."""
     calls = max(FEWEST_CALLS, CLIENT_CALLS // len(workers))
     parts = threads.map(lambda worker: worker.call("run", keys=MIDDLE, calls=calls), workers)
     return [took for part in parts for took in part]

@@ -11,19 +11,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from tokenlake.errors import ConfigurationError, TokenLakeError
 from tokenlake.identity import NodeId
 from tokenlake.planner import Model, Rates
+from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.planner.judging import Prediction, Result, Row, Totals, predict, result_of, row_of
 from tokenlake_bench.planner.measuring import measure
-from tokenlake_bench.planner.picture import check_plot, plot_regions
+from tokenlake_bench.planner.picture import plot_regions
 from tokenlake_bench.planner.rig import OWNER, READER, SEGMENT_TOKENS, PrefixUse, Rig, Timed, Work
 from tokenlake_bench.planner.shaping import Shape
-from tokenlake_bench.report import format_bytes
+from tokenlake_bench.report import format_bytes, write_json
 
 __all__ = ["PlannerArguments", "run_planner"]
 
@@ -121,7 +121,7 @@ def run_planner(arguments: PlannerArguments) -> Result:
         result = result_of(rows, documents, coefficients, bench.unequal)
     _show(console, result)
     if arguments.json_file is not None:
-        arguments.json_file.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+        write_json(result, arguments.json_file)
     if arguments.plot_file is not None:
         plot_regions(result.rows, arguments.plot_file)
     return result

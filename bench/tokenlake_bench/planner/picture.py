@@ -6,24 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from tokenlake.errors import ConfigurationError
 from tokenlake_bench.planner.judging import Row
 
-__all__ = ["check_plot", "plot_regions"]
+__all__ = ["plot_regions"]
 
 WAYS: Final = {"fetch": "tab:blue", "ship": "tab:orange", "recompute": "tab:gray"}
-
-
-def check_plot(path: Path | None) -> None:
-    """Raises ConfigurationError, before anything is measured, where the picture cannot be drawn."""
-    if path is None:
-        return
-    if path.suffix != ".png":
-        raise ConfigurationError("plot", str(path), "a file name ending in .png")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ConfigurationError("plot", str(path), "matplotlib: pip install tokenlake-bench") from None
 
 
 def plot_regions(rows: Sequence[Row], path: Path) -> None:

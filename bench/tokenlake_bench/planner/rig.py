@@ -32,7 +32,7 @@ from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix, TokenIds
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
-from tokenlake_bench.engine_process import TINY, FirstToken
+from tokenlake_bench.demo_engine import TINY, FirstToken
 from tokenlake_bench.load_meter import settle
 from tokenlake_bench.planner.passes import Pass, PassClock
 from tokenlake_bench.planner.shaping import Route, Shape, Shaping

@@ -9,10 +9,10 @@ from typing import NamedTuple, Protocol
 
 from tokenlake_bench.engine_model import EngineModel
 
-__all__ = ["Ask", "Choice", "Fetch", "Fleet", "Knowledge", "Router", "least"]
+__all__ = ["RoutedRequest", "Choice", "Fetch", "Fleet", "Knowledge", "Router", "least"]
 
 
-class Ask(NamedTuple):
+class RoutedRequest(NamedTuple):
     """A request as it arrives; the length of its answer is not known yet."""
 
     number: int
@@ -73,15 +73,15 @@ class Fleet:
 class Router(Protocol):
     """Called in time order. A router observes answers and nothing else of the instances."""
 
-    def choose(self, ask: Ask, now: float) -> Choice:
+    def choose(self, request: RoutedRequest, now: float) -> Choice:
         """Choose the instances of a request, which is sent at once."""
         ...
 
-    def first_token(self, ask: Ask, choice: Choice, now: float) -> None:
+    def first_token(self, request: RoutedRequest, choice: Choice, now: float) -> None:
         """The first token of the answer passed the router."""
         ...
 
-    def finished(self, ask: Ask, choice: Choice, output_tokens: int, now: float) -> None:
+    def finished(self, request: RoutedRequest, choice: Choice, output_tokens: int, now: float) -> None:
         """The last token passed the router, after `first_token`."""
         ...
 

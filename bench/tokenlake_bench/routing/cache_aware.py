@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenlake_bench.routing.base import Ask, Choice, Fleet, least
+from tokenlake_bench.routing.base import Choice, Fleet, RoutedRequest, least
 
 __all__ = ["TREE_TOKENS", "CacheAware", "CacheAwareSettings"]
 
@@ -38,29 +38,29 @@ class CacheAware:
         self._settings = settings or CacheAwareSettings()
         self._pending = [0] * fleet.instances
 
-    def choose(self, ask: Ask, now: float) -> Choice:
+    def choose(self, request: RoutedRequest, now: float) -> Choice:
         """See `Router`."""
-        instance = self._instance(ask)
+        instance = self._instance(request)
         self._pending[instance] += 1
-        self._fleet.knowledge.sent(ask.chain, instance)
+        self._fleet.knowledge.sent(request.chain, instance)
         return Choice(instance, instance)
 
-    def first_token(self, ask: Ask, choice: Choice, now: float) -> None:
+    def first_token(self, request: RoutedRequest, choice: Choice, now: float) -> None:
         """See `Router`."""
 
-    def finished(self, ask: Ask, choice: Choice, output_tokens: int, now: float) -> None:
+    def finished(self, request: RoutedRequest, choice: Choice, output_tokens: int, now: float) -> None:
         """See `Router`."""
         self._pending[choice.decode] -= 1
 
-    def _instance(self, ask: Ask) -> int:
+    def _instance(self, request: RoutedRequest) -> int:
         fleet, settings, pending = self._fleet, self._settings, self._pending
         instances = range(fleet.instances)
         most, fewest = max(pending), min(pending)
         if most - fewest > settings.balance_abs_threshold and most > settings.balance_rel_threshold * fewest:
             return least(pending, instances, fleet.rng)
-        depths = fleet.knowledge.depths(ask.chain)
+        depths = fleet.knowledge.depths(request.chain)
         longest = max(depths)
-        if longest * fleet.segment_tokens > settings.cache_threshold * ask.tokens:
+        if longest * fleet.segment_tokens > settings.cache_threshold * request.tokens:
             return least(pending, [i for i in instances if depths[i] == longest], fleet.rng)
         sizes = fleet.knowledge.sizes()
         smallest = min(sizes)

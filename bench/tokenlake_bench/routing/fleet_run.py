@@ -11,7 +11,7 @@ from tokenlake.errors import ConfigurationError
 from tokenlake_bench.balance import ReadLog
 from tokenlake_bench.baselines import Accesses, Prompt
 from tokenlake_bench.engine_model import EngineModel
-from tokenlake_bench.routing.base import Ask, Choice, Fetch, Fleet
+from tokenlake_bench.routing.base import Choice, Fetch, Fleet, RoutedRequest
 from tokenlake_bench.routing.clocked import ClockedInstance
 from tokenlake_bench.routing.instance import InstanceOptions, Job
 from tokenlake_bench.routing.knowledge import OwnRecord, TrackedCaches
@@ -79,7 +79,7 @@ class _Request:
     """One request under way."""
 
     prompt: Prompt
-    ask: Ask
+    routed: RoutedRequest
     choice: Choice
     fetched: int = 0
     """Segments of the prompt that the prefill instance has once the copies have arrived."""
@@ -146,10 +146,10 @@ class _Run:
 
     def _arrive(self, index: int, prompt: Prompt) -> None:
         now = prompt.at_s
-        ask = Ask(index, prompt.tokens, prompt.chain)
-        choice = self._router.choose(ask, now)
-        self._caches.promise(ask.chain, choice.prefill)
-        request = _Request(prompt, ask, choice)
+        routed = RoutedRequest(index, prompt.tokens, prompt.chain)
+        choice = self._router.choose(routed, now)
+        self._caches.promise(routed.chain, choice.prefill)
+        request = _Request(prompt, routed, choice)
         self._requests.append(request)
         ready_s = now
         if choice.fetch is not None:
@@ -160,7 +160,7 @@ class _Run:
 
     def _fetch(self, request: _Request, fetch: Fetch, now: float) -> float:
         """Copy the prefix as far as the source really has it. Returns the seconds until it has arrived."""
-        chain = request.ask.chain
+        chain = request.routed.chain
         copied = min(fetch.segments, self._caches.match(chain, fetch.source))
         missing = copied - self._caches.match(chain, request.choice.prefill)
         if missing <= 0:
@@ -177,7 +177,7 @@ class _Run:
         def begin(job: Job, now: float) -> None:
             request = self._requests[job.number]
             if not job.handed_over:
-                chain = request.ask.chain
+                chain = request.routed.chain
                 depth = max(self._caches.match(chain, instance), request.fetched)
                 job.cached = request.hit_tokens = depth * self._segment
                 request.began_s = now
@@ -192,16 +192,16 @@ class _Run:
     def _first(self, job: Job, now: float) -> None:
         request = self._requests[job.number]
         request.first_s = now
-        chain, instance = request.ask.chain, request.choice.prefill
+        chain, instance = request.routed.chain, request.choice.prefill
         # The computed segments become cache: their memory changes its owner.
         self._hold(instance, job.cached - len(chain) * self._segment)
         self._caches.keep(chain, instance)
-        self._router.first_token(request.ask, request.choice, now)
+        self._router.first_token(request.routed, request.choice, now)
 
     def _finishes(self, instance: int) -> Callable[[Job, float], None]:
         def finish(job: Job, now: float) -> None:
             request = self._requests[job.number]
-            cached = 0 if job.handed_over else len(request.ask.chain) * self._segment
+            cached = 0 if job.handed_over else len(request.routed.chain) * self._segment
             self._hold(instance, cached - job.prompt - job.output)
             prompt, choice = request.prompt, request.choice
             if instance == choice.prefill != choice.decode:
@@ -224,13 +224,15 @@ class _Run:
             finished_s=now,
         )
         self._answers.append(answer)
-        self._router.finished(request.ask, request.choice, answer.output_tokens, now)
+        self._router.finished(request.routed, request.choice, answer.output_tokens, now)
 
     def _hand_over(self, request: _Request, now: float) -> None:
         """The cache is handed over layer by layer while the prefill runs."""
         prompt = request.prompt
         there_s = max(now, request.began_s + self._engine.transfer_s(prompt.tokens))
-        job = Job(request.ask.number, prompt.tokens, prompt.output_tokens - 1, prompt.tokens, there_s, handed_over=True)
+        job = Job(
+            request.routed.number, prompt.tokens, prompt.output_tokens - 1, prompt.tokens, there_s, handed_over=True
+        )
         self._instances[request.choice.decode].submit(job)
 
     # -- memory

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenlake_bench.routing.base import Ask, Choice, Fetch, Fleet, least
+from tokenlake_bench.routing.base import Choice, Fetch, Fleet, RoutedRequest, least
 
 __all__ = ["BALANCING_THRESHOLD", "Mooncake", "split"]
 
@@ -47,41 +47,41 @@ class Mooncake:
         """Expected prefill of each request without a first token, by the request's number."""
         self._contexts = [0] * fleet.instances
 
-    def choose(self, ask: Ask, now: float) -> Choice:
+    def choose(self, request: RoutedRequest, now: float) -> Choice:
         """See `Router`."""
-        depths = self._fleet.knowledge.depths(ask.chain)
+        depths = self._fleet.knowledge.depths(request.chain)
         source = least([-depth for depth in depths], self._prefill, self._fleet.rng)
         missing = {depth: self._to_fetch(depth, depths[source]) for depth in dict.fromkeys(depths)}
-        prefill_s = {depth: self._prefill_s(ask, depth + missing[depth]) for depth in missing}
+        prefill_s = {depth: self._prefill_s(request, depth + missing[depth]) for depth in missing}
         ready_s = {depth: self._fetch_s(missing[depth]) + prefill_s[depth] for depth in missing}
         costs = [queued_s + ready_s[depth] for queued_s, depth in zip(self._queued_s, depths, strict=True)]
         prefill = least(costs, self._prefill, self._fleet.rng)
         decode = least(self._contexts, self._decode, self._fleet.rng)
-        self._queued[prefill][ask.number] = prefill_s[depths[prefill]]
+        self._queued[prefill][request.number] = prefill_s[depths[prefill]]
         self._queued_s[prefill] += prefill_s[depths[prefill]]
-        self._contexts[decode] += ask.tokens
-        self._fleet.knowledge.sent(ask.chain, prefill)
+        self._contexts[decode] += request.tokens
+        self._fleet.knowledge.sent(request.chain, prefill)
         fetch = Fetch(source, depths[source]) if missing[depths[prefill]] else None
         return Choice(prefill, decode, fetch)
 
-    def first_token(self, ask: Ask, choice: Choice, now: float) -> None:
+    def first_token(self, request: RoutedRequest, choice: Choice, now: float) -> None:
         """See `Router`."""
         queued = self._queued[choice.prefill]
-        done_s = queued.pop(ask.number)
+        done_s = queued.pop(request.number)
         # An empty queue is exactly 0: rounding errors would make idle instances differ.
         self._queued_s[choice.prefill] = self._queued_s[choice.prefill] - done_s if queued else 0.0
 
-    def finished(self, ask: Ask, choice: Choice, output_tokens: int, now: float) -> None:
+    def finished(self, request: RoutedRequest, choice: Choice, output_tokens: int, now: float) -> None:
         """See `Router`."""
-        self._contexts[choice.decode] -= ask.tokens
+        self._contexts[choice.decode] -= request.tokens
 
     def _to_fetch(self, depth: int, best: int) -> int:
         """Segments that an instance with `depth` of them fetches from the instance with the best prefix."""
         return best - depth if best >= self._threshold * depth else 0
 
-    def _prefill_s(self, ask: Ask, depth: int) -> float:
+    def _prefill_s(self, request: RoutedRequest, depth: int) -> float:
         cached = depth * self._fleet.segment_tokens
-        return self._fleet.engine.prefill_s(max(1, ask.tokens - cached), cached)
+        return self._fleet.engine.prefill_s(max(1, request.tokens - cached), cached)
 
     def _fetch_s(self, segments: int) -> float:
         return self._fleet.engine.transfer_s(segments * self._fleet.segment_tokens)

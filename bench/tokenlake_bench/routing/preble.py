@@ -18,7 +18,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from itertools import islice
 
-from tokenlake_bench.routing.base import Ask, Choice, Fleet, least
+from tokenlake_bench.routing.base import Choice, Fleet, RoutedRequest, least
 
 __all__ = ["Preble"]
 
@@ -51,51 +51,51 @@ class Preble:
         self._output_tokens = 0.0
         self._token_s = 0.0
 
-    def choose(self, ask: Ask, now: float) -> Choice:
+    def choose(self, request: RoutedRequest, now: float) -> Choice:
         """See `Router`."""
         self._forget(now - WINDOW_S)
-        depths = self._fleet.knowledge.depths(ask.chain)
-        instance = self._instance(ask, depths)
-        seconds = self._prefill_s(ask, depths[instance]) + self._output_tokens * self._token_s
-        self._window.append(_Sent(now, instance, seconds, ask.chain))
+        depths = self._fleet.knowledge.depths(request.chain)
+        instance = self._instance(request, depths)
+        seconds = self._prefill_s(request, depths[instance]) + self._output_tokens * self._token_s
+        self._window.append(_Sent(now, instance, seconds, request.chain))
         self._load[instance] += seconds
         self._requests[instance] += 1
-        self._accesses[instance].update(ask.chain)
-        self._fleet.knowledge.sent(ask.chain, instance)
+        self._accesses[instance].update(request.chain)
+        self._fleet.knowledge.sent(request.chain, instance)
         return Choice(instance, instance)
 
-    def first_token(self, ask: Ask, choice: Choice, now: float) -> None:
+    def first_token(self, request: RoutedRequest, choice: Choice, now: float) -> None:
         """See `Router`."""
-        self._began[ask.number] = now
+        self._began[request.number] = now
 
-    def finished(self, ask: Ask, choice: Choice, output_tokens: int, now: float) -> None:
+    def finished(self, request: RoutedRequest, choice: Choice, output_tokens: int, now: float) -> None:
         """See `Router`."""
-        took = now - self._began.pop(ask.number)
+        took = now - self._began.pop(request.number)
         first = not self._output_tokens
         weight = 1.0 if first else _NEW_ANSWER_WEIGHT
         self._output_tokens += weight * (output_tokens - self._output_tokens)
         if output_tokens > 1:
             self._token_s += weight * (took / (output_tokens - 1) - self._token_s)
 
-    def _instance(self, ask: Ask, depths: list[int]) -> int:
+    def _instance(self, request: RoutedRequest, depths: list[int]) -> int:
         fleet, load = self._fleet, self._load
         instances = range(fleet.instances)
         longest = max(depths)
         cached = longest * fleet.segment_tokens
-        if cached > ask.tokens - cached:
+        if cached > request.tokens - cached:
             return least(load, [i for i in instances if depths[i] == longest], fleet.rng)
-        prefill_s = {depth: self._prefill_s(ask, depth) for depth in dict.fromkeys(depths)}
+        prefill_s = {depth: self._prefill_s(request, depth) for depth in dict.fromkeys(depths)}
         costs = [load[i] + prefill_s[depths[i]] for i in instances]
-        room = fleet.capacity - len(ask.chain)
+        room = fleet.capacity - len(request.chain)
         for instance, size in enumerate(fleet.knowledge.sizes()):
             excess = size - depths[instance] - room
             if excess > 0:
                 costs[instance] += self._eviction_s(instance, excess)
         return least(costs, instances, fleet.rng)
 
-    def _prefill_s(self, ask: Ask, depth: int) -> float:
+    def _prefill_s(self, request: RoutedRequest, depth: int) -> float:
         cached = depth * self._fleet.segment_tokens
-        return self._fleet.engine.prefill_s(max(1, ask.tokens - cached), cached)
+        return self._fleet.engine.prefill_s(max(1, request.tokens - cached), cached)
 
     def _eviction_s(self, instance: int, segments: int) -> float:
         """Seconds to recompute the segments that would be evicted, weighted by their accesses per request."""

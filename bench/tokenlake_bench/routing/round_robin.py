@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenlake_bench.routing.base import Ask, Choice, Fleet
+from tokenlake_bench.routing.base import Choice, Fleet, RoutedRequest
 
 __all__ = ["RoundRobin"]
 
@@ -13,13 +13,13 @@ class RoundRobin:
     def __init__(self, fleet: Fleet) -> None:
         self._instances = fleet.instances
 
-    def choose(self, ask: Ask, now: float) -> Choice:
+    def choose(self, request: RoutedRequest, now: float) -> Choice:
         """See `Router`."""
-        instance = ask.number % self._instances
+        instance = request.number % self._instances
         return Choice(instance, instance)
 
-    def first_token(self, ask: Ask, choice: Choice, now: float) -> None:
+    def first_token(self, request: RoutedRequest, choice: Choice, now: float) -> None:
         """See `Router`."""
 
-    def finished(self, ask: Ask, choice: Choice, output_tokens: int, now: float) -> None:
+    def finished(self, request: RoutedRequest, choice: Choice, output_tokens: int, now: float) -> None:
         """See `Router`."""

@@ -8,7 +8,7 @@ from tokenlake.core import NodeCore, events
 from tokenlake.core.context import CoreConfig
 from tokenlake_bench.balance import WINDOW_S
 from tokenlake_bench.simulation.arrivals import Arrival
-from tokenlake_bench.simulation.engine import Engine, Served
+from tokenlake_bench.simulation.engine import RequestOutcome, SimulatedEngine
 from tokenlake_bench.simulation.meter import Meter
 from tokenlake_bench.simulation.network import Network
 from tokenlake_bench.simulation.node import SimNode
@@ -16,7 +16,7 @@ from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.sizing import pool_size
 from tokenlake_testing.clock import Clock
 
-__all__ = ["BEGINS_S", "SETTLE_S", "Cluster", "EngineMaker", "Route"]
+__all__ = ["BEGINS_S", "SETTLE_S", "SimulatedCluster", "EngineMaker", "Route"]
 
 BEGINS_S = 10.0
 """The clock's time at which the workload begins: until then the nodes get to know each other."""
@@ -24,20 +24,20 @@ GOSSIP_S = 1.0
 """Four times a daemon's default: with few requests, reports would be most of the events."""
 SETTLE_S = 60.0
 """The longest time that a run goes on after the last request."""
-EngineMaker = Callable[[SimNode, SimulationOptions, int, Callable[[Served], None]], Engine]
+EngineMaker = Callable[[SimNode, SimulationOptions, int, Callable[[RequestOutcome], None]], SimulatedEngine]
 """Makes the engine of a node: (node, options, segments it may read at a time, callback for each finished request)."""
 Route = Callable[[int, Arrival], int]
 """Chooses the node of a request: (number of the request, request) -> index of a node."""
 
 
-class Cluster:
+class SimulatedCluster:
     """A simulated pool. Deterministic: equal options and arrivals give equal runs."""
 
     def __init__(
         self,
         options: SimulationOptions,
-        finished: Callable[[Served], None],
-        engine: EngineMaker = Engine,
+        finished: Callable[[RequestOutcome], None],
+        engine: EngineMaker = SimulatedEngine,
     ) -> None:
         """`finished` is called with each request that is done; `engine` makes the engine of each node."""
         self.options = options

@@ -14,6 +14,7 @@ from tokenlake.errors import ConfigurationError
 from tokenlake.store.eviction import POLICIES
 from tokenlake_bench.baselines import Accesses, intern_segments
 from tokenlake_bench.engine_model import EngineModel, gpu_named, model_named
+from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import write_json
 from tokenlake_bench.routing import FleetOptions, System, SystemRow, at_rate, run_system, systems_named
@@ -80,8 +81,7 @@ class SimulateArguments:
         for name in ("nodes", "limit", "copies"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigurationError(name, value, "at least 1")
-        if self.plot_file is not None and self.plot_file.suffix != ".png":
-            raise ConfigurationError("plot", str(self.plot_file), "a file name ending in .png")
+        check_plot(self.plot_file)
 
     @property
     def size(self) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from tokenlake_bench.simulation.arrivals import Arrival, keys_of
 from tokenlake_bench.simulation.node import CHECKSUM, SimNode
 from tokenlake_bench.simulation.options import SimulationOptions
 
-__all__ = ["SOCKET_S", "Engine", "Served", "Steps"]
+__all__ = ["SOCKET_S", "SimulatedEngine", "RequestOutcome", "Steps"]
 
 SOCKET_S = 20e-6
 """Time of a message from an engine to its daemon, or back."""
@@ -34,7 +34,7 @@ Steps = Generator[_Step, engine.EngineReply | None, None]
 
 
 @dataclass(slots=True, eq=False)
-class Served:
+class RequestOutcome:
     """The outcome of one request. Counts are numbers of segments."""
 
     arrival: Arrival
@@ -49,11 +49,11 @@ class Served:
     """Time from the match to the last byte of the prefix."""
 
 
-class Engine:
+class SimulatedEngine:
     """Joins its daemon when constructed. `finished` is called with each request that is done."""
 
     def __init__(
-        self, node: SimNode, options: SimulationOptions, window: int, finished: Callable[[Served], None]
+        self, node: SimNode, options: SimulationOptions, window: int, finished: Callable[[RequestOutcome], None]
     ) -> None:
         self._node = node
         self._clock = node.clock
@@ -74,7 +74,7 @@ class Engine:
     def serve(self, arrival: Arrival) -> None:
         """Begin a request."""
         self.open += 1
-        self._advance(self._request(Served(arrival, self._node.index)), None)
+        self._advance(self._request(RequestOutcome(arrival, self._node.index)), None)
 
     def hear(self, message: engine.EngineReply) -> None:
         """A reply of the daemon left the node; it arrives after `SOCKET_S`."""
@@ -104,7 +104,7 @@ class Engine:
 
     # -- a request
 
-    def _request(self, served: Served) -> Steps:
+    def _request(self, served: RequestOutcome) -> Steps:
         keys = keys_of(served.arrival.chain, self._options.seed)
         began = self._clock.now
         if keys:
@@ -115,7 +115,7 @@ class Engine:
         self.open -= 1
         self._finished(served)
 
-    def _read(self, served: Served, keys: bytes) -> Steps:
+    def _read(self, served: RequestOutcome, keys: bytes) -> Steps:
         # Another engine that computes the same prefix began earlier, and its notice travels a little longer than the
         # computation.
         in_flight_wait_s = 1.5 * self._compute_s(len(keys) // KEY_BYTES)
@@ -146,7 +146,7 @@ class Engine:
                     self._send(engine.Release(((matched.lease, stop, matched.hits),)))
                 return
 
-    def _store(self, served: Served, keys: bytes) -> Steps:
+    def _store(self, served: RequestOutcome, keys: bytes) -> Steps:
         first, count = served.hits, len(keys) // KEY_BYTES
         pause, until = RETRY_S, self._clock.now + PATIENCE_S
         while first < count:

@@ -19,6 +19,7 @@ from rich.table import Table
 from tokenlake.errors import ConfigurationError, TokenLakeError
 from tokenlake_bench.balance import WINDOW_S
 from tokenlake_bench.progress import LiveProgress
+from tokenlake_bench.report import write_json
 from tokenlake_bench.simulation.arrivals import Arrival, arrivals_of, flash_crowd, merged
 from tokenlake_bench.simulation.meter import WindowLoad
 from tokenlake_bench.simulation.options import SimulationOptions
@@ -232,7 +233,7 @@ def main(hot: str, **options: object) -> None:
         raise click.ClickException(str(error)) from error
     console.print(table(result))
     if arguments.json_file is not None:
-        arguments.json_file.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+        write_json(result, arguments.json_file)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from tokenlake_bench.routing.instance import InstanceOptions, Job
 from tokenlake_bench.routing.outcome import Answered, SystemRow, row_of
 from tokenlake_bench.simulation.arrivals import Arrival, keys_of
 from tokenlake_bench.simulation.cluster import BEGINS_S, Route
-from tokenlake_bench.simulation.engine import TENANT, Engine, Served, Steps
+from tokenlake_bench.simulation.engine import TENANT, RequestOutcome, SimulatedEngine, Steps
 from tokenlake_bench.simulation.network import Link, NetworkShape
 from tokenlake_bench.simulation.node import SimNode
 from tokenlake_bench.simulation.options import SimulationOptions
@@ -100,22 +100,22 @@ class _Memory:
 class _PooledRequest:
     """One request at its instance."""
 
-    served: Served
+    served: RequestOutcome
     keys: bytes
     first_s: float = 0.0
     answered: bool = False
     stored: bool = False
 
 
-class PooledEngine(Engine):
-    """An `Engine` whose requests pass through an instance between reading and storing."""
+class PooledEngine(SimulatedEngine):
+    """A `SimulatedEngine` whose requests pass through an instance between reading and storing."""
 
     def __init__(
         self,
         node: SimNode,
         options: SimulationOptions,
         window: int,
-        finished: Callable[[Served], None],
+        finished: Callable[[RequestOutcome], None],
         run: PooledRun,
     ) -> None:
         super().__init__(node, options, window, finished)
@@ -140,10 +140,10 @@ class PooledEngine(Engine):
         )
 
     def serve(self, arrival: Arrival) -> None:
-        """See `Engine`."""
+        """See `SimulatedEngine`."""
         self.open += 1
         self.backlog += arrival.tokens
-        served = Served(arrival, self._node.index)
+        served = RequestOutcome(arrival, self._node.index)
         self._queue.append(_PooledRequest(served, keys_of(arrival.chain, self._options.seed)))
         self._read_ahead()
 
@@ -275,8 +275,8 @@ class PooledRun:
         return next(self._numbers)
 
     def _make(
-        self, node: SimNode, options: SimulationOptions, window: int, finished: Callable[[Served], None]
-    ) -> Engine:
+        self, node: SimNode, options: SimulationOptions, window: int, finished: Callable[[RequestOutcome], None]
+    ) -> SimulatedEngine:
         engine = PooledEngine(node, options, window, finished, self)
         self._engines.append(engine)
         return engine

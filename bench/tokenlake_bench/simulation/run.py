@@ -17,8 +17,8 @@ from tokenlake.store import State
 from tokenlake.wire import Code
 from tokenlake_bench import balance
 from tokenlake_bench.simulation.arrivals import Arrival
-from tokenlake_bench.simulation.cluster import SETTLE_S, Cluster, EngineMaker, Route
-from tokenlake_bench.simulation.engine import Engine, Served
+from tokenlake_bench.simulation.cluster import SETTLE_S, EngineMaker, Route, SimulatedCluster
+from tokenlake_bench.simulation.engine import RequestOutcome, SimulatedEngine
 from tokenlake_bench.simulation.meter import WindowLoad
 from tokenlake_bench.simulation.options import SimulationOptions
 
@@ -72,13 +72,13 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 class Simulation:
     """One run of a workload. `cluster` may be inspected afterwards."""
 
-    def __init__(self, options: SimulationOptions, engine: EngineMaker = Engine) -> None:
+    def __init__(self, options: SimulationOptions, engine: EngineMaker = SimulatedEngine) -> None:
         self.options = options
         self.done = 0
         """Requests finished so far."""
         self.cut_by: Counter[Code] = Counter()
         self.stored: Counter[Code] = Counter()
-        self.cluster = Cluster(options, self._finished, engine)
+        self.cluster = SimulatedCluster(options, self._finished, engine)
         self._at_s = array("d")
         self._tokens = array("q")
         self._hits = array("q")
@@ -94,8 +94,8 @@ class Simulation:
         route: Route | None = None,
         settle_s: float = SETTLE_S,
     ) -> None:
-        """Serve all arrivals, as `Cluster.run` does. `progress` is called once per window with the number of finished
-        requests."""
+        """Serve all arrivals, as `SimulatedCluster.run` does. `progress` is called once per window with the number of
+        finished requests."""
 
         def sample() -> None:
             self._replicas.append((self.cluster.now_s, [node.replicas() for node in self.cluster.nodes]))
@@ -169,7 +169,7 @@ class Simulation:
             cut_by={code.name: self.cut_by[code] for code in sorted(self.cut_by)},
         )
 
-    def _finished(self, served: Served) -> None:
+    def _finished(self, served: RequestOutcome) -> None:
         self.done += 1
         self._at_s.append(served.arrival.at_s)
         self._tokens.append(served.arrival.tokens)
@@ -197,7 +197,7 @@ def _rare_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _copies_per_segment(cluster: Cluster) -> float:
+def _copies_per_segment(cluster: SimulatedCluster) -> float:
     copies: Counter[SegmentKey] = Counter()
     for node in cluster.nodes:
         copies.update(segment.key for segment in node.store.segments() if segment.state is State.READY)

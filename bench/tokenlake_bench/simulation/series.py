@@ -14,6 +14,7 @@ import click
 import msgspec
 
 from tokenlake.errors import ConfigurationError, TokenLakeError
+from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.routing import SystemRow
 from tokenlake_bench.simulation.pooled import POOL
 from tokenlake_bench.simulation.results import SimulatedResult
@@ -51,15 +52,12 @@ def plot_series(results: Sequence[SimulatedResult], over: str, path: Path) -> No
     """Write a PNG to `path`, without a display. Raises ConfigurationError."""
     if over not in PANELS:
         raise ConfigurationError("over", over, " or ".join(PANELS))
-    if path.suffix != ".png":
-        raise ConfigurationError("plot", str(path), "a file name ending in .png")
     if not results:
         raise ConfigurationError("results", 0, "at least one")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigurationError("plot", str(path), "matplotlib: pip install tokenlake-bench") from None
+    check_plot(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     ordered = sorted(results, key=lambda result: float(getattr(result, over)))
     figure = Figure(figsize=(6.5 * len(PANELS[over]), 4), layout="constrained")
     names = list(dict.fromkeys(name for result in ordered for name in result.systems))

@@ -20,11 +20,12 @@ from rich.console import Console
 from tokenlake.errors import ConfigurationError, TokenLakeError
 from tokenlake_bench.load_meter import settle
 from tokenlake_bench.progress import LiveProgress
+from tokenlake_bench.report import write_json
 from tokenlake_bench.soak.faults import schedule
 from tokenlake_bench.soak.fleet import EVICTED, Fleet
 from tokenlake_bench.soak.gauges import HELD
 from tokenlake_bench.soak.refill import Refilled, displace, refill
-from tokenlake_bench.soak.results import Claim, SoakResult, flat_claims, gauges_of, series_of, write_result
+from tokenlake_bench.soak.results import Claim, SoakResult, flat_claims, gauges_of, series_of
 from tokenlake_bench.soak.show import claim_table, gauge_table, page
 
 __all__ = ["SoakArguments", "run_soak"]
@@ -89,7 +90,7 @@ def run_soak(arguments: SoakArguments, console: Console | None = None) -> SoakRe
     for name, log in result.logs.items():
         console.print(f"the end of {name}'s log:\n{log}", markup=False, soft_wrap=True)
     if arguments.json_file is not None:
-        write_result(result, arguments.json_file)
+        write_json(result, arguments.json_file)
     if arguments.page_file is not None:
         arguments.page_file.write_text(page(result, arguments.command()))
     return result

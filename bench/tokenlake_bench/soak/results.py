@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -12,7 +11,7 @@ from tokenlake_bench.report import format_bytes
 from tokenlake_bench.soak.flat import Tolerance, flatness
 from tokenlake_bench.soak.gauges import Life, Recorder
 
-__all__ = ["Claim", "Gauge", "SoakResult", "gauges_of", "write_result"]
+__all__ = ["Claim", "Gauge", "SoakResult", "gauges_of"]
 
 _MEMORY: Final = Tolerance(2 * (1 << 20), 0.02)
 """The allocator keeps arenas per thread; reading the metrics page or a burst of restarts moves the median by about 1
@@ -151,8 +150,3 @@ def _first_lives(lives: Mapping[str, list[Life]], survivors: Iterable[str]) -> l
 def _thin(values: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:
     step = -(-len(values) // most)
     return [(round(at, 1), value) for at, value in values[::step]]
-
-
-def write_result(result: SoakResult, path: Path) -> None:
-    """Write one JSON object, indented by two."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")

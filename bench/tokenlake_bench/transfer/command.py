@@ -12,13 +12,15 @@ from pathlib import Path
 from rich.console import Console
 
 from tokenlake.errors import ConfigurationError, Unreachable
+from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.progress import LiveProgress
+from tokenlake_bench.report import write_json
 from tokenlake_bench.transfer.base import SIZES, RowKind, Size, System
 from tokenlake_bench.transfer.ceilings import Ceilings
 from tokenlake_bench.transfer.peers import PEERS, start_peer
 from tokenlake_bench.transfer.picture import plot_rows
 from tokenlake_bench.transfer.pool_rows import PoolRows
-from tokenlake_bench.transfer.results import Comparison, Row, compare, row_of, write_rows
+from tokenlake_bench.transfer.results import Comparison, Row, compare, row_of
 from tokenlake_bench.transfer.show import comparison_table, row_table
 from tokenlake_bench.transfer.windows import Windows
 
@@ -54,8 +56,7 @@ class TransferArguments:
                 raise ConfigurationError("sizes", label, f"sizes among {', '.join(size.label for size in SIZES)}")
         if self.rounds < 1:
             raise ConfigurationError("rounds", self.rounds, "at least 1")
-        if self.plot_file is not None and self.plot_file.suffix != ".png":
-            raise ConfigurationError("plot", str(self.plot_file), "a file name ending in .png")
+        check_plot(self.plot_file)
 
     def peers(self) -> list[str]:
         """The peers to run, by name."""
@@ -88,7 +89,7 @@ def run_transfer(arguments: TransferArguments) -> TransferResult:
     for name, reason in result.failures.items():
         console.print(f"{name} did not run: {reason}", soft_wrap=True, style="bold red", markup=False)
     if arguments.json_file is not None:
-        write_rows(result.rows, arguments.json_file)
+        write_json(result.rows, arguments.json_file)
     if arguments.plot_file is not None:
         plot_rows(result.rows, arguments.plot_file)
     return result

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from tokenlake_bench.transfer.base import HASH_MANY, MATCH, SIZES, RowKind
 
-__all__ = ["Comparison", "Row", "Samples", "Target", "bounds", "compare", "row_of", "write_rows"]
+__all__ = ["Comparison", "Row", "Samples", "Target", "bounds", "compare", "row_of"]
 
 Samples = Mapping[str, Sequence[float]]
 """Seconds of each call, by row."""
@@ -119,8 +118,3 @@ def _comparison(
 def _window_bytes() -> int:
     (nbytes,) = {size.window_bytes for size in SIZES}
     return nbytes
-
-
-def write_rows(rows: Sequence[Row], path: Path) -> None:
-    """Write a JSON list, indented by two."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")

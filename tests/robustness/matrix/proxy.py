@@ -24,7 +24,7 @@ TICK_S = 0.01
 MAX_DESCRIPTORS = 4
 
 Direction = Literal["up", "down"]
-"""Up: from whoever connected to whoever was connected to."""
+"""Up: from the process that connected to the one that accepted."""
 Part = Literal["hello", "header", "body", "raw"]
 """Of the stream: its first frame, a frame's length, its MessagePack, the segments' bytes that follow a `Pulled`."""
 Address = Path | tuple[str, int]

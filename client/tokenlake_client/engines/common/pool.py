@@ -13,6 +13,7 @@ from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix, TokenIds
 from tokenlake.layout import Layout
+from tokenlake_client.engines.common.in_flight import NO_WAIT, InFlightWait
 from tokenlake_client.match import MatchOptions
 
 __all__ = ["UNNAMED", "CacheLease", "CachePool", "PrefixView", "QueryPool", "RequestInfo"]
@@ -68,7 +69,7 @@ class CachePool(Protocol):
         ...
 
     def match(self, keys: Sequence[SegmentKey], options: MatchOptions = ...) -> CacheLease:
-        """Lease the longest prefix of `keys` that the pool has."""
+        """Lease the longest sequence of present segments from the first key on."""
         ...
 
     def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
@@ -110,6 +111,16 @@ class RequestInfo(NamedTuple):
     hints: Hints | None = None
     tokens: int = 0
     """The length of its prompt."""
+
+    def match_options(self, wait: InFlightWait = NO_WAIT) -> MatchOptions:
+        """The options of a match for the request, which may wait for other engines."""
+        return MatchOptions(
+            request=self.name,
+            hints=self.hints,
+            prompt_tokens=self.tokens,
+            in_flight_wait_s=wait.total_s,
+            in_flight_wait_per_segment_s=wait.segment_s,
+        )
 
 
 UNNAMED = RequestInfo()

@@ -21,7 +21,7 @@ class EngineOptions:
     daemon_uid: int | None = None
     """The user that the daemon runs as, if it is neither root nor this process's user."""
     deadlines: Deadlines = DEFAULT_DEADLINES
-    """The deadlines of the pool that the engine opens."""
+    """The deadlines of the connection that the engine opens."""
     adapter: str | None = None
     """The id of the active LoRA adapters; part of every key."""
     salt: str | None = None

@@ -16,7 +16,6 @@ from tokenlake_client.engines.common.counters import Counters
 from tokenlake_client.engines.common.pool import CachePool
 from tokenlake_client.engines.transformers.counters import Counts
 from tokenlake_client.engines.transformers.rows import Row
-from tokenlake_client.match import MatchOptions
 
 __all__ = ["BatchPlanner"]
 
@@ -77,9 +76,7 @@ class BatchPlanner:
             requests.append(Request(name=str(number), keys=keys, tokens=len(row.tokens), answer_tokens=steps))
             if not keys:
                 continue
-            row.lease = lease = pool.match(
-                keys, MatchOptions(request=row.name, hints=row.hints, prompt_tokens=len(row.tokens))
-            )
+            row.lease = lease = pool.match(keys, row.info.match_options())
             nodes = lease.nodes() if lease.local_hits < lease.hits else [pool.node] * lease.hits
             if len(rows) > 1:
                 row.release_lease()

@@ -27,7 +27,6 @@ from tokenlake_client.engines.transformers.rows import Row, cache_of_rows
 from tokenlake_client.engines.transformers.segment_copy import LayerPair, read_segments
 from tokenlake_client.engines.transformers.shipped_cache import ShippedCache
 from tokenlake_client.engines.transformers.writer import Writer, task_of
-from tokenlake_client.match import MatchOptions
 
 __all__ = ["Forward", "PartialLoad", "Prefiller", "compute", "load"]
 
@@ -115,14 +114,7 @@ def _lease(
     lease = None
     try:
         if keys:
-            options = MatchOptions(
-                request=info.name,
-                hints=info.hints,
-                prompt_tokens=info.tokens,
-                in_flight_wait_s=wait.total_s,
-                in_flight_wait_per_segment_s=wait.segment_s,
-            )
-            lease = pool.match(keys, options)
+            lease = pool.match(keys, info.match_options(wait))
     finally:
         # Not earlier: the segments would count as used when they are released, and again when they are matched.
         if held is not None:

@@ -33,7 +33,6 @@ from tokenlake_client.engines.transformers.prefill import PartialLoad, compute, 
 from tokenlake_client.engines.transformers.rows import Row
 from tokenlake_client.engines.transformers.shipped_cache import SharedPrefix, ShippedCache
 from tokenlake_client.engines.transformers.writer import Writer, task_of
-from tokenlake_client.match import MatchOptions
 
 __all__ = ["Shipment", "Shipping", "Void"]
 
@@ -286,8 +285,7 @@ class Shipping:
             return True
         try:
             row.release_lease()
-            options = MatchOptions(request=row.name, hints=row.hints, prompt_tokens=len(row.tokens))
-            lease = pool.match(matched, options)
+            lease = pool.match(matched, row.info.match_options())
         except Exception as error:
             self._pool_failed("reading segments", error)
             return False

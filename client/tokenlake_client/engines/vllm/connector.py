@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -108,6 +109,7 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self.settings = _settings_of(transfer.kv_connector_extra_config)
+        _send_client_log_to_vllm()
         # A lost segment must cost a recompute, not the request, whatever vLLM's default is. The scheduler reads this
         # after it has made its connector.
         transfer.kv_load_failure_policy = "recompute"
@@ -392,6 +394,14 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # A refusal comes at once from a daemon that works. Any other error may have cost a deadline.
         if self._connection is not None and not isinstance(error, Refused):
             self._connection.failed()
+
+
+def _send_client_log_to_vllm() -> None:
+    """Give the client's logger vLLM's handlers: without a handler Python prints its warnings without time and level."""
+    client, vllm = logging.getLogger("tokenlake_client"), logging.getLogger("vllm")
+    if not client.hasHandlers():
+        for handler in vllm.handlers:
+            client.addHandler(handler)
 
 
 def _settings_of(extra: Mapping[str, object]) -> EngineSettings:

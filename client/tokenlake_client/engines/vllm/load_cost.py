@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from tokenlake.identity import NodeId
 from tokenlake.planner import PrefillFit, Rates, TransferFit
 from tokenlake.planner.fits import ENOUGH
 from tokenlake_client.engines.vllm.step_plan import LoadTime
 
-__all__ = ["LOCAL", "MAX_STEPS", "RETRY_S", "LoadCosts", "PrefillSteps"]
+__all__ = ["LOCAL", "MAX_STEPS", "RETRY_S", "LoadCosts", "PrefillSteps", "StepPart"]
 
 LOCAL = ""
 """Stands for the name of this node."""
@@ -149,6 +150,20 @@ class LoadCosts:
         return found
 
 
+class StepPart(Protocol):
+    """The tokens of one request in a step."""
+
+    @property
+    def new(self) -> int:
+        """The tokens that the step computes."""
+        ...
+
+    @property
+    def computed(self) -> int:
+        """The tokens that are computed before the step."""
+        ...
+
+
 class PrefillSteps:
     """Chooses the steps that are samples of the prefill time: at least half of their tokens belong to prompts. A
     request that decodes in such a step counts as a prefill of one token, because all terms of the fit are sums over the
@@ -159,11 +174,11 @@ class PrefillSteps:
         self._clock = clock
         self._steps: dict[int, list[tuple[int, int]]] = {}
 
-    def begin(self, step: int, parts: Sequence[tuple[int, int]]) -> None:
-        """`step` computes these (new tokens, tokens computed before), one pair per request."""
-        prompts = sum(new for new, _ in parts if new > 1)
-        if prompts and 2 * prompts >= sum(new for new, _ in parts):
-            self._steps[step] = list(parts)
+    def begin(self, step: int, parts: Sequence[StepPart]) -> None:
+        """`step` computes these parts, one per request."""
+        prompts = sum(part.new for part in parts if part.new > 1)
+        if prompts and 2 * prompts >= sum(part.new for part in parts):
+            self._steps[step] = [(part.new, part.computed) for part in parts]
             if len(self._steps) > MAX_STEPS:
                 del self._steps[next(iter(self._steps))]
 

@@ -17,9 +17,9 @@ from tokenlake.errors import TokenLakeError
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake_client.engines.common.in_flight import LEAST_S, NO_WAIT, InFlightWait, wait_for
+from tokenlake_client.engines.common.pool import RequestInfo
 from tokenlake_client.engines.vllm.load_cost import LOCAL, LoadCosts
 from tokenlake_client.engines.vllm.pool import MatchedLease, PendingHeartbeat, PendingMatch, PendingNodes, SchedulerPool
-from tokenlake_client.match import MatchOptions
 
 __all__ = ["MAX_WAITING", "InFlightWaits", "Lookup", "Lookups"]
 
@@ -133,13 +133,7 @@ class Lookups:
         the length of the prompt. Raises `TokenLakeError`."""
         if self._overdue is not None and not self._settled(self._overdue):
             return None
-        options = MatchOptions(
-            request=request,
-            hints=hints,
-            prompt_tokens=tokens,
-            in_flight_wait_s=wait.total_s,
-            in_flight_wait_per_segment_s=wait.segment_s,
-        )
+        options = RequestInfo(request, hints, tokens).match_options(wait)
         pending = pool.begin_match(keys, options, deadline_s=self._deadline_s)
         if wait.total_s:
             self._heartbeat.begin(pool)

@@ -83,7 +83,7 @@ class PendingNodes(Protocol):
 
 
 class PendingHeartbeat(Protocol):
-    """A heartbeat that was sent."""
+    """A request for a sign of life of the daemon."""
 
     def poll(self) -> bool:
         """Has the daemon answered? Raises `TokenLakeError`."""
@@ -143,11 +143,11 @@ class SchedulerPool(Protocol):
     def begin_match(
         self, keys: Sequence[SegmentKey], options: MatchOptions = ..., *, deadline_s: float | None = None
     ) -> PendingMatch:
-        """Begin a match for `keys`."""
+        """Begin to lease the longest sequence of present segments from the first key on."""
         ...
 
     def begin_heartbeat(self) -> PendingHeartbeat:
-        """Send a heartbeat, whose reply shows that the daemon is alive."""
+        """Send a heartbeat; its reply shows that the daemon is alive."""
         ...
 
     def reserve(

@@ -206,7 +206,7 @@ class SchedulerSide:
         """The plan of the next step. `table` returns the blocks of a scheduled request."""
         self._step += 1
         loads = self._loads.hand_out(self._step)
-        self._prefills.begin(self._step, [(part.new, part.computed) for part in scheduled])
+        self._prefills.begin(self._step, scheduled)
         certain = not (self.waits and len(self._loads))
         saves, self._last_saves = self._last_saves, []
         try:

@@ -29,7 +29,7 @@ class EngineHandle:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         with log.open("wb") as file:
             self._process = start_child(
-                [sys.executable, "-m", "tokenlake_bench.engine_process"],
+                [sys.executable, "-m", "tokenlake_bench.demo_engine"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,

@@ -1,15 +1,24 @@
-"""Nodes that disagree on the ring or on a name refuse each other by name."""
+"""Nodes with different rings or equal names refuse each other, and a dialler may die in the handshake."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.robustness.live import daemons, total, wait_until
+from tests.server.raw import Raw, identity_of, introduce, peer_address
+from tokenlake.wire import peer
+from tokenlake_server.handshake import NONCE_BYTES, Dialler
 from tokenlake_testing.cluster import Cluster, Node, free_port
 
 pytestmark = pytest.mark.live
+
+TIMES = 5
+"""Several, because the write of the welcome fails at once or later, as the kernel decides."""
 
 
 def test_rings_that_differ_are_named_on_both_sides() -> None:
@@ -65,3 +74,30 @@ def _node(cluster: Cluster, name: str, port: int, peers: str) -> Node:
 
 def _until_logged(node: Node, found: Callable[[str], bool]) -> None:
     wait_until(lambda: node.log.exists() and found(node.log.read_text()), f"the log of {node.name} says so")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with daemons(2) as cluster:
+        cluster.nodes[0].kill()
+        yield cluster
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("purpose", ["control", "bulk", "query"])
+def test_a_dialler_that_dies_in_the_handshake(cluster: Cluster, purpose: peer.Purpose, reset: bool) -> None:
+    """A callback of the control loop failed, with a traceback in the log each time."""
+    member, node = cluster.nodes
+    identity = identity_of(member)
+    for _ in range(TIMES):
+        with Raw(peer_address(node)) as raw:
+            dialler = Dialler(identity, node.name, secrets.token_bytes(NONCE_BYTES), purpose)
+            raw.send(dialler.hello)
+            challenge = raw.answer()
+            assert isinstance(challenge, peer.PeerChallenge)
+            if reset:
+                raw.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            raw.send(dialler.answer(challenge))
+    with Raw(peer_address(node)) as raw:
+        assert isinstance(introduce(raw, identity, node.name, "bulk"), peer.PeerWelcome)
+    assert "Traceback" not in node.log.read_text()

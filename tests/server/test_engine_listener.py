@@ -1,11 +1,13 @@
-"""What a daemon refuses on the local socket says what is wrong; and the daemon serves on."""
+"""Refusals on the local socket name their reason, and the daemon continues to serve."""
 
 from __future__ import annotations
+
+import resource
 
 import msgspec
 import pytest
 
-from tests.robustness.live import LAYOUT, PATIENT, Prompt, outcomes, store
+from tests.robustness.live import LAYOUT, PATIENT, Prompt, daemons, outcomes, read, store
 from tests.server.raw import Raw, hello, refusal
 from tokenlake.errors import LayoutRefused, LimitReached
 from tokenlake.identity import SessionId
@@ -62,7 +64,7 @@ def test_another_layout_in_the_same_session(node: Node, cluster: Cluster) -> Non
             Pool.connect(node.socket, Layout(**(msgspec.structs.asdict(LAYOUT) | {"dtype": "int3"})))
 
 
-def test_frames_that_are_too_large_or_out_of_order(node: Node) -> None:
+def test_large_frames_and_wrong_order_are_refused(node: Node) -> None:
     with Raw(node.socket) as raw:
         raw.write((1 << 31).to_bytes(4, "little") + b"x" * 64)
         failed = raw.reply()
@@ -86,7 +88,7 @@ def test_frames_that_are_too_large_or_out_of_order(node: Node) -> None:
         assert "33 bytes" in failed.reason
 
 
-def test_leases_and_writes_of_others_are_out_of_reach(node: Node, cluster: Cluster) -> None:
+def test_leases_and_writes_of_other_sessions_are_refused(node: Node, cluster: Cluster) -> None:
     prompt = Prompt(77, 3)
     with cluster.connect(0, LAYOUT) as pool, Raw(node.socket) as raw:
         store(pool, prompt)
@@ -120,3 +122,19 @@ def test_leases_and_writes_of_others_are_out_of_reach(node: Node, cluster: Clust
         assert outcomes(write.commit()) == {Code.COMMITTED}
         del arrays
         lease.release()
+
+
+def test_a_daemon_without_free_descriptors_replies() -> None:
+    """The request was never answered: its engine waited, and took the daemon for frozen."""
+    prompt = Prompt(1, 4)
+    with daemons() as cluster, cluster.connect(0, LAYOUT) as pool:
+        process = cluster.nodes[0].process
+        assert process is not None
+        limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+        with pytest.raises(LimitReached, match="OpenRegion now: Too many open files"):
+            pool.store(pool.prefix(prompt.tokens).keys)
+        assert pool.timeouts == 0
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
+        assert outcomes(store(pool, prompt)) == {Code.COMMITTED}
+        assert read(pool, prompt) == 4

@@ -1,4 +1,4 @@
-"""Who is at the other end of a connection between daemons: each side proves that it knows the cluster secret.
+"""The handshake of a connection between daemons: each side proves that it knows the cluster secret.
 
 ::
 
@@ -8,12 +8,13 @@
        | PeerProof: ring, and a proof ------------->|
        |<------ PeerWelcome, or PeerRefused         |
 
-A proof is blake2b, keyed with the secret, of everything said before it and of the side that proves. Both nonces
-are in it, so that a recorded handshake proves nothing; the kind of connection is in it, so that the proof of a
-control connection opens no bulk connection. The acceptor proves itself first: the dialler tells its ring to
-nobody else, and the acceptor speaks of its own only to a dialler that proved itself.
+A proof is blake2b, keyed with the secret, over all earlier messages of the handshake and the name of the proving side.
+It covers both nonces, so that a recorded handshake is not accepted again, and the purpose of the connection, so that
+the proof of a control connection does not open a bulk connection. The acceptor proves itself first. The dialler
+therefore sends its ring only to a node that knows the secret, and the acceptor describes its own ring only to such a
+node.
 
-Nothing here does I/O, nonces are passed in. What follows the handshake is neither encrypted nor authenticated.
+This module does no I/O; nonces are passed in. The frames after the handshake are neither encrypted nor authenticated.
 """
 
 from __future__ import annotations
@@ -33,20 +34,21 @@ __all__ = ["NONCE_BYTES", "Acceptor", "Dialler", "PeerIdentity", "acceptor_proof
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 
-_STAND_IN = hashlib.blake2b(b"tokenlake: no cluster secret", digest_size=32).digest()
-"""Of a daemon without `cluster_secret`. Not secret: with one tenant on one machine there is nobody to hide from."""
+_NO_SECRET = hashlib.blake2b(b"tokenlake: no cluster secret", digest_size=32).digest()
+"""Key of a daemon without `cluster_secret`. It is public: such a pool has one tenant, on one machine."""
 _CHANGE = "set the same 'cluster_secret' (configuration file, or TOKENLAKE_CLUSTER_SECRET) on all nodes"
 
 
 class PeerIdentity(msgspec.Struct, frozen=True):
-    """Who this node says it is, and how it proves it."""
+    """Identity of this node in handshakes, and the secret that proves it."""
 
     node: str
     incarnation: int
     epoch: int
     members: tuple[str, ...]
-    """As shown to people (`ring_members`)."""
+    """Members of the ring as error texts show them (`ring_members`)."""
     names: tuple[str, ...]
+    """Names of the members."""
     max_frame: int
     secret: Secret = Secret()
     """`cluster_secret`; empty where there is none."""
@@ -56,18 +58,18 @@ class Dialler:
     """The dialling side of one handshake with `node`."""
 
     def __init__(self, identity: PeerIdentity, node: str, nonce: bytes, purpose: peer.Purpose) -> None:
-        """`nonce`: `NONCE_BYTES` that were never used before."""
+        """`nonce`: `NONCE_BYTES` random bytes, fresh for each handshake."""
         self._identity = identity
         self._node = node
         own = (identity.node, identity.incarnation)
         self.hello = peer.PeerHello(OLDEST_VERSION, PROTOCOL_VERSION, *own, purpose, nonce)
-        """What to say first."""
+        """The first message."""
         self.incarnation: int | None = None
-        """Of the node that proved itself; None until then."""
+        """Incarnation of the other node; None until it has proven itself."""
 
     def answer(self, challenge: peer.PeerChallenge) -> peer.PeerProof:
-        """What to say then. Raises `CredentialRefused`, `RingRefused` or `ProtocolRefused`; then nothing the
-        other side said is to be believed."""
+        """Check the acceptor's proof and return the reply. Raises `CredentialRefused`, `RingRefused` or
+        `ProtocolRefused`; the fields of `challenge` are not to be trusted then."""
         proof = acceptor_proof(self._identity.secret, self.hello, challenge)
         if not hmac.compare_digest(proof, challenge.proof):
             raise _not_proven(self._node, self._identity)
@@ -85,19 +87,20 @@ class Acceptor:
     """The accepting side of one handshake."""
 
     def __init__(self, identity: PeerIdentity, hello: peer.PeerHello, nonce: bytes) -> None:
-        """`nonce`: `NONCE_BYTES` that were never used before. Raises `ProtocolRefused` when no version is
-        common."""
+        """`nonce`: `NONCE_BYTES` random bytes, fresh for each handshake. Raises `ProtocolRefused` when the two nodes
+        have no protocol version in common."""
         self._identity = identity
         self.hello = hello
-        """To be believed after `check`."""
+        """The dialler's first message, to be trusted only after `check`."""
         version = agree(hello.oldest_version, hello.newest_version)
         unproven = peer.PeerChallenge(version, identity.node, identity.incarnation, nonce, bytes(PROOF_BYTES))
         proof = acceptor_proof(identity.secret, hello, unproven)
         self.challenge = msgspec.structs.replace(unproven, proof=proof)
-        """What to answer to the hello."""
+        """The reply to the hello."""
 
     def check(self, message: peer.PeerProof) -> None:
-        """Raises `CredentialRefused`, which tells nothing of the ring, or else `RingRefused`, naming what differs."""
+        """Check the dialler's proof, then its ring. Raises `CredentialRefused`, whose text does not describe the ring,
+        or `RingRefused`, whose text names the difference."""
         proof = dialler_proof(self._identity.secret, self.hello, self.challenge, message)
         if not hmac.compare_digest(proof, message.proof):
             raise _not_proven(self.hello.node, self._identity)
@@ -105,19 +108,19 @@ class Acceptor:
 
 
 def acceptor_proof(secret: bytes, hello: peer.PeerHello, challenge: peer.PeerChallenge) -> bytes:
-    """The proof that belongs into `challenge`."""
+    """The value of `challenge.proof`."""
     return _keyed(secret, b"acceptor", hello, msgspec.structs.replace(challenge, proof=bytes(PROOF_BYTES)))
 
 
 def dialler_proof(secret: bytes, hello: peer.PeerHello, challenge: peer.PeerChallenge, ring: peer.PeerProof) -> bytes:
-    """The proof that belongs into `ring`."""
+    """The value of `ring.proof`."""
     return _keyed(secret, b"dialler", hello, challenge, msgspec.structs.replace(ring, proof=bytes(PROOF_BYTES)))
 
 
-def _keyed(secret: bytes, side: bytes, *said: msgspec.Struct) -> bytes:
+def _keyed(secret: bytes, side: bytes, *messages: msgspec.Struct) -> bytes:
     # An empty key would make blake2b a plain hash.
-    text = msgspec.msgpack.encode((side, *said))
-    return hashlib.blake2b(text, digest_size=PROOF_BYTES, key=secret or _STAND_IN, person=b"tokenlake peers").digest()
+    text = msgspec.msgpack.encode((side, *messages))
+    return hashlib.blake2b(text, digest_size=PROOF_BYTES, key=secret or _NO_SECRET, person=b"tokenlake peers").digest()
 
 
 def _not_proven(node: str, identity: PeerIdentity) -> CredentialRefused:

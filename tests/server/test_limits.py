@@ -1,4 +1,4 @@
-"""What runs out, of disk, memory or patience, stops nobody who needs none of it."""
+"""Limits: a resource that runs out affects only the requests that need it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from tokenlake.errors import LimitReached
 from tokenlake.hints import Hints, Outlook
 from tokenlake.layout import Layout
 from tokenlake.wire import Code, engine, pack_frame
-from tokenlake_server.engines import MAX_IN_FLIGHT, MAX_KEYS
-from tokenlake_server.metrics import MAX_THREADS
+from tokenlake_server.engine_connection import MAX_IN_FLIGHT, MAX_KEYS
+from tokenlake_server.metrics_page import MAX_THREADS
 from tokenlake_testing.cluster import Cluster, Node
 
 pytestmark = pytest.mark.live
@@ -50,8 +50,8 @@ def regions_mapped(node: Node) -> int:
     return sum("/tokenlake-" in line and line.endswith("(deleted)") for line in maps)
 
 
-def test_a_region_that_cannot_be_replaced_yet(tmp_path: Path) -> None:
-    """A newcomer gets it once there is memory; until then there is less memory than 'memory', never more."""
+def test_a_region_is_replaced_once_there_is_memory(tmp_path: Path) -> None:
+    """A new layout gets it once there is memory; until then the arena is smaller than `memory`, never larger."""
     arena, away = tmp_path / "arena", tmp_path / "away"
     arena.mkdir()
     with daemons(1, "1MiB", "1MiB", arena_directory=str(arena)) as cluster:
@@ -78,7 +78,7 @@ def test_a_region_that_cannot_be_replaced_yet(tmp_path: Path) -> None:
         assert node.log.read_text().count("could not be replaced") == 1
 
 
-def test_a_disk_that_is_full_ends_the_event_log_and_nothing_else() -> None:
+def test_a_full_disk_ends_only_the_event_log() -> None:
     with daemons(record="/dev/full") as cluster, cluster.connect(0, LAYOUT) as pool:
         node = cluster.nodes[0]
         draw = random.Random(1)
@@ -98,7 +98,7 @@ def test_a_disk_that_is_full_ends_the_event_log_and_nothing_else() -> None:
 
 
 def test_requests_in_flight_are_bounded() -> None:
-    """Matches that wait for a frozen node: those beyond the bound are refused by name, and the connection lives."""
+    """Matches that wait for a frozen node: those above the limit are refused, and the connection stays open."""
     beyond = 40
     with daemons(2, suspect_ms="20000") as cluster:
         node = cluster.nodes[0]
@@ -133,8 +133,8 @@ def test_keys_per_request_are_bounded(cluster: Cluster) -> None:
         assert pool.match(keys[:10], deadline_s=PATIENT_S).hits == 0
 
 
-def test_the_metrics_page_takes_so_many_at_a_time(cluster: Cluster) -> None:
-    """Who connects and asks nothing holds a thread; beyond the bound connections are closed at once."""
+def test_requests_for_metrics_are_bounded(cluster: Cluster) -> None:
+    """Connections without a request hold a thread each; above the limit they are closed at once."""
     node = cluster.nodes[0]
     address = ("127.0.0.1", node.metrics_port)
     silent = [socket.create_connection(address, LIMIT_S) for _ in range(MAX_THREADS)]

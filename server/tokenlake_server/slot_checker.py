@@ -1,4 +1,4 @@
-"""Carries out `CheckSlot`: checksums of copies that a reader reported as wrong, in a thread of its own."""
+"""Carries out `CheckSlot`: verifies a copy that a reader reported as corrupt, in a thread."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tokenlake.wire.slots import unpack_slots
 from tokenlake_server.arena import Arena
 from tokenlake_server.driver import Driver
 
-__all__ = ["Checker"]
+__all__ = ["SlotChecker"]
 
 log = logging.getLogger(__name__)
 
 
-class Checker:
-    """One thread: the rules ask for one check at a time."""
+class SlotChecker:
+    """Has one thread, because the rules issue one `CheckSlot` at a time."""
 
     def __init__(self, arena: Arena, driver: Driver) -> None:
         self._arena = arena
@@ -32,7 +32,7 @@ class Checker:
         self._thread.submit(self._run, instruction)
 
     def _run(self, instruction: CheckSlot) -> None:
-        """In the thread. `SlotChecked` follows whatever happens: a copy that cannot be read counts as wrong."""
+        """Check one slot, in the thread. Always posts `SlotChecked`: a copy that cannot be read counts as corrupt."""
         right = False
         try:
             right = self._is_right(instruction)
@@ -48,5 +48,5 @@ class Checker:
         return b"".join(each.to_bytes(CHECKSUM_BYTES, "little") for each in digests) == instruction.checksums
 
     def close(self) -> None:
-        """Wait for the check under way."""
+        """Wait for the check in progress."""
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""What a node learned outlives its daemon, and a file that is no such thing harms nobody."""
+"""Eviction statistics survive a restart, and a damaged file is ignored."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import pytest
 from tests.robustness.live import LAYOUT, Prompt, daemons, outcomes, read, store, wait_pushed
 from tokenlake.core.learned import MAX_LEARNED_BYTES
 from tokenlake.wire import Code
-from tokenlake_server.recording import replay
-from tokenlake_server.state import StateFile
+from tokenlake_server.event_log import replay
+from tokenlake_server.state_file import StateFile
 
 
-def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+def test_saved_statistics_are_loaded(tmp_path: Path) -> None:
     StateFile(tmp_path, "a").save(b"something")
     StateFile(tmp_path, "b").save(b"something else")
     assert StateFile(tmp_path, "a").load() == b"something"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["learned-a", "learned-b"]
 
 
-def test_nothing_was_saved(tmp_path: Path) -> None:
+def test_no_file(tmp_path: Path) -> None:
     assert StateFile(tmp_path, "a").load() is None
 
 
-def test_what_did_not_change_is_not_written_again(tmp_path: Path) -> None:
+def test_equal_statistics_are_not_written_again(tmp_path: Path) -> None:
     file = StateFile(tmp_path, "a")
     file.save(b"something")
     file.path.unlink()
@@ -58,9 +58,7 @@ def test_a_damaged_file_is_not_used(damage: object, tmp_path: Path, caplog: pyte
     assert fresh.load() == b"anew"
 
 
-def test_a_directory_that_is_not_there_is_complained_about_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_directory_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = StateFile(tmp_path / "nowhere", "a")
     assert file.load() is None
     with caplog.at_level(logging.WARNING):
@@ -70,7 +68,7 @@ def test_a_directory_that_is_not_there_is_complained_about_once(
 
 
 @pytest.mark.live
-def test_a_daemon_goes_on_with_what_it_learned_and_its_log_replays(tmp_path: Path) -> None:
+def test_statistics_survive_a_restart_and_the_log_replays(tmp_path: Path) -> None:
     record = tmp_path / "record"
     with daemons(1, memory="2MiB", state_directory=str(tmp_path), eviction="reuse") as cluster:
         node = cluster.nodes[0]
@@ -87,7 +85,7 @@ def test_a_daemon_goes_on_with_what_it_learned_and_its_log_replays(tmp_path: Pat
             store(pool, Prompt(1, 3))
             assert read(pool, Prompt(1, 3)) == 3
         assert node.stop() == 0
-        assert f"goes on with {len(learned)} bytes" in node.log.read_text()
+        assert f"continues with {len(learned)} bytes" in node.log.read_text()
     replayed = replay(record)
     assert replayed.events > 5
     assert not replayed.difference

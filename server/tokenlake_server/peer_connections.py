@@ -1,4 +1,10 @@
-"""Control connections between daemons: one per pair, dialled by the node whose name sorts first."""
+"""The port for other daemons: handshakes, and one control connection per pair of nodes.
+
+The node whose name sorts first dials. A connection goes through these states::
+
+    connected -> handshake (`tokenlake_server.handshake`) -> control connection with a peer
+                                                          -> handed over, for another purpose
+"""
 
 from __future__ import annotations
 
@@ -17,53 +23,56 @@ from tokenlake.ring import Ring
 from tokenlake.wire import pack_frame, peer
 from tokenlake.wire.frames import decode
 from tokenlake_server.driver import Driver
-from tokenlake_server.frames import FrameConnection
-from tokenlake_server.proof import NONCE_BYTES, Acceptor, Dialler, PeerIdentity
+from tokenlake_server.frame_connection import FrameConnection
+from tokenlake_server.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity
 
-__all__ = ["Adopt", "PeerIdentity", "PeerListener", "ring_members"]
+__all__ = ["Adopt", "PeerConnections", "ring_members"]
 
 log = logging.getLogger(__name__)
 
 REDIAL_S = 0.1
-"""Between two attempts; a dead port on one machine answers at once, so the cost is small and a restarted peer
-is found soon."""
-HELLO_S = 5.0
-MAX_STRANGERS = 64
-"""Connections that have not proven who they are."""
+"""Pause between two attempts to dial a peer. A closed port on the same machine refuses at once, so that attempts are
+cheap."""
+HANDSHAKE_S = 5.0
+"""A connection whose handshake takes longer is closed."""
+MAX_HANDSHAKES = 64
+"""Connections whose handshake is not complete; further ones are closed at once."""
 MAX_REASON = 2000
-"""Characters of the other side's reason in the log."""
+"""Characters of the other side's reason that are logged."""
+REFUSAL_S = 1.0
+"""Least time between two lines about refusals of the same node."""
 
 
 Adopt = Callable[[socket.socket, peer.PeerHello, bytes], None]
-"""(socket, what its dialler said, bytes already read): the socket is the callee's."""
+"""Called with (socket, the dialler's hello, bytes behind the handshake that were read already); takes the socket
+over."""
 
 
 @dataclass
-class _Stranger:
-    """A connection on which the other side has proven nothing yet."""
+class _Handshake:
+    """A connection whose other side has not yet proven its identity."""
 
     timer: asyncio.TimerHandle
     dialled: str | None
-    """The node that was meant; None: the other side dialled."""
-    answered: asyncio.Future[None] | None
-    """Of the one who dialled: done when the attempt is over."""
-    half: Dialler | Acceptor | None
+    """The node that this one dialled; None where the other side dialled."""
+    ended: asyncio.Future[None] | None
+    """Where this node dialled: done when the attempt has succeeded or failed."""
+    side: Dialler | Acceptor | None
+    """This node's side; None until the other side's hello."""
 
     @property
-    def name(self) -> str:
-        """For the log."""
-        if isinstance(self.half, Acceptor):
-            return f"somebody who says to be {self.half.hello.node!r}"
-        return self.dialled or "an unnamed connection"
+    def node(self) -> str:
+        """The node that was dialled, or the unproven name that the dialler gave; empty before its hello."""
+        return self.side.hello.node if isinstance(self.side, Acceptor) else self.dialled or ""
 
 
 def ring_members(ring: Ring, weights: Mapping[str, int]) -> tuple[str, ...]:
-    """Members as shown in refusals: name, and weight where it is a size."""
+    """Members as error texts show them: the name, and the weight where it is a size."""
     return tuple(f"{name}/{weights[name]}" if weights[name] > 1 else name for name in ring.members)
 
 
-class PeerListener:
-    """Owns the listening socket and the control connections. All others are handed to `adopt`."""
+class PeerConnections:
+    """Lives on the control loop. Owns the listening socket, the handshakes and the control connections."""
 
     def __init__(
         self,
@@ -74,16 +83,17 @@ class PeerListener:
         loop: asyncio.AbstractEventLoop,
         adopt: Mapping[peer.Purpose, Adopt],
     ) -> None:
-        """`adopt`: who takes over a connection that is not for control."""
+        """`adopt`: for each purpose but control, the function that takes such connections over."""
         self._identity = identity
         self._addresses = dict(peers)
         self._driver = driver
         self._loop = loop
-        self._handed_over = adopt
+        self._adopters = adopt
         self._connections: dict[str, tuple[FrameConnection, int]] = {}
-        self._strangers: dict[FrameConnection, _Stranger] = {}
+        self._handshakes: dict[FrameConnection, _Handshake] = {}
         self._dialling: dict[str, asyncio.Task[None]] = {}
-        self._refused: dict[str, str] = {}
+        self._refused: dict[str, tuple[str, float]] = {}
+        """The last line about a refusal, and its time, by node."""
         self._closing = False
         self._sock = _listen(listen)
         self.address = Address(*self._sock.getsockname()[:2])
@@ -100,7 +110,7 @@ class PeerListener:
             self._dialling[name] = self._loop.create_task(self._dial(name))
 
     async def _dial(self, name: str) -> None:
-        """Until it answers. The peer's `PeerWelcome` completes the connection."""
+        """Dial until there is a connection. The peer's `PeerWelcome` completes it."""
         try:
             while name not in self._connections and not self._closing:
                 try:
@@ -108,7 +118,7 @@ class PeerListener:
                 except OSError:
                     pass
                 except Exception:
-                    # Whatever went wrong with one attempt, the next may succeed; without it the peer is lost for good.
+                    # Every failure is retried; otherwise the peer would never be connected again.
                     log.exception("dialling %s failed", name)
                 if name not in self._connections:
                     await asyncio.sleep(REDIAL_S)
@@ -116,21 +126,22 @@ class PeerListener:
             self._dialling.pop(name, None)
 
     async def _attempt(self, name: str) -> None:
-        """One connection, until it is established or closed. Raises OSError when there is none."""
+        """Connect once and wait until the handshake has succeeded or failed. Raises OSError when there is no
+        connection."""
         address = self._addresses[name]
         sock = socket.socket(_family(address), socket.SOCK_STREAM)
         sock.setblocking(False)
         try:
-            await asyncio.wait_for(self._loop.sock_connect(sock, tuple(address)), HELLO_S)
+            await asyncio.wait_for(self._loop.sock_connect(sock, tuple(address)), HANDSHAKE_S)
             if sock.getsockname() == sock.getpeername():
-                # An absent peer's port may be the one the kernel gave us: TCP then connects the socket to itself.
+                # Where no peer listens, the kernel may choose its port for this socket, and TCP connects it to itself.
                 raise ConnectionRefusedError
-            answered: asyncio.Future[None] = self._loop.create_future()
-            self._adopt(sock, name, answered)
+            ended: asyncio.Future[None] = self._loop.create_future()
+            self._begin_handshake(sock, name, ended)
         except BaseException:
             sock.close()
             raise
-        await answered
+        await ended
 
     # -- accepting
 
@@ -144,102 +155,108 @@ class PeerListener:
             self._loop.remove_reader(self._sock)
             self._loop.call_later(REDIAL_S, self._accept_again)
             return
-        if len(self._strangers) >= MAX_STRANGERS:
+        if len(self._handshakes) >= MAX_HANDSHAKES:
             sock.close()
             return
-        self._adopt(sock, None, None)
+        self._begin_handshake(sock, None, None)
 
     def _accept_again(self) -> None:
         if not self._closing:
             self._loop.add_reader(self._sock, self._accept)
 
-    def _adopt(self, sock: socket.socket, dialled: str | None, answered: asyncio.Future[None] | None) -> None:
-        """Watch a connection until it proved who it is."""
+    def _begin_handshake(self, sock: socket.socket, dialled: str | None, ended: asyncio.Future[None] | None) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
         def closed(reason: str) -> None:
-            gone = self._strangers.pop(connection, None)
+            gone = self._handshakes.pop(connection, None)
             if gone is not None:
                 gone.timer.cancel()
-            if answered is not None and not answered.done():
-                answered.set_result(None)
+            if ended is not None and not ended.done():
+                ended.set_result(None)
 
         connection = FrameConnection(
             self._loop,
             sock,
             self._identity.max_frame,
-            lambda body: self._introduced(connection, stranger, body),
+            lambda body: self._continue_handshake(connection, handshake, body),
             closed,
-            lambda error: self._refuse_stranger(connection, stranger, error),
+            lambda error: self._refuse_handshake(connection, handshake, error),
         )
-        timer = self._loop.call_later(HELLO_S, lambda: connection.close("it never said who it is"))
-        stranger = self._strangers[connection] = _Stranger(timer, dialled, answered, None)
+        timer = self._loop.call_later(HANDSHAKE_S, lambda: connection.close(f"no handshake within {HANDSHAKE_S:.0f} s"))
+        handshake = self._handshakes[connection] = _Handshake(timer, dialled, ended, None)
         if dialled is not None:
-            stranger.half = Dialler(self._identity, dialled, secrets.token_bytes(NONCE_BYTES), purpose="control")
-            connection.send(pack_frame(stranger.half.hello))
+            handshake.side = Dialler(self._identity, dialled, secrets.token_bytes(NONCE_BYTES), purpose="control")
+            connection.send(pack_frame(handshake.side.hello))
 
-    def _introduced(self, connection: FrameConnection, stranger: _Stranger, body: bytes) -> None:
-        """One frame of the handshake that `tokenlake_server.proof` draws."""
+    def _continue_handshake(self, connection: FrameConnection, handshake: _Handshake, body: bytes) -> None:
+        """Handle one frame of a handshake."""
         try:
-            match decode(peer.handshake_decoder, body), stranger.half:
+            match decode(peer.handshake_decoder, body), handshake.side:
                 case peer.PeerRefused() as refused, _:
-                    self._log_refusal(stranger.name, refused.reason)
+                    self._log_refusal(handshake, refused.reason)
                     connection.close("refused by the other side")
                 case peer.PeerHello() as hello, None:
-                    stranger.half = Acceptor(self._identity, hello, secrets.token_bytes(NONCE_BYTES))
-                    connection.send(pack_frame(stranger.half.challenge))
+                    handshake.side = Acceptor(self._identity, hello, secrets.token_bytes(NONCE_BYTES))
+                    connection.send(pack_frame(handshake.side.challenge))
                 case peer.PeerChallenge() as challenge, Dialler(incarnation=None) as dialler:
                     connection.send(pack_frame(dialler.answer(challenge)))
                 case peer.PeerProof() as proof, Acceptor() as acceptor:
                     acceptor.check(proof)
                     self._accepted(connection, acceptor.hello)
                 case peer.PeerWelcome(), Dialler(incarnation=int(incarnation)):
-                    assert stranger.dialled is not None
-                    self._established(connection, stranger.dialled, incarnation)
-                    if stranger.answered is not None:
-                        stranger.answered.set_result(None)
+                    assert handshake.dialled is not None
+                    self._established(connection, handshake.dialled, incarnation)
+                    if handshake.ended is not None:
+                        handshake.ended.set_result(None)
                 case message, _:
-                    raise ProtocolRefused(f"a {type(message).__name__} where none belongs")
+                    raise ProtocolRefused(f"unexpected {type(message).__name__} during the handshake")
         except TokenLakeError as error:
-            self._refuse_stranger(connection, stranger, error)
+            self._refuse_handshake(connection, handshake, error)
 
-    def _refuse_stranger(self, connection: FrameConnection, stranger: _Stranger, error: TokenLakeError) -> None:
-        self._log_refusal(stranger.name, str(error))
+    def _refuse_handshake(self, connection: FrameConnection, handshake: _Handshake, error: TokenLakeError) -> None:
+        self._log_refusal(handshake, str(error))
         connection.send(pack_frame(peer.PeerRefused(type(error).__name__, str(error))))
         connection.close(str(error))
 
     def _accepted(self, connection: FrameConnection, hello: peer.PeerHello) -> None:
-        """It dialled, and proved that it is a member."""
+        """The other side dialled and has proven that it is a member."""
         current = self._connections.get(hello.node)
         if current is not None and current[1] > hello.incarnation:
             raise RingRefused(
-                f"two daemons are called '{hello.node}', and the one that started later is connected; every node "
-                "needs a name of its own"
+                f"two daemons are called '{hello.node}', and the one that started later is connected; give every node "
+                "a name of its own"
             )
         connection.send(pack_frame(peer.PeerWelcome()))
-        if connection not in self._strangers:
-            # The send found out that it is gone.
+        if connection not in self._handshakes:
+            # The send failed and closed the connection.
             return
         if hello.purpose == "control":
             self._established(connection, hello.node, hello.incarnation)
         else:
-            self._strangers.pop(connection).timer.cancel()
+            self._handshakes.pop(connection).timer.cancel()
             sock, rest = connection.detach()
-            self._handed_over[hello.purpose](sock, hello, rest)
+            self._adopters[hello.purpose](sock, hello, rest)
 
-    def _log_refusal(self, name: str, reason: str) -> None:
-        """Once per node that is dialled, and once for all others together, until the reason changes."""
-        # Name and reason may be a stranger's: no line of its making, nor a map that grows with its names.
-        known = name if name in self._addresses else ""
+    def _log_refusal(self, handshake: _Handshake, reason: str) -> None:
+        """Log a refusal, unless it is the last one that was logged of this node. Peers repeat their attempts, so that
+        no reason is lost when `REFUSAL_S` has not passed."""
+        # Name and reason may come from an unproven process: it can neither forge a line of the log nor make the map
+        # grow. All names that are not those of peers share one entry.
+        name = handshake.node or "an unnamed process"
+        if handshake.dialled is None:
+            name = f"{name} (not proven)"
         line = "".join(each if each.isprintable() else " " for each in f"{name} refused: {reason}"[:MAX_REASON])
-        if self._refused.get(known) != line:
-            self._refused[known] = line
+        node = handshake.node if handshake.node in self._addresses else ""
+        last, logged_at = self._refused.get(node, ("", -REFUSAL_S))
+        now = self._loop.time()
+        if line != last and now - logged_at >= REFUSAL_S:
+            self._refused[node] = line, now
             log.error("connection with %s", line)
 
     # -- established
 
     def _established(self, connection: FrameConnection, node: str, incarnation: int) -> None:
-        self._strangers.pop(connection).timer.cancel()
+        self._handshakes.pop(connection).timer.cancel()
         self._drop(node, "replaced by a newer connection")
         self._refused.pop(node, None)
         self._connections[node] = (connection, incarnation)
@@ -264,6 +281,8 @@ class PeerListener:
         if current is None or current[0] is not connection:
             return
         del self._connections[node]
+        if self._closing:
+            return
         log.warning("connection with %s ended: %s", node, reason)
         self._driver.handle(events.PeerDown(node, incarnation))
         self._dial_soon(node)
@@ -274,7 +293,7 @@ class PeerListener:
             current[0].close(reason)
 
     def refuse(self, node: str, error: Exception) -> None:
-        """It broke the protocol: cut it off; it may come back."""
+        """The rules refused a message of this peer: close its connection. It may connect again."""
         self._drop(node, str(error))
 
     def _say(self, instruction: SendToPeer) -> None:
@@ -284,18 +303,18 @@ class PeerListener:
 
     @property
     def connected(self) -> list[str]:
-        """Names of the peers that are connected."""
+        """Names of the peers with a control connection."""
         return list(self._connections)
 
     async def close(self) -> None:
-        """Stop listening and dialling, close all."""
+        """Stop listening and dialling, close all connections."""
         self._closing = True
         self._loop.remove_reader(self._sock)
         self._sock.close()
         for task in list(self._dialling.values()):
             task.cancel()
         await asyncio.gather(*self._dialling.values(), return_exceptions=True)
-        for connection in [*self._strangers, *(connection for connection, _ in self._connections.values())]:
+        for connection in [*self._handshakes, *(connection for connection, _ in self._connections.values())]:
             connection.close("the daemon stops")
 
 
@@ -310,7 +329,9 @@ def _listen(address: Address) -> socket.socket:
         sock.bind(tuple(address))
     except OSError as error:
         sock.close()
-        raise ConfigurationError("listen", str(address), f"an address that is free ({error.strerror})") from error
+        raise ConfigurationError(
+            "listen", str(address), f"an address that is free ({error.strerror}); give each daemon of a machine its own"
+        ) from error
     sock.listen(128)
     sock.setblocking(False)
     return sock

@@ -1,11 +1,11 @@
-"""What a node learned, in a file that outlives its daemon.
+"""The file that keeps a node's eviction statistics over a restart of its daemon.
 
 ::
 
-    | magic, version | digest of the rest, 16 bytes | what `NodeCore.learned` gave |
+    | magic, version | digest of the rest, 16 bytes | bytes of `NodeCore.learned` |
 
-Written beside the former one and put in its place at once, so that a daemon that is killed meanwhile leaves a whole
-file. One that is damaged, or is another version's, is left alone until the next is written; the node learns anew.
+A new file is written beside the old one and then renamed over it, so that a daemon that is killed while it writes
+leaves a whole file. A file that is damaged or of another version is not used; the next save replaces it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DIGEST_BYTES = 16
 
 
 class StateFile:
-    """`learned-NODE` in a directory that is there. Failures are logged once, and otherwise harmless."""
+    """`learned-NODE` in a directory that exists. A failure to save is logged once and has no other effect."""
 
     def __init__(self, directory: Path, node: str) -> None:
         self.path = directory / f"learned-{node}"
@@ -35,26 +35,26 @@ class StateFile:
         self._complained = False
 
     def load(self) -> bytes | None:
-        """What was saved last; None where there is nothing, or nothing whole."""
+        """The statistics that were saved last; None where there is no file, or it is not valid."""
         try:
             with self.path.open("rb") as file:
                 data = file.read(len(_MAGIC) + _DIGEST_BYTES + MAX_LEARNED_BYTES + 1)
         except FileNotFoundError:
-            log.info("nothing was learned before: there is no %s", self.path)
+            log.info("no eviction statistics of an earlier daemon: there is no file %s", self.path)
             return None
         except OSError as error:
-            log.warning("what was learned before cannot be read from %s: %s", self.path, error.strerror)
+            log.warning("eviction statistics cannot be read from %s: %s", self.path, error.strerror)
             return None
         magic, digest = data[: len(_MAGIC)], data[len(_MAGIC) :][:_DIGEST_BYTES]
         learned = data[len(_MAGIC) + _DIGEST_BYTES :]
         if magic != _MAGIC or digest != _digest(learned) or len(learned) > MAX_LEARNED_BYTES:
-            log.warning("what was learned before is not used: %s is damaged, or of another version", self.path)
+            log.warning("eviction statistics are not used: %s is damaged, or of another version", self.path)
             return None
-        log.info("goes on with %d bytes learned before, from %s", len(learned), self.path)
+        log.info("continues with %d bytes of eviction statistics from %s", len(learned), self.path)
         return learned
 
     def save(self, learned: bytes) -> None:
-        """From any thread, one at a time; nothing is written when nothing changed."""
+        """Write the file, unless `learned` is what was saved last. For one thread at a time."""
         if learned == self._written:
             return
         fresh = self.path.with_name(self.path.name + ".new")
@@ -63,14 +63,14 @@ class StateFile:
             fresh.replace(self.path)
         except OSError as error:
             if not self._complained:
-                log.warning("what was learned cannot be saved to %s: %s", self.path, error.strerror)
+                log.warning("eviction statistics cannot be saved to %s: %s", self.path, error.strerror)
             self._complained = True
             return
         self._written, self._complained = learned, False
 
 
 def require_directory(setting: str, path: str) -> None:
-    """Raise `ConfigurationError` unless `path` is a directory in which this process may make files."""
+    """Raise `ConfigurationError` unless `path` is a directory in which this process may create files."""
     if not os.path.isdir(path):
         raise ConfigurationError(setting, path, "a directory that exists; create it, or leave the setting out")
     if not os.access(path, os.W_OK | os.X_OK):

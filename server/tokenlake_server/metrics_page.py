@@ -1,7 +1,7 @@
-"""Metrics and health over HTTP on loopback, for Prometheus and for people.
+"""The pages /metrics (for Prometheus) and /health, over HTTP on loopback.
 
-Counters are declared beside the code that counts (`tokenlake.metrics`); gauges are read from the state of the
-rules when somebody asks, on the control loop, so that they always add up.
+Counters are declared beside the code that counts (`tokenlake.metrics`). Gauges are read from the state of the rules on
+the control loop, all at one moment, when a page is requested.
 """
 
 from __future__ import annotations
@@ -33,48 +33,69 @@ __all__ = ["MetricsServer", "Snapshot"]
 log = logging.getLogger(__name__)
 
 SNAPSHOT_S = 2.0
-"""A loop that does not answer within this is reported as unhealthy."""
+"""When the control loop takes longer than this to take a snapshot, the daemon reports itself as unhealthy."""
 MAX_THREADS = 32
-"""Requests served at a time."""
+"""Requests that are served at the same time; further connections are closed without a reply."""
+
+_QUERY_ENGINE_HELP = {
+    "starts": "Processes of the query engine that were started",
+    "ready": "1 while the query engine serves",
+    "connections": "Connections of engines and of other query engines",
+    "views": "Sequences of segments that are open for queries",
+    "answers": "Queries of engines that were answered, one per step and layer",
+    "lost_parts": "Parts of those answers that were LOST",
+    "results": "Answers to other query engines",
+    "late_results": "Answers of other query engines that arrived too late",
+}
 
 
 class Snapshot:
-    """Values of one moment, taken on the control loop."""
+    """All counters and gauges at one moment. Made on the control loop."""
 
     def __init__(self, core: NodeCore, processes: int, peers: list[str], query_engine: QueryEngine | None) -> None:
         self.counters = {metric: core.counters[metric] for metric in Metric.all() if not metric.label}
         self.labelled = {metric: core.counters.by_label(metric) for metric in Metric.all() if metric.label}
         self.gauges: list[tuple[str, str, dict[str, str], float]] = [
-            ("tokenlake_processes", "Engines' processes that may look at the arena", {}, processes),
-            ("tokenlake_peers_connected", "Other nodes with a connection", {}, len(peers)),
-            ("tokenlake_spare_regions", "Regions that belong to no tenant yet", {}, core.store.regions.spare),
+            ("tokenlake_processes", "Processes of engines that may access the arena", {}, processes),
+            ("tokenlake_peers_connected", "Other nodes that are connected", {}, len(peers)),
+            ("tokenlake_spare_regions", "Regions that no tenant has", {}, core.store.regions.spare),
         ]
         if query_engine is not None:
-            self._of_query_engine(query_engine)
+            self._add_query_engine(query_engine)
         for name, count in core.hot().items():
             self._gauge(
                 "tokenlake_hot_segments",
-                "Hot segments: known, of this directory node, copies here",
+                "Hot segments: known, of this directory node, copies on this node",
                 {"of": name},
                 count,
             )
         for name, entries in core.census().items():
-            self._gauge("tokenlake_map_entries", "Entries of each map of the rules", {"map": name}, entries)
+            self._gauge("tokenlake_map_entries", "Entries of each map in the rules", {"map": name}, entries)
         for pool in core.store.pools():
             labels = {"tenant": pool.tenant, "slot_bytes": str(pool.slot_bytes)}
-            self._gauge("tokenlake_regions", "Regions", labels, len(pool.regions))
-            self._gauge("tokenlake_slots", "Slots", labels, pool.slots)
-            self._gauge("tokenlake_free_slots", "Slots that hold nothing", labels, len(pool.free))
-            self._gauge("tokenlake_quarantined_slots", "Slots that somebody may still touch", labels, pool.quarantined)
+            self._gauge("tokenlake_regions", "Regions of a tenant and slot size", labels, len(pool.regions))
+            self._gauge("tokenlake_slots", "Slots of a tenant and slot size", labels, pool.slots)
+            self._gauge("tokenlake_free_slots", "Slots that hold no segment", labels, len(pool.free))
+            self._gauge(
+                "tokenlake_quarantined_slots",
+                "Slots without a segment that a process may still access",
+                labels,
+                pool.quarantined,
+            )
             for kind in Kind:
                 at = labels | {"kind": kind.name.lower()}
-                self._gauge("tokenlake_segments", "Segments, being written ones included", at, pool.counts[kind])
+                self._gauge(
+                    "tokenlake_segments",
+                    "Segments by kind, including those that are being written",
+                    at,
+                    pool.counts[kind],
+                )
 
-    def _of_query_engine(self, engine: QueryEngine) -> None:
+    def _add_query_engine(self, engine: QueryEngine) -> None:
         report = engine.report or supervision.Report(0, 0, 0, 0, 0, 0)
         values = {"starts": engine.starts, "ready": engine.ready, **msgspec.structs.asdict(report)}
         for name, value in values.items():
-            self._gauge(f"tokenlake_query_engine_{name}", "Of the query engine's process", {}, value)
+            self._gauge(f"tokenlake_query_engine_{name}", _QUERY_ENGINE_HELP[name], {}, value)
 
     def _gauge(self, name: str, help: str, labels: dict[str, str], value: float) -> None:
         self.gauges.append((name, help, labels, value))
@@ -104,7 +125,7 @@ class _Collector:
 
 
 class MetricsServer:
-    """Serves /metrics and /health from threads of its own."""
+    """Serves both pages, with a thread per request."""
 
     def __init__(self, address: Address, loop: asyncio.AbstractEventLoop, take: Callable[[], Snapshot], node: str):
         self._loop = loop
@@ -116,12 +137,17 @@ class MetricsServer:
         try:
             self._server = make_server(address.host, address.port, self._serve, _Server, _Quiet)
         except OSError as error:
-            raise ConfigurationError("metrics", str(address), f"an address that is free ({error.strerror})") from error
+            raise ConfigurationError(
+                "metrics",
+                str(address),
+                f"an address that is free ({error.strerror}); give each daemon of a machine its own",
+            ) from error
         self.address = Address(address.host, self._server.server_port)
         threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
 
     def take(self) -> Snapshot:
-        """From any thread but the loop's. Raises TimeoutError when the loop does not answer."""
+        """A snapshot, for any thread except the loop's. Raises TimeoutError when the loop does not answer within
+        `SNAPSHOT_S`."""
 
         async def on_loop() -> Snapshot:
             return self._take_now()
@@ -136,7 +162,7 @@ class MetricsServer:
         if path in ("/", "/health"):
             status, body = self._health()
         else:
-            status, body = "404 Not Found", {"error": "known pages are /metrics and /health"}
+            status, body = "404 Not Found", {"error": "unknown page; expected /metrics or /health"}
         start_response(status, [("Content-Type", "application/json")])
         return [json.dumps(body).encode() + b"\n"]
 
@@ -144,18 +170,22 @@ class MetricsServer:
         try:
             snapshot = self.take()
         except (TimeoutError, concurrent.futures.TimeoutError):
-            return "503 Service Unavailable", {"node": self._node, "healthy": False, "reason": "control loop is stuck"}
+            return "503 Service Unavailable", {
+                "node": self._node,
+                "healthy": False,
+                "reason": f"the control loop did not answer within {SNAPSHOT_S:.0f} s",
+            }
         gauges = {name: value for name, _, labels, value in snapshot.gauges if not labels}
         return "200 OK", {"node": self._node, "healthy": True, **gauges}
 
     def close(self) -> None:
-        """Stop serving."""
+        """Stop serving and close the port."""
         self._server.shutdown()
         self._server.server_close()
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    """Beyond `MAX_THREADS` requests at a time, connections are closed unanswered."""
+    """Serves at most `MAX_THREADS` requests at the same time."""
 
     daemon_threads = True
 
@@ -182,7 +212,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
 class _Quiet(WSGIRequestHandler):
     timeout = 10.0
-    """Seconds; who connects and asks nothing holds a thread no longer than that."""
+    """Seconds after which a connection without a request is closed, so that it frees its thread."""
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug(format, *args)

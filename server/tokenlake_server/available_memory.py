@@ -1,4 +1,4 @@
-"""How much memory this machine, and the container around us, can still give."""
+"""The memory that this machine and the cgroups of this process can still provide."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tokenlake.errors import LimitReached
 __all__ = ["available_bytes", "require_memory"]
 
 RESERVE_BYTES = 64 << 20
-"""Left over for the daemon itself: interpreter, index, buffers."""
+"""Kept for the daemon itself: interpreter, index, buffers."""
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, str]:
-    """(bytes, what sets the limit): the least of MemAvailable and of the limits of every cgroup around us."""
+    """(bytes, source of the limit): the least of MemAvailable and of the room in every cgroup of this process."""
     limits = [(_mem_available(proc), "MemAvailable of /proc/meminfo")]
     own = _own_cgroup(proc)
     if own is not None:
@@ -28,13 +28,13 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
     return min(limits)
 
 
-def require_memory(wanted: int) -> None:
-    """Raise `LimitReached` when `wanted` bytes cannot be had now: touching them would end in the OOM killer."""
+def require_memory(nbytes: int) -> None:
+    """Raise `LimitReached` when `nbytes` are not available: writing to them would call the OOM killer."""
     room, source = available_bytes()
-    if wanted + RESERVE_BYTES > room:
+    if nbytes + RESERVE_BYTES > room:
         raise LimitReached(
-            f"setting 'memory' asks for {format_size(wanted)}, but only {room >> 20} MiB are available ({source}), "
-            f"of which {RESERVE_BYTES >> 20} MiB are kept for the daemon; lower 'memory' or free some"
+            f"setting 'memory' asks for {format_size(nbytes)}, but only {room >> 20} MiB are available ({source}), "
+            f"of which {RESERVE_BYTES >> 20} MiB are kept for the daemon; lower 'memory' or free memory"
         )
 
 

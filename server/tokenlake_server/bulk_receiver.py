@@ -1,18 +1,15 @@
-"""Segments' bytes between daemons: blocking sockets in a bounded number of threads, never on the loop.
+"""Receives segments' bytes from other daemons, over blocking sockets in a bounded number of threads.
 
-One `Pull` frame asks; one `Pulled` frame and the raw slots answer. A large fetch is asked for in two halves, over two
-connections. Both directions of a transfer take their slots from the rules: the receiver's were reserved for it, the
-sender's are pinned until it returns.
+The receiver sends one `Pull` frame; the sender (`tokenlake_server.bulk_sender`) replies with one `Pulled` frame and the
+raw slots. A large fetch is split in two halves over two connections. The rules reserved the slots of the receiver and
+pin those of the sender for as long as the transfer lasts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
-import queue
 import socket
-import struct
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +18,7 @@ import xxhash
 
 from tokenlake.config import Address
 from tokenlake.core import events
-from tokenlake.core.instructions import AbortFetch, SendBulk, StartFetch
+from tokenlake.core.instructions import AbortFetch, StartFetch
 from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code, pack_frame, peer
@@ -29,35 +26,29 @@ from tokenlake.wire.fields import CHECKSUM_BYTES
 from tokenlake.wire.frames import decode
 from tokenlake.wire.slots import SLOT_BYTES, unpack_slots
 from tokenlake_server.arena import Arena
-from tokenlake_server.blocking import introduce, read_frame, receive_exactly
+from tokenlake_server.blocking_sockets import introduce, read_frame, receive_exactly, size_buffer
 from tokenlake_server.driver import Driver
-from tokenlake_server.proof import PeerIdentity
+from tokenlake_server.handshake import PeerIdentity
 
-__all__ = ["Receivers", "Senders"]
+__all__ = ["RECEIVE_THREADS", "BulkReceiver"]
 
 log = logging.getLogger(__name__)
 
 RECEIVE_THREADS = 8
-"""A frozen peer holds a thread until its deadline; the others go on."""
+"""A frozen peer holds a thread until the deadline of its fetch; the other threads continue."""
 IDLE_CONNECTIONS = 4
-"""Kept open per peer."""
+"""Connections that stay open per peer."""
 CONNECT_S = 5.0
-SEND_STALL_S = 10
-"""A reader that takes nothing for this long, at most for twice as long, is cut off, so that its pins end."""
-SENDERS_PER_PEER = RECEIVE_THREADS
-MAX_IOVEC = 64
 HALVES_BYTES = 16 << 20
-"""A fetch of at least this many comes in halves: one connection keeps less than one processor busy on each side."""
+"""A fetch of at least this size is split in two halves: one connection keeps less than one processor busy on each
+side."""
 CACHED_BYTES = 1 << 20
-"""Still in the processor's cache after they were received, when their checksums are made."""
-LOOPBACK_BUFFER = 256 << 10
-"""What lies between two processes of one machine should stay in its cache. A network's round trip needs more, which the
-kernel finds out."""
+"""Bytes that are received before their checksum is computed, so that they are still in the processor's cache."""
 
 
 class _Job:
-    """One `StartFetch`. `abort` may come from the loop at any time. Each of `parts`, ranges of its keys, is one
-    thread's, and so are their places in `codes` and `checksums`."""
+    """One `StartFetch`. The loop may call `abort` at any time. Each of `parts`, a range of its keys, belongs to one
+    thread, and so do the entries of that range in `codes` and `checksums`."""
 
     def __init__(self, instruction: StartFetch) -> None:
         self.instruction = instruction
@@ -72,25 +63,26 @@ class _Job:
         self._aborted = False
 
     def use(self, sock: socket.socket) -> None:
-        """From now on `abort` ends this socket. Raises TimeoutError when it came before."""
+        """From now on `abort` shuts this socket down. Raises TimeoutError when the job was aborted before."""
         with self._lock:
             self._socks.add(sock)
             if self._aborted:
                 raise TimeoutError("aborted")
 
     def leave(self, sock: socket.socket) -> None:
-        """From now on it does not."""
+        """From now on `abort` leaves this socket alone."""
         with self._lock:
             self._socks.discard(sock)
 
     def end_part(self) -> bool:
-        """Was it the last?"""
+        """One part has ended; True when it was the last."""
         with self._lock:
             self._left -= 1
             return not self._left
 
     def abort(self) -> None:
-        """Shut the connection down: closing it would not wake the thread, and late bytes would still land."""
+        """Shut the connections down: closing them would not wake the threads, and late bytes would still be
+        written."""
         with self._lock:
             self._aborted = True
             for sock in self._socks:
@@ -98,7 +90,7 @@ class _Job:
                     sock.shutdown(socket.SHUT_RDWR)
 
 
-class Receivers:
+class BulkReceiver:
     """Carries out `StartFetch` and `AbortFetch`."""
 
     def __init__(self, identity: PeerIdentity, addresses: Mapping[str, Address], arena: Arena, driver: Driver) -> None:
@@ -125,7 +117,8 @@ class Receivers:
             job.abort()
 
     def _run(self, job: _Job, part: range) -> None:
-        """In a thread. Whatever happens, the last part's `FetchDone` says what is in the slots."""
+        """Fetch one part, in a thread. In every case the last part posts `FetchDone` with the outcome of each
+        segment."""
         instruction = job.instruction
         try:
             self._pull(job, part)
@@ -144,8 +137,8 @@ class Receivers:
         sock = self._borrow(instruction.node, job)
         try:
             keys = instruction.keys[part.start * KEY_BYTES : part.stop * KEY_BYTES]
-            asked = peer.Pull(instruction.tenant, keys, instruction.request, instruction.background)
-            sock.sendall(pack_frame(asked))
+            pull = peer.Pull(instruction.tenant, keys, instruction.request, instruction.background)
+            sock.sendall(pack_frame(pull))
             self._receive(sock, job, part)
             whole = True
         finally:
@@ -161,9 +154,11 @@ class Receivers:
         per_segment = CHECKSUM_BYTES * instruction.shards
         sent = [index for index, code in zip(part, reply.codes, strict=False) if code == Code.LOCAL]
         if len(reply.codes) != len(part) or len(reply.checksums) != per_segment * len(sent):
-            raise ProtocolRefused(f"node {instruction.node} answered for other segments than were asked for")
+            raise ProtocolRefused(f"node {instruction.node} answered for other segments than were requested")
         if sent and reply.slot_bytes != instruction.slot_bytes:
-            raise ProtocolRefused(f"node {instruction.node} has segments of {reply.slot_bytes} bytes")
+            raise ProtocolRefused(
+                f"node {instruction.node} sends segments of {reply.slot_bytes} bytes; expected {instruction.slot_bytes}"
+            )
         places = unpack_slots(instruction.slots[part.start * SLOT_BYTES : part.stop * SLOT_BYTES])
         views = self._arena.slots(places, instruction.slot_bytes)
         for position, index in enumerate(sent):
@@ -177,7 +172,7 @@ class Receivers:
     # -- connections
 
     def _borrow(self, node: str, job: _Job) -> socket.socket:
-        """A connection that `job.abort` ends from here on."""
+        """A connection to `node` for the use of `job`."""
         sock = self._take_idle(node) or socket.create_connection(self._addresses[node], timeout=CONNECT_S)
         try:
             job.use(sock)
@@ -200,8 +195,9 @@ class Receivers:
         return None
 
     def _introduce(self, sock: socket.socket, node: str) -> None:
-        """The handshake of a new connection; from then on it has no timeout, as the idle ones."""
-        _size_buffer(sock, socket.SO_RCVBUF)
+        """Do the handshake of a new connection and remove its timeout: idle connections have none, by which `_borrow`
+        recognises them."""
+        size_buffer(sock, socket.SO_RCVBUF)
         introduce(sock, self._identity, node, "bulk")
         sock.settimeout(None)
 
@@ -214,7 +210,7 @@ class Receivers:
         sock.close()
 
     def close(self) -> None:
-        """Abort what runs and wait for the threads."""
+        """Abort all fetches and wait for the threads."""
         for job in list(self._jobs.values()):
             job.abort()
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -224,103 +220,9 @@ class Receivers:
             self._idle.clear()
 
 
-class Senders:
-    """Carries out `SendBulk`: one thread per bulk connection that peers opened, a bounded number."""
-
-    def __init__(self, identity: PeerIdentity, peers: int, arena: Arena, driver: Driver) -> None:
-        self._identity = identity
-        self._limit = max(1, peers) * SENDERS_PER_PEER
-        self._arena = arena
-        self._driver = driver
-        self._streams: dict[int, tuple[socket.socket, queue.SimpleQueue[SendBulk | None], threading.Thread]] = {}
-        self._last = 0
-        driver.carry_out(SendBulk, self._grant)
-
-    def adopt(self, sock: socket.socket, who: peer.PeerHello, rest: bytes) -> None:
-        """Serve a bulk connection. `rest`: bytes of it that were read already."""
-        if len(self._streams) >= self._limit or rest:
-            # A peer that behaves waits for the welcome before it asks, and opens no more than it has threads.
-            sock.close()
-            return
-        try:
-            sock.settimeout(None)
-            _size_buffer(sock, socket.SO_SNDBUF)
-            # Not the socket's own time-out, which would make each send a poll and a part of what it was given.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_STALL_S, 0))
-        except OSError as error:
-            log.debug("bulk connection of %s ended: %s", who.node, error)
-            sock.close()
-            return
-        self._last += 1
-        stream = self._last
-        grants: queue.SimpleQueue[SendBulk | None] = queue.SimpleQueue()
-        thread = threading.Thread(
-            target=self._serve, args=(stream, sock, who.node, grants), name=f"send-{stream}", daemon=True
-        )
-        self._streams[stream] = (sock, grants, thread)
-        thread.start()
-
-    def _grant(self, instruction: SendBulk) -> None:
-        self._streams[instruction.stream][1].put(instruction)
-
-    def refuse(self, stream: int) -> None:
-        """The rules did not take what was asked on this connection: it ends, since its thread waits for a grant that
-        does not come."""
-        served = self._streams.get(stream)
-        if served is not None:
-            served[1].put(None)
-
-    def _serve(self, stream: int, sock: socket.socket, node: str, grants: queue.SimpleQueue[SendBulk | None]) -> None:
-        """In a thread, until the connection ends. A stream is forgotten only after its last `SendDone`."""
-        try:
-            while True:
-                body = read_frame(sock, self._identity.max_frame)
-                request = decode(peer.bulk_request_decoder, body)
-                if len(request.keys) % KEY_BYTES:
-                    raise ProtocolRefused("keys of a Pull do not add up")
-                if request.request and log.isEnabledFor(logging.DEBUG):
-                    count = len(request.keys) // KEY_BYTES
-                    log.debug("request %r: %s pulls %d segments", request.request, node, count)
-                self._driver.post(events.PullRequested(stream, node, request.tenant, request.keys, request.background))
-                grant = grants.get()
-                if grant is None:
-                    return
-                try:
-                    self._send(sock, grant)
-                finally:
-                    self._driver.post(events.SendDone(stream))
-        except (OSError, TokenLakeError) as error:
-            log.debug("bulk connection %d of %s ended: %s", stream, node, error)
-        except Exception:
-            log.exception("bulk connection %d of %s failed", stream, node)
-        finally:
-            self._streams.pop(stream, None)
-            sock.close()
-
-    def _send(self, sock: socket.socket, grant: SendBulk) -> None:
-        views = self._arena.slots(unpack_slots(grant.slots), grant.slot_bytes)
-        header = pack_frame(peer.Pulled(grant.slot_bytes, grant.codes, grant.checksums))
-        buffers = [memoryview(header), *views]
-        while buffers:
-            sent = sock.sendmsg(buffers[:MAX_IOVEC])
-            while buffers and sent >= len(buffers[0]):
-                sent -= len(buffers.pop(0))
-            if sent:
-                buffers[0] = buffers[0][sent:]
-
-    def close(self) -> None:
-        """End all connections and their threads."""
-        for sock, grants, _ in list(self._streams.values()):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            grants.put(None)
-        for _, _, thread in list(self._streams.values()):
-            thread.join(timeout=SEND_STALL_S)
-
-
 def _receive_segment(sock: socket.socket, segment: memoryview, shards: int) -> bytes:
-    """Fill `segment`; xxh3-64 of each shard, little-endian, concatenated. Each byte is hashed soon after it came.
-    Raises as `receive_exactly`."""
+    """Fill `segment`; returns the checksums of its shards, concatenated. They are computed while the bytes are
+    received, at most `CACHED_BYTES` behind. Raises as `receive_exactly`."""
     size = len(segment) // shards
     if size > CACHED_BYTES:
         digests = [_receive_shard(sock, segment[at : at + size]) for at in range(0, len(segment), size)]
@@ -343,13 +245,8 @@ def _receive_shard(sock: socket.socket, shard: memoryview) -> int:
     return digest.intdigest()
 
 
-def _size_buffer(sock: socket.socket, option: int) -> None:
-    if ipaddress.ip_address(sock.getpeername()[0]).is_loopback:
-        sock.setsockopt(socket.SOL_SOCKET, option, LOOPBACK_BUFFER)
-
-
 def _dropped(sock: socket.socket) -> bool:
-    """Was an idle connection closed by the other side (or has it sent what nobody asked for)?"""
+    """True when the other side closed an idle connection, or sent bytes although nothing was requested."""
     try:
         sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:

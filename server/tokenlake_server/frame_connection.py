@@ -1,7 +1,6 @@
-"""One socket of the control loop: frames in, frames out, never blocking.
+"""A socket of the control loop that receives and sends frames and never blocks.
 
-Not an asyncio transport, because those cannot pass descriptors; reader and writer callbacks of the loop are
-all it needs.
+It uses reader and writer callbacks of the loop, because asyncio's transports cannot pass descriptors.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ from tokenlake.wire import FrameDecoder
 __all__ = ["FrameConnection"]
 
 READ_BYTES = 64 << 10
-"""At a time. From 128 KiB on each read would map memory and give it back, which costs more than the read."""
+"""Size of one read. From 128 KiB on each read would map and unmap memory, which costs more than the read."""
 MAX_UNSENT_BYTES = 16 << 20
-"""A peer or client that does not read this much is cut off: memory has a bound."""
+"""A connection whose other side leaves more than this unread is closed, so that memory is bounded."""
 
 
 class FrameConnection:
-    """Owns `sock`. Callbacks run on the loop; `on_closed(reason)` exactly once."""
+    """Owns `sock`. Callbacks run on the loop. `on_closed(reason)` is called exactly once, unless the socket is
+    detached."""
 
     def __init__(
         self,
@@ -34,7 +34,8 @@ class FrameConnection:
         on_closed: Callable[[str], None],
         on_broken: Callable[[ProtocolRefused], None] | None = None,
     ) -> None:
-        """`on_broken`: the stream cannot be read on; called before it closes, to tell the other side why."""
+        """`on_broken(error)` is called before the connection closes because a frame exceeds `max_frame`; it may send
+        the reason to the other side."""
         self.sock = sock
         self.on_frame = on_frame
         self.on_closed = on_closed
@@ -48,8 +49,8 @@ class FrameConnection:
         loop.add_reader(sock, self._readable)
 
     def send(self, frame: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send now what the socket takes, the rest when it can. `descriptors` travel with the frame's first
-        byte and stay the caller's."""
+        """Send the frame; the part that does not fit into the socket's buffer is queued. Does nothing once closed.
+        `descriptors` are sent with the frame's first byte and stay the caller's."""
         if not self._open:
             return
         if descriptors:
@@ -71,7 +72,7 @@ class FrameConnection:
             self._keep(frame)
 
     def _send_with(self, frame: bytes, descriptors: Sequence[int]) -> None:
-        # Descriptors cannot wait in a buffer. A client that does not read its replies gets none.
+        # Descriptors cannot be queued: a connection whose other side does not read its replies is closed.
         try:
             if self._unsent:
                 raise BlockingIOError
@@ -87,7 +88,7 @@ class FrameConnection:
         self._unsent.append(data)
         self._unsent_bytes += len(data)
         if self._unsent_bytes > MAX_UNSENT_BYTES:
-            self.close(f"it left {self._unsent_bytes} bytes unread")
+            self.close(f"the other side left {self._unsent_bytes} bytes unread")
 
     def _writable(self) -> None:
         try:
@@ -127,14 +128,15 @@ class FrameConnection:
             self.close(str(error))
 
     def detach(self) -> tuple[socket.socket, bytes]:
-        """Stop watching and hand the socket over; (socket, bytes read but not yet a frame)."""
+        """Remove the callbacks. Returns the socket, which is the caller's from now on, and the bytes that were read and
+        are not a whole frame. Not for a connection with unsent bytes."""
         self._open = False
         self._loop.remove_reader(self.sock)
         self._loop.remove_writer(self.sock)
         return self.sock, self._decoder.rest()
 
     def close(self, reason: str) -> None:
-        """Idempotent."""
+        """Close the socket. Idempotent."""
         if not self._open:
             return
         self.detach()

@@ -1,10 +1,9 @@
-"""The event log: what happened to a node, and what its rules said to do.
+"""The event log: the events of a node and a digest of the instructions that its rules returned.
 
-A file of length-prefixed MessagePack records. The first is the `CoreConfig`, the second the time of
-`NodeCore.start`, then one per event: [time, event, digest]. Each digest covers the one before it, the time, the
-event and the instructions, so that a log in which anything was changed is found; one that ends in the middle of a
-record was cut off there. It holds segment keys, but no
-token ids, secrets or bytes of segments.
+The file holds length-prefixed MessagePack records: the `CoreConfig`, the time of `NodeCore.start`, then one record per
+event, [time, event, digest]. Each digest covers the previous digest, the time, the event and the instructions, so that
+a replay detects every change of the file. A file that ends in the middle of a record was cut off there. The log holds
+segment keys, and no token ids, secrets or bytes of segments.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ _decoder = msgspec.msgpack.Decoder(_Record)
 
 
 def digest(previous: bytes, at: float, event: Event, instructions: Sequence[Instruction]) -> bytes:
-    """8 bytes that change when anything before them did."""
+    """8 bytes over the record and the digest before it."""
     body = _encoder.encode([previous, at, event, list(instructions)])
     return hashlib.blake2b(body, digest_size=8).digest()
 
 
 class Recorder:
-    """Appends to `path`. Buffered; the tail of a killed daemon's log may be missing."""
+    """Writes an event log to `path`. The file is buffered: a daemon that is killed loses the last records."""
 
     def __init__(self, path: Path, config: CoreConfig, started: float) -> None:
         self._file: BinaryIO = path.open("wb", buffering=1 << 20)
@@ -53,7 +52,7 @@ class Recorder:
         self._write(_encoder.encode(started))
 
     def add(self, at: float, event: Event, instructions: Sequence[Instruction]) -> None:
-        """One event and what it led to."""
+        """Append one event and the instructions that the rules returned for it."""
         self._digest = digest(self._digest, at, event, instructions)
         self._write(_encoder.encode(_Record(at, event, self._digest)))
 
@@ -61,23 +60,23 @@ class Recorder:
         self._file.write(len(body).to_bytes(HEADER_BYTES, "little") + body)
 
     def close(self) -> None:
-        """Write what is buffered."""
+        """Write the buffered records and close the file."""
         self._file.close()
 
 
 class Replayed(msgspec.Struct, frozen=True):
-    """What a replay found."""
+    """The result of a replay."""
 
     events: int
     instructions: int
     difference: str = ""
-    """Empty, or the first event that is not as it was, or after which the instructions were others."""
+    """Empty, or the first event that was changed or for which the rules returned other instructions."""
     cut_off: int = 0
-    """Bytes at the end that are no whole record: the daemon was killed, or a length was changed."""
+    """Bytes at the end that are not a whole record: the daemon was killed, or a length was changed."""
 
 
 def replay(path: Path) -> Replayed:
-    """Feed a log through a fresh `NodeCore`. Raises `ProtocolRefused` when the file is no event log."""
+    """Feed the events of a log to a new `NodeCore`. Raises `ProtocolRefused` when the file is not an event log."""
     records = _records(path)
     try:
         first, second = next(records), next(records)
@@ -96,13 +95,13 @@ def replay(path: Path) -> Replayed:
         try:
             record = _decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            return Replayed(events, total, f"event {events}: it cannot be read: {error}")
+            return Replayed(events, total, f"event {events}, which cannot be decoded: {error}")
         try:
             instructions = core.handle(record.event, record.at)
         except HandlerFailed as failure:
             instructions = failure.instructions
         except Exception:
-            # The live daemon refused it as well, and recorded that nothing came of it.
+            # The recorded daemon refused the event too, and recorded no instructions for it.
             instructions = []
         total += len(instructions)
         expected = digest(expected, record.at, record.event, instructions)
@@ -116,13 +115,13 @@ def _first_digest(config: CoreConfig, started: float) -> bytes:
 
 
 def _records(path: Path) -> Iterator[bytes]:
-    """The bodies of whole records."""
+    """The bodies of all whole records."""
     left = path.stat().st_size
     with path.open("rb") as file:
         while len(header := file.read(HEADER_BYTES)) == HEADER_BYTES:
             size = int.from_bytes(header, "little")
             left -= HEADER_BYTES + size
-            # Before it is read: memory for what a damaged length says would be taken first.
+            # Checked before the read: a damaged length would allocate as much memory as it states.
             if left < 0:
                 return
             yield file.read(size)

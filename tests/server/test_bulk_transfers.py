@@ -1,4 +1,4 @@
-"""Large fetches, which come in halves over two connections, and segments whose shards no cache holds."""
+"""Large fetches, in two halves over two connections, and shards that exceed the size of a cached piece."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT_S, daemons, wait_push
 from tokenlake.identity import SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
-from tokenlake_server.bulk import CACHED_BYTES, HALVES_BYTES
+from tokenlake_server.bulk_receiver import CACHED_BYTES, HALVES_BYTES
 from tokenlake_testing.cluster import Cluster
 
 pytestmark = pytest.mark.live
@@ -31,7 +31,7 @@ def two() -> Iterator[Cluster]:
 
 
 def store_at_first(two: Cluster, seed: int) -> tuple[list[SegmentKey], NDArray[np.uint8]]:
-    """While the other node is not there, the first keeps what it stores."""
+    """Store at the first node while the second is down, so that the first one keeps the segments."""
     second = two.nodes[1]
     second.kill()
     draw = np.random.default_rng(seed)
@@ -57,7 +57,7 @@ def test_both_halves_of_a_large_fetch(two: Cluster) -> None:
 
 
 def test_a_flipped_bit_in_the_second_half(two: Cluster) -> None:
-    """Only that segment is a miss."""
+    """Only the segment with the flipped bit is a miss."""
     keys, content = store_at_first(two, 2)
     with two.connect(0, LARGE) as pool, pool.match(keys, deadline_s=PATIENT_S) as lease:
         region, slot, _ = lease.places[6].tolist()

@@ -1,4 +1,4 @@
-"""Nobody obtains or is told anything on the peers' port who does not know the cluster secret."""
+"""A process without the cluster secret obtains no segments and no facts on the port for peers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tokenlake.config import Secret
 from tokenlake.wire import Code, pack_frame, peer
 from tokenlake.wire.frames import decode
 from tokenlake_client import Pool
-from tokenlake_server.proof import NONCE_BYTES, Dialler, PeerIdentity, dialler_proof
+from tokenlake_server.handshake import NONCE_BYTES, Dialler, PeerIdentity, dialler_proof
 from tokenlake_testing.cluster import Cluster, Node, free_port
 
 pytestmark = pytest.mark.live
@@ -70,7 +70,7 @@ def keys_of(cluster: Cluster) -> bytes:
 
 
 def believed(cluster: Cluster) -> Callable[[], tuple[float, ...]]:
-    """What changes at node0 when somebody is believed."""
+    """Metrics of node0 that change when it accepts a handshake."""
     names = ("tokenlake_peers_connected", "tokenlake_sent_segments_total", "tokenlake_received_segments_total")
     return lambda: tuple(total(cluster.nodes[0], name) for name in names)
 
@@ -85,7 +85,7 @@ def test_the_right_secret_opens_control_and_bulk_connections(cluster: Cluster) -
         assert outcomes(decode(peer.pulled_decoder, raw.body()).codes) & {Code.LOCAL}, "so Pull is what a thief says"
 
 
-def test_another_secret_is_named_on_both_sides_and_the_others_serve_on(tmp_path: Path) -> None:
+def test_another_secret_is_logged_on_both_sides(tmp_path: Path) -> None:
     ports = {name: free_port() for name in ("a", "b", "c")}
     peers = ",".join(f"{name}=127.0.0.1:{port}" for name, port in ports.items())
     right, wrong = config(tmp_path / "right.toml"), config(tmp_path / "wrong.toml", "0badca" * 10)
@@ -147,7 +147,7 @@ def challenged(raw: Raw, hello: peer.PeerHello) -> peer.PeerChallenge:
 
 
 @pytest.mark.parametrize("purpose", get_args(peer.Purpose))
-def test_strangers_obtain_nothing_in_the_name_of_a_member_that_is_down(cluster: Cluster, purpose: peer.Purpose) -> None:
+def test_a_stranger_cannot_pose_as_a_dead_member(cluster: Cluster, purpose: peer.Purpose) -> None:
     node, member = cluster.nodes
     keys, address, posing = keys_of(cluster), peer_address(node), identity_of(member)
     hello, proof = record(address, posing, purpose)
@@ -180,7 +180,7 @@ def test_strangers_obtain_nothing_in_the_name_of_a_member_that_is_down(cluster: 
                     challenged(raw, each)
                 raw.send(message)
                 refused(raw, "ProtocolRefused")
-    # 5. The hello and what comes after the welcome, without waiting for anything.
+    # 5. The hello and the frames after the welcome, without waiting for replies.
     with Raw(address) as raw:
         raw.write(pack_frame(hello) + pack_frame(proof) + pack_frame(peer.Pull("red", keys)))
         assert isinstance(raw.answer(), peer.PeerChallenge)
@@ -198,7 +198,7 @@ def test_strangers_obtain_nothing_in_the_name_of_a_member_that_is_down(cluster: 
 def record(
     address: tuple[str, int], posing: PeerIdentity, purpose: peer.Purpose
 ) -> tuple[peer.PeerHello, peer.PeerProof]:
-    """What a real member said when it was believed. Over a control connection it replaces the member's own."""
+    """The messages of a member in an accepted handshake. A control connection replaces the member's own."""
     dialler = Dialler(posing, "node0", secrets.token_bytes(NONCE_BYTES), purpose)
     with Raw(address) as raw:
         proof = dialler.answer(challenged(raw, dialler.hello))
@@ -207,7 +207,22 @@ def record(
     return dialler.hello, proof
 
 
-def test_a_stranger_at_the_address_of_a_member_is_told_nothing(cluster: Cluster) -> None:
+def test_refusals_of_two_nodes_are_logged_once_each() -> None:
+    """Two nodes with another secret took turns, and each of their attempts, ten a second, was a line of the log."""
+    with daemons(peers=f"x=127.0.0.1:{free_port()},y=127.0.0.1:{free_port()}") as cluster:
+        node = cluster.nodes[0]
+        for _ in range(10):
+            for name in ("x", "y"):
+                identity = replace(identity_of(node), node=name)
+                with Raw(peer_address(node)) as raw:
+                    challenged(raw, Dialler(identity, node.name, secrets.token_bytes(NONCE_BYTES), "control").hello)
+                    raw.send(peer.PeerRefused("CredentialRefused", f"'node0' did not prove to '{name}'"))
+                    assert raw.closed()
+        text = node.log.read_text()
+        assert [text.count(f"did not prove to '{name}'") for name in ("x", "y")] == [1, 1]
+
+
+def test_a_stranger_at_a_members_address_learns_nothing(cluster: Cluster) -> None:
     """node0 dials node1, whose port a stranger took."""
     node, member = cluster.nodes
     with Raw(peer_address(member)) as raw:
@@ -227,7 +242,7 @@ def test_a_stranger_at_the_address_of_a_member_is_told_nothing(cluster: Cluster)
                 assert answer.kind == "CredentialRefused"
                 assert "node0, " not in answer.reason
                 assert sock.recv(1) == b""
-        # A welcome that nobody asked for, and messages of somebody believed.
+        # A welcome without a handshake, and a message of a peer.
         for message in (peer.PeerWelcome(), peer.Ready(1, "red", bytes(32))):
             sock, _ = listener.accept()
             with sock:

@@ -1,4 +1,4 @@
-"""What a daemon refuses at its start: it says what is wrong and leaves nothing behind."""
+"""`tokenlake serve` refuses wrong settings with a reason and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SERVE = [sys.executable, "-m", "tokenlake_server"]
 
 
 def start(tmp_path: Path, *flags: str, environment: dict[str, str] | None = None) -> str:
-    """What a daemon that does not start says; it must end with status 1 or 2 and no traceback."""
+    """The error of a daemon that does not start; its status must be 1 or 2, without a traceback."""
     given = {word for word in flags if word.startswith("--")}
     defaults = {
         "--node": "x",
@@ -89,7 +89,7 @@ def test_a_file_with_secrets_that_others_may_read(tmp_path: Path) -> None:
     assert "chmod 600" in start(tmp_path, "--config", str(file))
 
 
-def test_a_file_without_secrets_may_be_read_by_others_and_a_secret_of_mode_0600_is_taken(tmp_path: Path) -> None:
+def test_files_that_are_accepted(tmp_path: Path) -> None:
     file = tmp_path / "tokenlake.toml"
     for mode, text in ((0o644, "cluster_secret = ''\n"), (0o600, f"cluster_secret = '{'aa' * 32}'\n")):
         file.write_text(text)
@@ -97,7 +97,7 @@ def test_a_file_without_secrets_may_be_read_by_others_and_a_secret_of_mode_0600_
         assert read_config_file(file) == text
 
 
-def test_a_directory_for_what_was_learned_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_state_directory(tmp_path: Path) -> None:
     missing = tmp_path / "none"
     message = start(tmp_path, "--state-directory", str(missing))
     assert f"setting 'state_directory' is '{missing}'; expected a directory that exists" in message
@@ -113,14 +113,14 @@ def test_huge_pages_that_were_not_set_aside(tmp_path: Path) -> None:
     assert "sysctl vm.nr_hugepages" in message
 
 
-def test_variables_of_a_kubernetes_service_do_not_stop_a_daemon(tmp_path: Path) -> None:
-    """It comes as far as to the directory that is not there."""
+def test_variables_of_a_kubernetes_service(tmp_path: Path) -> None:
+    """The daemon ignores them and ends at the missing directory."""
     service = {"TOKENLAKE_PORT": "tcp://10.0.0.7:7440", "TOKENLAKE_SERVICE_HOST": "10.0.0.7"}
     message = start(tmp_path, "--state-directory", str(tmp_path / "none"), environment=service)
     assert "state_directory" in message
     lines = [line for line in message.splitlines() if "Kubernetes" in line]
     assert len(lines) == 1
-    assert lines[0].endswith("no settings: TOKENLAKE_PORT, TOKENLAKE_SERVICE_HOST")
+    assert lines[0].endswith("not settings: TOKENLAKE_PORT, TOKENLAKE_SERVICE_HOST")
 
 
 def test_only_loopback_is_listened_on(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def _available() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
 
 
-def test_a_stale_socket_is_replaced_and_the_end_is_clean() -> None:
+def test_stale_sockets_and_clean_stops() -> None:
     with daemons() as cluster:
         node = cluster.nodes[0]
         node.kill()

@@ -1,4 +1,4 @@
-"""Proofs of a handshake: both sides believe who knows the secret, and nothing that was changed on the way."""
+"""Handshakes: both sides accept the right secret and refuse messages that were changed or recorded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from tokenlake.config import Secret
 from tokenlake.errors import CredentialRefused, ProtocolRefused, RingRefused
 from tokenlake.wire import peer
-from tokenlake_server.proof import NONCE_BYTES, Acceptor, Dialler, PeerIdentity, acceptor_proof, dialler_proof
+from tokenlake_server.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity, acceptor_proof, dialler_proof
 
 SECRET = Secret(b"s" * 16)
 MEMBERS = ("a", "b", "c-of-the-ring")
@@ -27,7 +27,7 @@ def half_way(a: PeerIdentity = A, b: PeerIdentity = B, purpose: peer.Purpose = "
 
 @pytest.mark.parametrize("secret", [SECRET, Secret(b"x" * 64), Secret()])
 @pytest.mark.parametrize("purpose", get_args(peer.Purpose))
-def test_both_believe_who_knows_the_secret(secret: Secret, purpose: peer.Purpose) -> None:
+def test_both_sides_accept_the_same_secret(secret: Secret, purpose: peer.Purpose) -> None:
     dialler, acceptor = half_way(replace(A, secret=secret), replace(B, secret=secret), purpose=purpose)
     assert dialler.incarnation is None
     acceptor.check(dialler.answer(acceptor.challenge))
@@ -35,7 +35,7 @@ def test_both_believe_who_knows_the_secret(secret: Secret, purpose: peer.Purpose
 
 
 @pytest.mark.parametrize("other", [Secret(b"t" * 16), Secret()])
-def test_another_secret_is_refused_on_both_sides_and_nothing_of_the_ring_is_told(other: Secret) -> None:
+def test_another_secret_is_refused_and_the_ring_is_not_shown(other: Secret) -> None:
     dialler, acceptor = half_way(replace(A, secret=other))
     with pytest.raises(CredentialRefused, match="'b' did not prove.*'cluster_secret'") as refused:
         dialler.answer(acceptor.challenge)
@@ -54,7 +54,7 @@ def test_another_secret_is_refused_on_both_sides_and_nothing_of_the_ring_is_told
     [{"node": "c"}, {"incarnation": 9}, {"purpose": "bulk"}, {"nonce": b"c" * 32}, {"oldest_version": 0}],
     ids=str,
 )
-def test_a_hello_that_was_changed_proves_nothing(change: dict[str, Any]) -> None:
+def test_a_changed_hello_is_refused(change: dict[str, Any]) -> None:
     """A recorded handshake against a fresh nonce, a control connection's proof on a bulk one, and so on."""
     dialler, acceptor = half_way()
     changed = Acceptor(B, replace(dialler.hello, **change), NONCE_B)
@@ -67,21 +67,21 @@ def test_a_hello_that_was_changed_proves_nothing(change: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     "change", [{"node": "c"}, {"incarnation": 9}, {"version": 2}, {"nonce": b"c" * 32}, {"proof": bytes(32)}], ids=str
 )
-def test_a_challenge_that_was_changed_proves_nothing(change: dict[str, Any]) -> None:
+def test_a_changed_challenge_is_refused(change: dict[str, Any]) -> None:
     dialler, acceptor = half_way()
     with pytest.raises(CredentialRefused):
         dialler.answer(replace(acceptor.challenge, **change))
 
 
 @pytest.mark.parametrize("change", [{"epoch": 78}, {"members": ("a", "b")}, {"proof": bytes(32)}], ids=str)
-def test_a_proof_that_was_changed_proves_nothing(change: dict[str, Any]) -> None:
+def test_a_changed_proof_is_refused(change: dict[str, Any]) -> None:
     dialler, acceptor = half_way()
     proof = dialler.answer(acceptor.challenge)
     with pytest.raises(CredentialRefused):
         acceptor.check(replace(proof, **change))
 
 
-def test_a_recorded_handshake_proves_nothing() -> None:
+def test_a_recorded_handshake_is_refused() -> None:
     dialler, acceptor = half_way()
     recorded = dialler.answer(acceptor.challenge)
     again = Acceptor(B, dialler.hello, b"d" * NONCE_BYTES)
@@ -91,7 +91,7 @@ def test_a_recorded_handshake_proves_nothing() -> None:
         Dialler(A, "b", b"e" * NONCE_BYTES, purpose="control").answer(acceptor.challenge)
 
 
-def test_one_sides_proof_is_not_the_others() -> None:
+def test_the_proof_of_one_side_is_not_that_of_the_other() -> None:
     """A stranger that has a node prove itself cannot hand the proof back."""
     dialler, acceptor = half_way()
     with pytest.raises(CredentialRefused):
