@@ -80,7 +80,7 @@ def test_only_the_tenant_of_a_request_is_answered(cluster: Cluster) -> None:
         assert funnel["here"] == here * SEGMENT_TOKENS
         assert sum(funnel["elsewhere"].values()) == funnel["fetched"] == hits - here * SEGMENT_TOKENS
         assert (funnel["useful"], funnel["held"]) == (hits, 0)
-        assert {each["why"]: each["tokens"] for each in funnel["missed"]} == {
+        assert {each["reason"]: each["tokens"] for each in funnel["missed"]} == {
             MissReason.NEVER_STORED: missing,
             MissReason.TOO_SHORT: 7,
         }
