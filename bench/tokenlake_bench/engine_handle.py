@@ -1,4 +1,4 @@
-"""The demo's side of an engine process."""
+"""The demo's end of an engine process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOG_CHARACTERS = 2000
 
 
 class EngineHandle:
-    """One engine process; what it prints goes to `log`. Used by one thread at a time."""
+    """One engine process; its output goes to `log`. Used by one thread at a time."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -42,15 +42,15 @@ class EngineHandle:
         return self._call(wire.Load("" if directory is None else str(directory), segment_tokens), wire.Loaded)
 
     def attach(self, socket: Path, window: int, mode: Literal["fetch", "ship"] = "fetch") -> None:
-        """Connect to the daemon at `socket`, and leave the one before."""
+        """Leave the present daemon and connect to the one at `socket`."""
         self._call(wire.Attach(str(socket), window, mode), wire.Attached)
 
     def run(self, request: wire.Run, on_fetching: Callable[[int], None] = lambda remote: None) -> wire.Ran:
-        """Serve one request. `on_fetching` is called in the middle of a read of so many remote segments."""
+        """Serve one request. `on_fetching(segments)` is called during a read of remote segments."""
         return self._call(request, wire.Ran, on_fetching)
 
     def finish(self) -> wire.EngineReport:
-        """Wait until everything is stored; what the engine measured."""
+        """Wait until everything is stored. Returns the engine's measurements."""
         return self._call(wire.Finish(), wire.EngineReport)
 
     def close(self) -> None:

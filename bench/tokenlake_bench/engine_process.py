@@ -23,20 +23,20 @@ from tokenlake_testing.tiny_model import TinyModel, save_tiny_model
 __all__ = ["main"]
 
 TINY = TinyModel(layers=3)
-"""As slow as it must be for a prefill of 1,024 tokens to take more than 100 ms, and no slower."""
+"""Just slow enough that a prefill of 1,024 tokens takes more than 100 ms."""
 PREFILL_TOKENS = 1024
 FLUSH_S = 20.0
 
 
 class FirstToken:
-    """A streamer of `generate` that notes when the first token came."""
+    """A streamer of `generate` that records the time of the first token."""
 
     def __init__(self) -> None:
         self.at = 0.0
         self._prompt_seen = False
 
     def put(self, value: Any) -> None:
-        """The prompt, then each token."""
+        """Called with the prompt, then with each token."""
         if self._prompt_seen and not self.at:
             self.at = time.perf_counter()
         self._prompt_seen = True
@@ -55,7 +55,7 @@ class EngineProcess:
         self._engine: TokenLakeEngine | None = None
 
     def handle(self, message: wire.Message) -> wire.Message:
-        """The reply."""
+        """Handle one request. Returns the reply."""
         match message:
             case wire.Load():
                 return self._load(message)
@@ -92,7 +92,7 @@ class EngineProcess:
             self._engine.close()
             self._pool.close()
         self._pool = Pool.connect(message.socket, self._layout)
-        # What is shipped is never read here, so there is nothing to watch.
+        # Shipped segments are never read here, so there is nothing to measure.
         watched = self._pool if message.mode == "ship" else MeasuredPool(self._pool, self._watch)
         options = EngineOptions(
             segment_tokens=self._layout.segment_tokens,
@@ -137,7 +137,7 @@ class EngineProcess:
         wire.write_message(self._answer, wire.Fetching(remote))
 
     def _generate(self, generate: Any, prompt: list[int], new_tokens: int) -> tuple[list[int], float]:
-        """(new tokens, TTFT in milliseconds), greedy."""
+        """Generate greedily. Returns (new tokens, TTFT in milliseconds)."""
         first = FirstToken()
         ids = torch.tensor([prompt])
         began = time.perf_counter()
@@ -156,7 +156,6 @@ class EngineProcess:
         self._engine.flush(FLUSH_S)
         watch = self._watch
         return wire.EngineReport(
-            asked_tokens=self._engine.counts.tokens_asked,
             local_segments=watch.local,
             remote_segments=watch.remote,
             longest_s=watch.longest_s,
@@ -167,7 +166,7 @@ class EngineProcess:
 
 
 def main() -> None:
-    """Serve standard input until it ends. What libraries print goes to standard error."""
+    """Serve standard input until it ends. Output of libraries goes to standard error."""
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     torch.set_num_threads(1)

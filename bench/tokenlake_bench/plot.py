@@ -11,10 +11,10 @@ __all__ = ["plot_cache_hit"]
 
 
 def plot_cache_hit(result: CacheHitResult, node_bytes: dict[str, int], path: Path) -> None:
-    """Writes a PNG at `path`: token hit rates per system, and GiB read from each node's arena.
+    """Write a PNG to `path`: token hit rates per system, and GiB read from each node's arena.
 
-    `node_bytes` maps node names to bytes, as in `CacheHitDetails`. matplotlib is imported here, without a
-    display. Raises ConfigurationError where it is missing or `path` does not end in .png.
+    `node_bytes` maps node names to bytes, as in `CacheHitDetails`. matplotlib is imported here, without a display.
+    Raises ConfigurationError where it is missing or `path` does not end in .png.
     """
     if path.suffix != ".png":
         raise ConfigurationError("plot", str(path), "a file name ending in .png")

@@ -107,7 +107,9 @@ def explain(
         places: tuple[str, ...] = (settings.config.socket,)
         if settings.origin["socket"] == DEFAULT:
             places = sockets_to_try(os.environ, settings.config.node, user)
-        place, funnel = first_reachable(places, lambda each: (each, ask(Path(each), request_id, token, daemon_uid)))
+        place, funnel = first_reachable(
+            places, lambda each: (each, ask(Path(each), request_id, token, daemon_uid)), os.listdir
+        )
     except TokenLakeError as error:
         raise click.ClickException(str(error)) from error
     if funnel is None:

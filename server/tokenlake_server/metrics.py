@@ -47,7 +47,7 @@ class Snapshot:
         self.gauges: list[tuple[str, str, dict[str, str], float]] = [
             ("tokenlake_processes", "Engines' processes that may look at the arena", {}, processes),
             ("tokenlake_peers_connected", "Other nodes with a connection", {}, len(peers)),
-            ("tokenlake_spare_regions", "Regions that belong to no tenant yet", {}, core.store.spare_regions),
+            ("tokenlake_spare_regions", "Regions that belong to no tenant yet", {}, core.store.regions.spare),
         ]
         if query_engine is not None:
             self._of_query_engine(query_engine)

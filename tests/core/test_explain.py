@@ -14,7 +14,7 @@ from tests.sim.prompts import prompt
 from tokenlake.core import explain
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.store import Kind
-from tokenlake.store.history import MAX_REMEMBERED, Gone, History
+from tokenlake.store.removals import MAX_REMOVALS, Removal, RemovalLog
 from tokenlake.wire import engine
 from tokenlake.wire.funnel import Funnel, MissReason
 from tokenlake.wire.slots import join_keys
@@ -167,6 +167,51 @@ def test_a_node_that_does_not_answer_a_match_is_named() -> None:
         cluster.node(node).thaw()
 
 
+def test_nodes_that_are_not_connected_are_named() -> None:
+    cluster = calm(3, **ROOMY)
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 2)
+    store(cluster, writer, keys)
+    for node in (0, 1):
+        cluster.link(f"n{node}", "n2").cut(60.0)
+    read(cluster, reader, keys, "r")
+    funnel = explained(cluster, reader, "r")
+    assert why(funnel) == {MissReason.UNREACHABLE: 2 * SIZE}
+    assert detail(funnel, MissReason.UNREACHABLE) == "no connection with n0, n1"
+
+
+def test_an_owner_that_is_not_connected_any_more_is_named() -> None:
+    cluster = calm(3, **ROOMY)
+    writer, reader = cluster.join(0), cluster.join(2)
+    keys = placed(cluster, 0, 1, 2)
+    store(cluster, writer, keys)
+    reply = ask(cluster, reader, keys, "r")
+    cluster.link("n0", "n2").cut(60.0)
+    fetch(cluster, reader, reply.lease, 2)
+    tell(cluster, reader.processes[0], engine.Release(((reply.lease, 0, 2),)))
+    funnel = explained(cluster, reader, "r")
+    assert MissReason.TOO_SLOW not in why(funnel)
+    assert detail(funnel, MissReason.UNREACHABLE) == "n0 is not connected"
+
+
+def test_a_request_is_found_by_the_beginning_of_its_name() -> None:
+    cluster = calm(1)
+    reader = cluster.join(0)
+    for name in ("a-1-x", "a-12-x", "b", "a-1"):
+        read(cluster, reader, [], name)
+
+    def ask_for(name: str) -> engine.Explained:
+        reply: engine.Explained = answer(cluster, reader.processes[0], engine.Explain, name)
+        return reply
+
+    assert explained(cluster, reader, "a-12").request == "a-12-x"
+    assert explained(cluster, reader, "a-1").request == "a-1", "an equal name is never ambiguous"
+    ambiguous = ask_for("a-")
+    assert (ambiguous.funnel, ambiguous.names) == (None, ("a-1", "a-12-x", "a-1-x"))
+    assert ask_for("").names == ("a-1", "b", "a-12-x", "a-1-x")
+    assert ask_for("c").names == ()
+
+
 def test_a_node_that_does_not_send_in_time_is_named() -> None:
     cluster = calm(3, **ROOMY)
     writer, reader = cluster.join(0), cluster.join(2)
@@ -224,10 +269,10 @@ def test_trails_and_history_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     funnel = explained(cluster, reader, "r8")
     assert why(funnel) == {MissReason.NEVER_STORED: 2 * SIZE, MissReason.UNKNOWN: SIZE}
     assert answer(cluster, reader.processes[0], engine.Explain, "r0").funnel is None
-    history = History()
-    for index in range(MAX_REMEMBERED + 2):
-        history.add(TenantId("red"), SegmentKey(index.to_bytes(32, "little")), Gone(float(index), "lru"))
-    assert len(history) == MAX_REMEMBERED
+    history = RemovalLog()
+    for index in range(MAX_REMOVALS + 2):
+        history.add(TenantId("red"), SegmentKey(index.to_bytes(32, "little")), Removal(float(index), "lru"))
+    assert len(history) == MAX_REMOVALS
     assert history.get(TenantId("red"), SegmentKey(bytes(32))) is None
 
 

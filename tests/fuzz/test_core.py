@@ -153,7 +153,7 @@ class Node:
             case peer.Lookup():
                 # Sometimes beyond what was asked.
                 deepest = lease % (count + 2)
-                last_access = AccessRecord(lease % 7, lease % 3, gap_s=1.0, left=lease % 2, remembered=lease % 5)
+                last_access = AccessRecord(lease % 7, lease % 3, gap_s=1.0, unshared=lease % 2, remembered=lease % 5)
                 vacancy = (0.5, 1.0, 0.5)
                 self.said(
                     node,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from tokenlake.config import ServerConfig
 from tokenlake.config.setting import table_of
+from tokenlake_client.engines.vllm.settings import EngineSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +25,10 @@ class Part(NamedTuple):
     text: Callable[[], str]
 
 
-PARTS = (Part("docs/reference.md", "settings of a daemon", lambda: table_of(ServerConfig)),)
+PARTS = (
+    Part("docs/reference.md", "settings of a daemon", lambda: table_of(ServerConfig)),
+    Part("docs/vllm.md", "settings of the connector", lambda: table_of(EngineSettings)),
+)
 
 
 def renewed(part: Part, page: str) -> str:

@@ -11,6 +11,7 @@ from tokenlake.config import ServerConfig
 from tokenlake.config.setting import settings_of
 from tokenlake.metrics import Metric
 from tokenlake.wire import Code
+from tokenlake_client import Deadlines, MatchOptions
 
 REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 FLAGS = [name for name, setting in settings_of(ServerConfig).items() if not setting.secret]
@@ -26,6 +27,11 @@ def test_what_is_made_from_the_code_is_as_the_code_says(part: Part) -> None:
 @pytest.mark.parametrize("code", [code.name for code in Code])
 def test_every_code(code: str) -> None:
     assert f"\n| `{code}` |" in REFERENCE
+
+
+@pytest.mark.parametrize("field", [*MatchOptions.__struct_fields__, *Deadlines.__struct_fields__])
+def test_every_field_of_the_client_options(field: str) -> None:
+    assert f"\n| `{field}` |" in REFERENCE
 
 
 @pytest.mark.parametrize("error", list(errors.__all__))

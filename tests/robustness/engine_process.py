@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.robustness.live import LAYOUT, PATIENT_S, Prompt, store
+from tests.robustness.live import LAYOUT, PATIENT, PATIENT_S, Prompt, store
 from tokenlake.errors import TokenLakeError
 from tokenlake.identity import LeaseId, SessionId, WriteId
 from tokenlake_client import Lease, Pool, Write
@@ -112,7 +112,7 @@ class Engine:
 
 
 def main(socket: str, session: str) -> None:
-    engine = Engine(Pool.connect(Path(socket), LAYOUT, session=SessionId(int(session))))
+    engine = Engine(Pool.connect(Path(socket), LAYOUT, session=SessionId(int(session)), deadlines=PATIENT))
     print(json.dumps({"session": engine.pool.session}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)

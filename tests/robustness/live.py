@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from tokenlake.identity import SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
-from tokenlake_client import Lease, Pool
-from tokenlake_client import link as link_module
+from tokenlake_client import Deadlines, Lease, Pool
 from tokenlake_testing.children import start_child
 from tokenlake_testing.cluster import Cluster, Node
 
@@ -43,8 +42,10 @@ LIMIT_S = 30.0
 """Against hanging; no test depends on how long anything takes below that."""
 PATIENT_S = 2.0
 """Deadline of a call in a test that is not about deadlines."""
-# On a machine that runs something else as well, a daemon may get no turn for a quarter of a second.
-link_module.LOCAL_S = PATIENT_S
+PATIENT = Deadlines(call_s=PATIENT_S)
+"""For pools of tests: on a busy machine a daemon may not run for a quarter of a second."""
+PATIENT_ENGINE = Deadlines(call_s=PATIENT_S, match_s=PATIENT_S)
+"""For engines of tests, which match with the default deadline: 20 ms without an answer must not cause a miss."""
 
 
 class Prompt:
@@ -87,8 +88,8 @@ def flip(pool: Pool, key: SegmentKey) -> bool:
     with pool.match([key], deadline_s=PATIENT_S) as lease:
         if lease.codes[0] != Code.LOCAL:
             return False
-        place = lease._places[0]
-        slot = pool._link.regions.get(int(place["region"]), write=True).slots[place["slot"]]
+        place = lease.places[0]
+        slot = pool.link.regions.get(int(place["region"]), write=True).slots[place["slot"]]
         slot[len(slot) // 2] ^= np.uint8(1)
         return True
 
@@ -183,6 +184,7 @@ def daemons(nodes: int = 1, memory: str = "4MiB", region_size: str = "1MiB", **s
     settings.setdefault("match_deadline_ms", "2000")
     settings.setdefault("eviction", "lru")
     with Cluster(nodes, memory, region_size, **settings) as cluster:
+        cluster.deadlines = PATIENT
         yield cluster
 
 

@@ -10,6 +10,7 @@ import pytest
 from tests.robustness.fake_peer import FakePeer
 from tests.robustness.live import (
     LAYOUT,
+    PATIENT,
     EngineProcess,
     Prompt,
     daemons,
@@ -168,7 +169,7 @@ def test_every_refusal_names_its_reason(tmp_path: Path) -> None:
             for each in leases:
                 each.release()
         other = Layout(**{name: getattr(LAYOUT, name) for name in LAYOUT.__struct_fields__} | {"layers": 3})
-        with Pool.connect(node.socket, other) as stranger:
+        with Pool.connect(node.socket, other, deadlines=PATIENT) as stranger:
             write = stranger.store(stranger.prefix(prompt.tokens).keys)
             assert outcomes(bytes(write.codes)) == {Code.NO_REGION}
 

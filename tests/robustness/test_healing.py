@@ -9,6 +9,7 @@ import pytest
 from tests.robustness.live import (
     LAYOUT,
     LIMIT_S,
+    PATIENT,
     Prompt,
     accounted,
     daemons,
@@ -113,7 +114,7 @@ def test_a_sound_copy_elsewhere_is_used_by_the_same_fetch(cluster: Cluster, pool
 
 def test_an_engine_that_verifies_rids_the_others_of_a_wrong_copy(cluster: Cluster, pools: list[Pool]) -> None:
     prompts = kept_apart(cluster, pools, 1)
-    with Pool.connect(cluster.nodes[0].socket, LAYOUT, verify=True) as careful:
+    with Pool.connect(cluster.nodes[0].socket, LAYOUT, verify=True, deadlines=PATIENT) as careful:
         for prompt in prompts:
             assert flip(pools[0], pools[0].prefix(prompt.tokens).keys[0])
             assert read(careful, prompt) == 0

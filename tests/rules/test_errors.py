@@ -34,12 +34,12 @@ def real() -> dict[str, str | None]:
     return parents
 
 
-def test_the_drawing_is_the_tree() -> None:
+def test_the_docstring_draws_the_tree() -> None:
     assert drawn() == real()
     assert len(drawn()) > 5
 
 
-def test_every_error_is_public_and_says_what_it_means() -> None:
+def test_every_error_is_public_and_documented() -> None:
     assert set(errors.__all__) == set(real())
     for name in errors.__all__:
         assert getattr(errors, name).__doc__

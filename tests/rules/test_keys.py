@@ -123,7 +123,7 @@ def test_a_token_out_of_range_is_refused_and_changes_nothing(make: Callable[[Any
     [b"\0\1\2\3", bytearray(4), np.array([1.0, 2.5]), np.array([[1, 2], [3, 4]]), np.array([True]), np.array(3)],
     ids=["bytes", "bytearray", "floats", "table", "truth values", "scalar"],
 )
-def test_what_is_no_row_of_integers_is_refused(tokens: Any) -> None:
+def test_other_types_than_integers_are_refused(tokens: Any) -> None:
     with pytest.raises(TypeError, match="token ids must be"):
         Prefix(root_key(SECRET, FINGERPRINT), 4).extend(tokens)
 

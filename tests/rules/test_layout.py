@@ -77,7 +77,7 @@ def test_every_field_changes_the_fingerprint(field: str) -> None:
 
 
 @given(layouts)
-def test_what_is_encoded_is_decoded(layout: Layout) -> None:
+def test_a_layout_survives_encoding(layout: Layout) -> None:
     decoded = Layout.decode(layout.encode())
     assert decoded == layout
     assert decoded.fingerprint() == layout.fingerprint()
@@ -97,7 +97,7 @@ def test_what_is_encoded_is_decoded(layout: Layout) -> None:
         *[(field, "x" * 4097) for field in ("model_id", "weights_digest", "position")],
     ],
 )
-def test_a_field_that_nobody_can_serve_is_refused_by_name(field: str, value: object) -> None:
+def test_an_unsupported_field_is_refused_by_name(field: str, value: object) -> None:
     layout = changed(**{field: value})
     with pytest.raises(LayoutRefused, match=f"'{field}'"):
         layout.check()
@@ -182,6 +182,6 @@ def test_latent_rows_hold_the_value_within_the_key() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"kv_heads": 2}, {"value_dim": 577}])
-def test_latent_rows_that_cannot_be_are_refused(fields: dict[str, int]) -> None:
+def test_inconsistent_latent_rows_are_refused(fields: dict[str, int]) -> None:
     with pytest.raises(LayoutRefused, match="latent"):
         changed(**{"attention": "latent", "kv_heads": 1, "key_dim": 576, "value_dim": 512, **fields}).check()

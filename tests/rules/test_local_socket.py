@@ -16,6 +16,7 @@ from tokenlake.local_socket import (
     default_socket,
     directory_mode,
     first_reachable,
+    no_daemon,
     sockets_to_try,
     trusted_users,
 )
@@ -83,7 +84,7 @@ def test_a_user_with_a_runtime_directory_has_the_socket_there() -> None:
     assert default_socket(RUNTIME, "local", 0) == "/run/tokenlake/tokenlake-local.sock", "others must get there"
 
 
-def test_no_default_lies_where_every_user_can_write() -> None:
+def test_no_default_is_writable_for_every_user() -> None:
     for uid in (0, ME):
         for environ in ({}, RUNTIME, SERVED):
             for place in sockets_to_try(environ, "local", uid):
@@ -136,7 +137,7 @@ def test_a_place_that_another_user_can_change_is_refused_and_named(files: Files)
     assert seen > 15
 
 
-def test_what_is_not_there_is_not_there(files: Files) -> None:
+def test_a_missing_path_raises_file_not_found(files: Files) -> None:
     with pytest.raises(FileNotFoundError):
         files.check("/run/tokenlake/tokenlake-local.sock")
 
@@ -155,7 +156,7 @@ def test_the_owner_of_the_systems_directory_may_listen_in_it(files: Files) -> No
     assert trusted_users(path, ME, None, files.look) == {0, ME}
 
 
-def test_a_user_that_was_given_is_trusted(files: Files) -> None:
+def test_the_configured_user_is_trusted(files: Files) -> None:
     files.directory("/srv", 0)
     files.directory("/srv/lake", SERVICE)
     path = files.socket("/srv/lake/s", SERVICE)
@@ -170,7 +171,7 @@ def test_a_process_of_another_user_is_refused() -> None:
         check_listener("/s", OTHER, frozenset({0, ME}))
 
 
-def test_the_first_that_answers_is_taken_and_the_failure_that_says_most_is_told() -> None:
+def test_the_first_that_answers_is_taken() -> None:
     def attempt(path: str) -> str:
         if path == "gone":
             raise Unreachable("gone") from FileNotFoundError()
@@ -180,12 +181,36 @@ def test_the_first_that_answers_is_taken_and_the_failure_that_says_most_is_told(
             raise ListenerUntrusted("forged")
         return path
 
-    assert first_reachable(["gone", "silent", "forged", "good", "other"], attempt) == "good"
+    def first(*paths: str) -> str:
+        return first_reachable(paths, attempt, lambda directory: ())
+
+    assert first("gone", "silent", "forged", "good", "other") == "good"
     with pytest.raises(ListenerUntrusted, match="forged"):
-        first_reachable(["gone", "silent", "forged"], attempt)
+        first("gone", "silent", "forged")
     with pytest.raises(Unreachable, match="silent"):
-        first_reachable(["gone", "silent"], attempt)
+        first("gone", "silent")
     with pytest.raises(Unreachable, match="^gone$"):
-        first_reachable(["gone"], attempt)
+        first("gone")
     with pytest.raises(Unreachable, match="at gone or gone; start one"):
-        first_reachable(["gone", "gone"], attempt)
+        first("gone", "gone")
+
+
+def test_the_error_names_the_sockets_beside() -> None:
+    """A client that looked for node `local` learned nothing of the daemon of node `a` in the same directory."""
+    directories = {"/own": ["tokenlake-b.sock", "notes", "tokenlake-a.sock", "other.sock"], "/run/tokenlake": []}
+
+    def names(directory: str) -> list[str]:
+        if directory not in directories:
+            raise FileNotFoundError(directory)
+        return directories[directory]
+
+    tried = ["/own/tokenlake-local.sock", "/absent/tokenlake-local.sock", "/run/tokenlake/tokenlake-local.sock"]
+    text = no_daemon(tried, names)
+    assert text.startswith(f"no daemon listens at {' or '.join(tried)}; ")
+    assert "sockets here: /own/tokenlake-a.sock, /own/tokenlake-b.sock; connect to one of these" in text
+    assert no_daemon(tried[1:], names).endswith("; start one with `tokenlake serve`")
+    assert no_daemon(["/own/tokenlake-a.sock"], names, "refused").startswith(
+        "no daemon listens at /own/tokenlake-a.sock (refused); sockets here: /own/tokenlake-b.sock; "
+    ), "a socket that does not answer is not named as another"
+    directories["/own"] = [f"tokenlake-{number:02}.sock" for number in range(20)]
+    assert "/own/tokenlake-07.sock, ...; connect" in no_daemon(tried, names)

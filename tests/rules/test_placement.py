@@ -29,28 +29,24 @@ A, B = NodeId("a"), NodeId("b")
         (UNKNOWN_VACANCY, Vacancy(0.0, 1, 0.5), B),
     ],
 )
-def test_the_emptier_candidate_holds_and_equals_go_directory_node(
-    directory_node: Vacancy, other: Vacancy, owner: NodeId
-) -> None:
+def test_the_emptier_candidate_becomes_the_owner(directory_node: Vacancy, other: Vacancy, owner: NodeId) -> None:
     assert choose_owner([(A, directory_node), (B, other)], 0.0) == owner
 
 
 @pytest.mark.parametrize(
     ("free", "owner"), [((0.0, 0.0), A), ((0.004, 0.0), A), ((0.0, 0.02), B), ((0.02, 0.0), A), ((0.5, 0.502), A)]
 )
-def test_who_remembers_holds_it_again_unless_the_other_has_more_free_slots(
-    free: tuple[float, float], owner: NodeId
-) -> None:
+def test_the_previous_owner_is_chosen_unless_the_other_is_emptier(free: tuple[float, float], owner: NodeId) -> None:
     of_no_value, dear = Vacancy(free[1], 99, 0.0), Vacancy(free[0], 1, 9.0)
     assert choose_owner([(B, of_no_value), (A, dear)], 0.0, A) == owner
     assert choose_owner([(A, dear), (B, of_no_value)], 0.0, A) == owner
 
 
-def test_who_remembers_and_cannot_be_reached_is_passed_over() -> None:
+def test_a_previous_owner_out_of_reach_is_passed_over() -> None:
     assert choose_owner([(A, UNKNOWN_VACANCY)], 0.5, B) == A
 
 
-def test_a_single_candidate_holds() -> None:
+def test_a_single_candidate_becomes_the_owner() -> None:
     assert choose_owner([(A, UNKNOWN_VACANCY)], 0.5) == A
 
 
@@ -74,7 +70,7 @@ def test_the_slightly_emptier_gets_slightly_more(directory_node: Vacancy, other:
     assert chosen.count(B) / len(keys) == pytest.approx(share, abs=0.01)
 
 
-def test_the_fuller_is_never_chosen_where_the_emptier_would_not_be() -> None:
+def test_lean_never_favours_the_fuller_node() -> None:
     """Leaning only moves the border: for each key the emptier the other, the sooner it holds."""
     for lean in (-1.0, -0.3, 0.0, 0.7, 1.0):
         others = [Vacancy(0.0, 9, retention_value / 100) for retention_value in (*range(1, 49), *range(52, 100))]
@@ -100,14 +96,14 @@ def test_the_default_run_length_follows_the_number_of_nodes(nodes: int, length: 
         ([0, 1, 2, 3, 5, 6], 4, [[0, 1, 2, 3], [5, 6]]),
     ],
 )
-def test_runs_start_with_the_new_part_and_end_at_gaps(
+def test_sequences_start_at_the_first_new_segment_and_end_at_gaps(
     depths: list[int], length: int, expected: list[list[int]]
 ) -> None:
     assert [[depths[index] for index in run] for run in runs(depths, length)] == expected
 
 
 @given(st.sets(st.integers(0, 60)).map(sorted), st.integers(1, 6))
-def test_runs_cover_everything_once_without_gaps(depths: list[int], length: int) -> None:
+def test_sequences_cover_every_segment_once(depths: list[int], length: int) -> None:
     cut = list(runs(depths, length))
     assert [index for run in cut for index in run] == list(range(len(depths)))
     for run in cut:

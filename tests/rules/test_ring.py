@@ -110,7 +110,7 @@ def test_no_keys_have_no_candidates() -> None:
     assert ring_of({"a": 1, "b": 1, "c": 1}).candidates(b"") == []
 
 
-def test_the_epoch_tells_members_weights_and_run_length_apart() -> None:
+def test_the_epoch_depends_on_members_weights_and_run_length() -> None:
     base = {"a": 1, "b": 2}
     rings = [
         ring_of(base),

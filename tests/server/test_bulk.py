@@ -60,8 +60,8 @@ def test_a_flipped_bit_in_the_second_half(two: Cluster) -> None:
     """Only that segment is a miss."""
     keys, content = store_at_first(two, 2)
     with two.connect(0, LARGE) as pool, pool.match(keys, deadline_s=PATIENT_S) as lease:
-        region, slot, _ = lease._places[6].tolist()
-        pool._link.regions.get(region, write=True).slots[slot][-1] ^= 1
+        region, slot, _ = lease.places[6].tolist()
+        pool.link.regions.get(region, write=True).slots[slot][-1] ^= 1
     with two.connect(1, LARGE) as pool, pool.match(keys, deadline_s=PATIENT_S) as lease:
         arrays = lease.fetch(deadline_s=LIMIT_S)
         assert len(arrays) == 6

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.robustness.live import LAYOUT, LIMIT_S, Prompt, outcomes, read, store, wait_until
+from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT, Prompt, outcomes, read, store, wait_until
 from tokenlake.wire import Code
 from tokenlake_client import Pool
 from tokenlake_testing.cluster import free_port, parse_metrics
@@ -53,7 +53,7 @@ def test_the_two_nodes_of_the_page_find_each_other(tmp_path: Path) -> None:
         for node in daemons:
             wait_until(lambda node=node: connected(node), f"{node} found the other")  # type: ignore[misc]
         for seed, node in enumerate(daemons):
-            with Pool.connect(tmp_path / f"tokenlake-{node}.sock", LAYOUT) as pool:
+            with Pool.connect(tmp_path / f"tokenlake-{node}.sock", LAYOUT, deadlines=PATIENT) as pool:
                 prompt = Prompt(seed, 3)
                 assert outcomes(store(pool, prompt)) == {Code.COMMITTED}
                 assert read(pool, prompt) == 3

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.robustness.live import LAYOUT, PATIENT_S, SEGMENT_TOKENS, Prompt, daemons, store, wait_pushed
+from tests.robustness.live import LAYOUT, PATIENT, PATIENT_S, SEGMENT_TOKENS, Prompt, daemons, store, wait_pushed
 from tokenlake.errors import CredentialRefused, DeadlinePassed, Unreachable
 from tokenlake.wire.funnel import MissReason
-from tokenlake_client import Pool
+from tokenlake_client import MatchOptions, Pool
 from tokenlake_server.explain import ask
 from tokenlake_testing.cluster import Cluster
 
@@ -58,12 +58,16 @@ def command(socket: Path, *arguments: str, token: str = "") -> subprocess.Comple
 def test_a_request_is_told_to_its_tenant_and_to_nobody_else(cluster: Cluster) -> None:
     writer, reader = cluster.nodes[0].socket, cluster.nodes[1].socket
     prompt = Prompt(1, 12)
-    with Pool.connect(writer, LAYOUT, RED) as pool, Pool.connect(reader, LAYOUT, RED) as other:
+    with (
+        Pool.connect(writer, LAYOUT, RED, deadlines=PATIENT) as pool,
+        Pool.connect(reader, LAYOUT, RED, deadlines=PATIENT) as other,
+    ):
         store(pool, prompt)
         wait_pushed(cluster)
         longer = Prompt(2, 3, shared=prompt)
         keys = other.prefix(longer.tokens).keys
-        with other.match(keys, deadline_s=PATIENT_S, request="a name", tokens=len(longer.tokens) + 7) as lease:
+        options = MatchOptions(request="a name", prompt_tokens=len(longer.tokens) + 7)
+        with other.match(keys, options, deadline_s=PATIENT_S) as lease:
             assert lease.hits == prompt.segments
             here = lease.local_hits
             assert prompt.wrong(lease.fetch()) == 0
@@ -119,8 +123,8 @@ def test_no_token_is_in_the_event_log(tmp_path: Path) -> None:
 
 
 def test_a_name_is_cut_like_the_engines(cluster: Cluster) -> None:
-    with Pool.connect(cluster.nodes[0].socket, LAYOUT, RED) as pool:
-        pool.match(pool.prefix(Prompt(3, 1).tokens).keys, request="x" * 100).release()
+    with Pool.connect(cluster.nodes[0].socket, LAYOUT, RED, deadlines=PATIENT) as pool:
+        pool.match(pool.prefix(Prompt(3, 1).tokens).keys, MatchOptions(request="x" * 100)).release()
         funnel = ask(cluster.nodes[0].socket, "x" * 100, RED)
         assert funnel is not None
         assert funnel.request == "x" * 64

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.robustness.live import LAYOUT, Prompt, daemons, outcomes, read, store, total
+from tests.robustness.live import LAYOUT, PATIENT, Prompt, daemons, outcomes, read, store, total
 from tests.server.raw import Raw, hello
 from tokenlake.hints import NO_HINTS, Hints, Outlook
 from tokenlake.wire import HEADER_BYTES, Code, engine
-from tokenlake_client import Pool
+from tokenlake_client import MatchOptions, Pool
 from tokenlake_server.engines import MAX_KEYS
 from tokenlake_testing.cluster import Cluster, Node
 
@@ -95,7 +95,7 @@ def test_what_is_said_to_stay_outlives_what_is_not(one: Cluster) -> None:
         high = Hints(priority=1)
         pool.store_all(keys[0], prompts[0].fill, patience=20.0, hints=high)
         pool.store_all(keys[1], prompts[1].fill, patience=20.0)
-        with pool.match(keys[1], hints=high) as lease:
+        with pool.match(keys[1], MatchOptions(hints=high)) as lease:
             assert lease.hits == 2
         pool.store_all(keys[2], prompts[2].fill, patience=20.0)
         pool.hint(keys[2], high)
@@ -122,7 +122,9 @@ def test_a_tenant_that_writes_without_end_leaves_the_other_its_hits(tmp_path: Pa
     kept = Prompt(1, 8)
     with daemons(config=str(file)) as cluster:
         node = cluster.nodes[0]
-        red, blue = (Pool.connect(node.socket, LAYOUT, f"{name}-token-0123456789") for name in ("red", "blue"))
+        red, blue = (
+            Pool.connect(node.socket, LAYOUT, f"{name}-token-0123456789", deadlines=PATIENT) for name in ("red", "blue")
+        )
         with red, blue:
             store(blue, kept)
             for number in range(30):

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from tests.robustness.live import (
     LAYOUT,
     LIMIT_S,
+    PATIENT,
     Prompt,
     daemons,
     outcomes,
@@ -109,7 +110,10 @@ def test_another_secret_is_named_on_both_sides_and_the_others_serve_on(tmp_path:
                 assert "TOKENLAKE_CLUSTER_SECRET" in line
         wait_until(lambda: total(nodes["a"], "tokenlake_peers_connected") == 1, "a and b know each other")
         prompts = [Prompt(seed, 3) for seed in range(600, 620)]
-        with Pool.connect(nodes["a"].socket, LAYOUT) as one, Pool.connect(nodes["b"].socket, LAYOUT) as two:
+        with (
+            Pool.connect(nodes["a"].socket, LAYOUT, deadlines=PATIENT) as one,
+            Pool.connect(nodes["b"].socket, LAYOUT, deadlines=PATIENT) as two,
+        ):
             for prompt in prompts:
                 assert outcomes(store(one, prompt)) == {Code.COMMITTED}
             assert [read(one, prompt) for prompt in prompts] == [3] * len(prompts)

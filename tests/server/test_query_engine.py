@@ -44,7 +44,7 @@ def alive(pid: int) -> bool:
 def test_without_one_an_engine_is_told_why() -> None:
     with Cluster(1, "8MiB", "1MiB") as cluster, cluster.connect(0, LAYOUT) as pool:
         with pytest.raises(Unreachable, match="query_engine"):
-            pool._link.call(engine.OpenQuery, engine.QueryOpened)
+            pool.link.call(engine.OpenQuery, engine.QueryOpened)
         assert pool.connected
 
 
@@ -77,13 +77,13 @@ def test_one_that_dies_is_started_again_and_one_ends_with_its_daemon() -> None:
     with Cluster(1, "8MiB", "1MiB", query_engine="true") as cluster, cluster.connect(0, LAYOUT) as pool:
         node = cluster.nodes[0]
         (first,) = children(node)
-        pool._link.call(engine.OpenQuery, engine.QueryOpened)
+        pool.link.call(engine.OpenQuery, engine.QueryOpened)
         os.kill(first, signal.SIGKILL)
         wait_until(lambda: children(node) not in ([], [first]), "another is started")
 
         def refused() -> bool:
             try:
-                pool._link.call(engine.OpenQuery, engine.QueryOpened)
+                pool.link.call(engine.OpenQuery, engine.QueryOpened)
             except Unreachable as error:
                 return "not ready" in str(error)
             return False
@@ -92,6 +92,6 @@ def test_one_that_dies_is_started_again_and_one_ends_with_its_daemon() -> None:
         wait_until(lambda: node.metrics()["tokenlake_query_engine_ready"] == 1, "it serves")
         assert node.metrics()["tokenlake_query_engine_starts"] == 2
         (second,) = children(node)
-        pool._link.call(engine.OpenQuery, engine.QueryOpened)
+        pool.link.call(engine.OpenQuery, engine.QueryOpened)
         node.kill()
         wait_until(lambda: not alive(second), "it ended with its daemon")

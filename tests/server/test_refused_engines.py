@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.robustness.live import LAYOUT, Prompt, outcomes, store
+from tests.robustness.live import LAYOUT, PATIENT, Prompt, outcomes, store
 from tests.server.raw import Raw, hello, refusal
 from tokenlake.errors import LayoutRefused, LimitReached
 from tokenlake.identity import SessionId
@@ -45,19 +45,19 @@ def test_layouts_that_cannot_be_served(node: Node) -> None:
     assert failed.kind == "LayoutRefused"
     large = Layout(**(msgspec.structs.asdict(LAYOUT) | {"layers": 1000}))
     with pytest.raises(LimitReached, match="region_size"):
-        Pool.connect(node.socket, large)
+        Pool.connect(node.socket, large, deadlines=PATIENT)
 
 
 def test_another_layout_in_the_same_session(node: Node, cluster: Cluster) -> None:
     other = Layout(**(msgspec.structs.asdict(LAYOUT) | {"layers": 3}))
     with cluster.connect(0, LAYOUT) as pool:
         with pytest.raises(LayoutRefused, match="'layers' is 3"):
-            Pool.connect(node.socket, other, session=pool.session)
+            Pool.connect(node.socket, other, session=pool.session, deadlines=PATIENT)
         same_size = Layout(**(msgspec.structs.asdict(LAYOUT) | {"weights_digest": "11"}))
         with pytest.raises(LayoutRefused, match="'weights_digest' is '11'"):
-            Pool.connect(node.socket, same_size, session=pool.session)
+            Pool.connect(node.socket, same_size, session=pool.session, deadlines=PATIENT)
         with pytest.raises(LimitReached, match="session 999999 does not exist"):
-            Pool.connect(node.socket, LAYOUT, session=SessionId(999999))
+            Pool.connect(node.socket, LAYOUT, session=SessionId(999999), deadlines=PATIENT)
         with pytest.raises(LayoutRefused):
             Pool.connect(node.socket, Layout(**(msgspec.structs.asdict(LAYOUT) | {"dtype": "int3"})))
 

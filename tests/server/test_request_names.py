@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from tests.robustness.live import LAYOUT, Prompt, daemons, wait_pushed, wait_until
+from tokenlake_client import MatchOptions
 from tokenlake_testing.cluster import Cluster, Node
 
 pytestmark = pytest.mark.live
@@ -30,7 +31,7 @@ def check(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
             write.fill(prompt.fill)
         assert logged([writer], "'the store': a Prepare")
         wait_pushed(cluster)
-        with other.match(other.prefix(prompt.tokens).keys, request="the match") as lease:
+        with other.match(other.prefix(prompt.tokens).keys, MatchOptions(request="the match")) as lease:
             assert lease.request == "the match"
             assert lease.local_hits < lease.hits == prompt.segments
             assert len(lease.fetch()) == prompt.segments

@@ -16,6 +16,7 @@ import pytest
 from tests.robustness.live import (
     LAYOUT,
     LIMIT_S,
+    PATIENT,
     PATIENT_S,
     SEGMENT_TOKENS,
     EngineProcess,
@@ -117,7 +118,7 @@ def test_the_log_of_a_live_run_replays(tmp_path: Path) -> None:
     with daemons(2, "2MiB") as cluster:
         for node, log in zip(cluster.nodes, logs, strict=True):
             assert node.stop() == 0
-            node._settings["record"] = str(log)
+            node.settings["record"] = str(log)
             node.start()
         cluster.wait_ready()
         with cluster.connect(0, LAYOUT) as one, cluster.connect(1, LAYOUT) as two:
@@ -175,14 +176,14 @@ def test_memory_changes_hands_when_an_old_layout_is_gone() -> None:
             for seed in range(10):
                 old.ask("store", seed=100 + seed, segments=8)
             assert total(node, "tokenlake_spare_regions") == 0
-            with Pool.connect(node.socket, OTHER_LAYOUT) as new:
+            with Pool.connect(node.socket, OTHER_LAYOUT, deadlines=PATIENT) as new:
                 assert outcomes(_store_other(new, prompt)) == {Code.NO_REGION}, "the old layout is in use"
                 old.kill()
                 wait_until(
                     lambda: outcomes(_store_other(new, prompt)) <= {Code.COMMITTED, Code.EXISTS}, "a region is free"
                 )
                 _read_other(new, prompt)
-        with Pool.connect(node.socket, OTHER_LAYOUT) as new, cluster.connect(0, LAYOUT) as again:
+        with Pool.connect(node.socket, OTHER_LAYOUT, deadlines=PATIENT) as new, cluster.connect(0, LAYOUT) as again:
             _read_other(new, prompt)
             for seed in range(10):
                 store(again, Prompt(200 + seed, 8), patience=1.0)
@@ -217,7 +218,7 @@ def test_stopping_in_the_middle_of_transfers() -> None:
                 store(writer, prompt)
             pending = [reader.begin_match(reader.prefix(prompt.tokens).keys) for prompt in prompts]
             leases = [each.wait() for each in pending]
-            channel = reader._link.channel
+            channel = reader.link.channel
             for lease in leases:
                 channel.begin(lambda number, lease=lease: _fetch(number, lease.id, lease.hits))  # type: ignore[misc]
             for node in cluster.nodes:

@@ -32,12 +32,14 @@ __all__ = [
     "loopback",
     "name",
     "one_of",
+    "optional",
     "path",
     "peers",
     "real",
     "secret",
     "size",
     "tenants",
+    "text",
     "truth",
     "uids",
     "whole",
@@ -145,6 +147,38 @@ def path(expected: str, *, longest: int = 4095, absolute: bool = False, optional
         return value
 
     return Kind(expected, parse)
+
+
+def text() -> Kind:
+    """A text of at least one character."""
+    expected = "a text in UTF-8"
+
+    def parse(value: object) -> str:
+        if not isinstance(value, str) or not value:
+            raise ValueError(expected)
+        try:
+            # A variable of the environment may hold bytes that are no text.
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError(expected) from None
+        return value
+
+    return Kind(expected, parse)
+
+
+def optional(kind: Kind) -> Kind:
+    """A value of `kind`, or nothing: the empty text, and None in JSON. Nothing is read as None and shown as empty."""
+    expected = f"{kind.expected}, or nothing"
+
+    def parse(value: object) -> object:
+        if value is None or value == "":
+            return None
+        try:
+            return kind.parse(value)
+        except ValueError:
+            raise ValueError(expected) from None
+
+    return Kind(expected, parse, lambda value: "" if value is None else kind.show(value))
 
 
 def one_of(*words: str) -> Kind:

@@ -77,7 +77,8 @@ def read(table: type[msgspec.Struct], given: Iterable[Given]) -> tuple[dict[str,
         if name not in settings:
             near = difflib.get_close_matches(name, settings, n=1)
             known = f"a known setting (did you mean {near[0]!r}?)" if near else f"one of {', '.join(settings)}"
-            raise refusal(table, name, raw, known, source)
+            shown = MASK if near and settings[near[0]].secret else raw
+            raise refusal(table, name, shown, known, source)
         try:
             values[name] = settings[name].kind.parse(raw)
         except ValueError as error:

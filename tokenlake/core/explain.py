@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 from tokenlake.core.context import Context
@@ -22,9 +23,9 @@ from tokenlake.core.instructions import Answer
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
-from tokenlake.store.history import CACHED_RULE, Gone
+from tokenlake.store.removals import CACHED_RULE, Removal
 from tokenlake.wire import Code, engine, peer
-from tokenlake.wire.funnel import Funnel, Missed, MissReason
+from tokenlake.wire.funnel import MAX_EXPLAINED_NAMES, Funnel, Missed, MissReason
 from tokenlake.wire.slots import join_keys, split_keys
 
 __all__ = ["Explain", "Trail"]
@@ -40,7 +41,7 @@ REPLY_S = 0.1
 MAX_NAMES = 3
 """Nodes that a reason lists."""
 
-Removal = tuple[str, str, float, float]
+RemovalReport = tuple[str, str, float, float]
 """(rule, node, seconds ago, seconds unused before): how a segment left a node."""
 Count = tuple[MissReason, str, int]
 """(reason, detail, segments)."""
@@ -65,6 +66,7 @@ class Trail:
         "skipped",
         "slot_bytes",
         "tokens",
+        "unconnected",
         "useful",
     )
 
@@ -84,6 +86,8 @@ class Trail:
         """Hits at other nodes, by node."""
         self.silent: dict[NodeId, None] = {}
         """Nodes that did not answer within the deadline."""
+        self.unconnected: frozenset[NodeId] = frozenset()
+        """Of these, the nodes that were not connected when they were needed."""
         self.fetched = self.useful = self.skipped = 0
         self.lost: dict[tuple[MissReason, str], int] = {}
         """Hits that could not be fetched, by (reason, detail)."""
@@ -100,7 +104,9 @@ class Trail:
         owners of the rest."""
         self.useful += read + shipped
         for node in unfetched:
-            if node in self.silent:
+            if node in self.unconnected:
+                self._lose(MissReason.UNREACHABLE, f"{node} is not connected")
+            elif node in self.silent:
                 self._lose(MissReason.TOO_SLOW, f"{node} did not answer")
             elif node is not None:
                 self.skipped += 1
@@ -125,7 +131,7 @@ class _Question(NamedTuple):
     number: int
     tenant: TenantId
     trail: Trail
-    removals: dict[SegmentKey, Removal]
+    removals: dict[SegmentKey, RemovalReport]
     """Of missing segments, as far as a node remembers."""
     silent: dict[NodeId, None]
     """Directory nodes that did not answer."""
@@ -142,6 +148,8 @@ class Explain:
 
     def begin(self, tenant: TenantId, trail: Trail, codes: bytes, keys: Sequence[SegmentKey]) -> None:
         """A match was answered with `codes`; `trail` has its hits. The trail replaces an earlier one of that name."""
+        if trail.silent:
+            trail.unconnected = frozenset(node for node in trail.silent if not self._peers.connected(node))
         trail.beyond = codes[trail.hits :]
         missing = Code.MISSING
         for key, code in zip(keys[trail.hits :], trail.beyond, strict=True):
@@ -160,14 +168,17 @@ class Explain:
 
     def asked(self, connection: int, tenant: TenantId, message: engine.Explain) -> None:
         """Answer once the directory nodes of all missing segments have replied, after `REPLY_S` at the latest."""
-        trail = self._trails.get((tenant, message.request))
+        trail = self._trails.get((tenant, message.request)) if message.request else None
         if trail is None:
-            self._context.emit(Answer(connection, engine.Explained(message.id, None)))
-            return
+            names = self._matching(tenant, message.request)
+            if len(names) != 1 or not message.request:
+                self._context.emit(Answer(connection, engine.Explained(message.id, None, names)))
+                return
+            trail = self._trails[tenant, names[0]]
         question = _Question(connection, message.id, tenant, trail, {}, {})
         unknown = []
         for key in trail.missing:
-            gone = self._context.history.get(tenant, key)
+            gone = self._context.removals.get(tenant, key)
             if gone is not None:
                 question.removals[key] = self._removal(gone)
             if gone is None or gone.rule == CACHED_RULE:
@@ -195,13 +206,18 @@ class Explain:
         if not directory_nodes:
             self._answer(question)
 
-    def _removal(self, gone: Gone) -> Removal:
+    def _matching(self, tenant: TenantId, prefix: str) -> tuple[str, ...]:
+        """Names of the tenant's requests that begin with `prefix`, newest first."""
+        found = (name for owner, name in reversed(self._trails) if owner == tenant and name.startswith(prefix))
+        return tuple(islice(found, MAX_EXPLAINED_NAMES))
+
+    def _removal(self, gone: Removal) -> RemovalReport:
         return gone.rule, gone.node or self._context.node, self._context.since(gone.at), gone.unused_s
 
     def ask(self, node: NodeId, message: peer.ExplainMissing) -> None:
         """Another node misses segments whose directory node is this one."""
         tenant = TenantId(message.tenant)
-        gone = [self._context.history.get(tenant, key) for key in split_keys(message.keys)]
+        gone = [self._context.removals.get(tenant, key) for key in split_keys(message.keys)]
         removals = [("", "", 0.0, 0.0) if each is None else self._removal(each) for each in gone]
         rules, nodes = tuple(each[0] for each in removals), tuple(each[1] for each in removals)
         ago_s = tuple(each[2] for each in removals)
@@ -211,7 +227,7 @@ class Explain:
         """Segments whose directory node is this one left another node; record the rule."""
         if message.rule:
             for key in keys:
-                self._context.history.add(tenant, key, Gone(self._context.now, message.rule, message.node))
+                self._context.removals.add(tenant, key, Removal(self._context.now, message.rule, message.node))
 
     # -- answers
 
@@ -248,7 +264,8 @@ class Explain:
         """Segments behind the hits that are not missing, by their codes."""
         codes = Counter(question.trail.beyond)
         del codes[Code.MISSING]
-        silent = _names(question.trail.silent)
+        unconnected = question.trail.unconnected
+        silent = _names(node for node in question.trail.silent if node not in unconnected)
         reasons: Counter[tuple[MissReason, str]] = Counter()
         for number, count in sorted(codes.items()):
             code = Code(number)
@@ -260,6 +277,8 @@ class Explain:
                 reasons[MissReason.TOO_SLOW, "its owner was sending it to other nodes"] += count
             elif code is Code.UNKNOWN and silent:
                 reasons[MissReason.TOO_SLOW, f"no answer from {silent}"] += count
+            elif code is Code.UNKNOWN and unconnected:
+                reasons[MissReason.UNREACHABLE, f"no connection with {_names(sorted(unconnected))}"] += count
             elif code is Code.UNKNOWN:
                 reasons[MissReason.UNKNOWN, ""] += count
             else:
@@ -310,7 +329,7 @@ class Explain:
         return {
             "explained requests": len(self._trails),
             "segments they missed": self._keys,
-            "segments that went": len(self._context.history),
+            "segments that went": len(self._context.removals),
         }
 
     def check_integrity(self) -> None:

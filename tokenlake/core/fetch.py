@@ -502,6 +502,8 @@ class LeaseReads:
         for node in [node for node in by_node if not self._peers.usable(node)]:
             if lease.trail is not None:
                 lease.trail.silent[node] = None
+                if not self._peers.connected(node):
+                    lease.trail.unconnected |= {node}
             for index in by_node.pop(node):
                 fetch.set_code(index, Code.LOST)
         room = self._grants.fetch_room(fetch.process.session)

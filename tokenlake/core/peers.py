@@ -128,6 +128,11 @@ class Peers:
         """The peer, None for this node and for strangers."""
         return self._peers.get(node)
 
+    def connected(self, node: NodeId) -> bool:
+        """Has `node` a control connection with this one?"""
+        peer = self._peers.get(node)
+        return peer is not None and peer.up
+
     def usable(self, node: NodeId) -> bool:
         """Is `node` another member that can be called now?"""
         peer = self._peers.get(node)

@@ -315,8 +315,8 @@ class Hint(_Message, frozen=True, tag=26):
 
 
 class Explain(_Message, frozen=True, tag=27):
-    """Asks what became of the request of this name. A process may send it without `Hello`: `token` then names the
-    tenant."""
+    """Asks what became of the request with this name or, where no name is equal, the only one whose name begins so. The
+    empty name lists the newest requests. A process may send it before `Hello`; `token` then gives the tenant."""
 
     id: int
     request: RequestName
@@ -324,10 +324,13 @@ class Explain(_Message, frozen=True, tag=27):
 
 
 class Explained(_Message, frozen=True, tag=28):
-    """Answers `Explain`; None where the tenant has no request of that name, or it is forgotten."""
+    """Answers `Explain`: the funnel of one request of the tenant, or None."""
 
     id: int
     funnel: Funnel | None
+    names: tuple[str, ...] = ()
+    """Without a funnel: names of the tenant's requests that begin with the given name, newest first, at most
+    `MAX_EXPLAINED_NAMES`."""
 
 
 class Claim(_Message, frozen=True, tag=29):

@@ -17,7 +17,10 @@ import msgspec
 
 from tokenlake.wire.fields import Index, Seconds
 
-__all__ = ["Funnel", "Missed", "MissReason"]
+__all__ = ["MAX_EXPLAINED_NAMES", "Funnel", "MissReason", "Missed"]
+
+MAX_EXPLAINED_NAMES = 64
+"""Names of requests in one `engine.Explained`."""
 
 
 class MissReason(StrEnum):
@@ -35,6 +38,8 @@ class MissReason(StrEnum):
     """An engine was still computing or writing them."""
     TOO_SLOW = "too_slow"
     """A node did not answer, or did not send, within the deadline."""
+    UNREACHABLE = "unreachable"
+    """A node was not connected: it was down, or it and this node had refused each other."""
     UNKNOWN = "unknown"
     """Their directory node cannot be reached, or its directory is incomplete after a restart."""
     BEHIND_A_GAP = "behind_a_gap"

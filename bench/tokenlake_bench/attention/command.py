@@ -20,14 +20,14 @@ __all__ = ["AttentionArguments", "run_attention"]
 LEAST_TURNS = 5
 MOST_TURNS = 200
 WARM_TURNS = 1
-"""Not counted."""
+"""Turns to warm up, not counted."""
 DTYPES = ("float32", "bfloat16")
 OWNERS = (1, 2, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionArguments:
-    """As on the command line."""
+    """Arguments of the command line. Raises ConfigurationError for a value out of range."""
 
     dtypes: str
     tokens: str
@@ -35,21 +35,21 @@ class AttentionArguments:
     seconds: float
     json_file: Path | None
     nodes: str = ""
-    """How many others a query engine asks, separated by commas; none: no daemons are started."""
+    """Numbers of other nodes that a query engine queries, separated by commas; empty: no daemons are started."""
     processor_time: bool = False
 
     def __post_init__(self) -> None:
         for dtype in self.dtypes.split(","):
             if dtype not in DTYPES:
-                raise ConfigurationError("dtypes", dtype, f"of {', '.join(DTYPES)}")
+                raise ConfigurationError("dtypes", dtype, f"names among {', '.join(DTYPES)}")
         if any(count % 256 for count in _numbers("tokens", self.tokens)):
             raise ConfigurationError("tokens", self.tokens, "multiples of 256, the tokens of a segment")
         _numbers("queries", self.queries)
         if not set(self._nodes()) <= set(OWNERS):
-            raise ConfigurationError("nodes", self.nodes, f"of {', '.join(map(str, OWNERS))}, or nothing")
+            raise ConfigurationError("nodes", self.nodes, f"numbers among {', '.join(map(str, OWNERS))}, or nothing")
 
     def cases(self) -> Iterator[Case]:
-        """In the order in which they run; each needs its memory only until the next is asked for."""
+        """The cases in the order in which they run; each needs its memory only until the next one is taken."""
         from tokenlake_bench.attention.local import local_cases
 
         yield from local_cases(
@@ -58,7 +58,7 @@ class AttentionArguments:
             _numbers("queries", self.queries),
             time.process_time if self.processor_time else time.perf_counter,
         )
-        # Processor time would be of this process alone.
+        # Processor time would be that of this process alone.
         if self.nodes and not self.processor_time:
             from tokenlake_bench.attention.remote import remote_cases
 
@@ -71,7 +71,7 @@ class AttentionArguments:
 
 
 def run_attention(arguments: AttentionArguments) -> list[Row]:
-    """Runs, prints, writes the file that was asked for. Raises TokenLakeError."""
+    """Run, print, and write the file that was asked for. Raises TokenLakeError."""
     console = Console()
     rows = []
     for case in arguments.cases():
@@ -86,7 +86,7 @@ def run_attention(arguments: AttentionArguments) -> list[Row]:
 
 
 def take_turns(case: Case, seconds: float) -> Row:
-    """Call and ceiling in turn, each first every other time, for about so long."""
+    """Time the call and the ceiling in turn, alternating which comes first, for about `seconds`."""
     taken: list[float] = []
     ceilings: list[float] = []
     until = time.monotonic() + seconds

@@ -19,7 +19,7 @@ from tokenlake_bench.growth.rows import HELD, matches, measure, stores
 __all__ = ["GrowthArguments", "run_growth"]
 
 FEWEST_SEGMENTS: Final = 200
-"""Room for one call of 128 keys among those that are being written."""
+"""Leaves room for one call of 128 keys among the segments being written."""
 FIXED_BYTES: Final = 200 << 20
 PER_SEGMENT_BYTES: Final = 2 << 10
 """The design's bound of a daemon's memory beyond the arena."""
@@ -27,7 +27,7 @@ PER_SEGMENT_BYTES: Final = 2 << 10
 
 @dataclass(frozen=True, kw_only=True)
 class GrowthArguments:
-    """As on the command line."""
+    """Arguments of the command line. Raises ConfigurationError for a value out of range."""
 
     rounds: int
     segments: str
@@ -48,18 +48,18 @@ class GrowthArguments:
                 raise ConfigurationError("arenas", word, str(error)) from None
 
     def numbers(self, name: str) -> list[int]:
-        """Of `segments` or `clients`."""
+        """The numbers of `segments` or `clients`."""
         return [int(word) for word in getattr(self, name).split(",")]
 
     def sizes(self) -> list[int]:
-        """Of the arenas, in bytes."""
+        """Sizes of the arenas, in bytes."""
         return [parse_size(word) for word in self.arenas.split(",") if word]
 
 
 def run_growth(arguments: GrowthArguments) -> GrowthResult:
-    """Runs, prints, writes the file that was asked for. Raises TokenLakeError."""
+    """Run, print, and write the file that was asked for. Raises TokenLakeError."""
     console = Console()
-    # Before anything else takes memory.
+    # Before other daemons take memory.
     starts = _starts(arguments.sizes(), console)
     with ExitStack() as stack:
         numbers = sorted({*arguments.numbers("segments"), HELD})
@@ -85,7 +85,7 @@ def run_growth(arguments: GrowthArguments) -> GrowthResult:
 
 
 def _starts(sizes: Sequence[int], console: Console) -> list[Start]:
-    """Of the sizes for which this machine has memory now."""
+    """Start times of the sizes for which this machine has memory now."""
     starts = []
     for size in sizes:
         try:

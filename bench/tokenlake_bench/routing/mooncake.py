@@ -1,13 +1,13 @@
-"""Prefill and decode apart, with hot prefixes fetched from other instances, as Mooncake's conductor does it.
+"""Prefill and decode on separate instances, with hot prefixes fetched from other instances, as in Mooncake's conductor.
 
-Source: Qin et al., *Mooncake* (FAST '25, arXiv 2407.00079), algorithm 1 and sections 5 and 6. Of the prefill instances
-that whose expected time to the first token is least: what is queued there, plus the prefill, plus, where the best
-prefix elsewhere is at least `balancing_threshold` times as long as its own, the time to fetch that prefix (and then the
-prefill is that much shorter, and the copy stays). Queued time is the sum of expected prefills (the authors, issue 749).
-The decode instance is the one with the fewest tokens in its answers' contexts.
+Source: Qin et al., *Mooncake* (FAST '25, arXiv 2407.00079), algorithm 1 and sections 5 and 6. The prefill instance is
+the one with the least expected time to the first token: queued prefills, plus the prefill itself, plus, where the best
+prefix elsewhere is at least `balancing_threshold` times as long as the instance's own, the time to fetch that prefix
+(which then shortens the prefill, and the copy stays). Queued time is the sum of expected prefills (the authors, issue
+749). The decode instance is the one with the fewest tokens in its answers' contexts.
 
 Left out: refusing requests that would miss their objective; the paper's trace replays that way to keep an overloaded
-cluster alive. The threshold's value is not published; 2 is ours.
+cluster alive. The threshold's value is not published; 2 is our choice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BALANCING_THRESHOLD = 2.0
 
 
 def split(instances: int, prefill_parts: int, decode_parts: int) -> tuple[range, range]:
-    """(prefill instances, decode instances), at least one of each, in about the proportion given."""
+    """(prefill instances, decode instances), at least one of each, in about the given proportion."""
     prefill = round(instances * prefill_parts / (prefill_parts + decode_parts))
     prefill = min(max(1, prefill), instances - 1)
     return range(prefill), range(prefill, instances)
@@ -44,7 +44,7 @@ class Mooncake:
         self._threshold = balancing_threshold
         self._queued_s = [0.0] * fleet.instances
         self._queued: list[dict[int, float]] = [{} for _ in range(fleet.instances)]
-        """Expected prefill of each request without a first token, by its number."""
+        """Expected prefill of each request without a first token, by the request's number."""
         self._contexts = [0] * fleet.instances
 
     def choose(self, ask: Ask, now: float) -> Choice:
@@ -68,7 +68,7 @@ class Mooncake:
         """See `Router`."""
         queued = self._queued[choice.prefill]
         done_s = queued.pop(ask.number)
-        # An empty queue is exactly 0: otherwise idle instances would differ by what rounding left.
+        # An empty queue is exactly 0: rounding errors would make idle instances differ.
         self._queued_s[choice.prefill] = self._queued_s[choice.prefill] - done_s if queued else 0.0
 
     def finished(self, ask: Ask, choice: Choice, output_tokens: int, now: float) -> None:
@@ -76,7 +76,7 @@ class Mooncake:
         self._contexts[choice.decode] -= ask.tokens
 
     def _to_fetch(self, depth: int, best: int) -> int:
-        """Segments that an instance which holds `depth` of them gets from the best."""
+        """Segments that an instance with `depth` of them fetches from the instance with the best prefix."""
         return best - depth if best >= self._threshold * depth else 0
 
     def _prefill_s(self, ask: Ask, depth: int) -> float:

@@ -1,4 +1,4 @@
-"""Private caches behind round robin: what a load balancer does that knows nothing of caches."""
+"""Private caches behind round robin: a load balancer that ignores caches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["RoundRobin"]
 
 
 class RoundRobin:
-    """Request i goes to instance i modulo their number."""
+    """Request i goes to instance i modulo the number of instances."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._instances = fleet.instances

@@ -14,7 +14,7 @@ __all__ = ["plot_simulated"]
 
 
 def plot_simulated(result: SimulatedResult, view: PoolView, path: Path) -> None:
-    """Writes a PNG at `path`, without a display. ConfigurationError where matplotlib is missing."""
+    """Write a PNG to `path`, without a display. Raises ConfigurationError where matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

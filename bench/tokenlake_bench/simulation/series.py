@@ -1,4 +1,4 @@
-"""Several results of `bench cache-hit --mode simulate` as one picture: over the rate, the capacity or the nodes.
+"""Draws several results of `bench cache-hit --mode simulate` as one picture: over the rate, the capacity or the nodes.
 
 python -m tokenlake_bench.simulation.series --over rate --plot FILE.png RESULT.json ...
 """
@@ -22,12 +22,12 @@ __all__ = ["main", "plot_series"]
 
 
 class Panel(NamedTuple):
-    """`value` of each system that has one, of the result and the system's row."""
+    """`value(result, system, row)` is plotted for each system that has one."""
 
     label: str
     value: Callable[[SimulatedResult, str, SystemRow], float | None]
     line: float | None = None
-    """Drawn across."""
+    """Height of a horizontal line."""
 
 
 PANELS: Final[dict[str, tuple[Panel, ...]]] = {
@@ -44,11 +44,11 @@ PANELS: Final[dict[str, tuple[Panel, ...]]] = {
         Panel("load CV per 10 s", lambda result, name, row: row.load_cv),
     ),
 }
-"""What is drawn over each field of a result."""
+"""The panels to draw, by the field of a result on the horizontal axis."""
 
 
 def plot_series(results: Sequence[SimulatedResult], over: str, path: Path) -> None:
-    """Writes a PNG at `path`, without a display. Raises ConfigurationError."""
+    """Write a PNG to `path`, without a display. Raises ConfigurationError."""
     if over not in PANELS:
         raise ConfigurationError("over", over, " or ".join(PANELS))
     if path.suffix != ".png":
@@ -70,7 +70,7 @@ def plot_series(results: Sequence[SimulatedResult], over: str, path: Path) -> No
                 for result in ordered
                 if name in result.systems and (value := panel.value(result, name, result.systems[name])) is not None
             ]
-            # One point of several results says nothing about what differs.
+            # A system with one point among several results shows no dependence.
             if len(points) >= min(2, len(ordered)):
                 axes.plot(*zip(*points, strict=True), marker="o", label=name, linewidth=3 if name == POOL else 1)
         if panel.line is not None:

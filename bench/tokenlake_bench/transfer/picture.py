@@ -12,7 +12,7 @@ __all__ = ["plot_rows"]
 
 
 def plot_rows(rows: Sequence[Row], path: Path) -> None:
-    """Writes a PNG: rates of all systems with their ceilings, and times of the rows that move nothing. Raises
+    """Write a PNG: rates of all systems with their ceilings, and times of the rows without a rate. Raises
     ConfigurationError where matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

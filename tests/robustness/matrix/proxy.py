@@ -130,8 +130,15 @@ class Proxy:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for sock in [self._listener, *self._open]:
-            _end(sock)
+        _end(self._listener)
+        self.cut()
+
+    def cut(self) -> None:
+        """End the connections that are open."""
+        while self._open:
+            # Their threads close the sockets.
+            with contextlib.suppress(OSError):
+                self._open.pop().shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):

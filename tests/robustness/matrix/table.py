@@ -155,7 +155,7 @@ CELLS = (
 MEANINGLESS = {
     "daemon/flip-wire": "no segment travels between a daemon and its engine, and a frame does not leave the memory of "
     "one machine: a bit that flips there is one that flips in the engine. Frames that are malformed, either way: "
-    "`tests/server/test_noise.py`, `tests/rules/test_wire.py`",
+    "`tests/server/test_noise.py`, `tests/rules/test_wire_messages.py`",
 }
 """Why there is no scenario."""
 

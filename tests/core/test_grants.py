@@ -1,0 +1,159 @@
+"""Grants: bounds per session, items and slots that several processes hold, and their end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tokenlake.core.access import Touches
+from tokenlake.core.context import Context, CoreConfig
+from tokenlake.core.grants import SHIPPED, SKIPPED, Grants, Lease, SessionGrants, Write
+from tokenlake.core.instructions import SendToPeer
+from tokenlake.core.peers import Peers
+from tokenlake.identity import ConnectionId, Incarnation, LeaseId, NodeId, SegmentKey, TenantId, WriteId
+from tokenlake.store import Kind, Segment, State
+from tokenlake.wire import Code, peer
+
+RED, SLOT_BYTES, TOKENS = TenantId("red"), 1024, 16
+ONE, TWO = ConnectionId(1), ConnectionId(2)
+OTHER = NodeId("b")
+
+
+def key(number: int) -> SegmentKey:
+    return SegmentKey(number.to_bytes(32, "big"))
+
+
+class Scene:
+    """A node with eight slots and one session of `processes`."""
+
+    def __init__(self) -> None:
+        self.context = Context(CoreConfig("a", 1, {"a": 1, "b": 1}, 1, 4096 + 8 * SLOT_BYTES))
+        peers = Peers(self.context, *3 * [lambda peer_: None])
+        peers.came_up(OTHER, Incarnation(1))
+        self.withdrawn: list[SegmentKey] = []
+        touches = Touches(self.context, peers, lambda segments: None)
+        self.grants = Grants(self.context, peers, touches, lambda tenant, keys: self.withdrawn.extend(keys))
+        self.session = SessionGrants(RED, SLOT_BYTES, TOKENS)
+
+    def reserve(self, number: int) -> Segment:
+        segment = self.context.store.reserve(RED, SLOT_BYTES, key(number), Kind.CACHED, number, 0.0)
+        assert isinstance(segment, Segment)
+        return segment
+
+    def write(self, count: int, *connections: ConnectionId) -> Write:
+        write = Write(WriteId(7), RED, connections[0])
+        write.open = {number: self.reserve(number) for number in range(count)}
+        self.grants.add_write(self.session, write)
+        for connection in connections[1:]:
+            self.grants.attach(write, connection)
+        return write
+
+    def lease(self, places: Sequence[NodeId | None]) -> Lease:
+        """Of one item per place: None is a segment of this node."""
+        lease = Lease(LeaseId(9), [key(number) for number in range(len(places))], ONE)
+        for number, place in enumerate(places):
+            if place is None:
+                segment = self.reserve(number)
+                self.context.store.publish(segment, b"", 0.0)
+                lease.segments[number] = segment
+            lease.remotes[number] = place
+        lease.remote_leases = [(OTHER, 4711)] if OTHER in places else []
+        self.grants.add_lease(self.session, lease)
+        return lease
+
+    def check(self) -> None:
+        self.session.check_integrity()
+        pins = list(self.session.pins())
+        assert all(segment.pins == pins.count(segment) for segment in self.context.store.segments())
+
+    def released(self) -> list[tuple[int, ...]]:
+        frames = [each.message for each in self.context.out if isinstance(each, SendToPeer)]
+        return [frame.leases for frame in frames if isinstance(frame, peer.ReleaseLease)]
+
+
+def test_an_item_is_pinned_until_its_last_process_gave_it_back() -> None:
+    scene = Scene()
+    lease = scene.lease([None, None])
+    lease.attach(TWO)
+    scene.grants.release(scene.session, ONE, [(lease, 0, 2)])
+    scene.check()
+    assert (scene.session.leased, scene.session.pinned) == (2, 2)
+    scene.grants.release(scene.session, TWO, [(lease, 1, 2), (lease, 1, 9)])
+    scene.check()
+    assert [lease.code(0), lease.code(1)] == [Code.LOCAL, Code.LOST]
+    scene.grants.release(scene.session, TWO, [(lease, 0, 1), (lease, 0, 2)])
+    assert not scene.session.leases
+    scene.check()
+
+
+def test_the_end_of_a_lease_releases_the_leases_at_other_nodes() -> None:
+    scene = Scene()
+    lease = scene.lease([None, OTHER, OTHER])
+    lease.mark_shipped(2)
+    scene.grants.release(scene.session, ONE, [(lease, 0, 2)])
+    assert scene.released() == []
+    scene.grants.release(scene.session, ONE, [(lease, 2, 3)])
+    assert scene.released() == [(4711,)]
+    assert [scene.context.counters[metric] for metric in (SHIPPED, SKIPPED)] == [TOKENS, TOKENS]
+
+
+def test_a_fetched_item_counts_as_one_slot() -> None:
+    scene = Scene()
+    lease = scene.lease([OTHER])
+    for _ in range(2):
+        scene.grants.item_expected(scene.session, lease, 0)
+    assert scene.session.coming == 1
+    segment = scene.reserve(0)
+    scene.context.store.publish(segment, b"", 0.0)
+    scene.grants.item_settled(scene.session, lease, 0)
+    scene.grants.item_arrived(scene.session, lease, 0, segment)
+    scene.grants.item_settled(scene.session, lease, 0)
+    assert (scene.session.coming, scene.session.pinned, lease.code(0)) == (0, 1, Code.LOCAL)
+    scene.check()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_remote_items_count_at_once_for_several_processes(processes: int) -> None:
+    scene = Scene()
+    scene.write(1, ONE)
+    share = scene.grants.may_lease(scene.session, [scene.reserve(5)] * 20, processes)
+    assert 2 <= share < 20
+    assert scene.grants.may_lease(scene.session, [None] * 20, processes) == (2 * share if processes == 1 else share)
+
+
+def test_a_slot_stays_pinned_for_the_second_process() -> None:
+    scene = Scene()
+    write = scene.write(2, ONE, TWO)
+    scene.grants.give_back(scene.session, write, ONE)
+    scene.check()
+    assert scene.session.reserved == 2
+    assert scene.withdrawn == []
+    scene.grants.give_back(scene.session, write, TWO, [1])
+    assert (scene.session.reserved, scene.withdrawn) == (1, [key(1)])
+    scene.grants.committed(scene.session, write, 0)
+    assert not scene.session.writes
+
+
+def test_an_expired_write_keeps_only_slots_that_may_be_written() -> None:
+    scene = Scene()
+    write = scene.write(2, ONE)
+    segments = list(write.open.values())
+    scene.grants.filled(write, ONE, 0)
+    scene.grants.expire(scene.session, write)
+    scene.grants.expire(scene.session, write)
+    assert scene.withdrawn == [key(0), key(1)]
+    assert [(segment.state, segment.pins) for segment in segments] == [(State.GONE, 0), (State.GONE, 1)]
+    scene.session.check_integrity()
+    scene.grants.give_back(scene.session, write, ONE)
+    assert not scene.session.writes
+
+
+def test_grants_move_to_a_new_connection() -> None:
+    scene = Scene()
+    write = scene.write(1, ONE)
+    scene.session.move(ONE, TWO)
+    scene.grants.give_back(scene.session, write, ONE)
+    assert scene.session.reserved == 1
+    scene.grants.give_back(scene.session, write, TWO)
+    assert scene.session.reserved == 0
