@@ -1,9 +1,10 @@
-"""What is known of a request. By the engine, which the pool cannot see: whether the conversation goes on, what kind of
-request it is, how it ended, and how long its cache is to be kept. By the pool: how much of the prompt it had, and when
-that was used before.
+"""Hints: knowledge about a request beyond its tokens.
 
-Hints changes the order of eviction and nothing else: it is never a promise, and never a use. The newest word wins;
-what a later request does not speak about stays (`Hints.over`).
+The engine says whether the conversation goes on, what kind of request it is, how it ended, and for how long its cache
+is to be kept. The pool adds an access record: how much of the prompt it found, and when that was accessed before.
+
+Hints change the order of eviction and nothing else. They are no promise, and no access. Newer hints replace older ones;
+a field that the newer hints leave out stays (`Hints.merged_over`).
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from tokenlake.wire.fields import Index
 __all__ = ["MAX_LABEL", "MAX_TTL_S", "NEVER", "NO_HINTS", "NO_ACCESS", "Hints", "Outlook", "AccessRecord"]
 
 MAX_LABEL = 32
-"""Characters of a category or a stop reason, all printable: policies keep statistics by them."""
+"""Characters of a category or a stop reason, all printable. Policies keep statistics by them."""
 MAX_TTL_S = 7 * 86400.0
-"""Nothing is asked to be kept, or to go, later than this."""
+"""Greatest time to live."""
 
 
 class Outlook(IntEnum):
-    """Will the conversation come back?"""
+    """Whether the conversation goes on with another request."""
 
     UNKNOWN = 0
     GOES_ON = 1
@@ -34,91 +35,96 @@ class Outlook(IntEnum):
 
 MAX_TURN = (1 << 32) - 1
 NEVER = -1.0
-"""Of a time since something that did not happen."""
+"""In place of the seconds since an event that did not happen."""
 Gap = Annotated[float, Meta(ge=NEVER, le=1e9)]
 
 
 class AccessRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How one request used its segments. Times are seconds of the workload."""
+    """How one request accessed its segments. Times are seconds of the workload."""
 
     segments: Index = 0
-    """Full segments of its prompt; 0 where nothing is known of the request."""
+    """Full segments of its prompt; 0 in the record of an unknown request."""
     hits: Index = 0
-    """Of them those that were found, from the first on."""
+    """Segments that were found, from the first on."""
     turn: Index = 0
-    """How often the conversation went on where it had ended; 0 where it starts, or branches off inside another."""
+    """How often the conversation went on at its end; 0 for a conversation that starts, or branches off inside
+    another."""
     gap_s: Gap = NEVER
-    """Since the request that used the deepest known segment before: found, or remembered."""
+    """Seconds since the previous request: the one that accessed the deepest known segment (found or remembered)
+    last."""
     previous_gap_s: Gap = NEVER
-    """The gap of that request, where this one goes on from its end."""
-    left: Annotated[int, Meta(ge=-1, lt=1 << 32)] = -1
-    """Segments of that request's prompt beyond the deepest known one; -1: there was none."""
+    """The gap of the previous request, where this one goes on from its end."""
+    unshared: Annotated[int, Meta(ge=-1, lt=1 << 32)] = -1
+    """Segments of the previous prompt beyond the deepest known one; -1: there was no previous request."""
     remembered: Index = 0
-    """Beyond the hits, up to the deepest of which is known that it was used before: evicted, refused, or held behind
-    one that is not."""
+    """Segments after the hits, up to the deepest one that is known to have been accessed before: they were evicted or
+    refused, or come after one that was."""
 
     @property
     def known(self) -> int:
-        """Segments of the prompt that were used before, as far as anybody knows."""
+        """Segments of the prompt that were accessed before, as far as any node knows."""
         return self.hits + self.remembered
 
     @classmethod
     def after(cls, last_access: AccessRecord, age_s: float, segments: int, hits: int, known: int) -> AccessRecord:
-        """Of a request that found `hits` of its `segments` while `known` were used before, the deepest of them `age_s`
-        ago as in `last_access` (`NO_ACCESS` where that is not known)."""
+        """The record of a request that found `hits` of its `segments` while `known` of them were accessed before: the
+        deepest one `age_s` ago, by the request of `last_access` (`NO_ACCESS` if that is unknown)."""
         remembered = known - hits
         if not known or not last_access.segments:
             return cls(segments, hits, remembered=remembered)
-        left = max(0, last_access.segments - known)
-        # The last segment may hold a part of the answer, and so be another one; a first segment may be everybody's.
-        if left > 1 or known == 1:
-            return cls(segments, hits, 0, age_s, NEVER, left, remembered)
-        # Bounded: what a node that lies makes of it would be refused wherever this one tells it.
-        return cls(segments, hits, min(last_access.turn + 1, MAX_TURN), age_s, last_access.gap_s, left, remembered)
+        unshared = max(0, last_access.segments - known)
+        # The last segment may contain a part of the answer, and so differ; many prompts share their first segment.
+        if unshared > 1 or known == 1:
+            return cls(segments, hits, 0, age_s, NEVER, unshared, remembered)
+        # Bounded: a node that received a greater number would refuse the message.
+        return cls(segments, hits, min(last_access.turn + 1, MAX_TURN), age_s, last_access.gap_s, unshared, remembered)
 
 
 NO_ACCESS = AccessRecord()
 
 
 class Hints(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Of one request, for all its segments. ValueError for a value without meaning, naming the field."""
+    """Hints of one request for all its segments. ValueError, which names the field, for a value without meaning."""
 
     outlook: int = Outlook.UNKNOWN
     category: str = ""
-    """Of the request, in the engine's own words: `chat`, `agent`, `rag`."""
+    """Kind of the request, as the engine names it: `chat`, `agent`, `rag`."""
     stop_reason: str = ""
-    """How the request ended, in the engine's own words: `stop`, `length`, `tool_use`."""
+    """How the request ended, as the engine names it: `stop`, `length`, `tool_use`."""
     priority: int = 0
-    """-1: goes early; 1: goes late, as far as the tenant's share of such segments reaches."""
+    """-1: evicted early; 1: evicted late, up to a bounded share of the memory."""
     ttl_s: float = 0.0
-    """From the last use or word on: what nobody touched for so long goes first. 0: no such time."""
+    """Seconds after the last access, or the last hints, from which the segments are evicted first. 0: no such time."""
     output_tokens: int = -1
-    """Of the answer, once it is known; -1: not known."""
+    """Tokens of the answer; -1: not known."""
     access: AccessRecord = NO_ACCESS
-    """By the pool; what an engine says here is not listened to."""
+    """Set by the pool, which ignores the value that an engine sends."""
 
     def __post_init__(self) -> None:
         if not Outlook.UNKNOWN <= self.outlook <= Outlook.OVER:
-            raise ValueError(f"hints field 'outlook' is {self.outlook}; 0 (unknown), 1 (goes on) or 2 (over)")
+            raise ValueError(f"hints field 'outlook' is {self.outlook}; expected 0 (unknown), 1 (goes on) or 2 (over)")
         for name, label in (("category", self.category), ("stop_reason", self.stop_reason)):
             if len(label) > MAX_LABEL or not label.isprintable():
-                raise ValueError(f"hints field {name!r} has {len(label)} characters; at most {MAX_LABEL}, printable")
+                raise ValueError(
+                    f"hints field {name!r} has {len(label)} characters; expected at most {MAX_LABEL}, all printable"
+                )
         if not -1 <= self.priority <= 1:
-            raise ValueError(f"hints field 'priority' is {self.priority}; -1 (low), 0 or 1 (high)")
+            raise ValueError(f"hints field 'priority' is {self.priority}; expected -1 (low), 0 or 1 (high)")
         if not 0 <= self.ttl_s <= MAX_TTL_S:
-            raise ValueError(f"hints field 'ttl_s' is {self.ttl_s}; 0 (none) to {MAX_TTL_S:.0f} seconds")
+            raise ValueError(f"hints field 'ttl_s' is {self.ttl_s}; expected 0 (none) to {MAX_TTL_S:.0f} seconds")
         if not -1 <= self.output_tokens < 1 << 32:
-            raise ValueError(f"hints field 'output_tokens' is {self.output_tokens}; -1 (not known) or a count")
+            raise ValueError(f"hints field 'output_tokens' is {self.output_tokens}; expected -1 (not known) or a count")
 
     def ended(self, stop_reason: str, output_tokens: int = -1) -> Hints:
-        """The same of a request that ended so, after so many tokens; -1 leaves what was said."""
+        """These hints with the end of the request; -1 keeps `output_tokens`."""
         output = self.output_tokens if output_tokens < 0 else output_tokens
         return msgspec.structs.replace(self, stop_reason=stop_reason, output_tokens=output)
 
-    def over(self, previous: Hints) -> Hints:
-        """This word after `previous`: outlook and stop reason are new, an empty category leaves the former, and so does
-        a retention (priority and time to live) that says nothing, and a word without a use. A use of which the engine
-        says nothing leaves all that it said."""
+    def merged_over(self, previous: Hints) -> Hints:
+        """The hints of a segment that had `previous` and gets these. Outlook and stop reason are those of these hints.
+        `previous` keeps its category if this one is empty, its priority and time to live if both are 0 here, and its
+        access record if there is none here. Hints in which the engine says nothing change only the access record and
+        the output tokens."""
         if previous is NO_HINTS or previous == self:
             return self
         access, output = (
@@ -128,13 +134,13 @@ class Hints(msgspec.Struct, frozen=True, array_like=True, gc=False):
             output = self.output_tokens
         if not (self.outlook or self.category or self.stop_reason or self.priority or self.ttl_s):
             return msgspec.structs.replace(previous, output_tokens=output, access=access)
-        silent = not (self.priority or self.ttl_s)
+        no_retention = not (self.priority or self.ttl_s)
         return Hints(
             self.outlook,
             self.category or previous.category,
             self.stop_reason,
-            previous.priority if silent else self.priority,
-            previous.ttl_s if silent else self.ttl_s,
+            previous.priority if no_retention else self.priority,
+            previous.ttl_s if no_retention else self.ttl_s,
             output,
             access,
         )

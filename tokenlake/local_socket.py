@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import posixpath
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from tokenlake.errors import ListenerUntrusted, Unreachable
@@ -31,18 +31,26 @@ __all__ = [
     "default_socket",
     "directory_mode",
     "first_reachable",
+    "no_daemon",
     "sockets_to_try",
     "trusted_users",
 ]
 
 SYSTEM_DIRECTORY = "/run/tokenlake"
 DEFAULT_NODE = "local"
+PREFIX, SUFFIX = "tokenlake-", ".sock"
+"""Around the node's name, in the name of its socket."""
 ROOT = 0
 MAX_LINKS = 40
 """The limit of Linux."""
 
+MAX_NAMED = 8
+"""Sockets that an error names."""
+
 Look = Callable[[str], os.stat_result]
 """`os.lstat`."""
+ListDirectory = Callable[[str], Iterable[str]]
+"""`os.listdir`."""
 T = TypeVar("T")
 
 
@@ -122,9 +130,10 @@ def check_listener(path: str, uid: int, trusted: frozenset[int]) -> None:
         )
 
 
-def first_reachable(paths: Iterable[str], attempt: Callable[[str], T]) -> T:
-    """The result of `attempt` for the first path where it raises no `Unreachable`. Otherwise raises the most specific
-    error: an untrusted listener, then a socket that does not answer, then that no socket exists."""
+def first_reachable(paths: Iterable[str], attempt: Callable[[str], T], list_directory: ListDirectory) -> T:
+    """The result of `attempt` for the first path where it raises no `Unreachable`. Otherwise raises the most
+    informative of these errors: of a listener that is not trusted, else of a socket that is there and does not answer,
+    else `no_daemon`."""
     tried = tuple(paths)
     failures: list[Unreachable] = []
     for path in tried:
@@ -140,7 +149,25 @@ def first_reachable(paths: Iterable[str], attempt: Callable[[str], T]) -> T:
     for failure in failures:
         if not isinstance(failure.__cause__, FileNotFoundError):
             raise failure
-    raise Unreachable(f"no daemon listens at {' or '.join(tried)}; start one with `tokenlake serve`")
+    raise Unreachable(no_daemon(tried, list_directory))
+
+
+def no_daemon(paths: Sequence[str], list_directory: ListDirectory, reason: str = "") -> str:
+    """The text of the error when no daemon listens at any of `paths`. It names the sockets of daemons in the same
+    directories, because a daemon whose node has another name listens beside the path. `reason`: of the failure."""
+    beside: list[str] = []
+    for directory in dict.fromkeys(posixpath.dirname(path) or "." for path in paths):
+        try:
+            names = [name for name in list_directory(directory) if name.startswith(PREFIX) and name.endswith(SUFFIX)]
+        except OSError:
+            continue
+        beside += [f"{directory}/{name}" for name in sorted(names)]
+    others = [path for path in beside if path not in paths]
+    text = f"no daemon listens at {' or '.join(paths)}" + (f" ({reason})" if reason else "")
+    if not others:
+        return f"{text}; start one with `tokenlake serve`"
+    named = ", ".join(others[:MAX_NAMED]) + (", ..." if len(others) > MAX_NAMED else "")
+    return f"{text}; sockets here: {named}; connect to one of these (`socket`), or start another with `tokenlake serve`"
 
 
 def _remedy(uid: int) -> str:
@@ -159,4 +186,4 @@ def _private_directory(uid: int) -> str:
 
 
 def _in(directory: str, node: str) -> str:
-    return f"{directory}/tokenlake-{node}.sock"
+    return f"{directory}/{PREFIX}{node}{SUFFIX}"

@@ -1,9 +1,9 @@
-"""How evenly the pool's nodes are read, and the floor that placement by hashing can reach.
+"""Spread of the reads over the pool's nodes, and the floor that placement by hashing can reach.
 
-The load of a node is the bytes of segments read from its arena, local reads included, per window of trace
-time. The spread over nodes is taken in each window (coefficient of variation with the population deviation;
-largest over mean) and averaged over windows, each weighted by its bytes, so that windows with few reads do
-not count as much as busy ones. A node without reads counts as 0.
+The load of a node is the bytes of segments read from its arena, local reads included, per window of trace time. The
+spread over nodes is computed in each window (coefficient of variation with the population deviation; largest over mean)
+and averaged over windows, each weighted by its bytes, so that windows with few reads count less than busy ones. A node
+without reads counts as 0.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PLACEMENTS: Final = 16
 class ReadLog:
     """Reads of segments, in any order, 32 bytes each. `nodes` is the number of nodes; they count from 0.
 
-    A segment is any number that tells it from others, for instance its id in `baselines.Accesses`.
+    A segment is identified by any number, for instance its id in `baselines.Accesses`.
     """
 
     def __init__(self, nodes: int) -> None:
@@ -55,7 +55,7 @@ class ReadLog:
         return len(self._node)
 
     def add(self, at_s: float, node: int, segment: int, nbytes: int) -> None:
-        """One read of `nbytes` from the arena of `node` at `at_s` seconds of trace time."""
+        """Add one read of `nbytes` from the arena of `node` at `at_s` seconds of trace time."""
         if not 0 <= node < self.nodes:
             raise IndexError(f"node {node} of {self.nodes}")
         self._at_s.append(at_s)
@@ -63,14 +63,14 @@ class ReadLog:
         self._segment.append(segment)
         self._size.append(nbytes)
 
-    def arrays(self) -> _Reads:
-        """Copies of what was added so far."""
+    def arrays(self) -> _ReadColumns:
+        """Copies of the reads added so far."""
         at_s, node, segment, size = (np.array(column) for column in (self._at_s, self._node, self._segment, self._size))
-        return _Reads(self.nodes, at_s, node, segment, size)
+        return _ReadColumns(self.nodes, at_s, node, segment, size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Reads:
+class _ReadColumns:
     """Columns of equal length, one row per read."""
 
     nodes: int
@@ -89,7 +89,7 @@ class _Reads:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """0 and 1 when all nodes are read alike, and where nothing was read."""
+    """0 and 1 when all nodes are read equally, and where nothing was read."""
 
     cv: float
     max_over_mean: float
@@ -109,10 +109,11 @@ def spread(log: ReadLog, window_s: float = WINDOW_S) -> Spread:
 
 
 def floor(log: ReadLog, seed: int, window_s: float = WINDOW_S) -> Spread:
-    """The same reads with the ceil(n ln n) hottest segments spread over all n nodes alike, the rest hashed.
+    """The spread of the same reads with the ceil(n ln n) hottest segments spread evenly over all n nodes and the others
+    hashed.
 
-    Hottest is by bytes over the whole log; of equals, the smaller number. The mean of 16 placements drawn by
-    `seed`.
+    Hottest is by bytes over the whole log; ties go to the smaller number. The result is the mean of 16 placements drawn
+    by `seed`.
     """
     spreads = [_spread(table) for table in _fair_tables(log, seed, window_s)]
     return Spread(
@@ -122,21 +123,21 @@ def floor(log: ReadLog, seed: int, window_s: float = WINDOW_S) -> Spread:
 
 
 def max_over_mean_from(log: ReadLog, at_s: float, windows: int, window_s: float = WINDOW_S) -> list[float]:
-    """Of each of so many windows, the first of which begins at `at_s` (a multiple of `window_s`); less where the log
-    ends earlier. Windows without reads are left out."""
+    """Largest over mean in each of `windows` windows, the first of which begins at `at_s` (a multiple of `window_s`);
+    fewer where the log ends earlier. Windows without reads are left out."""
     reads = log.arrays()
     window, count = reads.windows(window_s)
     return _rows(_table(window, count, reads.node, reads.nbytes, reads.nodes), reads, at_s, windows, window_s)
 
 
 def floor_from(log: ReadLog, seed: int, at_s: float, windows: int, window_s: float = WINDOW_S) -> list[float]:
-    """The same of the reads placed as by `floor`."""
+    """As `max_over_mean_from`, with the reads placed as by `floor`."""
     reads = log.arrays()
     each = [_rows(table, reads, at_s, windows, window_s) for table in _fair_tables(log, seed, window_s)]
     return [sum(column) / _PLACEMENTS for column in zip(*each, strict=True)]
 
 
-def _rows(table: NDArray[np.float64], reads: _Reads, at_s: float, windows: int, window_s: float) -> list[float]:
+def _rows(table: NDArray[np.float64], reads: _ReadColumns, at_s: float, windows: int, window_s: float) -> list[float]:
     starts = np.unique(np.floor(reads.at_s / window_s)) * window_s
     chosen = table[(starts >= at_s) & (starts < at_s + windows * window_s)]
     return [float(row.max() / row.mean()) for row in chosen]
@@ -147,20 +148,20 @@ def _fair_tables(log: ReadLog, seed: int, window_s: float) -> Iterator[NDArray[n
     reads = log.arrays()
     nodes = reads.nodes
     window, windows = reads.windows(window_s)
-    segments, which = np.unique(reads.segment, return_inverse=True)
-    heat = np.bincount(which, weights=reads.nbytes, minlength=len(segments))
+    segments, segment = np.unique(reads.segment, return_inverse=True)
+    heat = np.bincount(segment, weights=reads.nbytes, minlength=len(segments))
     hottest = np.argsort(-heat, kind="stable")[: math.ceil(nodes * math.log(nodes))]
     is_hot = np.zeros(len(segments), dtype=np.bool_)
     is_hot[hottest] = True
-    hot = is_hot[which]
+    hot = is_hot[segment]
     fair = np.bincount(window[hot], weights=reads.nbytes[hot], minlength=windows)[:, None] / nodes
-    window, which, nbytes = window[~hot], which[~hot], reads.nbytes[~hot]
+    window, segment, nbytes = window[~hot], segment[~hot], reads.nbytes[~hot]
     for number in range(_PLACEMENTS):
-        directory_node = _directory_nodes(segments, key_of(seed & WORD, number), nodes)
-        yield fair + _table(window, windows, directory_node[which], nbytes, nodes)
+        node = _hashed_nodes(segments, key_of(seed & WORD, number), nodes)
+        yield fair + _table(window, windows, node[segment], nbytes, nodes)
 
 
-def _directory_nodes(segments: NDArray[np.int64], key: int, nodes: int) -> NDArray[np.int64]:
+def _hashed_nodes(segments: NDArray[np.int64], key: int, nodes: int) -> NDArray[np.int64]:
     keys = segments.astype(np.uint64) * np.uint64(GOLDEN) + np.uint64(key)
     return (mix64(keys) % np.uint64(nodes)).astype(np.int64)
 
@@ -181,7 +182,7 @@ def _spread(table: NDArray[np.float64]) -> Spread:
     total = float(table.sum())
     if total == 0:
         return Spread(cv=0.0, max_over_mean=1.0)
-    # A window's bytes times its deviation over its mean are the deviation times the number of nodes.
+    # A window's bytes times its deviation over its mean equal the deviation times the number of nodes.
     nodes = table.shape[1]
     return Spread(
         cv=float(table.std(axis=1).sum()) * nodes / total,

@@ -1,10 +1,9 @@
 """Token hit rates of other arrangements of the same memory, by the pool's rules.
 
-Requests are served one at a time in order. Only full segments are kept; a hit is the longest contiguous
-prefix that one cache holds; then the whole prompt is touched, deepest segment first, and what exceeds the
-capacity is evicted, least recently touched first. The hit rate is hit tokens / all prompt tokens, the part
-beyond the last full segment included. Segments are told apart by a digest of all tokens up to their end, made
-without the pool's key chain.
+Requests are served one at a time in order. Only full segments are kept; a hit is the longest contiguous prefix that one
+cache holds; then the whole prompt is touched, deepest segment first, and segments beyond the capacity are evicted,
+least recently touched first. The hit rate is hit tokens / all prompt tokens, the part beyond the last full segment
+included. A digest of all tokens up to its end identifies a segment, without the pool's keys.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`chain` has one id per full segment, in order; equal ids mean equal tokens up to the segment's end. The rest is
-    as in `Request`; `output_tokens` is the length of the answer, 0 where the source does not have it."""
+    """`chain` has one id per full segment, in order; equal ids mean equal tokens up to the segment's end. Other fields
+    are as in `Request`; `output_tokens` is the length of the answer, 0 where the source does not have it."""
 
     tokens: int
     chain: tuple[int, ...]
@@ -54,20 +53,20 @@ class Accesses:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens asked for, those beyond the last full segments included."""
+        """Tokens of all prompts, those beyond the last full segments included."""
         return sum(prompt.tokens for prompt in self.prompts)
 
 
 @dataclass(frozen=True, slots=True)
 class HitCount:
-    """What was found of what was asked."""
+    """Tokens found, and tokens of the prompts."""
 
     hit_tokens: int
     prompt_tokens: int
 
     @property
     def rate(self) -> float:
-        """Share of the prompts' tokens found, 0 to 1; 0 where nothing was asked."""
+        """Share of the prompts' tokens found, 0 to 1; 0 without prompts."""
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
@@ -92,7 +91,7 @@ class Lru:
         return len(self._held)
 
     def __iter__(self) -> Iterator[int]:
-        """The next to go first. Not to be touched meanwhile."""
+        """Ids in the order of eviction. Do not touch the cache during the iteration."""
         return iter(self._held)
 
     def match(self, chain: tuple[int, ...]) -> int:
@@ -103,7 +102,7 @@ class Lru:
         return len(chain)
 
     def touch(self, chain: tuple[int, ...]) -> list[int]:
-        """Holds the chain, its first segment as the most recent; returns the ids no longer held."""
+        """Hold the chain, its first segment as the most recent. Returns the evicted ids."""
         held = self._held
         for segment in reversed(chain):
             held[segment] = None
@@ -111,7 +110,7 @@ class Lru:
         return self._shrink()
 
     def resize(self, capacity: int) -> list[int]:
-        """Takes another capacity, at least 0; returns the ids no longer held."""
+        """Change the capacity, at least 0. Returns the evicted ids."""
         self._capacity = capacity
         return self._shrink()
 
@@ -135,13 +134,13 @@ def intern_segments(requests: Iterable[Request], segment_tokens: int) -> Accesse
 
 
 def infinite_cache(accesses: Accesses) -> HitCount:
-    """One cache for all that never evicts."""
+    """One cache for all requests that never evicts."""
     segments = sum(len(prompt.chain) for prompt in accesses.prompts)
     return _round_robin(accesses, [Lru(segments)])
 
 
 def global_lru(accesses: Accesses, capacity_tokens: int) -> HitCount:
-    """One cache for all, of the whole capacity."""
+    """One cache for all requests, of the whole capacity."""
     return _round_robin(accesses, _caches(accesses, 1, capacity_tokens))
 
 
@@ -151,19 +150,20 @@ def private_round_robin(accesses: Accesses, nodes: int, capacity_tokens: int) ->
 
 
 def private_routed(accesses: Accesses, nodes: int, capacity_tokens: int, seed: int) -> HitCount:
-    """As above, but each request goes to the node that holds its longest prefix; `seed` draws between equals.
+    """As `private_round_robin`, but each request goes to the node that holds its longest prefix; `seed` draws among
+    equals.
 
-    A node that has served nothing comes first: otherwise a first segment that all requests share would send
-    all of them to the one node that happened to get it, and the other nodes' memory would stay empty.
+    Nodes that have served nothing are preferred: otherwise a first segment that all requests share would send all of
+    them to one node, and the other nodes' memory would stay empty.
     """
     caches = _caches(accesses, nodes, capacity_tokens)
     rng = random.Random(seed)
-    everyone = (1 << nodes) - 1
-    unused = everyone
+    all_nodes = (1 << nodes) - 1
+    unused = all_nodes
     owners: dict[int, int] = {}
     hit_segments = 0
     for prompt in accesses.prompts:
-        best, depth = (unused, 0) if unused else _longest(prompt.chain, owners, everyone)
+        best, depth = (unused, 0) if unused else _longest(prompt.chain, owners, all_nodes)
         hit_segments += depth
         chosen = rng.choice([node for node in range(nodes) if best >> node & 1])
         bit = 1 << chosen
@@ -176,7 +176,7 @@ def private_routed(accesses: Accesses, nodes: int, capacity_tokens: int, seed: i
 
 
 def baselines(accesses: Accesses, *, nodes: int, capacity_tokens: int, seed: int) -> Baselines:
-    """All four. Raises ConfigurationError for an argument out of range."""
+    """All four baselines. Raises ConfigurationError for an argument out of range."""
     return Baselines(
         ideal=infinite_cache(accesses),
         private=private_round_robin(accesses, nodes, capacity_tokens),
@@ -185,9 +185,9 @@ def baselines(accesses: Accesses, *, nodes: int, capacity_tokens: int, seed: int
     )
 
 
-def _longest(chain: tuple[int, ...], owners: dict[int, int], everyone: int) -> tuple[int, int]:
+def _longest(chain: tuple[int, ...], owners: dict[int, int], all_nodes: int) -> tuple[int, int]:
     """(bit set of the nodes that hold the longest prefix, its length in segments)."""
-    best = everyone
+    best = all_nodes
     for depth, segment in enumerate(chain):
         deeper = best & owners.get(segment, 0)
         if not deeper:

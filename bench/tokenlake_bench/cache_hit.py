@@ -12,6 +12,7 @@ from tokenlake.errors import ConfigurationError
 from tokenlake_bench.fast_daemon import MAX_SPEED
 from tokenlake_bench.flash import FlashCrowd
 from tokenlake_bench.live import LiveOptions, notes, run_live
+from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.plot import plot_cache_hit
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.replay import ReplayLog
@@ -24,7 +25,7 @@ from tokenlake_bench.workload import BuiltinSettings, Workload, builtin_workload
 __all__ = ["CacheHitArguments", "run_cache_hit"]
 
 TRACE_SEGMENT_TOKENS = 512
-"""The blocks of the traces have as many tokens; smaller segments would find no more."""
+"""The traces' blocks have 512 tokens; smaller segments would find no more."""
 TRACE_CAPACITY_TOKENS = 3_000_000
 BUILTIN_SEGMENT_TOKENS = 64
 BUILTIN_CAPACITY_TOKENS = 24_000
@@ -33,7 +34,7 @@ BUILTIN_CAPACITY_TOKENS = 24_000
 
 @dataclass(frozen=True, kw_only=True)
 class CacheHitArguments:
-    """As on the command line."""
+    """Arguments of the command line. Raises ConfigurationError for a value out of range."""
 
     trace: Path | None
     nodes: int
@@ -58,18 +59,17 @@ class CacheHitArguments:
     def __post_init__(self) -> None:
         for name in ("baselines", "model", "gpu", "rate", "copies"):
             if getattr(self, name) is not None:
-                raise ConfigurationError(name, getattr(self, name), "none, or '--mode simulate'")
+                raise ConfigurationError(name, getattr(self, name), "absent, or used with '--mode simulate'")
         if not 0 <= self.speed <= MAX_SPEED:
             raise ConfigurationError("speed", self.speed, f"a number from 0 to {MAX_SPEED:g}")
         if self.route is not None and self.route not in ROUTES:
             raise ConfigurationError("route", self.route, " or ".join(ROUTES))
         if self.limit is not None and self.limit < 1:
             raise ConfigurationError("limit", self.limit, "at least 1")
-        if self.plot_file is not None and self.plot_file.suffix != ".png":
-            raise ConfigurationError("plot", str(self.plot_file), "a file name ending in .png")
+        check_plot(self.plot_file)
 
     def workload(self, tell: Callable[[str], object] = lambda note: None) -> Workload:
-        """The trace, or the built-in workload where there is none. `tell` gets to know of malformed lines."""
+        """The trace, or the built-in workload without one. `tell` is called with a note on malformed lines."""
         plain: Workload
         if self.trace is not None:
             plain = trace = read_trace(self.trace, limit=self.limit, seed=self.seed)
@@ -82,7 +82,7 @@ class CacheHitArguments:
         return FlashCrowd(plain, self.flash_at, self.options().segment_tokens, self.seed)
 
     def options(self) -> LiveOptions:
-        """The rest, with the defaults that depend on the workload."""
+        """Options of the run, with the defaults that depend on the workload."""
         builtin = self.trace is None
         capacity = BUILTIN_CAPACITY_TOKENS if builtin else TRACE_CAPACITY_TOKENS
         segment = BUILTIN_SEGMENT_TOKENS if builtin else TRACE_SEGMENT_TOKENS
@@ -101,7 +101,7 @@ class CacheHitArguments:
 
 
 def run_cache_hit(arguments: CacheHitArguments) -> None:
-    """Runs, prints, writes the files that were asked for. Raises TokenLakeError."""
+    """Run, print, and write the files that were asked for. Raises TokenLakeError."""
     console = Console()
     workload, options = arguments.workload(console.print), arguments.options()
     if arguments.trace is None:

@@ -13,7 +13,9 @@ __all__ = ["bench", "demo"]
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _trace = click.option("--trace", type=_FILE, help="A trace in Mooncake's format, .jsonl or .jsonl.zst.")
-_any_trace = click.option("--trace", type=_FILE, help="In Mooncake's format or coding-agent sessions, .jsonl or .zst.")
+_any_trace = click.option(
+    "--trace", type=_FILE, help="A trace in Mooncake's format or coding-agent sessions, .jsonl or .zst."
+)
 _json = click.option("--json", "json_file", type=_FILE, help="Write the result to this file.")
 
 
@@ -28,16 +30,18 @@ def bench() -> None:
     type=click.Choice(["live", "simulate"]),
     default="live",
     show_default=True,
-    help="Daemons on this machine, or their rules on a simulated clock.",
+    help="Daemons on this machine, or their rules on simulated time.",
 )
 @_any_trace
 @click.option("--nodes", default=3, show_default=True, help="Daemons to start on this machine, or simulated ones.")
-@click.option("--capacity-tokens", type=int, help="Of the whole pool. [default: 3,000,000; built-in workload: 24,000]")
+@click.option(
+    "--capacity-tokens", type=int, help="Capacity of the whole pool. [default: 3,000,000; built-in workload: 24,000]"
+)
 @click.option("--segment-tokens", type=int, help="Tokens of a segment. [default: 512; built-in workload: 64]")
-@click.option("--limit", type=int, help="Replay the first requests only.")
-@click.option("--speed", default=0.0, show_default=True, help="Trace seconds per second; 0: as fast as it goes.")
+@click.option("--limit", type=int, help="Replay only the first N requests.")
+@click.option("--speed", default=0.0, show_default=True, help="Trace seconds per second; 0: as fast as possible.")
 @click.option("--route", help="round-robin, random, conversation; simulated: least-loaded, round-robin. [first]")
-@click.option("--seed", default=0, show_default=True, help="Of token ids, bytes, routes and placements.")
+@click.option("--seed", default=0, show_default=True, help="Seed of token ids, bytes, routes and placements.")
 @click.option(
     "--hot",
     type=click.Choice(["off", "observe", "on"]),
@@ -45,25 +49,29 @@ def bench() -> None:
     show_default=True,
     help="Copies of hot segments: none, counted only, made.",
 )
-@click.option("--eviction", help="What a full node gives up: the daemons' setting of that name. [default: theirs]")
+@click.option(
+    "--eviction", help="Eviction policy, as in the daemons' setting of that name. [default: the daemons' default]"
+)
 @click.option("--flash-at", type=float, help="From this second on, 30 % of the requests share a new prefix.")
 @click.option(
     "--shipped-deadlines",
     is_flag=True,
-    help="Daemons wait for each other as long as by default; without this longer, so that a busy machine matters less.",
+    help="Use the daemons' default deadlines. Without this they are longer, so that a busy machine changes no result.",
 )
-@click.option("--baselines", help="simulate: all, or some of the systems to compare. [default: cache-aware-perfect]")
-@click.option("--model", help="simulate: what an instance serves. [default: llama-3-8b]")
-@click.option("--gpu", help="simulate: of which an instance has as many as the model needs. [default: a100-80g]")
+@click.option("--baselines", help="simulate: systems to compare with, or all. [default: cache-aware-perfect]")
+@click.option("--model", help="simulate: the model of an instance. [default: llama-3-8b]")
+@click.option("--gpu", help="simulate: the GPU; an instance has as many as the model needs. [default: a100-80g]")
 @click.option("--rate", type=float, help="simulate: requests per second. [default: the trace's own]")
-@click.option("--copies", type=int, help="simulate: of the trace side by side, with templates in common. [default: 1]")
+@click.option(
+    "--copies", type=int, help="simulate: copies of the trace side by side, with shared templates. [default: 1]"
+)
 @_json
 @click.option("--plot", "plot_file", type=_FILE, help="Draw the result as this .png file.")
 def cache_hit(**arguments: object) -> None:
-    """Replay a trace against real daemons, check every byte, compare with other arrangements of the same memory.
+    """Replay a trace against real daemons, compare every byte, and compare with other arrangements of the same memory.
 
-    Without a trace a built-in workload of conversations is replayed. With --mode simulate, any number of nodes with
-    engines that take time, beside other systems. Ctrl-C shows and writes what is done.
+    Without a trace a built-in workload of conversations is replayed. With --mode simulate: any number of nodes with
+    simulated engines, beside other systems. Ctrl-C prints and writes the results so far.
     """
     from tokenlake_bench.cache_hit import CacheHitArguments, run_cache_hit
     from tokenlake_bench.simulation.command import SimulateArguments, run_simulate
@@ -81,19 +89,23 @@ def cache_hit(**arguments: object) -> None:
 
 
 @bench.command("eviction")
-@click.option("--trace", "traces", type=_FILE, multiple=True, help="In Mooncake's format or of sessions; several.")
-@click.option("--capacity-tokens", help="Of the whole pool: 1000000,3000000. [default: three that bind, by the format]")
-@click.option("--policy", "policies", help="lru,s3fifo for some. [default: all there are]")
-@click.option("--nodes", default="1", show_default=True, help="That share the capacity and decide by themselves: 1,8.")
-@click.option("--hint-accuracy", type=float, help="Clients say whether a conversation goes on; right so often, 0 to 1.")
-@click.option("--limit", type=int, help="The first requests of each trace only.")
-@click.option("--seed", default=0, show_default=True, help="Of when sessions start and which hints are right.")
+@click.option(
+    "--trace", "traces", type=_FILE, multiple=True, help="A trace in Mooncake's format or of sessions; repeatable."
+)
+@click.option("--capacity-tokens", help="Capacities of the whole pool: 1000000,3000000. [default: three, by format]")
+@click.option("--policy", "policies", help="Policies: lru,s3fifo. [default: all]")
+@click.option("--nodes", default="1", show_default=True, help="Numbers of nodes that share the capacity: 1,8.")
+@click.option(
+    "--hint-accuracy", type=float, help="Clients hint whether a conversation goes on; share of right hints, 0 to 1."
+)
+@click.option("--limit", type=int, help="Only the first N requests of each trace.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the sessions' start times and of the right hints.")
 @_json
 @click.option("--plot", "plot_file", type=_FILE, help="Draw the result as this .png file.")
 def eviction(**arguments: object) -> None:
-    """What each policy of eviction keeps, beside an infinite cache and one that knows the future.
+    """Compare eviction policies with an infinite cache and with a cache that knows the future.
 
-    The daemons' own stores and placement, without bytes. Ctrl-C shows and writes what is done.
+    Uses the daemons' own stores and placement, without bytes. Ctrl-C prints and writes the results so far.
     """
     from tokenlake_bench.eviction.command import EvictionArguments, run_eviction
 
@@ -108,10 +120,10 @@ def eviction(**arguments: object) -> None:
 @click.option("--engine", type=click.Choice(["vllm", "transformers"]), default="vllm", show_default=True)
 @click.option("--against", default="none,native", show_default=True, help="none: no cache; native: vLLM's own.")
 @click.option("--model", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Directory of a model.")
-@click.option("--python", type=_FILE, help="Interpreter that has the engine. [default for vllm: .venv-vllm's]")
-@click.option("--lengths", default="1024,4096,16384", show_default=True, help="Of the prompts, in tokens.")
+@click.option("--python", type=_FILE, help="Interpreter with the engine. [default for vllm: .venv-vllm's]")
+@click.option("--lengths", default="1024,4096,16384", show_default=True, help="Lengths of the prompts, in tokens.")
 @click.option("--repeats", default=3, show_default=True, help="Prompts of each length.")
-@click.option("--memory-mib", default=64, show_default=True, help="For caches, per instance.")
+@click.option("--memory-mib", default=64, show_default=True, help="Memory for caches, per instance.")
 @_json
 def engine(**arguments: object) -> None:
     """Time to the first token with and without the pool; two instances behind round robin with the same memory."""
@@ -124,17 +136,17 @@ def engine(**arguments: object) -> None:
 
 
 @bench.command("transfer")
-@click.option("--against", default="", help="Peers to run in turn with the pool: mooncake,redis,lmcache.")
-@click.option("--sizes", default="1MiB,32MiB", show_default=True, help="Of the segments.")
-@click.option("--rounds", default=30, show_default=True, help="Turns of each row, per peer.")
-@click.option("--peer-python", type=_FILE, help="Interpreter that has the peers' packages. [default: this one]")
+@click.option("--against", default="", help="Other stores to run in turn with the pool: mooncake,redis,lmcache.")
+@click.option("--sizes", default="1MiB,32MiB", show_default=True, help="Sizes of the segments.")
+@click.option("--rounds", default=30, show_default=True, help="Repetitions of each row, per peer.")
+@click.option("--peer-python", type=_FILE, help="Interpreter with the peers' packages. [default: this one]")
 @_json
 @click.option("--plot", "plot_file", type=_FILE, help="Draw the result as this .png file.")
 def transfer(**arguments: object) -> None:
-    """What a call costs: keys, matches, copies, stores and fetches beside the machine's own rates.
+    """Time of each call: keys, matches, copies, stores and fetches, beside the machine's own rates.
 
-    Two sizes of segments, real daemons, every byte compared. Peers are started on loopback and ended again;
-    nothing is installed: docs/results/transfer.md says what each of them needs.
+    Two sizes of segments, real daemons, every byte compared. Peers are started on loopback and ended again; nothing is
+    installed: docs/results/transfer.md lists the requirements of each.
     """
     from tokenlake_bench.transfer.command import TransferArguments, run_transfer
 
@@ -145,13 +157,18 @@ def transfer(**arguments: object) -> None:
 
 
 @bench.command("growth")
-@click.option("--rounds", default=10, show_default=True, help="Turns of each row.")
-@click.option("--segments", default="1000,10000,100000", show_default=True, help="Held by the daemons, of 4 KiB each.")
+@click.option("--rounds", default=10, show_default=True, help="Repetitions of each row.")
+@click.option(
+    "--segments",
+    default="1000,10000,100000",
+    show_default=True,
+    help="Numbers of segments that the daemons hold, of 4 KiB each.",
+)
 @click.option("--clients", default="1,8,64", show_default=True, help="Processes that match at the same time.")
-@click.option("--arenas", default="1GiB,4GiB,8GiB", show_default=True, help="Sizes that a daemon is started with.")
+@click.option("--arenas", default="1GiB,4GiB,8GiB", show_default=True, help="Arena sizes of the started daemons.")
 @_json
 def growth(**arguments: object) -> None:
-    """What a key costs with more keys in a call, more clients, more segments held; memory and start of a daemon."""
+    """Cost of a key with more keys per call, more clients and more segments held; memory and start time of a daemon."""
     from tokenlake_bench.growth.command import GrowthArguments, run_growth
 
     try:
@@ -161,15 +178,17 @@ def growth(**arguments: object) -> None:
 
 
 @bench.command("soak")
-@click.option("--minutes", default=2.0, show_default=True, help="Of load; what is checked afterwards takes one or two.")
-@click.option("--seed", default=0, show_default=True, help="Of prompts, bytes, actions and faults.")
+@click.option(
+    "--minutes", default=2.0, show_default=True, help="Minutes of load; the checks afterwards take one or two more."
+)
+@click.option("--seed", default=0, show_default=True, help="Seed of prompts, bytes, actions and faults.")
 @click.option("--nodes", default=3, show_default=True, help="Daemons to start on this machine.")
-@click.option("--rate", default=10.0, show_default=True, help="Actions a second of each engine process.")
+@click.option("--rate", default=10.0, show_default=True, help="Actions per second of each engine process.")
 @click.option("--fault-every", default=4.0, show_default=True, help="Seconds between two faults, on average.")
 @_json
 @click.option("--page", "page_file", type=_FILE, help="Write the result to this file, in Markdown.")
 def soak(**arguments: object) -> None:
-    """Mixed load while engines and daemons are killed and stopped; every byte compared; what must stay flat.
+    """Mixed load while engines and daemons are killed and stopped; every byte is compared.
 
     Ends with a verdict per claim; the exit status is 1 unless all hold. Ctrl-C ends the load early.
     """
@@ -184,23 +203,24 @@ def soak(**arguments: object) -> None:
 
 @bench.command("attention")
 @click.option("--dtypes", default="float32,bfloat16", show_default=True, help="Element types of the cache.")
-@click.option("--tokens", default="4096,32768", show_default=True, help="Of the cache.")
+@click.option("--tokens", default="4096,32768", show_default=True, help="Tokens of the cache.")
 @click.option("--queries", default="1,16,512", show_default=True, help="Query tokens per call.")
-@click.option("--nodes", default="1,2,4", show_default=True, help="Ask so many others; '' starts no daemons.")
-@click.option("--seconds", default=4.0, show_default=True, help="About so long per row.")
+@click.option(
+    "--nodes", default="1,2,4", show_default=True, help="Numbers of other nodes to query; '' starts no daemons."
+)
+@click.option("--seconds", default=4.0, show_default=True, help="Approximate time per row.")
 @click.option(
     "--processor-time",
     is_flag=True,
-    help="Of all threads, instead of the time that passed: with OMP_NUM_THREADS=1, what a busy machine disturbs less. "
-    "Without the rows of other nodes.",
+    help="Measure processor time of all threads instead of wall time; with OMP_NUM_THREADS=1 a busy machine "
+    "disturbs it less. Leaves out the rows of other nodes.",
 )
 @_json
 def attention(**arguments: object) -> None:
-    """Attention over segments where they lie, against torch's fused kernel over one contiguous cache.
+    """Attention over segments in the pool, against torch's fused kernel over one contiguous cache.
 
-    Then over segments of other nodes, up to 16 query tokens, against the kernel and a bare transfer.
-
-    32 query and 8 KV heads of 128; up to 1.5 GiB of memory, then five daemons of 320 MiB.
+    Then over segments of other nodes, up to 16 query tokens, against the kernel and a bare transfer. 32 query and 8 KV
+    heads of 128; up to 1.5 GiB of memory, then five daemons of 320 MiB.
     """
     from tokenlake_bench.attention.command import AttentionArguments, run_attention
 
@@ -211,18 +231,23 @@ def attention(**arguments: object) -> None:
 
 
 @bench.command("planner")
-@click.option("--bandwidths", default="5,50,2000", show_default=True, help="Of the links, in MB/s.")
-@click.option("--delays", default="0.05,2", show_default=True, help="That the links add in each direction, in ms.")
+@click.option("--bandwidths", default="5,50,2000", show_default=True, help="Bandwidths of the links, in MB/s.")
+@click.option(
+    "--delays", default="0.05,2", show_default=True, help="Delays that the links add in each direction, in ms."
+)
 @click.option("--prefixes", default="512,1536,3072", show_default=True, help="Cached tokens, multiples of 256.")
-@click.option("--new", default="16,128", show_default=True, help="Tokens behind them.")
-@click.option("--decode", default="4,32", show_default=True, help="Tokens that are generated.")
-@click.option("--sharing", default="1,4", show_default=True, help="Requests of a batch, with one prefix.")
-@click.option("--turns", default=3, show_default=True, help="Runs of each way of each batch.")
-@click.option("--minutes", default=60.0, show_default=True, help="At most; what is left out then is drawn by chance.")
+@click.option("--new", default="16,128", show_default=True, help="New tokens behind the prefix.")
+@click.option("--decode", default="4,32", show_default=True, help="Generated tokens.")
+@click.option("--sharing", default="1,4", show_default=True, help="Requests of a batch that share one prefix.")
+@click.option("--turns", default=3, show_default=True, help="Repetitions of each way for each batch.")
+@click.option(
+    "--minutes", default=60.0, show_default=True, help="Time limit; beyond it, cases to leave out are drawn at random."
+)
 @_json
-@click.option("--plot", "plot_file", type=_FILE, help="Draw where each way wins as this .png file.")
+@click.option("--plot", "plot_file", type=_FILE, help="Draw the fastest way of each case as this .png file.")
 def planner(**arguments: object) -> None:
-    """Every way to use a cached prefix, timed over shaped links between real daemons; the planner's regret."""
+    """Time every way to use a cached prefix over shaped links between real daemons, and compute the planner's
+    regret."""
     from tokenlake_bench.planner.command import PlannerArguments, run_planner
 
     try:

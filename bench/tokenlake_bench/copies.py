@@ -1,4 +1,4 @@
-"""How many copies of each segment the nodes hold."""
+"""Counts the copies of each segment over the nodes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ BATCH = 1024
 
 
 def copies_per_segment(pools: Sequence[Pool], keys: Iterable[SegmentKey], haste: float = 1.0) -> float:
-    """Mean over those of `keys` (distinct, in any order) that some node holds; 0 when none does.
+    """Mean over those of `keys` (distinct, in any order) that some node holds; 0 without any.
 
-    `pools`: one per node, when nothing is on its way between nodes. Touches what it finds.
-    `haste`: seconds of the nodes' clocks in each second.
+    `pools`: one per node, when no transfer between nodes is under way. Touches the segments that it finds. `haste`:
+    seconds of the nodes' clocks per real second.
     """
-    wanted = list(keys)
+    distinct = list(keys)
     copies: Counter[SegmentKey] = Counter()
     for pool in pools:
-        for start in range(0, len(wanted), BATCH):
-            batch = wanted[start : start + BATCH]
+        for start in range(0, len(distinct), BATCH):
+            batch = distinct[start : start + BATCH]
             with pool.match(batch, deadline_s=MATCH_S * haste) as lease:
                 found = [key for key, code in zip(batch, lease.codes, strict=True) if code == Code.LOCAL]
             copies.update(found)

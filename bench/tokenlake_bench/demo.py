@@ -21,10 +21,10 @@ from tokenlake.wire import Code
 from tokenlake_bench import demo_wire as wire
 from tokenlake_bench.baselines import Accesses, infinite_cache, private_round_robin, private_routed
 from tokenlake_bench.copies import copies_per_segment
+from tokenlake_bench.demo_engine_handle import EngineHandle
 from tokenlake_bench.demo_plan import ENGINES, NODES, REQUESTS, SEGMENT_TOKENS, DemoPlan, make_plan
 from tokenlake_bench.demo_run import DemoLog, run_requests
 from tokenlake_bench.demo_ship import run_ship_part, ship_table
-from tokenlake_bench.engine_handle import EngineHandle
 from tokenlake_bench.environment import check_modules
 from tokenlake_bench.load_meter import settle
 from tokenlake_bench.node_totals import NodeTotals
@@ -36,12 +36,12 @@ from tokenlake_testing.cluster import Cluster
 __all__ = ["DemoOptions", "run_demo"]
 
 CONTROLS = 12
-"""Requests that are repeated with flipped bytes."""
+"""Number of requests repeated with flipped bytes."""
 WINDOW = 32
 CACHED_SHARE = ServerConfig().cached_share
 SENT_BYTES = "tokenlake_sent_bytes_total"
 SHIP_MEMORY = "128MiB"
-"""Of each node of the second part: all its documents fit."""
+"""Memory of each node in the second part: all its documents fit."""
 EVICTED = "tokenlake_evicted_segments_total"
 
 
@@ -50,14 +50,14 @@ class _Outcome:
     log: DemoLog
     reports: list[wire.EngineReport]
     controls: list[bool]
-    """Of each request repeated with flipped bytes: did its tokens change?"""
+    """For each request repeated with flipped bytes, whether its tokens changed."""
     totals: NodeTotals
     duplication: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """As on the command line, and the number of requests."""
+    """Arguments of the command line, and the number of requests."""
 
     trace: Path | None = None
     model: Path | None = None
@@ -66,13 +66,13 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions) -> tuple[DemoResult, DemoDetails]:
-    """Runs, prints, writes the JSON if asked for. Raises TokenLakeError, and ModuleNotFoundError where a module of
-    the engines is not installed."""
+    """Run, print, and write the JSON if asked for. Raises TokenLakeError, and ModuleNotFoundError where a module of the
+    engines is not installed."""
     # The engine processes need these.
     check_modules("torch", "transformers")
     console = Console()
     if options.trace is not None:
-        # A file that cannot be read is said before the models are loaded.
+        # Report an unreadable file before the models are loaded.
         read_mooncake(options.trace, limit=1)
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -92,10 +92,10 @@ def run_demo(options: DemoOptions) -> tuple[DemoResult, DemoDetails]:
         cluster = stack.enter_context(Cluster(NODES, memory, memory))
         outcome = _serve(console, cluster, engines, plan)
         cluster.close()
-        console.print(f"starting {NODES} daemons with query engines, for long documents that many ask about")
-        asked = Cluster(NODES, SHIP_MEMORY, SHIP_MEMORY, query_engine="true")
-        with asked:
-            ship = run_ship_part(console, asked, engines, layout, loaded.q_heads, loaded.vocabulary)
+        console.print(f"starting {NODES} daemons with query engines, for several questions about long documents")
+        with_queries = Cluster(NODES, SHIP_MEMORY, SHIP_MEMORY, query_engine="true")
+        with with_queries:
+            ship = run_ship_part(console, with_queries, engines, layout, loaded.q_heads, loaded.vocabulary)
     result = _result(plan, outcome, ship)
     details = _details(plan, outcome, time.monotonic() - began, random_model=options.model is None)
     console.print(demo_table(result, details))
@@ -209,10 +209,10 @@ def _notes(outcome: _Outcome) -> list[str]:
     cut.pop(Code.MISSING.name, None)
     return [
         f"the kill came while {log.in_flight} segments of other nodes were being read; "
-        f"{failed} calls to the pool failed, and what they were to bring was recomputed",
-        f"hits that ended for another reason than a missing segment: {_counts(cut)}",
+        f"{failed} calls to the pool failed, and their segments were recomputed",
+        f"hits that ended for a reason other than a missing segment: {_counts(cut)}",
         f"the private caches of the comparison are {ENGINES}, one per engine, with the memory of the {NODES} nodes; "
-        "no node of theirs is killed",
+        "none of their nodes is killed",
     ]
 
 

@@ -1,4 +1,4 @@
-"""What the demo serves: the requests, the pool's size, and how much is generated."""
+"""The plan of the demo: the requests, the pool's size, and the number of generated tokens."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ __all__ = ["ENGINES", "NODES", "REQUESTS", "SEGMENT_TOKENS", "DemoPlan", "make_p
 
 NODES: Final = 3
 ENGINES: Final = 2
-"""Attached to the first nodes; request i goes to engine i modulo this."""
+"""The engines are attached to the first nodes; request i goes to engine i modulo this."""
 SEGMENT_TOKENS: Final = 32
-"""Small, so that a node has hundreds of slots and the shares for cached and dirty segments are tens of them."""
+"""Small, so that a node has hundreds of slots and the shares of cached and dirty segments are tens of them."""
 NEW_TOKENS: Final = 8
-"""Generated per request and compared."""
+"""Tokens generated per request and compared."""
 REQUESTS: Final = 240
 PROMPT_TOKENS: Final = (600, 2_000)
 """Shortest and longest prompt of the built-in workload."""
 TRACE_LONGEST: Final = 3_072
 """Longer prompts of a trace are left out: one of them takes seconds on a CPU."""
 CAPACITY_SHARE: Final = 0.45
-"""Of what all distinct segments need: conversations that go on fit, all of them do not."""
+"""Share of the capacity that all distinct segments need: conversations under way fit, all conversations do not."""
 
 
 @dataclass(frozen=True)
 class DemoPlan:
-    """`accesses` are those of `workload`. `note`: what a reader must know of the requests; goes on after their
-    number."""
+    """`accesses` are those of `workload`. `note`: a remark on the requests, appended to their number."""
 
     workload: Workload
     accesses: Accesses
@@ -45,7 +44,7 @@ class DemoPlan:
 
 
 class _ShortRequests:
-    """Requests of `workload` with at most `longest` tokens, the first `count` of them, numbered anew."""
+    """The first `count` requests of `workload` with at most `longest` tokens, renumbered."""
 
     def __init__(self, workload: Workload, longest: int, count: int) -> None:
         self._workload = workload
@@ -67,7 +66,7 @@ class _ShortRequests:
 
 
 def make_plan(trace: Path | None, requests: int, layout: Layout, vocabulary: int, positions: int) -> DemoPlan:
-    """`requests` for a model with so many token ids and positions. Raises TokenLakeError."""
+    """A plan of `requests` for a model with this many token ids and positions. Raises TokenLakeError."""
     longest = min(TRACE_LONGEST, positions - NEW_TOKENS)
     if trace is None:
         settings = BuiltinSettings(requests=requests, vocabulary=vocabulary, prompt_tokens=PROMPT_TOKENS)

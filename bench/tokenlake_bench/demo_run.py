@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from tokenlake_bench import demo_wire as wire
+from tokenlake_bench.demo_engine_handle import EngineHandle
 from tokenlake_bench.demo_plan import ENGINES, DemoPlan
-from tokenlake_bench.engine_handle import EngineHandle
 from tokenlake_bench.node_totals import NodeTotals
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import format_share
@@ -25,7 +25,7 @@ VICTIM = 0
 
 @dataclass(slots=True)
 class DemoLog:
-    """What happened. `killed_at` is of the monotonic clock."""
+    """Results of the requests. `killed_at` is a time of the monotonic clock."""
 
     ran: dict[int, wire.Ran] = field(default_factory=dict)
     hit_tokens: int = 0
@@ -35,7 +35,7 @@ class DemoLog:
     equal: int = 0
     errors: int = 0
     before_kill: list[int] = field(default_factory=list)
-    """Indices of the requests that were done before the kill, in the order in which they ended."""
+    """Indices of the requests that ended before the kill, in the order in which they ended."""
     killed_engine: int = VICTIM
     killed_node: str = ""
     killed_at: float = 0.0
@@ -43,11 +43,11 @@ class DemoLog:
 
     @property
     def remote_share(self) -> float:
-        """Of the segments that were read."""
+        """Share of the read segments that came from other nodes."""
         return self.remote_segments / max(1, self.read_segments)
 
     def add(self, request: Request, ran: wire.Ran) -> None:
-        """One request is done."""
+        """Add a finished request."""
         self.ran[request.index] = ran
         self.hit_tokens += ran.hit_tokens
         self.prompt_tokens += len(request.tokens)
@@ -59,7 +59,7 @@ class DemoLog:
             self.before_kill.append(request.index)
 
     def status(self) -> str:
-        """For a line of progress."""
+        """Text for the line of progress."""
         pool = statistics.median(ran.ttft_ms for ran in self.ran.values())
         cold = statistics.median(ran.cold_ttft_ms for ran in self.ran.values())
         return (
@@ -71,7 +71,7 @@ class DemoLog:
 def run_requests(
     cluster: Cluster, engines: list[EngineHandle], plan: DemoPlan, totals: NodeTotals, progress: LiveProgress
 ) -> DemoLog:
-    """Serves all requests. Raises TokenLakeError when an engine ends."""
+    """Serve all requests. Raises TokenLakeError when an engine ends."""
     log = DemoLog()
     lock = threading.Lock()
 
@@ -93,13 +93,14 @@ def run_requests(
                 progress.update(len(log.ran), log.status())
 
     def strike(remote: int) -> None:
-        """While the engine's read of `remote` segments is under way; with 0 where no such read came for long."""
+        """Kill the daemon while the engine's read of `remote` segments is under way; 0 where no such read happened for
+        long."""
         node = cluster.nodes[VICTIM]
         node.kill()
         with lock:
             log.killed_at, log.killed_node, log.in_flight = time.monotonic(), node.name, remote
         node.start()
-        progress.say(f"{node.name} killed while {remote} segments were on their way to it, and started again")
+        progress.say(f"{node.name} killed while {remote} segments were in transfer to it, and started again")
 
     with ThreadPoolExecutor(ENGINES) as threads:
         for served in [threads.submit(serve, number) for number in range(ENGINES)]:

@@ -1,4 +1,4 @@
-"""The demo's second part: long documents that many ask about, fetched and attended in place; the bytes of both."""
+"""The demo's second part: several questions about long documents, answered by fetching and by attending in place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from tokenlake.attention import AttentionShape
 from tokenlake.layout import DTYPE_BYTES, Layout
 from tokenlake_bench import demo_wire as wire
-from tokenlake_bench.engine_handle import EngineHandle
+from tokenlake_bench.demo_engine_handle import EngineHandle
 from tokenlake_bench.load_meter import settle
 from tokenlake_bench.report import ShipResult, format_bytes, format_duration
 from tokenlake_testing.cluster import Cluster
@@ -23,7 +23,7 @@ __all__ = ["run_ship_part", "ship_table"]
 DOCUMENTS = 3
 DOCUMENT_TOKENS = 2048
 QUESTIONS = 2
-"""About each document."""
+"""Questions about each document."""
 QUESTION_TOKENS = 24
 NEW_TOKENS = 4
 WINDOW = 32
@@ -34,7 +34,7 @@ SEED = 7
 
 @dataclass
 class _Served:
-    """What one way of using the pool took."""
+    """Sums of one way of using the pool."""
 
     ttft_ms: list[float] = field(default_factory=list)
     moved_bytes: int = 0
@@ -46,7 +46,7 @@ class _Served:
 def run_ship_part(
     console: Console, cluster: Cluster, engines: list[EngineHandle], layout: Layout, q_heads: int, vocabulary: int
 ) -> ShipResult:
-    """An engine at one node stores documents, one at another node answers questions about them, in both ways.
+    """An engine at one node stores documents; an engine at another node answers questions about them, in both ways.
 
     The nodes of `cluster` have query engines and nothing stored. Raises TokenLakeError when an engine ends.
     """
@@ -62,7 +62,7 @@ def run_ship_part(
         engines[WRITER].run(wire.Run([*document, 0], 1, cold=False))
     engines[WRITER].finish()
     settle(cluster)
-    # Shipped first: what is fetched stays as a copy, and would be attended at home.
+    # Ship first: fetched segments stay as cached copies, and later queries would use them locally.
     shipped = _ask(console, cluster, engines[READER], prompts, layout, q_heads, "ship")
     fetched = _ask(console, cluster, engines[READER], prompts, layout, q_heads, "fetch")
     return ShipResult(
@@ -110,7 +110,7 @@ def _ask(
 
 
 def _remote_segments(cluster: Cluster, layout: Layout, prompt: list[int]) -> int:
-    """How many cached segments of a prompt lie on other nodes than the reader's."""
+    """Number of cached segments of a prompt that lie at other nodes than the reader's."""
     with cluster.connect(READER, layout) as pool:
         keys = pool.prefix(prompt).keys[: (len(prompt) - 1) // layout.segment_tokens]
         with pool.match(keys) as lease:
@@ -118,7 +118,7 @@ def _remote_segments(cluster: Cluster, layout: Layout, prompt: list[int]) -> int
 
 
 def ship_table(result: ShipResult) -> RenderableType:
-    """For a terminal."""
+    """A table for a terminal."""
     title = f"long documents, short answers: {result.requests} requests, {result.cached_tokens:,} cached tokens"
     table = Table("", "fetched", "attended in place", title=title, title_justify="left")
     table.add_row("bytes between nodes", format_bytes(result.fetch_bytes), format_bytes(result.ship_bytes))

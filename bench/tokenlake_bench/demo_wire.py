@@ -1,7 +1,7 @@
-"""What the demo and its engine processes say to each other, over the pipes of standard input and output.
+"""Messages between the demo and its engine processes, over the pipes of standard input and output.
 
-A frame is its length (4 bytes, little-endian) and one MessagePack struct. The engine answers each request with
-one reply; a `Fetching` may come before the reply to a `Run`.
+A frame is its length (4 bytes, little-endian) and one MessagePack struct. The engine sends one reply per request; a
+`Fetching` may come before the reply to a `Run`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """`prefill_ms`: a cold prefill of `prefill_tokens` tokens. `problem`: why the pool cannot serve it, or ''."""
+    """`prefill_ms`: a cold prefill of `prefill_tokens` tokens. `problem`: the reason why the pool cannot serve the
+    model, or ''."""
 
     layout: bytes
     vocabulary: int
@@ -48,7 +49,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """Connect to the daemon at `socket`, and leave the one before; `window` segments are fetched at a time. `mode`: as
+    """Leave the present daemon and connect to the one at `socket`; `window` segments are fetched at a time. `mode`: as
     in `EngineOptions`."""
 
     socket: str
@@ -57,12 +58,12 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
-    """Done."""
+    """Reply to `Attach`."""
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
-    """Generate `new_tokens` with the pool. `cold`: then once more without it. `flip`: change what is read from the
-    pool, and store nothing. `announce`: say `Fetching` before the first read of remote segments."""
+    """Generate `new_tokens` with the pool. `cold`: then once more without it. `flip`: flip bits of the bytes read from
+    the pool, and store nothing. `announce`: send `Fetching` before the first read of remote segments."""
 
     tokens: list[int]
     new_tokens: int
@@ -78,10 +79,9 @@ class Fetching(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ran(msgspec.Struct, frozen=True, tag=True):
-    """`tokens`: what was generated with the pool, `cold_tokens` without; TTFT in milliseconds. `shipped_tokens` of the
-    prompt were attended where they lie, for `query_bytes` to and from other nodes; `queries_sent` as in `Counts`.
-    `error` is '' unless generating with the pool raised.
-    """
+    """Reply to `Run`. `tokens`: tokens generated with the pool, `cold_tokens` without; TTFT in milliseconds.
+    `shipped_tokens` of the prompt were attended at their nodes, for `query_bytes` to and from them; `queries_sent` as
+    in `Counts`. `error` is '' unless generating with the pool raised."""
 
     tokens: list[int]
     ttft_ms: float
@@ -97,18 +97,15 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """Store what waits and report."""
+    """Store everything that waits, and report."""
 
 
 class EngineReport(msgspec.Struct, frozen=True, tag=True):
-    """Of the engine's calls to the pool. Times are those of the monotonic clock, 0 where nothing happened.
+    """Measurements of the engine's calls to the pool. Times are those of the monotonic clock, 0 for events that did not
+    happen. `local_segments` were read from the arena of the engine's node, earlier fetched copies included.
+    `longest_s`: the longest call that a request waited for. `recovered_at`: the first successful read or store after
+    the last failed call."""
 
-    `local_segments` were read from the arena of the engine's node, copies brought there earlier included.
-    `longest_s`: of the calls that a request waited for. `recovered_at`: the first read or store that went through
-    after the last call that failed.
-    """
-
-    asked_tokens: int
     local_segments: int
     remote_segments: int
     longest_s: float

@@ -1,4 +1,4 @@
-"""`tokenlake bench engine`: what the pool does for one engine, and for two behind round robin."""
+"""`tokenlake bench engine`: the pool's effect on one engine, and on two behind round robin."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOOK_TOKENS = 32768
 ANSWER_TOKENS = 16
 ARRANGEMENTS = ("none", "native")
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
-"""Where `make install-vllm` puts it."""
+"""The place where `make install-vllm` installs it."""
 PATIENCE = {"write_patience_s": 10.0}
 
 
@@ -45,11 +45,11 @@ class EngineArguments:
 
 
 def run_engine(arguments: EngineArguments) -> dict[str, Any]:
-    """Measure, print and return; the result's keys are in docs/results/engine.md."""
+    """Measure, print and return; docs/results/engine.md describes the result's keys."""
     against = [name for name in arguments.against.split(",") if name]
     for name in against:
         if name not in ARRANGEMENTS:
-            raise ConfigurationError("against", name, f"of {', '.join(ARRANGEMENTS)}")
+            raise ConfigurationError("against", name, f"names among {', '.join(ARRANGEMENTS)}")
     if arguments.engine == "transformers" and "native" in against:
         print("transformers has no prefix cache of its own: 'native' is left out")
         against.remove("native")
@@ -88,7 +88,7 @@ class _Bench:
     def engine(
         self, name: str, pool: dict[str, Any] | None, memory_mib: int, *, native: bool, room: int = 4096
     ) -> Iterator[Engine]:
-        """Ends with the block. `native`: with vLLM's own prefix cache; `room`: longest request."""
+        """Context of an engine. `native`: with vLLM's own prefix cache; `room`: longest request."""
         options: dict[str, Any] = {}
         if self._arguments.engine == "vllm":
             options = {
@@ -165,24 +165,24 @@ def _by_length(length: int, prompts: Sequence[list[int]], plain: Engine, pooled:
 
 
 def _round_robin(name: str, engines: Sequence[Engine]) -> tuple[dict[str, Any], list[list[int]]]:
-    """Serve the conversations; the row and all answers."""
+    """Serve the conversations. Returns the row and all answers."""
     workload = Conversations()
     for engine in engines:
         engine.generate([prompt(300, 99)], 2)
     before = [engine.call("counts") for engine in engines]
     histories: list[list[int]] = [[] for _ in range(workload.conversations)]
-    first, whole, asked, served = [], [], 0, 0
+    first, whole, prompt_tokens, served = [], [], 0, 0
     answers = []
     for turn in range(workload.turns):
-        for number, said in enumerate(workload.questions(turn)):
+        for number, question in enumerate(workload.questions(turn)):
             history = histories[number]
-            history += said
-            # An odd shift per turn, so that a conversation's next turn comes to the other instance.
+            history += question
+            # Alternate the instances of a conversation: the turn's parity shifts the round robin by one.
             engine = engines[served % len(engines)] if turn % 2 == 0 else engines[(served + 1) % len(engines)]
             first.append(engine.timed([history], 1).seconds)
             run = engine.timed([history], ANSWER_TOKENS)
             whole.append(run.seconds)
-            asked += len(history)
+            prompt_tokens += len(history)
             served += 1
             history += run.tokens[0]
             answers.append(run.tokens[0])
@@ -191,7 +191,7 @@ def _round_robin(name: str, engines: Sequence[Engine]) -> tuple[dict[str, Any], 
     row = {
         "part": "two instances, round robin",
         "arrangement": name,
-        "prompt_tokens": asked,
+        "prompt_tokens": prompt_tokens,
         "ttft_ms": 1e3 * mean(first),
         "answers_per_second": served / (sum(first) + sum(whole)),
         "connector_ms": 1e3 * spent / (2 * served),

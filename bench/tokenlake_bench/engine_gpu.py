@@ -1,4 +1,4 @@
-"""Runs vLLM's CUDA path on a machine with a GPU: `python -m tokenlake_bench.engine_gpu`.
+"""Checks vLLM's CUDA path on a machine with a GPU: `python -m tokenlake_bench.engine_gpu`.
 
 Blocks on the GPU, filled with random numbers, go into a real daemon's arena and back into other blocks, for each of the
 layouts of FlashAttention and FlashInfer; every byte is compared, and the rates are printed. With `--model` and vLLM's
@@ -23,8 +23,8 @@ from tokenlake.layout import Layout
 from tokenlake_bench.engine_workload import prompt
 from tokenlake_bench.environment import check_interpreter
 from tokenlake_client import Pool
+from tokenlake_client.engines.vllm.blocks import block_views, stack_layers
 from tokenlake_client.engines.vllm.cuda_copy import CudaCopy
-from tokenlake_client.engines.vllm.paged import block_views, stack_layers
 from tokenlake_client.engines.vllm.ranks import rank_shards
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
@@ -36,7 +36,7 @@ ORDERS = {"HND": (0, 1, 2, 3), "NHD": (0, 2, 1, 3)}
 
 
 def main() -> int:
-    """0 when everything was equal."""
+    """Returns 0 when everything was equal, 1 when it was not, 2 where nothing could be run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path)
     arguments = parser.parse_args()
@@ -101,7 +101,7 @@ def _there_and_back(pool: Pool, backend: str, order: str) -> bool:
     with pool.match(keys) as lease:
         rates = []
         for _ in range(2):
-            # The first time locks the arena's pages.
+            # The first load also locks the arena's pages.
             started = time.perf_counter()
             for index, slot in enumerate(lease.fetch()):
                 into.from_slot(slot, range(index * per_segment, (index + 1) * per_segment), 0)

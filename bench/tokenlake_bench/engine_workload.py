@@ -16,7 +16,7 @@ def prompt(tokens: int, seed: int | str, vocabulary: int = 1000) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """Several conversations under few system prompts; each turn's prompt is all that was said before and a question."""
+    """Several conversations under few system prompts; a turn's prompt is the conversation so far and a new question."""
 
     conversations: int = 6
     turns: int = 4
@@ -25,9 +25,9 @@ class Conversations:
     question_tokens: int = 300
 
     def questions(self, turn: int) -> list[list[int]]:
-        """What each conversation says in a turn; in the first one the system prompt comes before it."""
-        spoken = []
+        """The new text of each conversation in a turn; in the first turn it begins with the system prompt."""
+        texts = []
         for number in range(self.conversations):
-            said = prompt(self.question_tokens, 1000 + number * self.turns + turn)
-            spoken.append(prompt(self.system_tokens, number % self.systems) + said if turn == 0 else said)
-        return spoken
+            question = prompt(self.question_tokens, 1000 + number * self.turns + turn)
+            texts.append(prompt(self.system_tokens, number % self.systems) + question if turn == 0 else question)
+        return texts

@@ -1,4 +1,4 @@
-"""Whether an interpreter has the modules that a benchmark needs, asked before anything is started."""
+"""Checks that an interpreter has the modules of a benchmark, before anything is started."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENGINE_MODULES: Final = {
     "vllm": ("vllm", "tokenlake_client", "tokenlake_testing"),
     "transformers": ("torch", "transformers", "tokenlake_client", "tokenlake_testing"),
 }
-"""What a process of `tokenlake_testing.engine_lines` imports, by the kind of its engine."""
+"""Modules that a process of `tokenlake_testing.engine_lines` imports, by kind of engine."""
 REMEDIES: Final = {
     "vllm": "in the repository `make install-vllm` makes one at .venv-vllm",
     "transformers": "pip install tokenlake-bench 'tokenlake[transformers]'",

@@ -32,9 +32,9 @@ __all__ = ["LiveOptions", "LiveRun", "notes", "run_live"]
 FAST_DAEMON = "tokenlake_bench.fast_daemon"
 CACHED_SHARE = ServerConfig().cached_share
 PATIENT = {"match_deadline_ms": "1000", "suspect_ms": "5000"}
-"""Settings of the daemons unless told otherwise: what is found must not depend on how busy this machine is."""
+"""Default settings of the daemons, with deadlines so long that a busy machine does not change the hits."""
 DEADLINES = {"match_deadline_ms": 600_000, "suspect_ms": 600_000, "lease_s": 3600, "reservation_s": 3600}
-"""Settings that are times, and the most that each may be."""
+"""Settings that are durations, with the largest value of each."""
 SENT_BYTES = "tokenlake_sent_bytes_total"
 EVICTED = "tokenlake_evicted_segments_total"
 HOT_COPIES = 'tokenlake_hot_segments{of="copies"}'
@@ -44,10 +44,9 @@ FLASH_WINDOWS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class LiveOptions:
-    """`capacity_tokens` is that of the whole pool; `speed` 0 replays as fast as it goes, any other scales the clocks of
-    the daemons too. `shipped_deadlines`: the daemons wait for each other as long as they do by default. `hot` and
-    `eviction` (None: the default) are settings of the daemons. `flash_at`: when a flash crowd comes that is in the
-    workload."""
+    """`capacity_tokens` is that of the whole pool; `speed` 0 replays as fast as possible, any other value scales the
+    daemons' clocks too. `shipped_deadlines`: the daemons keep their default deadlines. `hot` and `eviction` (None: the
+    default) are settings of the daemons. `flash_at`: the time of the workload's flash crowd."""
 
     nodes: int = 3
     capacity_tokens: int
@@ -61,8 +60,8 @@ class LiveOptions:
     shipped_deadlines: bool = False
 
     def settings(self) -> dict[str, str]:
-        """Of the daemons, beside sizes and addresses. Deadlines are as many real seconds at each speed: the disks and
-        sockets of this machine are no faster in a replay."""
+        """Settings of the daemons beside sizes and addresses. Deadlines last as many real seconds at each speed: the
+        disks and sockets of this machine are no faster in a replay."""
         settings = {} if self.shipped_deadlines else dict(PATIENT)
         settings["hot"] = self.hot
         if self.eviction is not None:
@@ -77,7 +76,7 @@ class LiveOptions:
 
     @property
     def haste(self) -> float:
-        """Seconds of the daemons' clocks in which as much can be done as in one second of a daemon at rest."""
+        """Seconds of the daemons' clocks per real second, at least 1."""
         return max(1.0, self.speed)
 
 
@@ -93,7 +92,7 @@ class LiveRun:
 
 
 def run_live(workload: Workload, options: LiveOptions, progress: Callable[[ReplayLog], None]) -> LiveRun:
-    """Replays `workload` and compares. Raises TokenLakeError; an interrupted replay is reported as far as it got."""
+    """Replay `workload` and compare. Raises TokenLakeError; an interrupted replay is reported as far as it got."""
     size = pool_size(options.nodes, options.capacity_tokens, bench_layout(options.segment_tokens))
     accesses = intern_segments(workload, options.segment_tokens)
     began = time.monotonic()
@@ -101,7 +100,7 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
         module = FAST_DAEMON if options.speed > 0 else SERVER
         memory = str(size.memory)
         cluster = stack.enter_context(Cluster(options.nodes, memory, memory, None, module, **options.settings()))
-        # What is fetched has to fit among the cached copies.
+        # Fetched segments have to fit among the cached copies.
         window = max(1, min(WINDOW, int(CACHED_SHARE * size.node_segments)))
         clients = [
             LiveClient(pool, options.seed, window=window, haste=options.haste)
@@ -113,7 +112,7 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
         elapsed_s = time.monotonic() - began
         settle(cluster)
         totals = cluster.totals()
-        # Not those of the clients: an interruption may have come in the middle of a call.
+        # New clients: an interruption may have left the replay's in the middle of a call.
         pools = [stack.enter_context(cluster.connect(node, size.layout)) for node in range(options.nodes)]
         duplication = copies_per_segment(pools, log.keys.values(), options.haste)
         node_bytes = dict(zip([node.name for node in cluster.nodes], balance.load_of_nodes(meter.served), strict=True))
@@ -154,23 +153,23 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
 
 
 def _flash(options: LiveOptions, windows: Callable[[float], list[float]]) -> tuple[float, ...]:
-    """Of the windows that begin with the flash crowd; nothing without one."""
+    """Figures of the windows that begin with the flash crowd; empty without one."""
     return () if options.flash_at is None else tuple(windows(options.flash_at))
 
 
 def notes(run: LiveRun) -> list[str]:
-    """Lines for below the table: what it compares with and what stood in the way."""
+    """Lines for below the table: the comparison cache, and reasons for missing hits."""
     cut: dict[Code, int] = {code: count for code, count in run.log.cut_by.items() if code is not Code.MISSING}
     refused: dict[Code, int] = {code: count for code, count in run.log.stored.items() if code.refused}
     lines = [
         f"one cache of the same capacity would hit {run.global_lru * 100:.1f} %; segments evicted: {run.evicted:,}",
-        f"hits that ended for another reason than a missing segment: {_counts(cut)}",
-        f"segments that were refused a place: {_counts(refused)}",
+        f"hits that ended for a reason other than a missing segment: {_counts(cut)}",
+        f"segments whose store was refused: {_counts(refused)}",
     ]
     if run.log.failures:
-        lines.append(f"calls that a daemon did not answer in time: {run.log.failures:,}")
+        lines.append(f"calls without an answer within their deadline: {run.log.failures:,}")
     if run.log.interrupted:
-        lines.append(f"interrupted after {run.log.requests:,} requests; everything above is about these")
+        lines.append(f"interrupted after {run.log.requests:,} requests; all figures above cover these")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""An engine's part of a replay: match, read and check every byte, store what was missing."""
+"""The engine of a replay: match, read and compare every byte, store the missing segments."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from tokenlake_client import Pool
 __all__ = ["ChainOf", "LiveClient", "Served", "chain_of"]
 
 WINDOW: Final = 32
-"""Most segments that are fetched, checked and released at a time."""
+"""Most segments that are fetched, compared and released at a time."""
 MATCH_S: Final = 1.0
-"""A benchmark of hit rates asks what is found, not what is found in time; how long it took is reported."""
+"""Deadline of a match. Hit rates are to be independent of it, so it is long; latencies are reported apart."""
 PATIENCE_S: Final = 5.0
-"""For the write budget, per window of a store without progress."""
+"""Longest wait for the write budget, per window of a store without progress."""
 
 Tokens = NDArray[np.uint32]
 ChainOf = Callable[[Pool, Tokens], Sequence[SegmentKey]]
-"""How the keys of a prompt's full segments are made."""
+"""Computes the keys of a prompt's full segments."""
 
 
 def chain_of(pool: Pool, tokens: Tokens) -> Sequence[SegmentKey]:
@@ -39,20 +39,20 @@ def chain_of(pool: Pool, tokens: Tokens) -> Sequence[SegmentKey]:
 
 @dataclass(slots=True)
 class Served:
-    """What became of one prompt. Counts are of segments unless the name says otherwise."""
+    """The outcome of one prompt. Counts are numbers of segments unless the name says otherwise."""
 
     keys: Sequence[SegmentKey]
     hits: int = 0
-    """Read from the pool, from the first on without a gap."""
+    """Segments read from the pool: the contiguous prefix."""
     remote: list[int] = field(default_factory=list)
-    """Those of the hits that came from another node, ascending."""
+    """Indices of the hits that came from another node, ascending."""
     wrong_segments: int = 0
     wrong_bytes: int = 0
     match_s: float = 0.0
     fetch_s: list[float] = field(default_factory=list)
-    """One per window."""
+    """One entry per window."""
     cut_by: Code | None = None
-    """Why the prefix ended before the prompt's last full segment did."""
+    """The reason why the prefix ended before the prompt's last full segment."""
     failures: int = 0
     """Calls that the daemon did not answer in time."""
     stored: Counter[Code] = field(default_factory=Counter)
@@ -71,20 +71,21 @@ class LiveClient:
         chain: ChainOf = chain_of,
         haste: float = 1.0,
     ) -> None:
-        """`window`: segments read at a time. `tenant`: whose bytes are expected; that of the connection unless
-        given. `haste`: seconds of the daemon's clock in each second."""
+        """`window`: segments read at a time. `tenant`: the owner of the expected bytes, by default the connection's
+        tenant. `haste`: seconds of the daemon's clock per real second."""
         self.pool = pool
         self._window = window
         self._chain = chain
         self._match_s = MATCH_S * haste
-        # A daemon at rest predicts how long a fetch takes; its rules' least deadline is short by a fast clock.
+        # The rules' least deadline for a fetch is too short on a fast clock; at normal speed they predict the time
+        # well.
         self._fetch_s = MATCH_S * haste if haste > 1 else 0.0
         fingerprint = pool.layout.fingerprint()
         self._identity = PayloadIdentity(seed, pool.tenant if tenant is None else tenant, fingerprint)
 
     def serve(self, tokens: Tokens) -> Served:
-        """Read the longest known prefix of `tokens`, compare it, store the rest. A call without an answer is
-        counted; what it was to bring is missing. Raises `Unreachable` when the daemon is gone."""
+        """Read the longest known prefix of `tokens`, compare it, store the rest. A call without an answer is counted as
+        a failure, and its segments count as missing. Raises `Unreachable` when the daemon is gone."""
         keys = self._chain(self.pool, tokens)
         digests = self._identity.digests(tokens, self.pool.layout.segment_tokens)
         served = Served(keys)
@@ -112,7 +113,7 @@ class LiveClient:
                 served.fetch_s.append(time.perf_counter() - began)
                 served.hits += len(arrays)
                 served.remote += [index for index in range(start, served.hits) if lease.codes[index] == Code.REMOTE]
-                # Views keep their segments leased: they go before the release.
+                # Views keep their segments leased: drop them before the release.
                 while arrays:
                     _compare(arrays.pop(), digests[start + len(arrays)], served)
                 lease.release(start, served.hits)

@@ -1,8 +1,8 @@
-"""What each node's arena was read for, window by window of trace time.
+"""Reads of each node's arena, window by window of trace time.
 
-A local read is counted by the client that made it. A read for another node is counted by the daemon that sent
-the bytes; what others pulled from it to keep is no read. The daemons are asked once per window, when
-nothing is on its way between nodes.
+A local read is counted by the client that made it. A read for another node is counted by the daemon that sent the
+bytes; transfers of primary copies and replicas are not reads. The daemons' counters are read once per window, when no
+transfer between nodes is under way.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ PAUSE_S: Final = 0.002
 
 
 class LoadMeter:
-    """`served`: reads by the node that served them, the segments not told apart. `read`: the same reads by
-    segment, all as of node 0."""
+    """`served`: reads by the node whose arena was read, without segments. `read`: the same reads by segment, all as of
+    node 0."""
 
     def __init__(self, cluster: Cluster, segment_bytes: int, window_s: float = WINDOW_S) -> None:
         self.served = ReadLog(len(cluster.nodes))
@@ -35,7 +35,7 @@ class LoadMeter:
         self._sent = [0] * len(cluster.nodes)
 
     def at(self, at_s: float) -> None:
-        """The next reads happen at `at_s`, which never goes back."""
+        """The next reads happen at `at_s`, which never decreases."""
         window = math.floor(at_s / self._window_s)
         if window != self._window:
             self.close_window()
@@ -48,7 +48,7 @@ class LoadMeter:
             self.read.add(at_s, 0, segment, self._segment_bytes)
 
     def close_window(self) -> None:
-        """Ask the daemons; also after the last read."""
+        """Read the daemons' counters. Call it after the last read, too."""
         if self._window < 0:
             return
         settle(self._cluster)
@@ -63,7 +63,7 @@ class LoadMeter:
 
 
 def settle(cluster: Cluster) -> bool:
-    """Wait until no segment is being written or pushed; False when that takes too long."""
+    """Wait until no segment is being written or pushed. Returns False when that takes longer than `SETTLE_S`."""
     until = time.monotonic() + SETTLE_S
     while time.monotonic() < until:
         totals = cluster.totals()

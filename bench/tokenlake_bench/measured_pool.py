@@ -1,4 +1,4 @@
-"""A pool between an engine and the client that measures each call, and can spoil what is read."""
+"""A pool for engines that measures each call and can corrupt the bytes read."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake_client import Pool
 from tokenlake_client.lease import Lease
+from tokenlake_client.match import DEFAULT_MATCH, MatchOptions
 
 __all__ = ["MeasuredPool", "Watch"]
 
 
 class Watch:
-    """What was measured, and what is to be done with reads. Several threads call."""
+    """Measurements of a pool's calls, and switches for its reads. Thread-safe as far as several engine threads call."""
 
     def __init__(self) -> None:
         self.flip = False
-        """Invert the sign bit of every second 16-bit word of what is read; store nothing."""
+        """Invert the sign bit of every second 16-bit word that is read; store nothing."""
         self.before_remote: Callable[[int], None] | None = None
         """Called with the number of remote segments before they are fetched."""
         self.local = 0
@@ -42,7 +43,7 @@ class Watch:
 
     @contextmanager
     def call(self, *, waited_for: bool) -> Iterator[None]:
-        """Around one call of the pool; `waited_for` by a request."""
+        """Context of one call of the pool; `waited_for`: a request waits for the call."""
         began = time.monotonic()
         try:
             yield
@@ -83,27 +84,11 @@ class MeasuredPool:
         """See `CachePool`."""
         return self._pool.prefix(tokens, adapter=adapter, salt=salt)
 
-    def match(
-        self,
-        keys: Sequence[SegmentKey],
-        *,
-        request: str | None = None,
-        hints: Hints | None = None,
-        tokens: int = 0,
-        in_flight_wait_s: float = 0.0,
-        in_flight_wait_per_segment_s: float = 0.0,
-    ) -> MeasuredLease:
+    def match(self, keys: Sequence[SegmentKey], options: MatchOptions = DEFAULT_MATCH) -> MeasuredLease:
         """See `CachePool`."""
         # Waiting for what others compute is not waiting for the pool.
-        with self._watch.call(waited_for=not in_flight_wait_s):
-            lease = self._pool.match(
-                keys,
-                request=request,
-                hints=hints,
-                tokens=tokens,
-                in_flight_wait_s=in_flight_wait_s,
-                in_flight_wait_per_segment_s=in_flight_wait_per_segment_s,
-            )
+        with self._watch.call(waited_for=not options.in_flight_wait_s):
+            lease = self._pool.match(keys, options)
         if lease.hits < len(keys):
             self._watch.cut_by[Code(lease.codes[lease.hits]).name] += 1
         return MeasuredLease(lease, self._watch)
@@ -192,7 +177,8 @@ class MeasuredLease:
 
 
 def _flipped(array: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The numbers stay finite: the top byte of a little-endian float32 or of every second 16-bit float."""
+    """The values stay finite: this inverts the sign in the top byte of a little-endian float32 or of every second
+    16-bit float."""
     spoilt = array.copy()
     spoilt[3::4] ^= 0x80
     spoilt.flags.writeable = False

@@ -12,29 +12,29 @@ SENT = "tokenlake_sent_to_readers_segments_total"
 
 
 class NodeTotals:
-    """A daemon's counters begin at 0 when it starts; what it counted before a kill is added."""
+    """A daemon's counters begin at 0 when it starts; this adds the counts from before a kill."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._counters: list[dict[str, float]] = [{} for _ in cluster.nodes]
 
     def before_kill(self, node: int) -> None:
-        """The daemon may be killed after this; a later call takes the place of an earlier one."""
+        """Read the counters of a daemon that may be killed after this; a later call replaces an earlier one."""
         self._counters[node] = self._cluster.nodes[node].metrics()
 
     def finish(self) -> None:
-        """Add what the daemons have counted by now. Once, at the end."""
+        """Add the daemons' present counters. Call it once, at the end."""
         for known, node in zip(self._counters, self._cluster.nodes, strict=True):
             for name, value in node.metrics().items():
                 known[name] = known.get(name, 0.0) + value
 
     def total(self, counter: str) -> int:
-        """Over all nodes."""
+        """The sum over all nodes."""
         return int(sum(known[counter] for known in self._counters))
 
     def read_bytes(self, local_segments: Sequence[int], segment_bytes: int) -> dict[str, int]:
-        """Bytes read from each node's arena: by its own engine, and sent to readers elsewhere. `local_segments`
-        are those that the engine of each node read there; nodes beyond have no engine."""
+        """Bytes read from each node's arena: by its own engine, and sent to readers at other nodes. `local_segments`:
+        segments that the engine of each node read there; further nodes have no engine."""
         local = [*local_segments, *[0] * (len(self._counters) - len(local_segments))]
         return {
             node.name: (own + int(known[SENT])) * segment_bytes

@@ -1,10 +1,10 @@
-"""The bytes that a segment must have, from what they stand for and without the pool's key chain.
+"""The expected bytes of a segment, derived from its tokens without the pool's keys.
 
     digest  = xxh3-128(seed, tenant, layout fingerprint, all tokens up to the segment's end)
     word[i] = page[i mod 8192] xor tag(digest, i div 8192)
 
-`page` is 64 KiB of fixed words, all different. So each 64-byte line depends on the digest and on its place: a
-read that gives another segment's bytes, or these bytes shifted, is found however the pool derived its keys.
+`page` is 64 KiB of fixed words, all different. So each 64-byte line depends on the digest and on its place: a read that
+returns another segment's bytes, or these bytes shifted, is detected however the pool derives its keys.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PAGE: Final = mix64(np.arange(1, _PAGE_WORDS + 1, dtype=np.uint64) * np.uint64(
 
 @dataclass(frozen=True, slots=True)
 class PayloadIdentity:
-    """Whose segments they are: the seed of the run, the tenant's name, the layout's fingerprint."""
+    """The seed of the run, the tenant's name and the layout's fingerprint."""
 
     seed: int
     tenant: str
@@ -49,7 +49,7 @@ class PayloadIdentity:
 
 
 def fill(out: NDArray[np.uint8], digest: bytes) -> None:
-    """Writes all of `out` (contiguous, one-dimensional, writable) with the bytes that `digest` stands for."""
+    """Write the bytes of `digest` into all of `out` (contiguous, one-dimensional, writable)."""
     tags = _tags(digest, len(out))
     whole = len(out) // _PAGE_BYTES
     pages = out[: whole * _PAGE_BYTES].view(np.uint64).reshape(whole, _PAGE_WORDS)

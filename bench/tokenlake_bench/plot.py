@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenlake.errors import ConfigurationError
+from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.report import CacheHitResult, hit_rates
 
 __all__ = ["plot_cache_hit"]
 
 
 def plot_cache_hit(result: CacheHitResult, node_bytes: dict[str, int], path: Path) -> None:
-    """Writes a PNG at `path`: token hit rates per system, and GiB read from each node's arena.
+    """Write a PNG to `path`: token hit rates per system, and GiB read from each node's arena.
 
-    `node_bytes` maps node names to bytes, as in `CacheHitDetails`. matplotlib is imported here, without a
-    display. Raises ConfigurationError where it is missing or `path` does not end in .png.
+    `node_bytes` maps node names to bytes, as in `CacheHitDetails`. matplotlib is imported here, without a display.
+    Raises ConfigurationError where it is missing or `path` does not end in .png.
     """
-    if path.suffix != ".png":
-        raise ConfigurationError("plot", str(path), "a file name ending in .png")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigurationError("plot", str(path), "matplotlib: pip install tokenlake-bench") from None
+    check_plot(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)

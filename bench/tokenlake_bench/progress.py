@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, a line per tenth elsewhere."""
+"""Progress of a run: a bar on a terminal, elsewhere a line per tenth."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LINES = 10
 
 
 class LiveProgress:
-    """As a context manager; `update` says how much of `total` is done and what to show beside it."""
+    """A context manager; call `update` with the part of `total` that is done and a status to show."""
 
     def __init__(self, console: Console, title: str, total: int) -> None:
         self._console = console
@@ -41,7 +41,7 @@ class LiveProgress:
         self._bar.stop()
 
     def update(self, done: int, status: str) -> None:
-        """`done` never falls."""
+        """`done` never decreases."""
         if self._console.is_terminal:
             self._bar.update(self._task, completed=done, status=status)
         elif done * LINES // self._total > self._lines:
@@ -49,5 +49,5 @@ class LiveProgress:
             self._console.print(f"{self._title}: {done} of {self._total}, {status}", soft_wrap=True)
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._console.print(text, soft_wrap=True)

@@ -24,7 +24,7 @@ class ReplayLog:
 
     requests: int = 0
     seconds: float = 0.0
-    """Of trace time, from the first request to the last."""
+    """Trace time from the first request to the last."""
     prompt_tokens: int = 0
     hit_segments: int = 0
     remote_segments: int = 0
@@ -37,13 +37,13 @@ class ReplayLog:
     failures: int = 0
     """Calls that a daemon did not answer in time."""
     stored: Counter[Code] = field(default_factory=Counter)
-    """Segments to store by what became of them."""
+    """Segments to store, by outcome."""
     keys: dict[int, SegmentKey] = field(default_factory=dict)
-    """Of every segment that was asked for, by its id in the accesses."""
+    """Keys of all requested segments, by their id in the accesses."""
     interrupted: bool = False
 
     def add(self, request: Request, served: Served, chain: Sequence[int]) -> None:
-        """One request is done; `chain` has its segments' ids."""
+        """Add a finished request; `chain` has its segments' ids."""
         self.requests += 1
         self.prompt_tokens += len(request.tokens)
         self.hit_segments += served.hits
@@ -71,8 +71,8 @@ def replay(
 ) -> ReplayLog:
     """`accesses` are the workload's own. `speed`: trace seconds per second; 0 waits for nothing.
 
-    KeyboardInterrupt ends it early: the log then says `interrupted` and has the requests that were done.
-    Raises `Unreachable`.
+    KeyboardInterrupt ends it early: the log is then `interrupted` and covers the finished requests. Raises
+    `Unreachable`.
     """
     log = ReplayLog()
     began = time.monotonic()

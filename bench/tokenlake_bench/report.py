@@ -1,4 +1,4 @@
-"""Results of the benchmark commands: the JSON that they write and the tables that they print.
+"""Results of the benchmark commands: their JSON and their tables.
 
 Rates and shares are fractions from 0 to 1 in JSON and percentages in tables.
 """
@@ -33,14 +33,15 @@ __all__ = [
 class CacheHitResult(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `tokenlake bench cache-hit`.
 
-    The hit rates are hit tokens / prompt tokens. `remote_share` is the part of the pool's hit tokens that
-    came from another node; `duplication` the mean number of copies per stored segment; the load is that of
-    `balance`; `bytes_moved` went between nodes; `wrong_bytes` counts bytes of segments that were not what was
-    stored.
+    The hit rates are hit tokens / prompt tokens. `remote_share` is the part of the pool's hit tokens that came from
+    another node; `duplication` the mean number of copies per stored segment; the load is defined in `balance`;
+    `bytes_moved` went between nodes; `wrong_bytes` counts bytes that differ from the stored ones.
 
     `hot_copies_per_node`: copies of hot segments at the end; `hot_copies_per_node_minute`: made per minute of trace
     time.
-    `flash_max_over_mean`: of the two windows that begin with the flash crowd, beside their floor; empty without one.
+
+    `flash_max_over_mean`: values of the two windows that begin with the flash crowd, with their floor in `flash_floor`;
+    empty without a flash crowd.
     """
 
     token_hit_rate: float
@@ -71,7 +72,7 @@ class Quantiles(msgspec.Struct, frozen=True):
 
 
 class CacheHitDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """What the table shows beside the JSON. `node_bytes`: bytes read from the arena, per name of a node."""
+    """Figures of the table that the JSON lacks. `node_bytes`: bytes read from the arena, by name of the node."""
 
     workload: str
     segment_tokens: int
@@ -84,7 +85,7 @@ class CacheHitDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 class ShipResult(msgspec.Struct, frozen=True, kw_only=True):
     """The demo's long documents with short answers: bytes between nodes when prefixes are fetched, and when queries are
-    shipped to them, beside what the formulae say. `cached_tokens` were not computed. TTFT are medians."""
+    shipped, each beside its formula. `cached_tokens` were not computed. TTFT are medians."""
 
     requests: int
     cached_tokens: int
@@ -100,10 +101,9 @@ class ShipResult(msgspec.Struct, frozen=True, kw_only=True):
 class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `tokenlake demo`.
 
-    `tokens_equal`: every request compared gave the same tokens with the pool as without.
-    `control_changed_tokens`: requests whose tokens changed when bytes of their cached prefix were flipped on
-    purpose. `longest_call_ms` and `errors` are over all calls of the engines, those during the loss of a node
-    included. TTFT are medians.
+    `tokens_equal`: every compared request gave the same tokens with the pool as without. `control_changed_tokens`:
+    requests whose tokens changed when bytes of their cached prefix were flipped on purpose. `longest_call_ms` and
+    `errors` cover all calls of the engines, those during the loss of a node included. TTFT are medians.
     """
 
     token_hit_rate: float
@@ -120,7 +120,7 @@ class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UntilKill(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the requests that were done before the kill: the comparison's caches lose no node either."""
+    """Figures of the requests before the kill: the caches of the comparison lose no node either."""
 
     requests: int
     token_hit_rate: float
@@ -129,11 +129,11 @@ class UntilKill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DemoDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """What the demo's table shows beside the JSON.
+    """Figures of the demo's table that the JSON lacks.
 
-    `compared` and `equal` count requests whose tokens were held against a run without the pool, `controls`
-    those that were run with flipped bytes. `served_again_s` is the time from the kill until the node served a
-    read or took a store again, None if it did not.
+    `compared` and `equal` count requests whose tokens were compared with a run without the pool, `controls` requests
+    that were run with flipped bytes. `served_again_s` is the time from the kill until the node served a read or took a
+    store again, None if it did not.
     """
 
     workload: str
@@ -153,8 +153,8 @@ class DemoDetails(msgspec.Struct, frozen=True, kw_only=True):
     random_model: bool
 
 
-def write_json(result: msgspec.Struct, path: Path) -> None:
-    """Writes the result as one JSON object, indented by two."""
+def write_json(result: object, path: Path) -> None:
+    """Write the result, a struct or a container of structs, as JSON indented by two."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
 
 
@@ -187,7 +187,7 @@ def format_share(share: float) -> str:
 
 
 def cache_hit_table(result: CacheHitResult, details: CacheHitDetails) -> RenderableType:
-    """For a terminal."""
+    """A table for a terminal."""
     title = f"{details.workload}: {result.requests:,} requests, {result.nodes} nodes, seed {result.seed}"
     table = _grid(title)
     _rates(table, result)
@@ -214,7 +214,7 @@ def cache_hit_table(result: CacheHitResult, details: CacheHitDetails) -> Rendera
 
 
 def demo_table(result: DemoResult, details: DemoDetails) -> RenderableType:
-    """For a terminal: the table, then the lines that say what was checked."""
+    """The table for a terminal, followed by a line per check."""
     table = _grid(f"{details.workload}: {details.requests:,} requests")
     table.add_row("token hit rate, no cache", format_share(0.0))
     _rates(table, result)
@@ -250,7 +250,7 @@ def _demo_lines(result: DemoResult, details: DemoDetails) -> list[Text]:
         _verdict(f"tokens equal {details.equal:,} of {details.compared:,}", good=result.tokens_equal),
         _verdict(
             f"control with flipped bytes: {changed:,} of {details.controls:,} differ"
-            + (", as they must" if changed else "; some must"),
+            + (", as required" if changed else "; at least one must"),
             good=changed > 0,
         ),
         _verdict(killed, good=result.errors == 0 and details.served_again_s is not None),

@@ -1,4 +1,4 @@
-"""Which node a request goes to."""
+"""Routes: the node of each request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenlake_bench.workload import Request
 __all__ = ["ROUTES", "Route", "RouteMaker"]
 
 Route = Callable[[Request], int]
-"""Number of a node, from 0."""
+"""Returns the index of a node."""
 RouteMaker = Callable[[int, int], Route]
 """(number of nodes, seed) to a route."""
 

@@ -1,9 +1,9 @@
-"""Sessions of a coding agent, as published by kv-cache-tester: JSON lines, plain or compressed, one session a line.
+"""Sessions of a coding agent, as published by kv-cache-tester: JSON lines, plain or compressed, one session per line.
 
 A session has requests `t` (seconds from its start), `in`, `out` (tokens), `hash_ids` (ids of the full 64-token blocks
-of the prompt, as text: "1-3,7" is 1, 2, 3, 7), `think_time` and `api_time` (s), and sub-agents, whose requests lie one
-level deeper with times of their own. Ids are local to the session; sessions that are not `primary` are copies and left
-out. When sessions start is not in the file: a Poisson process says so.
+of the prompt, as text: "1-3,7" is 1, 2, 3, 7), and sub-agents, whose requests lie one level deeper with times of their
+own; other fields are not used. Ids are local to the session; sessions that are not `primary` are copies and left out.
+The file has no start times of sessions: they follow a Poisson process.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = ["BLOCK_TOKENS", "SESSIONS_PER_HOUR", "SessionTrace", "read_sessions"]
 
 BLOCK_TOKENS: Final = 64
 SESSIONS_PER_HOUR: Final = 24.0
-"""Some 20 sessions are open at a time, and LRU finds 28, 58 and 92 % of the tokens at 0.5, 1 and 3M."""
+"""With this rate some 20 sessions are open at a time, and LRU finds 28, 58 and 92 % of the tokens at 0.5, 1 and 3M."""
 
 _MAX_PROMPT: Final = 1 << 24
-_MAX_RUN: Final = 32
+_MAX_RANGE_TEXT: Final = 32
 _NO_IDS: Final = np.empty(0, dtype=np.int64)
 _TEXT_STREAM: Final = 1
 _TAIL_STREAM: Final = 2
@@ -53,8 +53,6 @@ class _Entry(msgspec.Struct, gc=False):
     prompt: Annotated[int, Meta(ge=1, le=_MAX_PROMPT)] = msgspec.field(name="in", default=0)
     output: Annotated[int, Meta(ge=0)] = msgspec.field(name="out", default=0)
     hash_ids: str | None = None
-    think_time: _Seconds = 0.0
-    api_time: _Seconds = 0.0
     requests: list[_Entry] | None = None
 
 
@@ -74,12 +72,8 @@ class SessionRequest(msgspec.Struct, frozen=True, gc=False):
     conversation: int
     length: int
     output_length: int
-    think_s: float
-    """Between the answer before and this request."""
-    api_s: float
-    """That the service took."""
     block_ids: NDArray[np.int64]
-    """Local to the session."""
+    """Block ids, local to the session."""
 
 
 class SessionTrace:
@@ -91,7 +85,7 @@ class SessionTrace:
         self.requests = requests
         """In time order."""
         self.malformed = malformed
-        """Lines that were passed over."""
+        """Errors of the lines that were skipped."""
         self._name = name
         self._seed = seed
         self._vocabulary = vocabulary
@@ -109,7 +103,7 @@ class SessionTrace:
         for index, request in enumerate(self.requests):
             key = key_of(self._seed & WORD, _TEXT_STREAM, request.session)
             blocks = self._stream(mix64(mix64(request.block_ids.astype(np.uint64)) + np.uint64(key)), BLOCK_TOKENS)
-            # What follows the last full block has no id: it is this request's own.
+            # The tokens behind the last full block have no id: they are unique to this request.
             tail = np.array([key_of(self._seed & WORD, _TAIL_STREAM, index)], dtype=np.uint64)
             tokens = np.concatenate([blocks, self._stream(tail, request.length % BLOCK_TOKENS)])
             yield Request(index, request.at_s, request.conversation, tokens, no_output)
@@ -141,14 +135,14 @@ class _Chains:
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks
         self._ids: dict[tuple[int, bytes], int] = {}
-        """By the segment before, or minus the session's number for none, and the blocks."""
+        """Ids by (the previous segment's id, or -1 minus the session's number for the first segment; the block ids)."""
         self._last: dict[int, tuple[NDArray[np.int64], tuple[int, ...]]] = {}
 
     def chain(self, session: int, ids: NDArray[np.int64]) -> tuple[int, ...]:
-        """Whatever is equal to the session's prompt before is not looked up again."""
-        former, known = self._last.get(session, (ids[:0], ()))
-        common = min(len(ids), len(former))
-        unequal = np.flatnonzero(ids[:common] != former[:common])
+        """Segment ids of a prompt. The prefix shared with the session's previous prompt is not looked up again."""
+        previous, known = self._last.get(session, (ids[:0], ()))
+        common = min(len(ids), len(previous))
+        unequal = np.flatnonzero(ids[:common] != previous[:common])
         common = int(unequal[0]) if len(unequal) else common
         chain = list(known[: common // self._blocks])
         for start in range(len(chain) * self._blocks, len(ids) - self._blocks + 1, self._blocks):
@@ -167,11 +161,11 @@ def read_sessions(
     vocabulary: int = 32_000,
     sessions_per_hour: float = SESSIONS_PER_HOUR,
 ) -> SessionTrace:
-    """The sessions at `path`, in the file's order, started by a Poisson process that `seed` draws; or the first
-    `limit` requests of that.
+    """The sessions at `path`, in the file's order, started by a Poisson process that `seed` draws; or the first `limit`
+    requests of them.
 
-    Token ids are a function of (`seed`, session, block id, position), below `vocabulary`; those after the last full
-    block are the request's own. A malformed line is passed over and counted.
+    Token ids are a function of (`seed`, session, block id, position), below `vocabulary`; those behind the last full
+    block are unique to the request. A malformed line is skipped and counted.
 
     Raises TraceError for a file that cannot be read, has no session, or more malformed lines than `MALFORMED_SHARE`;
     ConfigurationError for an argument out of range.
@@ -201,7 +195,7 @@ def read_sessions(
 
 
 def _parse(path: Path) -> tuple[list[list[SessionRequest]], list[TraceError]]:
-    """Sessions with times of their own, and the lines that could not be read."""
+    """Sessions with times from their own start, and the errors of malformed lines."""
     decoder = msgspec.json.Decoder(_Line)
     sessions: list[list[SessionRequest]] = []
     malformed: list[TraceError] = []
@@ -224,7 +218,7 @@ def _parse(path: Path) -> tuple[list[list[SessionRequest]], list[TraceError]]:
 
 
 def _session(decoder: msgspec.json.Decoder[_Line], text: bytes, path: Path, number: int) -> list[SessionRequest]:
-    """The requests of one line; none of a copy. Raises TraceError."""
+    """The requests of one line; none for a copy. Raises TraceError."""
     try:
         line = decoder.decode(text)
         if line.block_size != BLOCK_TOKENS:
@@ -249,7 +243,7 @@ class _Malformed(Exception):
 
 
 def _requests(entries: Iterable[_Entry], start_s: float, agents: Iterator[int]) -> Iterator[SessionRequest]:
-    """Of one agent, and of those that it starts; each agent takes the next number."""
+    """Requests of one agent and of its sub-agents; each agent takes the next number."""
     agent = next(agents)
     earliest = 0.0
     for entry in entries:
@@ -265,25 +259,25 @@ def _requests(entries: Iterable[_Entry], start_s: float, agents: Iterator[int]) 
                 conversation=agent,
                 length=entry.prompt,
                 output_length=entry.output,
-                think_s=entry.think_time,
-                api_s=entry.api_time,
                 block_ids=_expand(entry.hash_ids, entry.prompt // BLOCK_TOKENS),
             )
 
 
 def _expand(text: str, blocks: int) -> NDArray[np.int64]:
-    """The ids that the run-length text stands for, which are `blocks`."""
-    runs: list[tuple[int, int]] = []
+    """The `blocks` ids of the run-length text."""
+    ranges: list[tuple[int, int]] = []
     count = 0
     for part in text.split(",") if text else ():
         first, _, last = part.partition("-")
         last = last or first
-        if len(part) > _MAX_RUN or not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
-            raise _Malformed(f"expected ids and runs of ids as in '1-3,7'; got '{part[:_MAX_RUN]}'", "hash_ids")
+        if len(part) > _MAX_RANGE_TEXT or not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+            raise _Malformed(
+                f"expected ids and ranges of ids as in '1-3,7'; got '{part[:_MAX_RANGE_TEXT]}'", "hash_ids"
+            )
         count += int(last) - int(first) + 1
         if count > blocks:
             break
-        runs.append((int(first), int(last)))
+        ranges.append((int(first), int(last)))
     if count != blocks:
         raise _Malformed(f"expected {blocks} ids, one per full {BLOCK_TOKENS}-token block; got {count}", "hash_ids")
-    return np.concatenate([np.arange(first, last + 1, dtype=np.int64) for first, last in runs] or [_NO_IDS])
+    return np.concatenate([np.arange(first, last + 1, dtype=np.int64) for first, last in ranges] or [_NO_IDS])

@@ -17,19 +17,19 @@ __all__ = ["TraceSource", "read_trace"]
 
 
 class TraceSource(Workload, Protocol):
-    """A workload that knows its segments without making tokens."""
+    """A workload that knows its segments without computing tokens."""
 
     def accesses(self, segment_tokens: int = ...) -> Accesses:
         """As `intern_segments` of this workload, with the lengths of the answers. Raises ConfigurationError for a
-        segment that does not consist of the trace's own blocks."""
+        segment size that is no multiple of the trace's own blocks."""
         ...
 
 
 def read_trace(
     path: Path, *, limit: int | None = None, seed: int = 0, jitter_s: float = 0.0
 ) -> MooncakeTrace | SessionTrace:
-    """Coding-agent sessions where the first line has `requests`, else Mooncake's format, whose times may be rounded:
-    `jitter_s` is for those. Raises as those readers do."""
+    """Coding-agent sessions where the first line has `requests`, else Mooncake's format; `jitter_s` applies to the
+    latter, whose times may be rounded. Raises as those readers do."""
     first = next((text for text in text_lines(path) if text.strip()), b"")
     try:
         sessions = "requests" in msgspec.json.decode(first, type=dict[str, msgspec.Raw])

@@ -1,4 +1,4 @@
-"""Lines of a trace file, plain (`.jsonl`) or compressed (`.jsonl.zst`), and the error of one that cannot be read."""
+"""Lines of a trace file, plain (`.jsonl`) or compressed (`.jsonl.zst`), and the error of a malformed one."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tokenlake.errors import TokenLakeError
 __all__ = ["MALFORMED_SHARE", "TraceError", "explain", "passed_over", "refuse_beyond_share", "text_lines"]
 
 MALFORMED_SHARE: Final = 0.01
-"""Of the lines; a file with more is refused."""
+"""Largest share of malformed lines; a file with more is refused."""
 NAMED: Final = 5
-"""Malformed lines that are named, the first ones."""
+"""Number of malformed lines that an error names."""
 
 _CHUNK_BYTES: Final = 1 << 16
 
 
 class TraceError(TokenLakeError):
-    """A trace cannot be read; the message names file, line, field and what was expected."""
+    """A trace cannot be read; the message names file, line, field and the expected value."""
 
     def __init__(self, path: Path, problem: str, line: int | None = None, field: str | None = None) -> None:
         where = str(path)
@@ -35,8 +35,8 @@ class TraceError(TokenLakeError):
 
 
 def explain(message: str, kinds: Mapping[str, str]) -> tuple[str, str | None]:
-    """(what was expected, field or None) from the text of a msgspec.ValidationError; `kinds` says what a missing
-    field should have been."""
+    """(expected value, field or None) from the text of a msgspec.ValidationError; `kinds` describes the fields that may
+    be missing."""
     if missing := re.search(r"missing required field `(\w+)`", message):
         field = missing.group(1)
         return f"expected {kinds.get(field, 'a number of tokens')}; the field is missing", field
@@ -46,7 +46,7 @@ def explain(message: str, kinds: Mapping[str, str]) -> tuple[str, str | None]:
 
 
 def refuse_beyond_share(path: Path, malformed: Sequence[TraceError], lines: int) -> None:
-    """Raises a TraceError that names the first of them if more than `MALFORMED_SHARE` of the lines are malformed."""
+    """Raises a TraceError that names the first malformed lines if they are more than `MALFORMED_SHARE` of all lines."""
     if len(malformed) <= MALFORMED_SHARE * lines:
         return
     first = malformed[0]
@@ -56,11 +56,11 @@ def refuse_beyond_share(path: Path, malformed: Sequence[TraceError], lines: int)
 
 
 def passed_over(malformed: Sequence[TraceError]) -> str:
-    """What to tell the user; empty where there were none."""
+    """A note for the user; empty without malformed lines."""
     if not malformed:
         return ""
     lines = "1 malformed line" if len(malformed) == 1 else f"{len(malformed)} malformed lines, the first"
-    return f"passed over {lines}: {malformed[0]}"
+    return f"skipped {lines}: {malformed[0]}"
 
 
 def text_lines(path: Path, suffixes: tuple[str, ...] = (".jsonl", ".zst")) -> Iterator[bytes]:

@@ -1,8 +1,7 @@
 """Mooncake's trace format: JSON lines, plain (`.jsonl`) or compressed (`.jsonl.zst`).
 
-A line has `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`, one id per started
-512-token block; equal ids mean equal prefixes up to and including that block. The tokens are not in such a
-file.
+A line has `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`, one id per started 512-token
+block; equal ids mean equal prefixes up to and including that block. The file does not contain the tokens.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class MooncakeTrace:
         self, name: str, requests: list[_TraceRequest], malformed: list[TraceError], seed: int, vocabulary: int
     ) -> None:
         self.malformed = malformed
-        """Lines that were passed over."""
+        """Errors of the lines that were skipped."""
         self._name = name
         self._requests = requests
         self._key = np.array([key_of(seed & WORD)], dtype=np.uint64)
@@ -99,13 +98,13 @@ def read_mooncake(
     """The trace at `path`, or its first `limit` requests.
 
     Token ids are a function of (`seed`, block id, position), below `vocabulary`; the last block is cut to
-    `input_length`. `output_tokens` is empty. `jitter_s` > 0 adds an even, seeded delay in [0, jitter_s) to
-    each arrival and keeps the order, for traces whose timestamps are rounded. `conversation` is inferred: a
-    request whose prompt contains the last full block of an earlier prompt goes on where that one ended (a
-    first block, which all requests may share, does not count).
+    `input_length`. `output_tokens` is empty. `jitter_s` > 0 adds an even, seeded delay in [0, jitter_s) to each arrival
+    and keeps the order, for traces whose timestamps are rounded. `conversation` is inferred: a request whose prompt
+    contains the last full block of an earlier prompt continues that conversation (a first block, which all requests may
+    share, does not count).
 
-    A malformed line is passed over and counted. Raises TraceError for a file that cannot be read, is empty, goes back
-    in time, or has more malformed lines than `MALFORMED_SHARE`; ConfigurationError for an argument out of range.
+    A malformed line is skipped and counted. Raises TraceError for a file that cannot be read, is empty, goes back in
+    time, or has more malformed lines than `MALFORMED_SHARE`; ConfigurationError for an argument out of range.
     """
     if limit is not None and limit < 1:
         raise ConfigurationError("limit", limit, "at least 1")
@@ -126,7 +125,7 @@ def read_mooncake(
 
 
 def _parse(path: Path, limit: int | None) -> tuple[list[_Line], list[TraceError]]:
-    """Lines in time order, and those that could not be read."""
+    """Lines in time order, and the errors of malformed ones."""
     decoder = msgspec.json.Decoder(_Line)
     lines: list[_Line] = []
     malformed: list[TraceError] = []

@@ -1,7 +1,7 @@
-"""What a benchmark replays: requests in time order, each with its tokens, and a built-in workload.
+"""Workloads that benchmarks replay: requests in time order, each with its tokens, and a built-in workload.
 
-Tokens are a function of (seed, stream, position), so a workload holds lengths only and makes the tokens of a
-request when the iteration gets there. Iterating again gives the same requests.
+Tokens are a function of (seed, stream, position), so a workload holds lengths only and computes the tokens of a request
+when the iteration gets there. Iterating again gives the same requests.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ _TEXT_STREAM: Final = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One prompt. The arrays are one-dimensional and belong to whoever took the request from the workload.
+    """One prompt. The arrays are one-dimensional and belong to the caller that took the request from the workload.
 
-    `index` counts from 0 in time order; `at_s` is the arrival in seconds of trace time; `conversation` is
-    equal for the turns of one conversation; `output_tokens` is the answer, empty where the source does not
-    have it.
+    `index` counts from 0 in time order; `at_s` is the arrival in seconds of trace time; `conversation` is equal for the
+    turns of one conversation; `output_tokens` is the answer, empty where the source does not have it.
     """
 
     index: int
@@ -46,7 +45,7 @@ class Workload(Protocol):
 
     @property
     def name(self) -> str:
-        """What reports call it."""
+        """The name in reports."""
         ...
 
     def __len__(self) -> int: ...
@@ -132,7 +131,7 @@ class _Turn:
 
 
 class _Conversation:
-    """An open conversation; `next_turn` is None once the next prompt would exceed its limit."""
+    """An open conversation; it is over once its next prompt would exceed its limit."""
 
     def __init__(self, settings: BuiltinSettings, rng: random.Random, number: int, lengths: list[int]) -> None:
         self._settings = settings
@@ -200,8 +199,7 @@ def _schedule(settings: BuiltinSettings) -> list[_Turn]:
 def builtin_workload(settings: BuiltinSettings | None = None) -> Workload:
     """Conversations of several turns over shared system prompts.
 
-    The prompt of a turn is the system prompt, all earlier user texts and answers, and a new user text.
-    Answers are given by the workload (`output_tokens`), whatever an engine generates, so that every run has
-    the same prompts.
+    The prompt of a turn is the system prompt, all earlier user texts and answers, and a new user text. Answers are
+    given by the workload (`output_tokens`) and not by the engine, so that every run has the same prompts.
     """
     return _BuiltinWorkload(settings or BuiltinSettings())

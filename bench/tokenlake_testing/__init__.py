@@ -1,1 +1,1 @@
-"""Daemons and engines as child processes, for the tests and for the benchmarks."""
+"""Parts that tests and benchmarks share: child processes (daemons, engines), and one node on simulated time."""

@@ -1,4 +1,4 @@
-"""Child processes that the kernel kills when this process ends, whatever ends it, SIGKILL included.
+"""Child processes that the kernel kills when this process ends for any reason, SIGKILL included.
 
 The kernel sends a child its parent-death signal when the *thread* that started it ends. Therefore one thread, which
 lives as long as the process, starts all children. The child itself sets the signal, in `exec_bound.py`, after an exec:
@@ -28,18 +28,18 @@ _starter: Final = ThreadPoolExecutor(1, thread_name_prefix="start-child")
 
 def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
     """`subprocess.Popen(command, **options)` of a child that does not outlive this process. The process id is the
-    command's own. Takes some 20 ms longer. Raises FileNotFoundError when there is no such program. Not to be called in
-    a process that was forked from one that has called it: the thread that starts children is not there."""
+    command's own. Takes some 20 ms longer. Raises FileNotFoundError when there is no such program. Do not call it in a
+    process that was forked after a call of it: the thread that starts children does not exist there."""
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(f"no such program: {command[0]!r}")
-    # -I and -S: neither the environment nor site-packages matter to the script, and it starts in half the time.
+    # -I and -S: the script needs neither the environment nor site-packages, and starts in half the time without.
     bound = [sys.executable, "-I", "-S", str(_EXEC_BOUND), str(os.getpid()), *command]
     start: partial[subprocess.Popen[Any]] = partial(subprocess.Popen, bound, **options)
     return _starter.submit(start).result()
 
 
 def end_with_parent() -> None:
-    """The same for a process of `multiprocessing`, called at its start: the kernel kills it when the thread that
+    """The equivalent for a process of `multiprocessing`, called at its start: the kernel kills it when the thread that
     started it ends."""
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from tokenlake.errors import TokenLakeError, Unreachable
 from tokenlake.layout import Layout
 from tokenlake_client import Pool
+from tokenlake_client.deadlines import DEFAULT_DEADLINES
 from tokenlake_testing.children import start_child
 
 __all__ = ["SERVER", "Cluster", "Node", "free_port", "parse_metrics"]
@@ -28,26 +29,27 @@ STOP_S = 15.0
 
 
 class Node:
-    """One daemon. Survives `kill` and `start` again under the same name and addresses."""
+    """One daemon. After `kill` it can `start` again under the same name and addresses."""
 
     def __init__(self, name: str, directory: Path, settings: Mapping[str, str], module: str = SERVER) -> None:
-        """`module`: what Python runs as the daemon."""
+        """`settings`: flags of the daemon by name. `module`: the Python module that runs as the daemon."""
         self.name = name
         self._module = module
         self.socket = directory / f"{name}.sock"
         self.log = directory / f"{name}.log"
         self.metrics_port = free_port()
-        self._settings = {
+        self.settings = {
             "node": name,
             "socket": str(self.socket),
             "metrics": f"127.0.0.1:{self.metrics_port}",
             **settings,
         }
+        """Flags of every life of the daemon, by name."""
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, module: str | None = None, /, **settings: str) -> None:
-        """Start the process; `Cluster.wait_ready` tells when it serves. `module`, `settings`: of this life only."""
-        flags = [word for name, value in {**self._settings, **settings}.items() for word in (f"--{name}", value)]
+        """Start the process; `Cluster.wait_ready` waits until it serves. `module`, `settings`: for this life only."""
+        flags = [word for name, value in {**self.settings, **settings}.items() for word in (f"--{name}", value)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TOKENLAKE_")}
         with self.log.open("ab") as log:
             self.process = start_child(
@@ -55,12 +57,12 @@ class Node:
                 stdout=log,
                 stderr=log,
                 env=environment,
-                # Ctrl-C is for the command that started it, which may still want to ask it something.
+                # Ctrl-C is for the command that started the daemon and may still need it.
                 start_new_session=True,
             )
 
     def kill(self) -> None:
-        """kill -9, and wait until it is gone."""
+        """kill -9, and wait until the process is gone."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
@@ -76,7 +78,7 @@ class Node:
         self.process.send_signal(signal.SIGCONT)
 
     def stop(self) -> int:
-        """SIGTERM; the exit status. A process that does not end is killed."""
+        """SIGTERM. Returns the exit status; a process that does not end is killed."""
         if self.process is None:
             return 0
         with contextlib.suppress(ProcessLookupError):
@@ -104,7 +106,7 @@ class Node:
 
 
 class Cluster:
-    """`nodes` daemons that know each other. As a context manager: started and ready inside, ended after."""
+    """`nodes` daemons that know each other. As a context manager: started and ready inside, ended at the exit."""
 
     def __init__(
         self,
@@ -119,15 +121,17 @@ class Cluster:
         """`via`: the ports at which nodes reach others, by (node, other); without one a node's own, see `ports`.
         `module`: see `Node`.
         `settings`: further flags of every daemon, with underscores."""
+        self.deadlines = DEFAULT_DEADLINES
+        """Of the pools that `connect` opens."""
         self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-")
         self.directory = Path(self._directory.name)
-        # The kernel may name a free port twice before anybody listens there.
+        # The kernel may name a free port twice before a daemon listens there.
         taken = set(via.values()) if via else set[int]()
         while len(taken) < nodes + len(via or ()):
             taken.add(free_port())
         free = sorted(taken.difference(via.values() if via else ()))
         self.ports = {f"node{number}": port for number, port in enumerate(free)}
-        """At which the nodes listen."""
+        """The ports at which the nodes listen."""
         common = {"memory": memory, "region-size": region_size}
         common |= {name.replace("_", "-"): value for name, value in settings.items()}
         self.nodes = []
@@ -155,8 +159,8 @@ class Cluster:
         self.close()
 
     def wait_ready(self) -> None:
-        """Until every running node serves, its query engine too where it has one, and is connected with every other
-        running one."""
+        """Wait until every running node serves, with its query engine if it has one, and is connected with every other
+        running node."""
         running = [node for node in self.nodes if node.running]
         until = time.monotonic() + START_S
         for node in running:
@@ -177,7 +181,7 @@ class Cluster:
         until = time.monotonic() + START_S
         while True:
             try:
-                return Pool.connect(self.nodes[number].socket, layout)
+                return Pool.connect(self.nodes[number].socket, layout, deadlines=self.deadlines)
             except Unreachable:
                 if time.monotonic() > until:
                     raise
@@ -193,7 +197,7 @@ class Cluster:
         return total
 
     def close(self) -> None:
-        """End all daemons and remove what they left."""
+        """End all daemons and remove their files."""
         for node in self.nodes:
             with contextlib.suppress(TokenLakeError):
                 node.stop()
@@ -201,7 +205,7 @@ class Cluster:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
+    """A port of loopback at which no process listens now."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])

@@ -1,4 +1,4 @@
-"""One engine, vLLM or transformers, in a process of its own, driven by lines of JSON: for benchmarks and tests.
+"""One engine, vLLM or transformers, in a process of its own that obeys JSON lines: for benchmarks and tests.
 
 Run as a module it is that process; `Engine` is its other end.
 """
@@ -31,20 +31,21 @@ ENVIRONMENT = {
     "VLLM_DO_NOT_TRACK": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
 }
-"""One thread, one process, nothing compiled and nothing asked of the network."""
+"""One thread, one process, no compilation and no network access."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One call's result."""
+    """The result of one call."""
 
     tokens: list[list[int]]
     seconds: float
 
 
 class Engine:
-    """Starts at once, is ready when the first answer comes."""
+    """An engine process. It starts at once and is ready with its first reply."""
 
     def __init__(
         self,
@@ -60,8 +61,8 @@ class Engine:
         **arguments: Any,
     ) -> None:
         """`pool`: the connector's settings; None runs without it, and several within vLLM's `MultiConnector`. `python`:
-        an interpreter that has the engine. `nice`: how much it stands back for others. `transfer`: more of vLLM's
-        `KVTransferConfig`. `arguments`: of `vllm.LLM`."""
+        an interpreter with the engine. `nice`: niceness of the process. `transfer`: further fields of vLLM's
+        `KVTransferConfig`. `arguments`: arguments of `vllm.LLM`."""
         self.log = log
         config = {
             "kind": kind,
@@ -86,11 +87,11 @@ class Engine:
         return self.timed(prompts, tokens, salt).tokens
 
     def timed(self, prompts: Sequence[Sequence[int]], tokens: int = 8, salt: str | None = None) -> Timed:
-        """The same, and how long the engine took. With one token that is the time to the first."""
+        """As `generate`, with the time that the engine took. With one token that is the time to the first."""
         return Timed(**self.call("generate", prompts=prompts, tokens=tokens, salt=salt))
 
     def call(self, command: str, **arguments: Any) -> Any:
-        """The answer to one command. Raises Unreachable when the process has ended."""
+        """The reply to one command. Raises Unreachable when the process has ended."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -102,7 +103,7 @@ class Engine:
         raise Unreachable(f"the engine ended: {self.log.read_text()[-4000:]}")
 
     def close(self) -> None:
-        """End it, in order if it can."""
+        """End the process, by closing its input if it obeys, else by a kill."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -185,7 +186,7 @@ class _Vllm:
         return bool(self._llm.reset_prefix_cache())
 
     def reset(self, how: str) -> bool:
-        """Reset vLLM's cache and the connector's: by themselves, or by sleeping."""
+        """Reset vLLM's cache and the connector's, directly or by sleeping."""
         if how == "sleep":
             self._llm.sleep(level=1)
             self._llm.wake_up()
@@ -193,14 +194,14 @@ class _Vllm:
         return bool(self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
 
     def reload(self, directory: str, version: str | None) -> None:
-        """Change the weights in place to those in `directory`, and give them that version."""
+        """Replace the weights by those in `directory`, and set their version."""
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": directory})
         if version is not None:
             self._llm.llm_engine.set_weight_version(version)
 
     def interrupted(self, prompt: list[int], tokens: int, directory: str, preempt: bool) -> dict[str, Any]:
         """Greedy tokens of a request in the middle of which the caches are reset and the weights change to those in
-        `directory`; and the answer to the reset. `preempt`: the reset takes the request's blocks."""
+        `directory`; and the reply to the reset. `preempt`: the reset takes the request's blocks."""
         from vllm import SamplingParams
 
         engine = self._llm.llm_engine
@@ -220,7 +221,7 @@ class _Vllm:
         return self._pool is None or all(rank.flush(20) for rank in _ours(self._rank()))
 
     def counts(self) -> dict[str, float]:
-        """Sums over the scheduler's side and the rank in this process."""
+        """Sums over the scheduler's connector and the rank's connector in this process."""
         total: dict[str, float] = {}
         for side in (*_ours(self._side()), *_ours(self._rank())) if self._pool is not None else ():
             for name, value in asdict(side.counts).items():
@@ -232,7 +233,8 @@ class _Vllm:
 
     def clocks(self) -> dict[str, list[float]]:
         """Seconds of each step that computed tokens, and of each call of the rank's hooks of saving, since the last
-        call of this, which begins to measure; under names that end in ` cpu`, of the calling thread's own."""
+        call; the first call begins the measurement. Names that end in ` cpu` have the calling thread's processor
+        time."""
         if not self._clocks:
             core = self._llm.llm_engine.engine_core.engine_core
             self._clock(core, "step_fn", lambda result: bool(result[1]))
@@ -251,7 +253,7 @@ class _Vllm:
         scheduler._settings = msgspec.structs.replace(scheduler._settings, save=on)
 
     def slow_loads(self, seconds: float) -> None:
-        """From now on every segment takes so much longer to load."""
+        """Delay the load of every segment by `seconds` from now on."""
         for rank in _ours(self._rank()):
             self._slow_loads(rank._worker._copy, seconds)
 
@@ -265,8 +267,7 @@ class _Vllm:
         copy.from_slot = slow
 
     def expect_prefill(self, token_s: float) -> None:
-        """A token of a prompt is expected to take so long to compute, until that many prompts were measured as a fit
-        remembers."""
+        """Make the planner expect `token_s` per computed token, by as many samples as a fit remembers."""
         from tokenlake.planner.fits import NEWEST
 
         for number in range(NEWEST):
@@ -288,8 +289,11 @@ class _Vllm:
         setattr(owner, name, call)
 
     def hook_ms(self, tokens: int) -> float | None:
-        """What a new prompt costs the scheduler: hashing it, asking for it, looking for the answer; the least of 20."""
+        """Milliseconds that the scheduler spends on a new prompt: hashing it, sending the match, taking the reply; the
+        least of 20."""
         from types import SimpleNamespace
+
+        from tokenlake_client.engines.vllm.request import RequestEnd
 
         scheduler = self._side()._scheduler if self._pool is not None else None
         if scheduler is None:
@@ -305,7 +309,7 @@ class _Vllm:
             scheduler.matched(request, 0)
             best = min(best, time.perf_counter() - started)
             time.sleep(0.03)
-            scheduler.finished(request, [], complete=False)
+            scheduler.finished(request, [], RequestEnd(complete=False))
         return best * 1e3
 
     def _side(self) -> Any:
@@ -318,7 +322,7 @@ class _Vllm:
 
 
 def transfer_of(pool: dict[str, Any] | list[dict[str, Any]]) -> dict[str, Any]:
-    """What a user writes into `--kv-transfer-config` for these settings of our connector, or of several."""
+    """The text of `--kv-transfer-config` for one connector with these settings, or for several."""
     if isinstance(pool, list):
         connectors = {"connectors": [transfer_of(settings) for settings in pool]}
         return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": connectors}
@@ -331,7 +335,7 @@ def transfer_of(pool: dict[str, Any] | list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _ours(connector: Any) -> list[Any]:
-    """Our connector, or those within a `MultiConnector`."""
+    """The connector itself, or those within a `MultiConnector`."""
     return list(getattr(connector, "sub_connectors", [connector]))
 
 
@@ -399,7 +403,7 @@ class _Transformers:
 
 
 def main() -> None:
-    """The engine's process."""
+    """The main function of the engine process."""
     config = json.loads(sys.argv[1])
     loaded: _Loaded
     if config["kind"] == "vllm":

@@ -1,4 +1,4 @@
-"""Checksums made by the writer: xxh3-64 of each shard of a segment."""
+"""Checksums that the writer makes: xxh3-64 of each shard of a segment."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import xxhash
 from numpy.typing import NDArray
 
 from tokenlake.wire.fields import CHECKSUM_BYTES
-from tokenlake_client.hands import Hands
+from tokenlake_client.parallel_copy import ParallelCopy
 
 __all__ = ["copy_with_checksums", "shard_checksums"]
 
 CACHED_BYTES = 1 << 20
-"""Still in the processor's cache after they were written."""
+"""Bytes that are still in the processor's cache after they were written."""
 
 
 def shard_checksums(segment: NDArray[np.uint8], shards: int, mask: int | None = None) -> bytes:
-    """8 bytes, little-endian, for each shard in `mask` (all by default), in order. `segment`: contiguous, its
-    length a multiple of `shards`. Releases the GIL while it hashes."""
+    """8 bytes, little-endian, for each shard in the bit mask `mask` (all by default), in order. `segment`: contiguous,
+    its length a multiple of `shards`. Releases the GIL while it hashes."""
     size = len(segment) // shards
     view = segment.data
     digests = [
@@ -31,18 +31,18 @@ def shard_checksums(segment: NDArray[np.uint8], shards: int, mask: int | None = 
 
 
 def copy_with_checksums(
-    pairs: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]], shards: int, hands: Hands
+    pairs: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]], shards: int, parallel_copy: ParallelCopy
 ) -> list[bytes]:
-    """Copy each pair's second segment into its first; `shard_checksums` of each first, made before its bytes leave the
-    processor's cache."""
+    """Copy the second segment of each pair into the first. Returns `shard_checksums` of each first one, made before
+    its bytes leave the processor's cache."""
     digests = np.zeros((len(pairs), shards), np.dtype("<u8"))
 
-    def move(part: tuple[int, int, int]) -> None:
+    def copy_shards(part: tuple[int, int, int]) -> None:
         number, first, last = part
         slot, segment = pairs[number]
         size = len(slot) // shards
         if size > CACHED_BYTES:
-            digests[number, first] = _move_in_pieces(*(side[first * size : last * size] for side in pairs[number]))
+            digests[number, first] = _copy_in_pieces(*(side[first * size : last * size] for side in pairs[number]))
             return
         np.copyto(slot[first * size : last * size], segment[first * size : last * size])
         view = slot.data
@@ -54,11 +54,11 @@ def copy_with_checksums(
     parts = [
         (number, first, min(first + step, shards)) for number in range(len(pairs)) for first in range(0, shards, step)
     ]
-    hands.each(move, parts, nbytes)
+    parallel_copy.each(copy_shards, parts, nbytes)
     return [row.tobytes() for row in digests]
 
 
-def _move_in_pieces(slot: NDArray[np.uint8], segment: NDArray[np.uint8]) -> int:
+def _copy_in_pieces(slot: NDArray[np.uint8], segment: NDArray[np.uint8]) -> int:
     digest = xxhash.xxh3_64()
     for at in range(0, len(slot), CACHED_BYTES):
         piece = slot[at : at + CACHED_BYTES]

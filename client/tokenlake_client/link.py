@@ -1,40 +1,54 @@
-"""One connection to one life of a daemon."""
+"""One connection to one incarnation of a daemon: dialled, trusted, introduced.
+
+A `Link` is a `Channel` (requests and replies over a socket) together with the daemon's `Welcome` and the mapped
+regions. A pool has one link at a time and gets another when the connection breaks (`tokenlake_client.heartbeat`).
+"""
 
 from __future__ import annotations
 
+import os
+import socket
+import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from tokenlake.errors import ProtocolRefused, TokenLakeError
+from tokenlake.errors import ProtocolRefused, TokenLakeError, Unreachable
 from tokenlake.identity import Incarnation, SessionId, TenantId
 from tokenlake.keys import probe
 from tokenlake.layout import Layout
+from tokenlake.local_socket import (
+    DEFAULT_NODE,
+    check_listener,
+    check_place,
+    first_reachable,
+    no_daemon,
+    sockets_to_try,
+    trusted_users,
+)
 from tokenlake.wire import engine
 from tokenlake.wire.slots import SLOT_BYTES
 from tokenlake.wire.version import OLDEST_VERSION, PROTOCOL_VERSION
 from tokenlake_client.channel import Channel, Pending
+from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
 from tokenlake_client.regions import Mapping, Regions
 
-__all__ = ["STORE_S", "Link", "open_link"]
+__all__ = ["Connector", "Link", "dial"]
 
 R = TypeVar("R")
 
 MAX_SECRET_BYTES = 64
 """The longest key of blake2b."""
-CONNECT_S = 5.0
-LOCAL_S = 0.250
-"""For calls that the daemon answers from its own memory."""
-STORE_S = 2.0
-"""For those that store: an engine stores behind its own back, and on a busy machine a daemon may get no turn for
-longer than an engine could wait."""
+_CREDENTIALS = struct.Struct("3i")
+"""pid, uid, gid."""
 
 
 class Link:
-    """A channel and what the daemon said in its welcome. Leases and writes keep theirs, so that a slot number is never
-    looked up in the memory of a daemon that started later."""
+    """Leases and writes keep the link that they were granted over, so that a slot number is never looked up in the
+    memory of a daemon that started later."""
 
-    def __init__(self, channel: Channel, welcome: engine.Welcome) -> None:
+    def __init__(self, channel: Channel, welcome: engine.Welcome, deadlines: Deadlines = DEFAULT_DEADLINES) -> None:
         self.channel = channel
         self.incarnation = Incarnation(welcome.incarnation)
         self.session = SessionId(welcome.session)
@@ -43,41 +57,43 @@ class Link:
         self.tenant = TenantId(welcome.tenant)
         self.secret = welcome.secret
         self.heartbeat_s = welcome.heartbeat_s
+        self.deadlines = deadlines
         self.regions = Regions(self._open_region)
+        channel.max_frame = welcome.max_frame
 
     @property
     def life(self) -> tuple[Incarnation, SessionId, int]:
-        """Which session of which daemon, and as which of its processes: what was granted in one is nothing in
-        another."""
+        """The daemon's incarnation, the session, and this process's number in it. A grant is valid within one life
+        alone, and a link that resumes a connection has the same life."""
         return self.incarnation, self.session, self.connection
 
     def forget(self) -> None:
-        """Unmap what no array lies in."""
+        """Drop the mappings. Arrays over them keep theirs."""
         self.regions = Regions(self._open_region)
 
     def call(
         self, make: Callable[[int], engine.EngineRequest], expected: type[R], deadline_s: float | None = None
     ) -> R:
-        """As `Channel.call`, for a reply of one kind; None: a call that the daemon answers from its own memory."""
-        return self.expect(self.channel.call(make, LOCAL_S if deadline_s is None else deadline_s), expected)
+        """As `Channel.call`, for a reply of the type `expected`. `deadline_s` None: `Deadlines.call_s`."""
+        return self.expect(self.channel.call(make, self._deadline(deadline_s)), expected)
 
     @staticmethod
     def expect(reply: engine.EngineReply, expected: type[R]) -> R:
-        """`reply` as what it must be, of fields that fit each other. Raises `ProtocolRefused`."""
+        """`reply`, checked to be an `expected` whose fields are consistent. Raises `ProtocolRefused`."""
         if not isinstance(reply, expected):
             raise ProtocolRefused(f"the daemon answered with {type(reply).__name__}, not {expected.__name__}")
-        if not _adds_up(reply):
-            raise ProtocolRefused(f"the fields of a {expected.__name__} do not add up")
+        if not _consistent(reply):
+            raise ProtocolRefused(f"the fields of a {expected.__name__} contradict each other")
         return reply
 
     def wait(self, pending: Pending, deadline_s: float | None = None) -> engine.EngineReply:
-        """The reply; None: to a call that the daemon answers from its own memory."""
-        return self.channel.wait(pending, LOCAL_S if deadline_s is None else deadline_s)
+        """The reply. `deadline_s` None: `Deadlines.call_s`."""
+        return self.channel.wait(pending, self._deadline(deadline_s))
 
     def wait_while_alive(self, pending: Pending) -> engine.EngineReply:
-        """For a deadline that only the daemon knows: wait for as long as it answers heartbeats."""
+        """The reply to a request whose deadline only the daemon knows: wait for as long as it answers heartbeats."""
         while True:
-            reply = self.channel.poll(pending, LOCAL_S)
+            reply = self.channel.poll(pending, self.deadlines.call_s)
             if reply is not None:
                 return reply
             try:
@@ -86,19 +102,22 @@ class Link:
                 self.channel.drop(pending)
                 raise
 
+    def _deadline(self, deadline_s: float | None) -> float:
+        return self.deadlines.call_s if deadline_s is None else deadline_s
+
     def _open_region(self, region: int, write: bool) -> Mapping:
         pending = self.channel.begin(lambda number: engine.OpenRegion(number, region, write))
-        reply = self.expect(self.channel.wait(pending, STORE_S if write else LOCAL_S), engine.Region)
+        reply = self.expect(self.wait(pending, self.deadlines.store_s if write else None), engine.Region)
         if pending.descriptor is None:
             raise ProtocolRefused(f"the daemon sent no descriptor of region {region}")
         try:
             return Mapping(pending.descriptor, reply.region_bytes, reply.slot_bytes, write=write)
         except (OSError, OverflowError, ValueError) as error:
-            raise ProtocolRefused(f"region {region} is not what the daemon says: {error}") from error
+            raise ProtocolRefused(f"the descriptor of region {region} cannot be mapped: {error}") from error
 
 
-def _adds_up(reply: engine.EngineReply) -> bool:
-    """Who reads it takes memory for its hits, and looks at one slot per code."""
+def _consistent(reply: engine.EngineReply) -> bool:
+    """Readers of the reply allocate memory for its hits, and look up one slot per code."""
     match reply:
         case engine.Matched():
             return reply.hits * SLOT_BYTES == len(reply.slots) <= len(reply.codes) * SLOT_BYTES
@@ -109,47 +128,88 @@ def _adds_up(reply: engine.EngineReply) -> bool:
     return True
 
 
-def open_link(
-    socket: Path | None,
-    daemon_uid: int | None,
-    layout: Layout,
-    credential: str | None,
-    on_end: Callable[[], None],
-    session: SessionId,
-    resume: int = 0,
-    incarnation: int = 0,
-) -> Link:
-    """Connect and say hello. `socket`, `daemon_uid`: as of `Pool.connect`.
+@dataclass(frozen=True)
+class Connector:
+    """Opens the links of one pool."""
 
-    `session` 0 opens a new one; `resume`: `Link.connection` of the former, or 0; `incarnation`: of the daemon that
-    named these two, 0 when it is not known; `on_end` is called when the connection breaks.
+    path: Path | None
+    """The daemon's socket; None: the first default place where a daemon listens."""
+    daemon_uid: int | None
+    """The user that the daemon runs as, where that is neither root nor this process's user."""
+    layout: Layout
+    credential: str | None
+    on_end: Callable[[], None]
+    """Called when the connection breaks."""
+    deadlines: Deadlines = DEFAULT_DEADLINES
 
-    Raises `Unreachable`, `ListenerUntrusted`, `LayoutRefused`, `CredentialRefused`, `ProtocolRefused`, `LimitReached`.
-    """
-    channel = Channel(socket, on_end, daemon_uid)
-    try:
-        welcome = channel.call(
-            lambda number: engine.Hello(
-                number,
-                OLDEST_VERSION,
-                PROTOCOL_VERSION,
-                layout.encode(),
-                probe(engine.PROBE_SECRET, layout.fingerprint()),
-                credential,
-                session,
-                resume,
-                incarnation,
-            ),
-            CONNECT_S,
-        )
-        link = Link(channel, Link.expect(welcome, engine.Welcome))
-        if Link.expect(welcome, engine.Welcome).probe != probe(link.secret, layout.fingerprint()):
-            raise ProtocolRefused(
-                "the daemon's probe hash is another one: both sides hash the same prefix to different keys; "
-                "install the same version of tokenlake on both"
+    def connect(self, session: SessionId, resume: int = 0, incarnation: int = 0) -> Link:
+        """Dial the daemon and introduce this process. `session` 0 opens a new one. `resume`: `Link.connection` of a
+        broken link whose grants go on, or 0. `incarnation` of the daemon that assigned these two numbers; 0: unknown.
+
+        Raises `Unreachable`, `ListenerUntrusted`, `LayoutRefused`, `CredentialRefused`, `ProtocolRefused`,
+        `LimitReached`.
+        """
+        sock, path = dial(self.path, self.daemon_uid, self.deadlines.send_s)
+        channel = Channel(sock, path, self.on_end, self.deadlines)
+        fingerprint = self.layout.fingerprint()
+        try:
+            reply = channel.call(
+                lambda number: engine.Hello(
+                    number,
+                    OLDEST_VERSION,
+                    PROTOCOL_VERSION,
+                    self.layout.encode(),
+                    probe(engine.PROBE_SECRET, fingerprint),
+                    self.credential,
+                    session,
+                    resume,
+                    incarnation,
+                ),
+                self.deadlines.connect_s,
             )
-    except TokenLakeError:
-        channel.close()
+            welcome = Link.expect(reply, engine.Welcome)
+            if welcome.probe != probe(welcome.secret, fingerprint):
+                raise ProtocolRefused(
+                    "the daemon's probe hash differs: client and daemon hash the same prefix to different keys; "
+                    "install the same version of tokenlake on both"
+                )
+        except TokenLakeError:
+            channel.close()
+            raise
+        return Link(channel, welcome, self.deadlines)
+
+
+def dial(path: Path | None, daemon_uid: int | None, timeout_s: float) -> tuple[socket.socket, Path]:
+    """A socket that is connected to a trusted process (`tokenlake.local_socket`), and its path. Nothing has been sent.
+    `path`, `daemon_uid`: as of `Connector`.
+
+    Raises `Unreachable`; `ListenerUntrusted` where another user listens, or could.
+    """
+    if path is not None:
+        return _dial(str(path), daemon_uid, timeout_s), path
+    places = sockets_to_try(os.environ, DEFAULT_NODE, os.geteuid())
+    return first_reachable(places, lambda place: (_dial(place, daemon_uid, timeout_s), Path(place)), os.listdir)
+
+
+def _dial(path: str, daemon_uid: int | None, timeout_s: float) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        absolute = os.path.abspath(path)
+        trusted = trusted_users(absolute, os.geteuid(), daemon_uid, os.lstat)
+        check_place(absolute, trusted, os.lstat, os.readlink)
+        sock.settimeout(timeout_s)
+        sock.connect(path)
+        _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        check_listener(absolute, uid, trusted)
+    except PermissionError as error:
+        sock.close()
+        raise Unreachable(
+            f"this user may not connect to {path} ({error}); the socket's mode is 0660: join its group"
+        ) from error
+    except (OSError, ValueError) as error:
+        sock.close()
+        raise Unreachable(no_daemon([path], os.listdir, str(error))) from error
+    except Unreachable:
+        sock.close()
         raise
-    channel.max_frame = Link.expect(welcome, engine.Welcome).max_frame
-    return link
+    return sock

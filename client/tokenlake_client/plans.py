@@ -14,14 +14,14 @@ from __future__ import annotations
 from tokenlake.errors import TokenLakeError
 from tokenlake.identity import SegmentKey
 from tokenlake.planner import PrefixTree, QueryPlan, TransferPlan, Way
-from tokenlake_client.pool import MATCH_S, Pool
+from tokenlake_client.pool import Pool
 from tokenlake_client.queries import View
 
 __all__ = ["new_cache", "open_views"]
 
 
 def open_views(
-    pool: Pool, plan: QueryPlan, tree: PrefixTree, heads: int, scale: float, match_s: float = MATCH_S
+    pool: Pool, plan: QueryPlan, tree: PrefixTree, heads: int, scale: float, match_s: float | None = None
 ) -> dict[int, View]:
     """For each request of the plan (index into the tree's), a view of the part of its prefix that is not recomputed.
     The caller closes the views. Sequences to be fetched are fetched first, once for all requests that read them.
@@ -53,7 +53,7 @@ def _open(
     fetches: list[tuple[int, int]],
     heads: int,
     scale: float,
-    match_s: float,
+    match_s: float | None,
 ) -> View | None:
     try:
         lease = pool.match(keys, deadline_s=match_s)

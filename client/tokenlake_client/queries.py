@@ -25,25 +25,18 @@ from numpy.typing import NDArray
 from tokenlake import errors
 from tokenlake.attention.dtypes import stored_dtype
 from tokenlake.errors import DeadlinePassed, LayoutRefused, ProtocolRefused, TokenLakeError, Unreachable
-from tokenlake.layout import Layout
 from tokenlake.wire import Code, engine
 from tokenlake.wire import query as wire
 from tokenlake.wire.slots import join_keys
-from tokenlake_client.books import Books
 from tokenlake_client.lease import Lease
+from tokenlake_client.pool_state import PoolState
 from tokenlake_client.query_link import Expected, QueryLink
 from tokenlake_client.query_memory import QueryMemory
 
-__all__ = ["QUERY_S", "VIEW_S", "Answer", "Queries", "QueryBuffer", "Ticket", "View"]
+__all__ = ["Answer", "Queries", "QueryBuffer", "Ticket", "View"]
 
 log = logging.getLogger(__name__)
 
-VIEW_S = 1.5
-"""Deadline to open a view: longer than the query engine waits for the query engines of other nodes."""
-QUERY_S = 2.0
-"""Deadline of a query."""
-GRACE_S = 0.030
-"""The query engine answers within the deadline; the client stops waiting this much later."""
 LEAST_BYTES = 64 << 10
 FREE_BUFFERS = 8
 """Memories that are kept for the next batches; the memory of further closed buffers is freed."""
@@ -171,10 +164,12 @@ class QueryBuffer:
 class Ticket:
     """A query that was sent. For one thread."""
 
-    def __init__(self, buffer: QueryBuffer, expected: Expected | None, deadline_s: float) -> None:
+    def __init__(self, buffer: QueryBuffer, expected: Expected | None, deadline_s: float, grace_s: float) -> None:
+        """`grace_s`: how much longer than `deadline_s` to wait; the query engine answers within the deadline."""
         self._buffer = buffer
         self._expected = expected
-        self._until = time.monotonic() + deadline_s + GRACE_S
+        self._grace_s = grace_s
+        self._until = time.monotonic() + deadline_s + grace_s
 
     def wait(self) -> Answer:
         """Block for the result until the deadline. Never raises: parts without a result are LOST."""
@@ -182,7 +177,7 @@ class Ticket:
         reply = None
         if expected is not None:
             # An answer that arrived while the engine computed is read even if the deadline has passed since.
-            reply = buffer.link.wait(expected, max(self._until - time.monotonic(), GRACE_S))
+            reply = buffer.link.wait(expected, max(self._until - time.monotonic(), self._grace_s))
         if isinstance(reply, wire.Answered) and len(reply.codes) == len(buffer.parts):
             buffer.spent = reply.codes.count(Code.LOCAL) < len(reply.codes)
             return Answer(buffer.output, buffer.sums, reply.codes, reply.sent_bytes, reply.received_bytes)
@@ -195,20 +190,19 @@ class Ticket:
 class Queries:
     """Views, buffers and the connection to the query engine, for one pool. Thread-safe."""
 
-    def __init__(self, books: Books, layout: Layout) -> None:
-        self.layout = layout
+    def __init__(self, state: PoolState) -> None:
+        self.layout = state.layout
         self.numbers = itertools.count(1)
         """Of views, buffers and steps."""
-        self.connections = 0
-        """Connections to query engines that were made so far."""
-        self._books = books
+        self._grants = state.grants
+        self._grace_s = state.deadlines.grace_s
         self._link: QueryLink | None = None
         self._lock = threading.Lock()
         self._free: list[QueryMemory] = []
         self._in_use: list[tuple[QueryMemory, Expected]] = []
         """Memory of closed buffers whose newest query is not answered yet: the query engine may still write there."""
 
-    def open_view(self, lease: Lease, heads: int, scale: float, deadline_s: float = VIEW_S) -> View:
+    def open_view(self, lease: Lease, heads: int, scale: float, deadline_s: float) -> View:
         """A view of the segments of `lease`, for queries of `heads` heads; logits are `scale` x query . key.
 
         The view takes the lease over. Raises `Unreachable` (no query engine, or the lease has ended), `DeadlinePassed`,
@@ -217,14 +211,14 @@ class Queries:
         link = self._connected()
         link.check()
         self._sweep(link)
-        placed = self._books.current(lease.link).call(lambda number: engine.Locate(number, lease.id), engine.Located)
+        placed = self._grants.current(lease.link).call(lambda number: engine.Locate(number, lease.id), engine.Located)
         if len(placed.owners) != lease.hits:
             raise Unreachable(f"the lease of {lease.hits} segments has ended; match again")
         number = next(self.numbers)
         expected = link.expect(("view", number))
         keys = join_keys(lease.keys)
         link.send(wire.OpenView(number, "", b"", keys, placed.nodes, placed.owners, heads, scale))
-        reply = link.wait(expected, deadline_s + GRACE_S)
+        reply = link.wait(expected, deadline_s + self._grace_s)
         if isinstance(reply, wire.Refused):
             raise _as_error(reply)
         if not isinstance(reply, wire.Viewed):
@@ -262,12 +256,12 @@ class Queries:
             return QueryBuffer(self, None, parts, dtype)
         return buffer
 
-    def query(self, buffer: QueryBuffer, layer: int, deadline_s: float = QUERY_S) -> Ticket:
+    def query(self, buffer: QueryBuffer, layer: int, deadline_s: float) -> Ticket:
         """Send the queries that are in `buffer.queries` now, for `layer`. Parts without a result after `deadline_s`
         are LOST. Never raises and never blocks."""
         link = buffer.link
         if buffer.spent:
-            return Ticket(buffer, None, 0.0)
+            return Ticket(buffer, None, 0.0, 0.0)
         buffer.attempt += 1
         try:
             link.check()
@@ -275,8 +269,8 @@ class Queries:
             buffer.newest = expected
             link.send(wire.Query(buffer.number, buffer.step, layer, buffer.attempt, deadline_s))
         except Unreachable:
-            return Ticket(buffer, None, 0.0)
-        return Ticket(buffer, expected, deadline_s)
+            return Ticket(buffer, None, 0.0, 0.0)
+        return Ticket(buffer, expected, deadline_s, self._grace_s)
 
     def close(self) -> None:
         """End the connection: queries of all views are LOST. Idempotent."""
@@ -336,8 +330,8 @@ class Queries:
         with self._lock:
             if self._link is not None and self._link.alive:
                 return self._link
-            channel_link = self._books.link
-            if self._books.closed:
+            channel_link = self._grants.link
+            if self._grants.closed:
                 raise Unreachable("the pool was closed")
             pending = channel_link.channel.begin(engine.OpenQuery)
             channel_link.expect(channel_link.wait(pending), engine.QueryOpened)
@@ -346,7 +340,6 @@ class Queries:
             self._link = QueryLink(socket.socket(fileno=pending.descriptor))
             self._free.clear()
             self._in_use.clear()
-            self.connections += 1
             return self._link
 
 

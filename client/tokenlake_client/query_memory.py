@@ -10,7 +10,7 @@ import os
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenlake_client.pages import Pages
+from tokenlake_client.mapped_memory import MappedMemory
 
 __all__ = ["QueryMemory"]
 
@@ -28,7 +28,7 @@ class QueryMemory:
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
             # A forked child, which does not have them, sees and writes none of its parent's queries.
-            pages = Pages(mmap.mmap(self.descriptor, nbytes, mmap.MAP_SHARED), write=True)
+            pages = MappedMemory(mmap.mmap(self.descriptor, nbytes, mmap.MAP_SHARED), write=True)
         except BaseException:
             os.close(self.descriptor)
             raise

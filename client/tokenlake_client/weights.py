@@ -1,9 +1,9 @@
-"""The weights digest: which weights, under which configuration, a segment was computed with.
+"""The weights digest: it identifies the weights and the configuration that a segment was computed with.
 
-Of a model directory it is a blake2b-256 over the configuration and, for each file that holds weights, model
-code or an index of the weights, its name relative to the directory, its size and the blake2b-256 of its content
-(a weight file's header is part of its content). So equal files in another directory have the same digest, and
-every engine that loads one directory computes the same one.
+The digest of a model directory is a blake2b-256 over the configuration and, for each file that holds weights, model
+code or an index of the weights, its name relative to the directory, its size and the blake2b-256 of its content (a
+weight file's header is part of its content). Equal files in another directory therefore have the same digest, and all
+engines that load one directory compute the same one.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["digest_of_changes", "digest_of_directory", "digest_of_tensors", "dig
 SCHEMA_VERSION = 1
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 CODE_SUFFIX = ".py"
-"""Model code shipped with the weights changes what they compute."""
+"""Model code beside the weights: it is part of the computation."""
 INDEX_SUFFIX = ".index.json"
-"""Says which of the weight files are read."""
+"""An index lists the weight files that are read."""
 CONFIGURATION_FILES = ("config.json", "adapter_config.json")
 IGNORED_SETTINGS = ("_name_or_path", "transformers_version")
-"""Settings that say where a model came from, not what it computes."""
+"""Settings that describe the origin of a model and do not change its computation."""
 READ_BYTES = 4 << 20
 THREADS = 4
 
@@ -36,9 +36,9 @@ THREADS = 4
 def digest_of_directory(directory: str | Path, cache: Path | None = None) -> str:
     """Hex digest of the model in `directory`.
 
-    Content digests are kept in `cache` (default: `tokenlake/weights` in the user's cache directory), by
-    path, size and times of change, so that a second call reads no weights. A cache that cannot be written
-    is done without. Raises `LayoutRefused` where there is no configuration or no weight file.
+    Content digests are kept in `cache` (default: `tokenlake/weights` in the user's cache directory), by path, size and
+    times of change, so that a second call reads no weights. A cache that cannot be written is ignored. Raises
+    `LayoutRefused` where there is no configuration or no weight file.
     """
     root = Path(directory)
     configurations = [[name, _configuration(root / name)] for name in CONFIGURATION_FILES if (root / name).is_file()]
@@ -72,8 +72,8 @@ def digest_of_version(digest: str, version: str) -> str:
 
 
 def digest_of_changes(digest: str, changes: Mapping[str, object]) -> str:
-    """Hex digest of the weights `digest`, used otherwise than their directory says; `digest` without `changes`.
-    `changes`: JSON values, by a name for what was changed."""
+    """Hex digest of the weights `digest` with settings that differ from those of their directory; `digest` itself
+    without `changes`. `changes`: JSON values by the name of the setting."""
     return _digest_of_json([SCHEMA_VERSION, "changes", digest, changes]) if changes else digest
 
 
@@ -103,7 +103,7 @@ def _cache_directory() -> Path:
 def _content_digest(path: Path, store: Path) -> str:
     real = path.resolve()
     state = real.stat()
-    # The time of the inode's change cannot be set back, as a copying tool does with the modification time.
+    # Copying tools set the modification time back. The time of the inode's change cannot be set.
     identity = [str(real), state.st_size, state.st_mtime_ns, state.st_ctime_ns]
     entry = store / f"{_digest_of_json(str(real))}.json"
     try:

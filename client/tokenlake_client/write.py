@@ -1,4 +1,4 @@
-"""Storing segments: prepare, fill in place, commit or abort."""
+"""Storing segments: reserve slots, fill them in place, commit or abort."""
 
 from __future__ import annotations
 
@@ -13,48 +13,45 @@ from tokenlake.wire import Code
 from tokenlake.wire.engine import Commit, Committed, Prepared
 from tokenlake.wire.slots import unpack_slots
 from tokenlake_client.checksums import copy_with_checksums, shard_checksums
-from tokenlake_client.lease import Reading
-from tokenlake_client.link import STORE_S, Link
+from tokenlake_client.link import Link
+from tokenlake_client.pool_state import PoolState
 
 __all__ = ["Reservation", "Source", "Write"]
 
 Source = Callable[[int, NDArray[np.uint8]], None] | Sequence[NDArray[np.uint8]] | NDArray[np.uint8]
-"""Where segments come from: called with (index into the keys, slot) to fill a slot; or the segments themselves, one
-per key, each of shape [segment_bytes] and contiguous."""
+"""The segments to store: a function that is called with (index into the keys, slot) to fill a slot; or one array per
+key, of shape [segment_bytes] and contiguous."""
 
 
 class Write:
     """Slots to fill. As a context manager it commits at the end, and aborts when an exception passes.
 
-    `slots` are writable arrays of shape [segment_bytes] in the arena, for the segments that were granted; they
-    must not be written after fill, commit or abort. For one thread.
+    `slots` are writable arrays of shape [segment_bytes] in the arena, for the segments that were granted. They must not
+    be written after `fill`, `commit` or `abort`. For one thread.
     """
 
-    def __init__(
-        self, reading: Reading, link: Link, shards: int, keys: Sequence[SegmentKey], prepared: Prepared
-    ) -> None:
-        """`shards`: how many a segment has. Raises what mapping the slots raises; they are given back then."""
+    def __init__(self, state: PoolState, link: Link, keys: Sequence[SegmentKey], prepared: Prepared) -> None:
+        """`link`: the link that `prepared` was received over. Raises the errors of mapping the slots; the slots are
+        given back then."""
         self.id = WriteId(prepared.write)
         """For another process of the session: `Pool.attach_write`."""
         self.keys = keys
         self.codes = bytearray(prepared.codes)
-        """What happened to each key, one `Code` each; commit changes RESERVED to COMMITTED or EXPIRED."""
-        self._reading = reading
-        self._books = books = reading.books
+        """One `Code` for each key; commit changes RESERVED to COMMITTED or EXPIRED."""
+        self._state = state
+        self._grants = state.grants
         self._link = link
-        self._shards = shards
+        self._shards = state.layout.shards
         self._done = not self.id
         self.slots: list[tuple[int, NDArray[np.uint8]]] = []
         """(index into `keys`, array)."""
         self._checksums: list[bytes] = []
-        """All shards' of the slots that `fill` filled."""
+        """Of all shards, for each slot that `fill` filled."""
         if len(self.codes) != len(keys):
             raise ProtocolRefused(f"the daemon answered for {len(self.codes)} segments, not {len(keys)}")
         if self._done:
             return
-        with books.lock:
-            books.begin_filling(link)
-            books.hold_write(link, self.id)
+        self._grants.begin_filling(link, self.id)
         try:
             self.slots += (
                 (index, link.regions.get(place.region, write=True).slots[place.slot])
@@ -70,7 +67,7 @@ class Write:
 
     @property
     def incarnation(self) -> int:
-        """Of the daemon that granted it; its number means nothing to another."""
+        """Of the daemon that granted the write. The write's number is valid at this incarnation alone."""
         return self._link.incarnation
 
     def __enter__(self) -> Write:
@@ -83,9 +80,8 @@ class Write:
             self.abort()
 
     def fill(self, source: Source) -> None:
-        """Fill all slots, and make their checksums while the bytes are in the processor's cache, where `commit` finds
-        them no more. Arrays are copied in two threads when they are large. The slots are read-only afterwards. Raises
-        what `source` raises."""
+        """Fill all slots, and compute their checksums while the bytes are in the processor's cache. Arrays are copied
+        in two threads when they are large. The slots are read-only afterwards. Raises the errors of `source`."""
         if callable(source):
             self._checksums.clear()
             for index, array in self.slots:
@@ -93,12 +89,13 @@ class Write:
                 self._checksums.append(shard_checksums(array, self._shards))
         else:
             pairs = [(array, source[index]) for index, array in self.slots]
-            self._checksums = copy_with_checksums(pairs, self._shards, self._reading.hands)
+            self._checksums = copy_with_checksums(pairs, self._shards, self._state.parallel_copy)
         self._seal()
 
     def commit(self, shards: int | None = None) -> bytes:
-        """Publish all slots; the codes. `shards`: bit mask of those this process filled (default: all). The
-        checksums of what `fill` did not fill are made here. Raises `Unreachable`: nothing is known then."""
+        """Publish all slots and return the codes. `shards`: bit mask of the shards that this process filled (default:
+        all). Computes the checksums of slots that `fill` did not fill. Raises `Unreachable`: it is then unknown whether
+        the slots were published."""
         if self._done:
             return bytes(self.codes)
         mask = (1 << self._shards) - 1 if shards is None else shards
@@ -108,40 +105,47 @@ class Write:
         indices = tuple(index for index, _ in self.slots)
         self._done = True
         self._seal()
-        self._books.end_filling(self._link)
+        self._grants.end_filling(self._link)
         try:
             codes = self._publish(indices, mask, checksums)
         except BaseException:
-            # Whether it arrived or not: what it did not publish is given back.
-            self._books.drop_write(self._link, self.id, abort=True)
+            # Whether the request arrived or not: slots that it did not publish are given back.
+            self._grants.drop_write(self._link, self.id, abort=True)
             raise
-        self._books.drop_write(self._link, self.id, abort=False)
+        self._grants.drop_write(self._link, self.id, abort=False)
         for index, code in zip(indices, codes, strict=True):
             self.codes[index] = code
         return bytes(self.codes)
 
     def leave(self) -> None:
-        """After `commit` of some shards: this process holds nothing of the write any more, whatever becomes of the
-        shards of others. Idempotent; never raises."""
+        """After a `commit` of some shards: this process gives up the write, whatever other processes do with their
+        shards. Idempotent; never raises."""
         if Code.RESERVED in self.codes:
-            self._books.leave_write(self._link, self.id)
+            self._grants.leave_write(self._link, self.id)
 
     def abort(self) -> None:
         """Give the slots back. Idempotent; never raises."""
         if not self._done:
             self._done = True
-            self._books.end_filling(self._link)
-            self._books.drop_write(self._link, self.id, abort=True)
+            self._grants.end_filling(self._link)
+            self._grants.drop_write(self._link, self.id, abort=True)
+
+    def expire(self) -> None:
+        """`abort`, and the codes of slots that were not published become EXPIRED. Idempotent; never raises."""
+        self.abort()
+        self.codes[:] = self.codes.replace(bytes([Code.RESERVED]), bytes([Code.EXPIRED]))
 
     def _seal(self) -> None:
         for _, array in self.slots:
             array.flags.writeable = False
 
     def _publish(self, indices: tuple[int, ...], mask: int, checksums: bytes) -> bytes:
-        link = self._books.link
+        link = self._grants.link
         if self._link.life != link.life:
             return bytes([Code.EXPIRED]) * len(indices)
-        reply = link.call(lambda number: Commit(number, self.id, indices, mask, checksums), Committed, STORE_S)
+        reply = link.call(
+            lambda number: Commit(number, self.id, indices, mask, checksums), Committed, link.deadlines.store_s
+        )
         if len(reply.codes) != len(indices):
             raise ProtocolRefused(f"the daemon answered for {len(reply.codes)} segments, not {len(indices)}")
         return reply.codes
@@ -149,24 +153,25 @@ class Write:
 
 class Reservation:
     """Slots that other processes of the session fill: each attaches, commits its shards and leaves. They stay reserved
-    until all shards are in, or until everybody who holds them, this process too, gave them back."""
+    until all shards are committed, or until all processes that hold them, this one too, gave them back."""
 
-    def __init__(self, reading: Reading, link: Link, prepared: Prepared) -> None:
+    def __init__(self, state: PoolState, link: Link, prepared: Prepared) -> None:
+        """`link`: the link that `prepared` was received over. Raises `Unreachable`."""
         self.id = WriteId(prepared.write)
         """For `Pool.attach_write`; 0 when no slot was granted."""
         self.codes = prepared.codes
-        """What happened to each key, one `Code` each."""
-        self._reading = reading
+        """One `Code` for each key."""
+        self._grants = state.grants
         self._link = link
-        reading.books.hold_write(link, self.id)
+        self._grants.hold_write(link, self.id)
 
     @property
     def incarnation(self) -> int:
-        """Of the daemon that granted it; its number means nothing to another."""
+        """Of the daemon that granted the write. The write's number is valid at this incarnation alone."""
         return self._link.incarnation
 
     def release(self) -> None:
-        """Hold it no longer. Idempotent; never raises."""
+        """This process holds the slots no longer. Idempotent; never raises."""
         if self.id:
-            self._reading.books.drop_write(self._link, self.id, abort=True)
+            self._grants.drop_write(self._link, self.id, abort=True)
             self.id = WriteId(0)

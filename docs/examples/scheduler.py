@@ -2,7 +2,7 @@
 
 Each iteration takes what waits, forms a batch for every idle instance, asks the pool which instance shall run which
 batch and how it shall use what is cached, and counts the decode steps of what runs. It moves no cache and knows no
-node: engines carry out the plans. Run by `tests/client/test_scheduler.py` against real daemons.
+node: engines carry out the plans. Run by `tests/client/test_control_plane.py` against real daemons.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from tokenlake.planner import QueryPlan, Request, TransferPlan
-from tokenlake_client.control import ControlPlane
+from tokenlake_client.control_plane import ControlPlane
 
 BATCH_TOKENS = 4096
 """New tokens that one batch prefills; a prompt with more is a batch of its own, on as many instances as it needs."""

@@ -1,4 +1,5 @@
 """The daemon of a node: arena, sockets, threads and metrics around `tokenlake.core.NodeCore`.
 
-Nothing here decides anything about segments; it turns what happens into events and carries out instructions.
+This package decides nothing about segments: it turns requests, frames and timers into events for the rules and carries
+out the instructions that the rules return.
 """

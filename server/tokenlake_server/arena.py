@@ -1,4 +1,4 @@
-"""The node's shared memory: regions, each a memfd of its own, or a file in a directory the user names."""
+"""The node's shared memory. Each region is a memfd, or a file in the directory of the setting `arena_directory`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tokenlake.wire.slots import SlotRef
 __all__ = ["Arena", "Region"]
 
 MADV_POPULATE_WRITE = 23
-"""Not named by Python 3.11's mmap module."""
+"""An advice of Linux 5.14; Python 3.11's mmap module has no name for it."""
 POPULATE_CHUNK = 16 << 20
-"""Between two reports of progress; also bounds how long one call may keep a thread from stopping."""
+"""Bytes between two reports of progress; also bounds how long a thread that stops is delayed by one call."""
 SEALS = 0x1 | 0x2 | 0x4
 """F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW."""
 F_ADD_SEALS = 1033
@@ -36,7 +36,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Region:
-    """One mapping. Owned by the arena; `view` is valid until `close`."""
+    """One mapping of memory, owned by the arena. `view` is valid until `close`."""
 
     def __init__(self, number: int, nbytes: int, directory: str, huge_pages: bool) -> None:
         self.number = number
@@ -55,8 +55,8 @@ class Region:
         self.view = memoryview(self.map)
 
     def populate(self, report: Callable[[int], None]) -> None:
-        """Touch every page; `report(bytes done since the last report)`. Called in a thread: through ctypes the
-        call releases the GIL, which `mmap.madvise` does not."""
+        """Write to every page, so that the kernel allocates it. `report(nbytes)` is called with the bytes since the
+        last report. Called in a thread: the ctypes call releases the GIL, which `mmap.madvise` does not."""
         anchor = ctypes.c_char.from_buffer(self.map)
         base = ctypes.addressof(anchor)
         try:
@@ -64,28 +64,30 @@ class Region:
                 size = min(POPULATE_CHUNK, self.nbytes - start)
                 if _libc.madvise(base + start, size, MADV_POPULATE_WRITE):
                     code = ctypes.get_errno()
-                    if code != errno.EINVAL:  # EINVAL: a kernel before 5.14; the first touch is then the writer's
-                        raise LimitReached(f"the kernel gave no memory for the arena: {os.strerror(code)}")
+                    if code != errno.EINVAL:  # EINVAL: a kernel before 5.14, which allocates pages at the first write
+                        raise LimitReached(
+                            f"the kernel did not provide memory for the arena: {os.strerror(code)}; lower 'memory'"
+                        )
                 report(size)
         finally:
             del anchor
 
     def reopen(self, *, write: bool) -> int:
-        """A new descriptor of the same memory, for one process; the caller closes it."""
+        """A new descriptor of the region for one process; the caller closes it."""
         if write:
             return os.dup(self.fd)
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Unmap here. Processes that mapped it keep their mapping. Raises `BufferError` while a view of it lives; may
-        be called again then."""
+        """Unmap the region in this process; other processes keep their mappings. Raises `BufferError` while a view of
+        it exists, and may be called again then."""
         self.view.release()
         self.map.close()
         os.close(self.fd)
 
 
 class Arena:
-    """All regions of the node. `replace` runs in a thread, everything else on the control loop or at start."""
+    """All regions of the node. `replace` runs in a thread; other methods are called on the control loop or at start."""
 
     def __init__(self, regions: int, region_bytes: int, directory: str = "", huge_pages: bool = False) -> None:
         self.region_bytes = region_bytes
@@ -97,21 +99,22 @@ class Arena:
         return Region(number, self.region_bytes, self._directory, self._huge_pages)
 
     def populate(self, report: Callable[[int], None]) -> None:
-        """Touch all memory, so that no write is the first to a page."""
+        """Write to all pages, so that no later write waits for the kernel to allocate one. `report`: as in
+        `Region.populate`."""
         for region in self._regions.values():
             region.populate(report)
 
     def region(self, number: int) -> Region:
-        """The region of that number. KeyError for a number that never was."""
+        """The region of that number. Raises KeyError where there is none."""
         return self._regions[number]
 
     def replace(self, number: int, fresh: int) -> None:
-        """Memory under the number `fresh` instead of `number`: a region has one tenant for life. The old memory goes
-        first: there is never more than at the start. May be called again after it raised; nobody sees a region half
-        made."""
-        former = self._regions.get(number)
-        if former is not None:
-            former.close()
+        """Replace region `number` by new memory under the number `fresh`, because a region serves one tenant only. The
+        old memory is freed first, so that the arena never exceeds its size. May be called again after it raised; the
+        new region becomes visible when it is complete."""
+        previous = self._regions.get(number)
+        if previous is not None:
+            previous.close()
             del self._regions[number]
         region = self._make(fresh)
         try:
@@ -122,7 +125,7 @@ class Arena:
         self._regions[fresh] = region
 
     def slots(self, places: Sequence[SlotRef], slot_bytes: int) -> list[memoryview]:
-        """The writable bytes of each slot; no copy. The caller holds pins for as long as it uses them."""
+        """Writable views of the slots. The caller's pins keep them valid."""
         shape = RegionShape(self.region_bytes, slot_bytes)
         header, stride = shape.header_bytes, shape.stride
         starts = [header + place.slot * stride for place in places]
@@ -130,7 +133,7 @@ class Arena:
         return [view[start : start + slot_bytes] for view, start in zip(views, starts, strict=True)]
 
     def stamp(self, places: Sequence[SlotRef]) -> None:
-        """Write generations into the table that clients read after they copied."""
+        """Write the generations of these slots into the table in shared memory, which clients compare after a copy."""
         for place in places:
             _GENERATION.pack_into(self._regions[place.region].map, place.slot * GENERATION_BYTES, place.generation)
 
@@ -146,7 +149,7 @@ def _open_memfd(number: int, nbytes: int, huge_pages: bool) -> int:
     try:
         os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, F_ADD_SEALS, SEALS)
-        # A memfd is born with mode 0777; another uid could reopen it through /proc.
+        # A new memfd has mode 0777, with which another user could reopen it through /proc.
         os.fchmod(fd, 0o400)
     except BaseException:
         os.close(fd)

@@ -21,7 +21,7 @@ from tokenlake.config.setting import settings_of
 from tokenlake.errors import TokenLakeError
 from tokenlake_server.config_file import read_config_file
 from tokenlake_server.daemon import Daemon, run
-from tokenlake_server.recording import replay as replay_log
+from tokenlake_server.event_log import replay as replay_log
 from tokenlake_server.watchdog import new_event_loop
 
 __all__ = ["config", "replay", "run_daemon", "serve", "with_settings"]
@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 
 
 def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--config` (as `file`) and a flag for each setting but the secrets: other users can read a command line."""
+    """Add `--config` (as `file`) and a flag for each setting except the secrets, because other users can read a command
+    line."""
     for name, setting in reversed(list(settings_of(ServerConfig).items())):
         if not setting.secret:
             text = f"{setting.meaning[0].upper()}{setting.meaning[1:]}. Value: {setting.kind.expected}."
@@ -58,14 +59,14 @@ def run_daemon(
     speed: float = 1.0,
     made: Callable[[Daemon], None] = lambda daemon: None,
 ) -> None:
-    """The command `serve`. `speed`: of the rules' clock, for benchmarks that replay a trace faster than it happened;
-    `made` is called with the daemon before its first event. Raises `click.ClickException`."""
+    """The command `serve`. `speed`: see `Driver`; benchmarks replay a trace faster than it happened. `made` is called
+    with the daemon before its first event. Raises `click.ClickException`."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         settings = _load(file, flags)
         logging.getLogger().setLevel(settings.config.log_level.upper())
         if settings.ignored:
-            log.info("variables of a Kubernetes Service, which are no settings: %s", ", ".join(settings.ignored))
+            log.info("variables of a Kubernetes Service, which are not settings: %s", ", ".join(settings.ignored))
         _serve(settings, speed, made)
     except TokenLakeError as error:
         raise click.ClickException(str(error)) from error
@@ -83,16 +84,16 @@ def _serve(settings: Settings, speed: float, made: Callable[[Daemon], None]) -> 
             progress.stop()
             metrics = f", metrics http://{daemon.metrics.address}/metrics" if daemon.metrics else ""
             click.echo(
-                f"node {settings.config.node} serves {format_size(settings.config.memory)} "
-                f"at {settings.config.socket}, peers at {daemon.peers.address}{metrics}, "
-                f"after {time.monotonic() - began:.1f} s",
+                f"node {settings.config.node} is ready after {time.monotonic() - began:.1f} s: "
+                f"{format_size(settings.config.memory)}, socket {settings.config.socket}, "
+                f"port for peers {daemon.peers.address}{metrics}",
                 err=True,
             )
 
-        def touched(done: int, total: int) -> None:
+        def populated(done: int, total: int) -> None:
             progress.update(task, completed=done, total=total)
 
-        main = run(settings.config, touched, ready, speed=speed)
+        main = run(settings.config, populated, ready, speed=speed)
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(main)
 
@@ -100,7 +101,7 @@ def _serve(settings: Settings, speed: float, made: Callable[[Daemon], None]) -> 
 @click.command()
 @click.argument("log", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def replay(log: Path) -> None:
-    """Feed an event log (serve --record) through the rules; exit 1 when the instructions differ."""
+    """Replay an event log (serve --record) through the rules; exit status 1 when the instructions differ."""
     try:
         result = replay_log(log)
     except TokenLakeError as error:
@@ -109,26 +110,26 @@ def replay(log: Path) -> None:
     if result.difference:
         raise click.ClickException(f"the instructions differ from the recorded ones at {result.difference}")
     if result.cut_off:
-        click.echo(f"the last {result.cut_off} bytes are no whole record: the log was cut off there")
+        click.echo(f"the last {result.cut_off} bytes are not a whole record: the log was cut off there")
     click.echo("the same instructions as recorded")
 
 
 @click.group()
 def config() -> None:
-    """Look at the settings."""
+    """Show the settings."""
 
 
 @config.command()
 @with_settings
 def show(file: Path | None, **flags: object) -> None:
-    """Print each setting, its value and where it came from."""
+    """Print each setting, its value and its source."""
     try:
         settings = _load(file, flags)
     except TokenLakeError as error:
         raise click.ClickException(str(error)) from error
-    table = Table("setting", "value", "from")
+    table = Table("setting", "value", "source")
     for field, value, origin in settings.describe():
         table.add_row(field, value, origin)
     Console().print(table)
     if settings.ignored:
-        click.echo(f"variables of a Kubernetes Service, which are no settings: {', '.join(settings.ignored)}")
+        click.echo(f"variables of a Kubernetes Service, which are not settings: {', '.join(settings.ignored)}")

@@ -1,4 +1,4 @@
-"""The configuration file of a daemon: its text, and who else may read the secrets in it."""
+"""Reads the configuration file of a daemon and checks that other users cannot read the secrets in it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def read_config_file(path: Path) -> str:
-    """Its text, for a daemon. Raises `ConfigurationError` for a file that cannot be read, is no TOML, or holds a secret
-    that other users may read or write."""
+    """The text of the file, for a daemon. Raises `ConfigurationError` for a file that cannot be read, is not TOML, or
+    holds a secret and may be read or written by other users."""
     text, status = _read(path)
     settings = settings_of(ServerConfig)
     given = {name: value for name, value, _ in of_toml(text, str(path))}
@@ -27,7 +27,7 @@ def read_config_file(path: Path) -> str:
         mode = stat.S_IMODE(status.st_mode)
         raise _refusal(
             path,
-            f"mode 0600, because it sets '{secrets[0]}'; with mode {mode:04o} other users may read it or change it: "
+            f"mode 0600, because it sets '{secrets[0]}'; with mode {mode:04o} other users can read or change it: "
             f"chmod 600 {path}",
         )
     if secrets and status.st_uid not in (os.getuid(), 0):
@@ -36,8 +36,8 @@ def read_config_file(path: Path) -> str:
 
 
 def read_foreign_file(path: Path) -> str:
-    """Its text, for a command that only looks for the daemon. Raises `ConfigurationError` for a file that cannot be
-    read."""
+    """The text of the file, for a command that only needs the daemon's addresses. Raises `ConfigurationError` for a
+    file that cannot be read."""
     return _read(path)[0]
 
 

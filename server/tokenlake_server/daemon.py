@@ -1,4 +1,4 @@
-"""One daemon: puts arena, rules, sockets and threads together, and takes them apart again."""
+"""One daemon: makes and connects the arena, the rules, the sockets and the threads, and closes them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ from tokenlake.identity import Incarnation, NodeId
 from tokenlake.wire import supervision
 from tokenlake.wire.peer import PeerHello, Purpose
 from tokenlake.wire.slots import unpack_slots
-from tokenlake_server import garbage
+from tokenlake_server import garbage_collector
 from tokenlake_server.arena import Arena
-from tokenlake_server.bulk import Receivers, Senders
-from tokenlake_server.checking import Checker
+from tokenlake_server.available_memory import require_memory
+from tokenlake_server.bulk_receiver import BulkReceiver
+from tokenlake_server.bulk_sender import BulkSender
 from tokenlake_server.driver import Driver
-from tokenlake_server.engines import EngineListener, EngineSettings
-from tokenlake_server.memory import require_memory
-from tokenlake_server.metrics import MetricsServer, Snapshot
-from tokenlake_server.peers import Adopt, PeerIdentity, PeerListener, ring_members
+from tokenlake_server.engine_listener import EngineListener, EngineSettings
+from tokenlake_server.event_log import Recorder
+from tokenlake_server.handshake import PeerIdentity
+from tokenlake_server.metrics_page import MetricsServer, Snapshot
+from tokenlake_server.peer_connections import Adopt, PeerConnections, ring_members
 from tokenlake_server.query_engine import QueryEngine
-from tokenlake_server.recording import Recorder
-from tokenlake_server.state import StateFile, require_directory
+from tokenlake_server.slot_checker import SlotChecker
+from tokenlake_server.state_file import StateFile, require_directory
 from tokenlake_server.tenants import Tenants
 from tokenlake_server.watchdog import Watchdog
 
@@ -42,16 +44,16 @@ __all__ = ["Daemon", "core_config", "run"]
 log = logging.getLogger(__name__)
 
 SAVE_S = 60.0
-"""From one saving of what was learned to the next."""
+"""Interval between two saves of the eviction statistics."""
 LEAST_REPORT_S = 0.02
-"""Between two reports to other nodes, by the real clock."""
+"""Least interval between two reports to other nodes, by the real clock."""
 REPLACE_S = 0.5
-"""Between two attempts to get memory for a region that changes its tenant."""
+"""Interval between two attempts to allocate memory for a region that changes its tenant."""
 
 
 def core_config(config: ServerConfig, incarnation: int, speed: float = 1.0) -> CoreConfig:
-    """What the rules take from the settings. Without sizes in 'peers' all nodes weigh the same. `speed`: of the rules'
-    clock; however fast it is, a report takes the processor's time and comes no more often than `LEAST_REPORT_S`."""
+    """The configuration of the rules that follows from the settings. Without sizes in 'peers' all nodes have the same
+    weight. `speed`: see `Driver`; reports are sent at least `LEAST_REPORT_S` of the real clock apart."""
     sized = any(peer.memory for peer in config.peers)
     members = {config.node: config.memory if sized else 1}
     members |= {peer.name: peer.memory or 1 for peer in config.peers}
@@ -70,10 +72,10 @@ def core_config(config: ServerConfig, incarnation: int, speed: float = 1.0) -> C
 
 
 class Daemon:
-    """Made on a running loop, after `Arena.populate`; `close` gives everything back."""
+    """Made on a running loop, after `Arena.populate`; `close` releases everything."""
 
     def __init__(self, config: ServerConfig, arena: Arena, speed: float = 1.0) -> None:
-        """`speed`: of the rules' clock, see `Driver`."""
+        """`speed`: see `Driver`."""
         loop = asyncio.get_running_loop()
         incarnation = time.time_ns()
         rules = core_config(config, incarnation, speed)
@@ -100,11 +102,11 @@ class Daemon:
             config.cluster_secret,
         )
         addresses = {peer.name: Address(peer.host, peer.port) for peer in config.peers}
-        self.receivers = Receivers(identity, addresses, arena, self.driver)
-        self.senders = Senders(identity, len(addresses), arena, self.driver)
-        adopt: dict[Purpose, Adopt] = {"bulk": self.senders.adopt, "query": self._query_asked}
-        self.checker = Checker(arena, self.driver)
-        self.peers = PeerListener(identity, parse_address(config.listen), addresses, self.driver, loop, adopt)
+        self.receivers = BulkReceiver(identity, addresses, arena, self.driver)
+        self.senders = BulkSender(identity, len(addresses), arena, self.driver)
+        adopt: dict[Purpose, Adopt] = {"bulk": self.senders.adopt, "query": self._adopt_query}
+        self.checker = SlotChecker(arena, self.driver)
+        self.peers = PeerConnections(identity, parse_address(config.listen), addresses, self.driver, loop, adopt)
         self.metrics = (
             MetricsServer(parse_address(config.metrics), loop, self.snapshot, config.node) if config.metrics else None
         )
@@ -137,29 +139,29 @@ class Daemon:
             self.driver.handle(events.StatisticsLoaded(learned))
 
     def snapshot(self) -> Snapshot:
-        """On the loop."""
+        """Counters and gauges for the metrics page. Called on the loop."""
         snapshot = Snapshot(self.driver.core, self.engines.count, self.peers.connected, self.query_engine)
         snapshot.gauges += self.watchdog.gauges()
         return snapshot
 
     def _connect_query(self, tenant: str, layout: bytes) -> socket.socket:
         if self.query_engine is None:
-            raise Unreachable("this node runs no query engine; its setting 'query_engine' is false")
+            raise Unreachable("this node has no query engine, because its setting 'query_engine' is false")
         return self.query_engine.connect_engine(tenant, layout)
 
-    def _query_asked(self, sock: socket.socket, who: PeerHello, rest: bytes) -> None:
+    def _adopt_query(self, sock: socket.socket, hello: PeerHello, rest: bytes) -> None:
         if self.query_engine is None:
             sock.close()
         else:
-            self.query_engine.adopt(sock, who, rest)
+            self.query_engine.adopt(sock, hello, rest)
 
     def _failed(self, event: Event, error: Exception) -> None:
-        """The rules did not take an event: its sender is cut off, everybody else goes on."""
+        """The rules did not complete an event: close the connection of its sender."""
         if isinstance(error, ValueError):
             log.warning("refused: %s", error)
         else:
             log.error("the rules failed on %s", type(event).__name__, exc_info=error)
-            error = ProtocolRefused("the daemon failed on this request; its log says why")
+            error = ProtocolRefused("the daemon failed on this request; its log has the error")
         if isinstance(event, events.Requested | events.Joined | events.ExplainRequested):
             self.engines.refuse(event.connection, error)
         elif isinstance(event, events.PeerSent):
@@ -168,21 +170,21 @@ class Daemon:
             self.senders.refuse(event.stream)
 
     def _replace(self, instruction: ReplaceRegion) -> None:
-        task = self._loop.create_task(self._replace_at_last(instruction))
+        task = self._loop.create_task(self._replace_until_done(instruction))
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
 
-    async def _replace_at_last(self, instruction: ReplaceRegion) -> None:
-        """Again and again, until there is memory: newcomers wait for it, and the rules for the event."""
-        complained = False
+    async def _replace_until_done(self, instruction: ReplaceRegion) -> None:
+        """Repeat until memory is available: the rules use the region only after `RegionReady`."""
+        logged = False
         while not self._closing.is_set():
             try:
-                # In a thread: touching fresh pages takes seconds.
+                # In a thread: the kernel takes seconds to allocate the pages.
                 await asyncio.to_thread(self._arena.replace, instruction.region, instruction.fresh)
             except Exception as error:
-                if not complained:
-                    log.error("region %d could not be replaced, trying on: %s", instruction.region, error)
-                complained = True
+                if not logged:
+                    log.error("region %d could not be replaced, trying again: %s", instruction.region, error)
+                logged = True
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._closing.wait(), REPLACE_S)
                 continue
@@ -190,7 +192,7 @@ class Daemon:
             return
 
     async def _save_state(self) -> None:
-        """Now and then, and when the daemon ends."""
+        """Save the eviction statistics every `SAVE_S` and when the daemon ends."""
         assert self._state is not None
         closing = False
         while not closing:
@@ -199,7 +201,7 @@ class Daemon:
             await asyncio.to_thread(self._state.save, self.driver.core.learned())
 
     async def close(self) -> None:
-        """Stop taking requests, end the threads."""
+        """Stop accepting requests, end the threads and the query engine."""
         self._closing.set()
         self.engines.close()
         if self.query_engine is not None:
@@ -224,9 +226,14 @@ def _recorder(path: str, rules: CoreConfig, started: float) -> Recorder | None:
 
 
 def _raise_descriptor_limit() -> None:
-    """Each process of an engine takes two descriptors; the usual soft limit of 1024 is below `max_sessions`."""
+    """Each process of an engine takes two descriptors, and the usual soft limit of 1024 is too low for the default of
+    `max_sessions`."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class _StartStopped(Exception):
+    """A signal arrived while the arena was populated, which takes seconds per 10 GiB."""
 
 
 async def run(
@@ -236,11 +243,11 @@ async def run(
     *,
     speed: float = 1.0,
 ) -> None:
-    """A daemon from start to SIGTERM or SIGINT.
+    """Run a daemon until SIGTERM or SIGINT.
 
-    `report(bytes touched, bytes in all)` while memory is made ready, from a thread; `ready(daemon)` when it
-    serves, before its first event. `speed`: of the rules' clock, see `Driver`. Raises `ConfigurationError` or
-    `LimitReached` when it cannot start.
+    `report(bytes populated, bytes in total)` is called from a thread while the arena is populated; `ready(daemon)` is
+    called when the daemon serves, before its first event. `speed`: see `Driver`. Raises `ConfigurationError` or
+    `LimitReached` when the daemon cannot start.
     """
     if config.state_directory:
         require_directory("state_directory", config.state_directory)
@@ -251,24 +258,32 @@ async def run(
     total = config.memory // config.region_size * config.region_size
     done = 0
 
+    stop = asyncio.Event()
+
     def progress(nbytes: int) -> None:
         nonlocal done
         done += nbytes
         report(done, total)
+        if stop.is_set():
+            raise _StartStopped
 
-    stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     try:
-        await asyncio.to_thread(arena.populate, progress)
+        try:
+            await asyncio.to_thread(arena.populate, progress)
+        except _StartStopped:
+            log.info("stopped before the memory was ready")
+            return
         daemon = Daemon(config, arena, speed)
-        garbage.set_up(daemon.watchdog.collected)
+        garbage_collector.set_up(daemon.watchdog.collected)
         ready(daemon)
         await stop.wait()
         log.info("stopping")
+        daemon.watchdog.stop()
         await daemon.close()
         for number in (signal.SIGTERM, signal.SIGINT):
-            # Asked again while the interpreter winds up, it would end by the signal and not with status 0.
+            # A second signal while the interpreter exits would end the process by the signal and not with status 0.
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
     finally:

@@ -1,4 +1,4 @@
-"""Drives a `NodeCore`: events in, one at a time; instructions out, to whoever carries out their kind."""
+"""Drives a `NodeCore`: passes it one event at a time, and each instruction to the function that carries it out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenlake.core import NodeCore
 from tokenlake.core.events import Event, Tick
 from tokenlake.core.instructions import Instruction
 from tokenlake.core.node import HandlerFailed
-from tokenlake_server.recording import Recorder
+from tokenlake_server.event_log import Recorder
 
 __all__ = ["Driver", "Handle", "Sink"]
 
@@ -24,7 +24,7 @@ Sink = Callable[[Any], None]
 
 
 class Driver:
-    """Lives on the control loop. Other threads come in through `post`."""
+    """Lives on the control loop. Other threads call `post` only."""
 
     def __init__(
         self,
@@ -33,9 +33,12 @@ class Driver:
         on_failure: Callable[[Event, Exception], None],
         speed: float = 1.0,
     ) -> None:
-        """`on_failure`: the rules refused an event (ValueError: its sender broke the protocol; nothing was changed) or
-        failed (HandlerFailed). Called after what came of it was carried out.
-        `speed`: seconds of the rules' clock in each second of the loop's."""
+        """`on_failure(event, error)` is called when the rules did not complete an event, after the instructions of the
+        event were carried out. ValueError: the sender violated the protocol, and the rules changed nothing.
+        HandlerFailed: the rules changed their state in part, and its instructions belong to these changes. Another
+        exception: a defect, and the rules changed nothing.
+
+        `speed`: seconds of the rules' clock per second of the loop's clock."""
         self.core = core
         self._on_failure = on_failure
         self._speed = speed
@@ -46,44 +49,44 @@ class Driver:
         self._running = False
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = float("inf")
-        self._rang = False
-        """A Tick comes within two turns of the loop."""
+        self._tick_scheduled = False
+        """A Tick is scheduled within the next two iterations of the loop."""
         self._recorder: Recorder | None = None
 
     @property
     def now(self) -> float:
-        """The time of the rules."""
+        """The time of the rules' clock, in seconds."""
         return self._loop.time() * self._speed
 
     def carry_out(self, kind: type[Instruction], sink: Sink) -> None:
-        """`sink` is called with each instruction of `kind`; it must not block."""
+        """Call `sink` with each instruction of `kind`. It must not block."""
         self._sinks[kind] = sink
 
     def wrap(self, rules: Callable[[Handle], Handle], sink: Callable[[Sink], Sink]) -> None:
-        """Put something around the rules and around every sink there is, before the first event."""
+        """Wrap the rules and every sink that is registered. Called before the first event."""
         self._handle = rules(self._handle)
         self._sinks = {kind: sink(inner) for kind, inner in self._sinks.items()}
 
     def start(self, recorder: Recorder | None) -> None:
-        """Begin; `core.start` was called."""
+        """Begin to serve timers and to record. Called after `core.start`."""
         self._recorder = recorder
         self._rearm()
 
     def stop(self) -> None:
-        """No more timers; the event log is complete."""
+        """Stop the timers and complete the event log."""
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
         self._end_record(None)
 
     def post(self, event: Event) -> None:
-        """From any thread."""
-        # A loop that is closed needs no events any more: threads may return after the daemon stopped.
+        """Handle an event on the loop. For any thread."""
+        # The loop is closed when the daemon stopped before the thread returned.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self.handle, event)
 
     def handle(self, event: Event) -> None:
-        """On the loop. An event that a sink makes waits until the current one is done."""
+        """Handle an event, on the loop. An event that arises while another one is handled is queued behind it."""
         self._queue.append(event)
         if self._running:
             return
@@ -97,16 +100,7 @@ class Driver:
 
     def _step(self, event: Event) -> None:
         now = self.now
-        failure: Exception | None = None
-        instructions: list[Instruction] = []
-        try:
-            instructions = self._handle(event, now)
-        except HandlerFailed as error:
-            # What goes with the changes that the rules made before they failed: a Stamp above all.
-            instructions, failure = error.instructions, error
-        except Exception as error:
-            # One sender's broken message, or one of our mistakes, ends nobody else's work.
-            failure = error
+        instructions, failure = self._decide(event, now)
         if self._recorder is not None:
             try:
                 self._recorder.add(now, event, instructions)
@@ -120,6 +114,18 @@ class Driver:
         if failure is not None:
             self._on_failure(event, failure)
 
+    def _decide(self, event: Event, now: float) -> tuple[list[Instruction], Exception | None]:
+        """(instructions of the event, the reason that the rules did not complete it). A failure concerns the sender of
+        this event only; the driver continues with the next event."""
+        try:
+            return self._handle(event, now), None
+        except HandlerFailed as failure:
+            # The rules have changed the state that these instructions belong to; a Stamp, for instance, must not be
+            # lost (docs/decisions/013-instructions-of-a-failed-handler.md).
+            return failure.instructions, failure
+        except Exception as failure:
+            return [], failure
+
     def _end_record(self, error: OSError | None) -> None:
         recorder, self._recorder = self._recorder, None
         if recorder is None:
@@ -129,13 +135,13 @@ class Driver:
         except OSError as failure:
             error = error or failure
         if error is not None:
-            log.error("the event log ends before this daemon does: %s", error.strerror)
+            log.error("the event log ends here, and the daemon continues without it: %s", error.strerror)
 
     def _rearm(self) -> None:
         wake = self.core.next_wake()
-        if wake is None or wake == self._alarm_at or self._rang:
+        if wake is None or wake == self._alarm_at or self._tick_scheduled:
             return
-        # An alarm that comes too early only costs a Tick; re-arming for every later deadline would cost more.
+        # An alarm that is too early costs one Tick; moving it to every later deadline would cost more.
         if self._alarm is not None and self._alarm_at < wake and self._alarm_at > self.now:
             return
         if self._alarm is not None:
@@ -144,12 +150,13 @@ class Driver:
         self._alarm = self._loop.call_at(wake / self._speed, self._ring)
 
     def _ring(self) -> None:
-        # A loop that stood still looks at its timers before all that came meanwhile is read. After two turns it is.
-        self._rang = True
+        # After a pause the loop runs timers before it reads the frames that arrived meanwhile, such as the answer whose
+        # deadline this is. Two iterations later they have been read.
+        self._tick_scheduled = True
         self._loop.call_soon(self._loop.call_soon, self._tick)
 
     def _tick(self) -> None:
-        self._rang = False
+        self._tick_scheduled = False
         if self._alarm is not None:
             self._alarm = None
             self._alarm_at = float("inf")

@@ -1,12 +1,12 @@
-"""`tokenlake explain`: what became of one request, asked of this node's daemon over the local socket."""
+"""`tokenlake explain`: the tokens that one request found and missed, from this node's daemon over the local socket."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 import msgspec
@@ -19,70 +19,87 @@ from tokenlake import errors
 from tokenlake.config import DEFAULT, ENGINE_PREFIX, load_config
 from tokenlake.errors import DeadlinePassed, ProtocolRefused, TokenLakeError, Unreachable
 from tokenlake.local_socket import first_reachable, sockets_to_try
-from tokenlake.wire import FrameDecoder, engine, pack_frame
+from tokenlake.wire import engine, pack_frame
 from tokenlake.wire.fields import MAX_REQUEST_NAME
 from tokenlake.wire.frames import decode
-from tokenlake.wire.funnel import Funnel
+from tokenlake.wire.funnel import MAX_EXPLAINED_NAMES, Funnel
+from tokenlake_server.blocking_sockets import read_frame
 from tokenlake_server.config_file import read_foreign_file
 from tokenlake_server.local_socket import dial
 
-__all__ = ["ask", "explain", "rows"]
+__all__ = ["Explanation", "ask", "explain"]
 
 ANSWER_S = 2.0
-"""A daemon asks other nodes for at most a tenth of a second."""
+"""Generous: a daemon waits at most 0.1 s for the answers of other nodes."""
 MAX_ANSWER = 1 << 20
 
 
-def ask(path: Path, request: str, token: str | None = None, daemon_uid: int | None = None) -> Funnel | None:
-    """What the daemon at `path` knows of a request of this user's, or `token`'s, tenant; None where it knows none of
-    that name. `daemon_uid`: the user that it runs as, where that is neither root nor this process's. Raises
-    `Unreachable`, `DeadlinePassed`, `ListenerUntrusted`, and what the daemon refuses with."""
+class Explanation(NamedTuple):
+    """A daemon's answer: the funnel of one request, or the names that the given name may stand for."""
+
+    funnel: Funnel | None
+    names: tuple[str, ...]
+    """Without a funnel: names of requests that begin with the given name, newest first."""
+
+
+def ask(path: Path, request: str, token: str | None = None, daemon_uid: int | None = None) -> Explanation:
+    """Ask the daemon at `path` about a request of this user's tenant, or of the token's tenant. `request`: the name of
+    the request, or its beginning; empty for the names of the newest requests. `daemon_uid`: the user that the daemon
+    runs as, where that is neither root nor this process's user. Raises `Unreachable`, `DeadlinePassed`,
+    `ListenerUntrusted`, and the error with which the daemon refuses."""
     try:
         with dial(str(path), daemon_uid, ANSWER_S) as sock:
             sock.sendall(pack_frame(engine.Explain(1, request[:MAX_REQUEST_NAME], token)))
-            body = _receive(sock)
+            body = read_frame(sock, MAX_ANSWER)
     except TimeoutError:
         raise DeadlinePassed(f"the daemon at {path} did not answer within {ANSWER_S:.0f} s") from None
     except OSError as error:
-        raise Unreachable(f"no daemon at {path}: {error.strerror}; is it running, and is this its socket?") from error
+        reason = error.strerror or str(error)
+        raise Unreachable(f"no daemon at {path}: {reason}; is it running, and is this its socket?") from error
     reply = decode(engine.reply_decoder, body)
     if isinstance(reply, engine.Failed):
         kind = getattr(errors, reply.kind, ProtocolRefused)
         raise kind(reply.reason)
     if not isinstance(reply, engine.Explained):
-        raise ProtocolRefused(f"the daemon answered with {type(reply).__name__}")
-    return reply.funnel
+        raise ProtocolRefused(f"the daemon answered with {type(reply).__name__}; expected Explained")
+    return Explanation(reply.funnel, reply.names)
 
 
-def _receive(sock: socket.socket) -> bytes:
-    decoder = FrameDecoder(MAX_ANSWER)
-    while True:
-        received = sock.recv(1 << 16)
-        if not received:
-            raise ConnectionResetError(0, "it closed the connection")
-        for body in decoder.feed(received):
-            return body
-
-
-def rows(funnel: Funnel) -> Iterator[tuple[str, int, str]]:
-    """(stage or reason, tokens, detail), in the order of a funnel."""
+def _rows(funnel: Funnel) -> Iterator[tuple[str, int, str]]:
+    """(stage or reason, tokens, detail) of each line of the table."""
     indexed = funnel.here + sum(count for _, count in funnel.elsewhere)
     places = [f"{funnel.node} (here) {funnel.here:,}"] if funnel.here else []
     places += [f"{node} {count:,}" for node, count in funnel.elsewhere]
     yield "ideal", funnel.ideal, f"segments of {funnel.segment_tokens}"
     yield "indexed", indexed, ", ".join(places)
     yield "fetched", funnel.fetched, ""
-    yield "useful", funnel.useful, f"{funnel.held:,} more are held" if funnel.held else ""
+    yield "useful", funnel.useful, f"{funnel.held:,} more are leased still" if funnel.held else ""
     yield "missed", sum(missed.tokens for missed in funnel.missed), ""
     for missed in funnel.missed:
         yield f"  {missed.reason.replace('_', ' ')}", missed.tokens, missed.detail
 
 
+class _Daemon(NamedTuple):
+    """The daemon that is asked, and the credential of the caller."""
+
+    places: tuple[str, ...]
+    """Paths of sockets, of which the first reachable one is used."""
+    token: str | None
+    uid: int | None
+
+    def ask(self, request: str) -> tuple[str, Explanation]:
+        """(path of the socket, answer). Raises as `ask`."""
+        return first_reachable(
+            self.places, lambda place: (place, ask(Path(place), request, self.token, self.uid)), os.listdir
+        )
+
+
 @click.command()
-@click.argument("request_id")
+@click.argument("request_id", required=False)
+@click.option("--last", type=click.IntRange(1, MAX_EXPLAINED_NAMES), help="Explain the N newest requests.")
 @click.option("--config", "file", type=click.Path(dir_okay=False, path_type=Path), help="The daemon's TOML file.")
-@click.option("--node", default=None, help="The daemon's node, where its socket is at the default place.")
-@click.option("--socket", "path", default=None, help="The daemon's socket.")
+@click.option("--node", default=None, help="Name of the daemon's node, where its socket has the default path.")
+@click.option("--socket", "path", default=None, help="Path of the daemon's socket.")
 @click.option(
     "--daemon-uid",
     type=int,
@@ -90,37 +107,73 @@ def rows(funnel: Funnel) -> Iterator[tuple[str, int, str]]:
     envvar=f"{ENGINE_PREFIX}DAEMON_UID",
     help="The user that the daemon runs as, where that is neither root nor you.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per request instead of a table.")
 def explain(
-    request_id: str, file: Path | None, node: str | None, path: str | None, daemon_uid: int | None, as_json: bool
+    request_id: str | None,
+    last: int | None,
+    file: Path | None,
+    node: str | None,
+    path: str | None,
+    daemon_uid: int | None,
+    as_json: bool,
 ) -> None:
-    """What became of one request, in tokens, and why the rest was missed.
+    """Show how many tokens of a request were found, and why the others were missed.
 
-    Ask on the node whose daemon the engine used. REQUEST_ID is the engine's name of it, as in the logs. Only requests
-    of your own tenant are told: by your uid, or by the token in TOKENLAKE_ENGINE_CREDENTIAL.
+    REQUEST_ID is the engine's id of the request, as its log shows it, or the beginning of the id. An OpenAI server may
+    return a shorter id than the engine uses: that beginning is enough. Ask the node whose daemon the engine used. Only
+    requests of your own tenant are shown: by your uid, or by the token in TOKENLAKE_ENGINE_CREDENTIAL.
     """
+    if (request_id is None) == (last is None):
+        raise click.UsageError("expected either REQUEST_ID or --last N")
     try:
-        text = read_foreign_file(file) if file is not None else None
-        user, flags = os.geteuid(), {"node": node, "socket": path}
-        settings = load_config(toml_text=text, environ=os.environ, flags=flags, uid=user, file=str(file))
-        token = os.environ.get(f"{ENGINE_PREFIX}CREDENTIAL") or None
-        places: tuple[str, ...] = (settings.config.socket,)
-        if settings.origin["socket"] == DEFAULT:
-            places = sockets_to_try(os.environ, settings.config.node, user)
-        place, funnel = first_reachable(places, lambda each: (each, ask(Path(each), request_id, token, daemon_uid)))
+        daemon = _daemon(file, node, path, daemon_uid)
+        if last is None:
+            funnels = [_one(*daemon.ask(request_id or ""), request_id or "")]
+        else:
+            place, newest = daemon.ask("")
+            answers = [daemon.ask(name)[1].funnel for name in newest.names[:last]]
+            funnels = [funnel for funnel in answers if funnel is not None]
+            if not funnels:
+                raise click.ClickException(f"the daemon at {place} remembers no request of this tenant")
     except TokenLakeError as error:
         raise click.ClickException(str(error)) from error
-    if funnel is None:
+    for funnel in funnels:
+        _print(funnel, as_json)
+
+
+def _daemon(file: Path | None, node: str | None, path: str | None, daemon_uid: int | None) -> _Daemon:
+    text = read_foreign_file(file) if file is not None else None
+    user, flags = os.geteuid(), {"node": node, "socket": path}
+    settings = load_config(toml_text=text, environ=os.environ, flags=flags, uid=user, file=str(file))
+    places: tuple[str, ...] = (settings.config.socket,)
+    if settings.origin["socket"] == DEFAULT:
+        places = sockets_to_try(os.environ, settings.config.node, user)
+    return _Daemon(places, os.environ.get(f"{ENGINE_PREFIX}CREDENTIAL") or None, daemon_uid)
+
+
+def _one(place: str, answer: Explanation, request_id: str) -> Funnel:
+    """The funnel of the answer. Raises `click.ClickException` where no request, or more than one, has the name."""
+    if answer.funnel is not None:
+        return answer.funnel
+    if answer.names:
+        names = "\n  ".join(answer.names)
         raise click.ClickException(
-            f"the daemon at {place} remembers no request {request_id!r} of this tenant: it has "
-            "another name, another node was asked, it was too long ago, or it had no full segment"
+            f"several requests begin with {request_id!r}; give more of the name of one:\n  {names}"
         )
+    raise click.ClickException(
+        f"the daemon at {place} remembers no request {request_id!r} of this tenant. Possible reasons: the engine uses "
+        "another id (`tokenlake explain --last 5` shows the newest ones), the engine uses another node, the request is "
+        "too long ago, or its prompt has no full segment"
+    )
+
+
+def _print(funnel: Funnel, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(_plain(funnel)))
         return
     table = Table("request", "tokens", "", title=escape(f"{funnel.request}, {funnel.age_s:.1f} s ago"), box=SIMPLE)
     table.columns[1].justify = "right"
-    for name, tokens, detail in rows(funnel):
+    for name, tokens, detail in _rows(funnel):
         table.add_row(name, f"{tokens:,}", escape(detail))
     Console().print(table)
 

@@ -1,4 +1,4 @@
-"""The daemon's local socket: made where no other user can replace it, and checked before anything is sent to it."""
+"""The daemon's local socket: created where no other user can replace it, and checked before a client sends anything."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 
 from tokenlake.errors import ConfigurationError, ListenerUntrusted, Unreachable
 from tokenlake.local_socket import check_listener, check_place, directory_mode, trusted_users
-from tokenlake_server.processes import credentials
+from tokenlake_server.connected_process import credentials
 
 __all__ = ["dial", "listen"]
 
 
 def listen(path: Path) -> socket.socket:
-    """A listening socket at `path`, mode 0660, in a directory that is made where it is a default one. The socket of a
-    daemon of this user that died is replaced.
+    """Create a listening socket at `path` with mode 0660. A default directory is created where it is missing. A socket
+    that a dead daemon of this user left is replaced.
 
-    Raises `ConfigurationError` when a daemon listens there, another user's file is there, or other users could put
-    their own socket there.
+    Raises `ConfigurationError` when another daemon listens there, when the file belongs to another user, and when other
+    users could replace the socket.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -36,15 +36,15 @@ def listen(path: Path) -> socket.socket:
     except ConfigurationError:
         sock.close()
         raise
-    # Who calls this is whom clients see (SO_PEERCRED).
+    # Clients see the credentials of the process that calls listen (SO_PEERCRED).
     sock.listen(128)
     sock.setblocking(False)
     return sock
 
 
 def dial(path: str, daemon_uid: int | None, timeout_s: float) -> socket.socket:
-    """A connection to a daemon that may have this process's credential. `daemon_uid`: the user that it runs as, where
-    that is neither root nor this process's. Raises `ListenerUntrusted`, `OSError`."""
+    """Connect to a daemon and check that its user is trusted. `daemon_uid`: the user that the daemon runs as, where
+    that is neither root nor this process's user. Raises `ListenerUntrusted`, `OSError`."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         absolute = os.path.abspath(path)
@@ -60,13 +60,14 @@ def dial(path: str, daemon_uid: int | None, timeout_s: float) -> socket.socket:
 
 
 def _prepare(absolute: Path, path: Path) -> None:
-    """Make a default directory, look at the way to it, remove what a daemon of this user left behind."""
+    """Create a default directory, check every directory on the path, remove the socket of a dead daemon of this
+    user."""
     directory, user = absolute.parent, os.geteuid()
     mode = directory_mode(str(directory), user)
     if mode is not None:
         with contextlib.suppress(FileExistsError):
             directory.mkdir(0o700)
-            # Whatever the umask: engines of other users connect there, as far as the socket's group lets them.
+            # Independent of the umask: engines of other users connect there, as far as the socket's group permits.
             directory.chmod(mode)
     try:
         check_place(str(directory), frozenset({0, user}), os.lstat, os.readlink)
@@ -77,7 +78,9 @@ def _prepare(absolute: Path, path: Path) -> None:
     except FileNotFoundError:
         return
     if stat.S_ISLNK(found.st_mode):
-        raise ConfigurationError("socket", str(path), "a path that is no symbolic link; remove it, or name its target")
+        raise ConfigurationError(
+            "socket", str(path), "a path that is not a symbolic link; remove the link, or give its target"
+        )
     if stat.S_ISSOCK(found.st_mode):
         if found.st_uid != user:
             expected = f"a path without a socket of another user, uid {found.st_uid}; remove it, or choose another path"

@@ -1,6 +1,6 @@
-"""The query engine as its daemon sees it: a child process that is started, given its connections, and started again.
+"""The daemon's side of the query engine: starts the child process, restarts it, and hands it its connections.
 
-The process itself is `tokenlake_query`. It authenticates nobody: whoever it serves or asks comes through here.
+The process runs `tokenlake_query`. The daemon authenticates both ends of each of its connections.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from tokenlake.config import Address
 from tokenlake.errors import ConfigurationError, TokenLakeError, Unreachable
 from tokenlake.wire import pack_frame, peer, supervision
 from tokenlake.wire.frames import decode
-from tokenlake_server.blocking import introduce
-from tokenlake_server.frames import FrameConnection
-from tokenlake_server.proof import PeerIdentity
+from tokenlake_server.blocking_sockets import introduce
+from tokenlake_server.frame_connection import FrameConnection
+from tokenlake_server.handshake import PeerIdentity
 
 __all__ = ["QueryEngine"]
 
 log = logging.getLogger(__name__)
 
 DIAL_THREADS = 8
-"""A frozen peer holds one until its deadline."""
+"""A frozen peer holds a thread for `DIAL_S`."""
 DIAL_S = 1.0
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 10.0
-"""Between an end and the next start: doubles while the process ends again within this time."""
+"""The pause between the end of a process and the next start. It doubles from `FIRST_PAUSE_S` to this while processes
+end within this time."""
 STOP_S = 5.0
-"""For a process to end once its channel is closed."""
+"""A process whose channel is closed is killed when it has not ended after this time."""
 
 
 class QueryEngine:
-    """Lives on the control loop. Owns the process."""
+    """Lives on the control loop. Owns the child process."""
 
     def __init__(
         self,
@@ -60,18 +61,19 @@ class QueryEngine:
         self._channel: FrameConnection | None = None
         self._closing = False
         self.starts = 0
-        """Of the process, so far."""
+        """Processes that were started."""
         self.report: supervision.Report | None = None
-        """The newest; None until the process serves."""
+        """The newest report of the process; None while no process serves."""
         self._task = loop.create_task(self._keep_running())
 
     @property
     def ready(self) -> bool:
-        """Does the process serve?"""
+        """True while a process serves."""
         return self.report is not None
 
     def connect_engine(self, tenant: str, layout: bytes) -> socket.socket:
-        """The engine's end of a connection to the query engine; the caller closes it. Raises `Unreachable`."""
+        """A connection to the query engine for an engine; the caller closes it. Raises `Unreachable` while no process
+        serves."""
         refusal = Unreachable(f"the query engine of node '{self._start.node}' is not ready")
         if not self.ready:
             raise refusal
@@ -79,18 +81,19 @@ class QueryEngine:
         with theirs:
             self._hand_over(supervision.EngineConnected(tenant, layout), theirs)
         if self._channel is None:
-            # It broke over this.
+            # The channel broke while the connection was handed over.
             ours.close()
             raise refusal
         return ours
 
-    def adopt(self, sock: socket.socket, who: peer.PeerHello, rest: bytes) -> None:
-        """A connection that another node's query engine dialled. Takes `sock` over."""
+    def adopt(self, sock: socket.socket, hello: peer.PeerHello, rest: bytes) -> None:
+        """Hand over a connection that another node's query engine opened. Takes `sock` over. `rest`: bytes behind the
+        handshake that were read already."""
         with sock:
-            # Who behaves waits for the welcome before it asks.
+            # A correct peer waits for the welcome before it sends a request.
             if not rest:
                 sock.setblocking(True)
-                self._hand_over(supervision.PeerConnected(who.node), sock)
+                self._hand_over(supervision.PeerConnected(hello.node), sock)
 
     def _hand_over(self, message: supervision.ToQueryEngine, sock: socket.socket) -> None:
         if self._channel is not None:
@@ -105,7 +108,7 @@ class QueryEngine:
             try:
                 await self._run()
             except Exception as error:
-                # Whatever went wrong with one, the next may succeed; without it the node has none for good.
+                # Every failure is retried; otherwise the node would never have a query engine again.
                 log.error("the query engine could not be started: %s", error)
             lasted = self._loop.time() - began
             pause = FIRST_PAUSE_S if lasted > LONGEST_PAUSE_S else min(2 * pause, LONGEST_PAUSE_S)
@@ -113,7 +116,7 @@ class QueryEngine:
                 await asyncio.sleep(pause)
 
     async def _run(self) -> None:
-        """One life of the process."""
+        """Start one process and wait until it has ended."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         command = [sys.executable, "-m", "tokenlake_query", "--channel", str(theirs.fileno())]
         try:
@@ -125,7 +128,7 @@ class QueryEngine:
                 try:
                     process = await asyncio.shield(starting)
                 except asyncio.CancelledError:
-                    # The daemon stops; what it began to start must not outlive it.
+                    # The daemon stops; the process that it is starting must not outlive it.
                     ours.close()
                     await asyncio.to_thread(_end, await starting)
                     raise
@@ -140,7 +143,7 @@ class QueryEngine:
             if not ended.done():
                 ended.set_result(None)
 
-        self._channel = FrameConnection(self._loop, ours, self._identity.max_frame, self._asked, closed)
+        self._channel = FrameConnection(self._loop, ours, self._identity.max_frame, self._received, closed)
         self._channel.send(pack_frame(self._start))
         try:
             await ended
@@ -151,7 +154,7 @@ class QueryEngine:
         if not self._closing:
             log.error("the query engine ended with status %d; starting another", status)
 
-    def _asked(self, body: bytes) -> None:
+    def _received(self, body: bytes) -> None:
         message = decode(supervision.daemon_decoder, body)
         if isinstance(message, supervision.Report):
             self.report = message
@@ -159,12 +162,12 @@ class QueryEngine:
             self._threads.submit(self._dial, message.node)
 
     def _dial(self, node: str) -> None:
-        """In a thread."""
+        """Open a connection to another node's query engine, in a thread."""
         sock: socket.socket | None = None
         try:
             address = self._addresses.get(node)
             if address is None:
-                raise Unreachable(f"node '{node}' is not in the ring")
+                raise Unreachable(f"node '{node}' is not among the peers of this node")
             sock = socket.create_connection(address, timeout=DIAL_S)
             introduce(sock, self._identity, node, "query")
             sock.settimeout(None)
@@ -176,19 +179,19 @@ class QueryEngine:
             self._answer(supervision.DialSucceeded(node), sock)
 
     def _answer(self, message: supervision.ToQueryEngine, sock: socket.socket | None) -> None:
-        """From a thread."""
+        """Send the outcome of a dial to the query engine, from a thread."""
 
         def send() -> None:
             with sock or contextlib.nullcontext():
                 if self._channel is not None:
                     self._channel.send(pack_frame(message), [sock.fileno()] if sock else [])
 
-        # A loop that is closed needs no answers any more.
+        # The loop is closed when the daemon stopped before the thread returned.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(send)
 
     async def close(self) -> None:
-        """End the process and wait for it."""
+        """End the process and wait until it has ended."""
         self._closing = True
         if self._channel is not None:
             self._channel.close("the daemon stops")
@@ -198,7 +201,7 @@ class QueryEngine:
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Wait for a process whose channel is closed; kill it if it does not take the hint."""
+    """Wait for a process whose channel is closed, kill it after `STOP_S`, and return its exit status."""
     try:
         return process.wait(STOP_S)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Which tenant a local process belongs to: by token, else by uid."""
+"""Maps a local process to its tenant: by the token that it sends, else by its uid."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tokenlake.errors import CredentialRefused
 __all__ = ["Tenants"]
 
 DEFAULT_SECRET = hashlib.blake2b(b"tokenlake: the only tenant", digest_size=32).digest()
-"""Of the tenant 'default'. Not secret: with one tenant there is nobody to hide from, and every node of the
-pool must derive the same keys without being told."""
+"""Secret of the tenant 'default'. It is public: a single tenant has no other tenant to be protected from, and every
+node of the pool must derive the same keys without configuration."""
 
 
 class Tenants:
-    """Read-only once made."""
+    """The tenants of one daemon. Immutable."""
 
     query_credential: str
-    """Known to this daemon's query engine alone, which with it may be any tenant (`supervision.Start`)."""
+    """Known only to this daemon's query engine, which may act for any tenant with it (`supervision.Start`)."""
 
     def __init__(self, config: ServerConfig) -> None:
         allowed = config.allow_uids or (os.getuid(),)
@@ -30,12 +30,12 @@ class Tenants:
         self._allowed = (*allowed, *(uid for tenant in self._tenants for uid in tenant.uids))
 
     def is_query_engine(self, token: str | None) -> bool:
-        """Is it this daemon's query engine that shows `token`?"""
+        """True when `token` is the credential of this daemon's query engine."""
         credential = (token or "").partition(":")[0]
         return hmac.compare_digest(credential.encode(), self.query_credential.encode())
 
     def identify(self, uid: int, token: str | None) -> Tenant:
-        """The tenant of a process. Raises `CredentialRefused`; a refusal never quotes a token."""
+        """The tenant of a process. Raises `CredentialRefused`, whose text never contains a token."""
         if uid not in self._allowed:
             raise CredentialRefused(
                 f"uid {uid} may not use this daemon; add it to 'allow_uids' or to a tenant's 'uids'"

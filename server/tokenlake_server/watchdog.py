@@ -1,7 +1,8 @@
-"""Who keeps the control loop: every callback of the loop is timed, those that take over a millisecond are told.
+"""Times every callback of the control loop, counts the long ones by kind, and logs the ones that delay requests.
 
-Processor time of the thread, so that a busy machine accuses nobody. It is read at the begin of each callback, and
-at its end only where more than a millisecond went by: 1 us per callback.
+While a callback runs, all engines and peers of the node wait. The watchdog measures processor time of the thread, so
+that a busy machine causes no count. It reads that time at the start of each callback, and at its end only where more
+than `LIMIT_S` of real time passed: 1 us per callback.
 """
 
 from __future__ import annotations
@@ -25,33 +26,42 @@ log = logging.getLogger(__name__)
 LONG = Metric("tokenlake_long_callbacks_total", "Callbacks that took over 1 ms of processor time on the control loop")
 
 LIMIT_S = 0.001
+"""A callback that takes longer is counted."""
+WARN_S = 0.02
+"""A callback that takes longer is logged: matches of other nodes miss their default deadline (`match_deadline_ms`)."""
 LOG_S = 60.0
-"""Between two lines of the log."""
+"""At most one line is logged in this time."""
 COLLECTION = "garbage collection"
 STARTED = "start"
-"""Of the callback in which the daemon is made: nobody waits for it yet."""
+"""The callback that makes the daemon is not counted, because no client waits for it."""
 
 
 class Watchdog:
-    """Of one loop; lives on it."""
+    """The watchdog of one loop. Lives on that loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._counters = Counters()
         self._event: Event | str | None = None
-        """What the callback that runs now handled last."""
+        """The event that the current callback handled last, or the name of another cause."""
+        self._stopped = False
         self._counts: dict[str, int] = {}
         self._longest: dict[str, float] = {}
-        self._told_at = -LOG_S
-        self._untold = 0
+        self._logged_at = -LOG_S
+        self._unlogged = 0
+        """Callbacks over `WARN_S` since the last line."""
 
     def use(self, counters: Counters) -> None:
-        """From now on count there: the daemon is made, and about to serve."""
+        """Count in `counters` from now on. Called in the callback that makes the daemon."""
         self._counters = counters
         self._event = STARTED
 
+    def stop(self) -> None:
+        """The daemon stops: count and log nothing from now on, because no client waits any more."""
+        self._stopped = True
+
     def watch(self, callback: Callable[..., Any]) -> Callable[..., Any]:
-        """The same callback, timed."""
+        """Return the callback with its time measured."""
 
         def timed(*args: Any) -> Any:
             self._event = None
@@ -62,45 +72,50 @@ class Watchdog:
                 if time.perf_counter() - began > LIMIT_S:
                     self._took(callback, time.thread_time() - processor)
 
-        # The loops' own methods call each other.
+        # Methods of the loop call each other: a callback that is timed already is not wrapped again.
         return callback if getattr(callback, "__code__", None) is timed.__code__ else timed
 
     def noting(self, handle: Handle) -> Handle:
-        """The same rules; what takes long is then called after the event it handled."""
+        """Return the rules; callbacks are then named after the event that they handle."""
 
         def noted(event: Event, now: float) -> Any:
-            self._event = event
+            if self._event is not STARTED:
+                self._event = event
             return handle(event, now)
 
         return noted
 
     def collected(self, phase: str, info: dict[str, int]) -> None:
-        """For `gc.callbacks`: a collection of everything is nobody's fault whose callback it interrupts."""
+        """For `gc.callbacks`: a callback that a full collection interrupts is counted under `COLLECTION`."""
         if phase == "stop" and info["generation"] == 2 and threading.current_thread() is threading.main_thread():
             self._event = COLLECTION
 
     def _took(self, callback: Callable[..., Any], seconds: float) -> None:
-        if seconds <= LIMIT_S or self._event is STARTED:
+        if seconds <= LIMIT_S or self._event is STARTED or self._stopped:
             return
         kind = _kind(self._event, callback)
         self._counters.add(LONG)
         self._counts[kind] = self._counts.get(kind, 0) + 1
         self._longest[kind] = max(self._longest.get(kind, 0.0), seconds)
-        self._untold += 1
+        if seconds <= WARN_S:
+            return
+        self._unlogged += 1
         now = self._clock()
-        if now - self._told_at >= LOG_S:
+        if now - self._logged_at >= LOG_S:
             log.warning(
-                "%s took %.1f ms on the control loop; %d callbacks took over 1 ms since the last such line",
-                kind,
+                "the control loop was busy for %.0f ms (%s): every engine and peer of this node waited that long; "
+                "pauses over %.0f ms since the last such line: %d",
                 seconds * 1e3,
-                self._untold,
+                kind,
+                WARN_S * 1e3,
+                self._unlogged,
             )
-            self._told_at, self._untold = now, 0
+            self._logged_at, self._unlogged = now, 0
 
     def gauges(self) -> list[tuple[str, str, dict[str, str], float]]:
         """(name, help, labels, value) for the metrics page."""
-        counted = "Callbacks that took over 1 ms of processor time on the control loop, by what they did"
-        longest = "Processor time of the longest callback on the control loop that took over 1 ms, by what it did"
+        counted = "Callbacks that took over 1 ms of processor time on the control loop, by kind of event"
+        longest = "Processor time of the longest of these callbacks, by kind of event"
         return [
             *(("tokenlake_long_callbacks_by_kind", counted, {"kind": kind}, n) for kind, n in self._counts.items()),
             *(("tokenlake_longest_callback_seconds", longest, {"kind": kind}, s) for kind, s in self._longest.items()),
@@ -108,7 +123,7 @@ class Watchdog:
 
 
 def _kind(event: Event | str | None, callback: Callable[..., Any]) -> str:
-    """A name from the code, so that there are only so many."""
+    """The kind of a callback: a name that stands in the code, so that the number of kinds is bounded."""
     if isinstance(event, str):
         return event
     if isinstance(event, events.Requested | events.PeerSent):
@@ -122,7 +137,7 @@ def _kind(event: Event | str | None, callback: Callable[..., Any]) -> str:
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's where it is installed, else asyncio's own; `watchdog` of it times every callback."""
+    """uvloop's event loop where it is installed, else asyncio's. Its attribute `watchdog` times every callback."""
     base: Any = asyncio.SelectorEventLoop
     try:
         import uvloop
@@ -132,7 +147,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
         base = uvloop.Loop
 
     class WatchedLoop(base):  # type: ignore[misc]
-        """Hands every callback to its watchdog."""
+        """Passes every callback to its watchdog."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -16,7 +16,7 @@ command = pytest.importorskip("tokenlake_bench.attention.command")
 
 
 class Told:
-    """A case whose times are given."""
+    """A case with given times."""
 
     name = "told"
     bytes_formula = 90
@@ -38,13 +38,13 @@ class Told:
 
 
 def test_a_row_compares_what_was_measured_in_one_turn() -> None:
-    """A turn in which everything is slow says as much as any other."""
+    """A turn in which everything is slow counts as much as any other."""
     row = base.row_of(Told([], []), [2e-6, 30e-6, 4e-6], [1e-6, 10e-6, 4e-6])
     assert (row.p50_us, row.ceiling_us, row.ratio, row.least_ratio) == pytest.approx((4, 4, 2, 2))
     assert (row.bytes, row.bytes_formula) == (100, 90)
 
 
-def test_call_and_ceiling_take_turns_in_being_first_and_the_first_turn_is_not_counted() -> None:
+def test_call_and_ceiling_alternate_after_a_warm_up() -> None:
     told = Told([99.0] + [2.0] * 5, [99.0] + [1.0] * 5)
     row = command.take_turns(told, seconds=0)
     assert (row.ratio, row.p99_us) == (2, 2e6)
@@ -98,7 +98,7 @@ def test_a_short_run_writes_a_row_per_combination(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.live
-def test_other_nodes_are_asked_for_no_more_bytes_than_the_formula_says(tmp_path: Path) -> None:
+def test_remote_queries_move_the_bytes_of_the_formula(tmp_path: Path) -> None:
     """5 % for frames. The results are compared with the kernel's on the way. On busy nodes a query engine that is late
     is passed over for another copy, so that fewer nodes answer or one more is asked."""
     pytest.importorskip("torch")

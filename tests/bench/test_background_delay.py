@@ -1,4 +1,4 @@
-"""How long a read takes while other nodes push here: on simulated links that take time."""
+"""The time of a read while other nodes push segments to its node: on simulated links that take time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import pytest
 
 from tokenlake.core import background
 from tokenlake_bench.simulation.arrivals import Arrival
-from tokenlake_bench.simulation.cluster import Cluster, SimulationOptions
-from tokenlake_bench.simulation.engine import Served
+from tokenlake_bench.simulation.cluster import SimulatedCluster
+from tokenlake_bench.simulation.engine import RequestOutcome
+from tokenlake_bench.simulation.options import SimulationOptions
 
 NODES = 4
 SEGMENT_TOKENS = 512
@@ -21,10 +22,10 @@ def prompt(first: int, segments: int) -> Arrival:
 
 
 def read_s(*, flood: bool) -> float:
-    """Of a prefix that lies on all nodes, by the engine of the node that others begin to push to."""
-    served: list[Served] = []
+    """The time to read a prefix spread over all nodes, by the engine of the node that others begin to push to."""
+    served: list[RequestOutcome] = []
     options = SimulationOptions(nodes=NODES, capacity_tokens=NODES * 375_000, rules={"cached_share": 0.3})
-    cluster = Cluster(options, served.append)
+    cluster = SimulatedCluster(options, served.append)
     cluster.clock.run_until(cluster.clock.now + 2.0)
     cluster.engines[NODES - 1].serve(prompt(1, PREFIX))
     cluster.clock.run_until(cluster.clock.now + 5.0)
@@ -40,7 +41,8 @@ def read_s(*, flood: bool) -> float:
 
 
 def test_a_flood_of_pushes_takes_no_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of what comes in, and what is on its way already: a read takes little more than twice as long."""
+    """Pushes take at most half of the incoming bandwidth, and transfers under way finish: a read takes little more than
+    twice as long."""
     alone = read_s(flood=False)
     beside = read_s(flood=True)
     monkeypatch.setattr(background, "FLIGHTS", 1000)

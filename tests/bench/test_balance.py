@@ -87,7 +87,7 @@ def test_hot_is_by_bytes_over_all_windows() -> None:
     assert floor(log_of(2, *reads), 0).cv == pytest.approx(40 / 250)
 
 
-def test_the_floor_of_many_equal_segments_is_that_of_random_placement() -> None:
+def test_the_floor_of_equal_segments_is_random_placement() -> None:
     rng = np.random.default_rng(0)
     log = ReadLog(8)
     for segment in range(4_000):

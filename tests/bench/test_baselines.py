@@ -50,7 +50,7 @@ def test_an_infinite_cache_finds_all_that_was_seen() -> None:
     assert infinite_cache(accesses("abc", "abd", "abc", "x", "ae")) == HitCount(60, 145)
 
 
-def test_the_least_recently_touched_segment_goes_first_and_children_before_parents() -> None:
+def test_lru_evicts_the_oldest_and_children_before_parents() -> None:
     # abc fills 3 places; x takes that of c, the deepest; abc finds ab; then x is the oldest, so c takes its place.
     assert global_lru(accesses("abc", "x", "abc", "x"), 30) == HitCount(20, 100)
     assert global_lru(accesses("abc", "x", "abc", "abc"), 30) == HitCount(20 + 30, 120)
@@ -81,7 +81,7 @@ def test_routing_goes_where_the_longest_prefix_is(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_segment_shared_by_all_does_not_draw_them_to_one_node(seed: int) -> None:
+def test_a_common_segment_does_not_attract_all_requests(seed: int) -> None:
     # Four places on each node. Both have s once both served; 14 more requests over the two are drawn by the seed.
     chains = ["s" + letter for letter in "abcdefghijklmnop"]
     assert private_routed(accesses(*chains), 2, 80, seed) == HitCount(140, 400)

@@ -1,4 +1,4 @@
-"""A child process ends with the process that started it, whatever ends that, and not with the thread that did."""
+"""A child process ends with the process that started it, for any reason, and not with the thread that started it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def wait_until(holds: Callable[[], bool], state: str) -> None:
 
 
 def ended(process: psutil.Process) -> bool:
-    """A zombie has ended."""
+    """A zombie counts as ended."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -109,7 +109,7 @@ def test_only_a_process_of_multiprocessing_has_such_a_parent() -> None:
 
 
 def test_a_child_outlives_the_thread_that_started_it() -> None:
-    """It answers after that thread has ended."""
+    """The child still runs after the thread that started it has ended."""
     started: list[subprocess.Popen[str]] = []
     thread = threading.Thread(
         target=lambda: started.append(start_child(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))

@@ -1,4 +1,4 @@
-"""The demo keeps its promises; how fast is not asked here."""
+"""The checks of the demo pass; its speed is not tested."""
 
 from __future__ import annotations
 

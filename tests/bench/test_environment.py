@@ -1,4 +1,4 @@
-"""A benchmark that needs another environment says so in a line, before it starts anything."""
+"""A benchmark that needs another environment names it in one line, before it starts anything."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_what_is_no_interpreter_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_bench_engine_without_the_engine_says_so_in_a_line(bare_python: Path, engine: str) -> None:
+def test_bench_engine_names_a_missing_engine(bare_python: Path, engine: str) -> None:
     ended = tokenlake("bench", "engine", "--engine", engine, "--python", str(bare_python))
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "Traceback" not in ended.stderr

@@ -1,4 +1,4 @@
-"""The clairvoyant cache against every way to choose, and the infinite one against the baselines' own."""
+"""The clairvoyant cache against exhaustive search, and the infinite cache against the baselines' own."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from tokenlake_bench.eviction.bounds import bounds_of
 
 
 def accesses(texts: list[tuple[int, ...]]) -> Accesses:
-    """Segments of 10 tokens, prompts 3 longer; a segment is told apart by all letters up to it."""
+    """Segments of 10 tokens, prompts 3 longer; all letters up to its end identify a segment."""
     ids: dict[tuple[int, ...], int] = {}
     chains = [tuple(ids.setdefault(text[: end + 1], len(ids)) for end in range(len(text))) for text in texts]
     return Accesses(10, [Prompt(10 * len(chain) + 3, chain) for chain in chains])
 
 
 def best_choice(asked: Accesses, capacity: int) -> int:
-    """Hit segments of the best of all ways to keep at most `capacity` of what is held or touched, at each request."""
+    """Hit segments of the best of all ways to keep at most `capacity` of the held or touched segments at each
+    request."""
     best: dict[frozenset[int], int] = {frozenset(): 0}
     for prompt in asked.prompts:
         after: dict[frozenset[int], int] = {}
@@ -38,7 +39,7 @@ TEXTS = st.lists(st.lists(st.integers(0, 1), min_size=0, max_size=3).map(tuple),
 
 
 @given(TEXTS, st.integers(1, 4))
-def test_no_order_of_eviction_finds_more_and_one_finds_as_much(texts: list[tuple[int, ...]], capacity: int) -> None:
+def test_the_clairvoyant_bound_is_exact(texts: list[tuple[int, ...]], capacity: int) -> None:
     asked = accesses(texts)
     assert bounds_of(asked).clairvoyant(capacity).hit_tokens == 10 * best_choice(asked, capacity)
 
@@ -56,7 +57,7 @@ def test_between_lru_and_an_infinite_cache(texts: list[tuple[int, ...]], capacit
 
 
 def test_what_is_never_read_again_is_not_stored() -> None:
-    # LRU loses ab to xyz each time; the future says that x, y and z do not come back.
+    # LRU loses ab to xyz each time; the clairvoyant cache knows that x, y and z are not used again.
     asked = accesses([(0, 1), (5, 6, 7), (0, 1), (8, 6, 7), (0, 1)])
     assert global_lru(asked, 30).hit_tokens == 0
     assert bounds_of(asked).clairvoyant(2).hit_tokens == 40

@@ -30,7 +30,7 @@ TOKENS = 64
 
 
 def accesses(texts: list[tuple[int, ...]]) -> Accesses:
-    """Segments of 10 tokens, prompts 3 longer, two seconds apart; letters are told apart by all before them."""
+    """Segments of 10 tokens, prompts 3 longer, two seconds apart; all letters up to its end identify a segment."""
     ids: dict[tuple[int, ...], int] = {}
     chains = [tuple(ids.setdefault(text[: end + 1], len(ids)) for end in range(len(text))) for text in texts]
     return Accesses(10, [Prompt(10 * len(chain) + 3, chain, 2.0 * at) for at, chain in enumerate(chains)])
@@ -41,7 +41,7 @@ def conversations(requests: int = 120) -> Accesses:
 
 
 def serve(stores: NodeStores, asked: Accesses) -> int:
-    """Hit segments."""
+    """Number of hit segments."""
     hits = 0
     for prompt in asked.prompts:
         hits += stores.serve(prompt, NO_HINTS)
@@ -65,7 +65,7 @@ def test_lru_through_the_stores_is_the_lru_of_the_baselines(texts: list[tuple[in
 
 
 @given(TEXTS, st.integers(1, 12), st.sampled_from(sorted(STUDIED)), st.integers(1, 3))
-def test_no_policy_on_any_number_of_nodes_finds_more_than_the_bound(
+def test_no_policy_exceeds_the_clairvoyant_bound(
     texts: list[tuple[int, ...]], each: int, policy: str, nodes: int
 ) -> None:
     asked = accesses(texts)
@@ -98,16 +98,16 @@ def test_an_orphan_is_a_segment_whose_parent_is_gone() -> None:
 
 
 class _ParentsFirst(LeastRecentlyUsed):
-    """Evicts what is least deep."""
+    """Evicts the segment of least depth."""
 
-    def coldest(self, now: float) -> Any:
+    def victim(self, now: float) -> Any:
         return min(self, key=lambda segment: segment.depth)
 
 
 # -- hints
 
 
-def test_hints_are_right_as_often_as_is_said_and_drawn_by_the_seed() -> None:
+def test_hints_have_the_given_accuracy_and_depend_on_the_seed() -> None:
     prompts = [Prompt(1, (), conversation=number % 700) for number in range(2_000)]
     truth = [Hints(Outlook.GOES_ON if number + 700 < 2_000 else Outlook.OVER) for number in range(2_000)]
     assert hints(prompts, 1.0, 0) == truth
@@ -209,7 +209,7 @@ def test_the_built_in_workload_end_to_end(tmp_path: Path) -> None:
     assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
-def test_traces_of_both_formats_get_the_capacities_that_bind_them(tmp_path: Path) -> None:
+def test_default_capacities_depend_on_the_format(tmp_path: Path) -> None:
     mooncake, sessions = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     line = {"timestamp": 0, "input_length": 1_024, "output_length": 1, "hash_ids": [1, 2]}
     mooncake.write_text(json.dumps(line) + "\n" + json.dumps(line))
@@ -226,7 +226,7 @@ def test_traces_of_both_formats_get_the_capacities_that_bind_them(tmp_path: Path
     assert [each["hit_rate"] for each in cells] == [0.5] * 3 + [0.4] * 3
 
 
-def test_an_interrupted_study_shows_and_writes_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_study_keeps_finished_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = NodeStores.serve
     calls = 0
 
@@ -251,7 +251,7 @@ def test_an_interrupted_study_shows_and_writes_what_is_done(tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--policy", "lru,best"), "'policy' is 'best'; expected names out of .*lru"),
+        (("--policy", "lru,best"), "'policy' is 'best'; expected names among .*lru"),
         (("--nodes", "0"), "'nodes' is '0'"),
         (("--nodes", "2,x"), "'nodes'"),
         (("--capacity-tokens", "-5"), "'capacity_tokens'"),
@@ -264,7 +264,7 @@ def test_an_interrupted_study_shows_and_writes_what_is_done(tmp_path: Path, monk
         (("--trace", "absent.jsonl"), "absent.jsonl: expected a readable file"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused_by_name(arguments: tuple[str, ...], named: str) -> None:
+def test_invalid_arguments_are_refused_by_name(arguments: tuple[str, ...], named: str) -> None:
     done = invoke(*arguments)
     assert done.exit_code == 1
     assert done.output.startswith("Error: ")
@@ -277,4 +277,4 @@ def test_malformed_lines_are_told(tmp_path: Path) -> None:
     path = tmp_path / "sessions.jsonl"
     path.write_text("\n".join([good] * 150 + ["broken"]))
     done = invoke("--trace", str(path), "--policy", "lru", "--capacity-tokens", "100000")
-    assert "sessions.jsonl: 1 malformed lines passed over" in done.output
+    assert "sessions.jsonl: 1 malformed lines skipped" in done.output

@@ -25,7 +25,7 @@ def test_only_later_requests_change_and_keep_their_own_tokens() -> None:
     assert 0.8 * FLASH_SHARE < changed / later < 1.2 * FLASH_SHARE
 
 
-def test_all_of_the_crowd_have_the_same_prefix_and_each_iteration_is_the_same() -> None:
+def test_the_crowd_shares_a_prefix_and_iterations_are_equal() -> None:
     crowd = FlashCrowd(PLAIN, 0.0, 64, 1)
     heads = {
         request.tokens[: FLASH_SEGMENTS * 64].tobytes()

@@ -1,4 +1,4 @@
-"""The highest rate that a system holds."""
+"""The search for the highest rate within the objective."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenlake_bench.simulation.goodput import Goodput, goodput, highest_rate, m
 
 
 @given(st.integers(-80, 80), st.integers(-80, 80))
-def test_the_last_step_that_is_good_is_found_from_anywhere(last: int, start: int) -> None:
+def test_the_highest_good_step_is_found_from_any_start(last: int, start: int) -> None:
     asked: list[int] = []
 
     def share_at(step: int) -> float:

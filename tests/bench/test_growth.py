@@ -1,4 +1,4 @@
-"""The growth benchmark: what a row says, what it refuses, and a small run against real daemons."""
+"""The growth benchmark: its rows, its refusals, and a small run against real daemons."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def arguments(**changed: object) -> GrowthArguments:
 
 
 def kind(name: str, keys: int, together: bool = False) -> Kind:
-    """A row that nobody runs."""
+    """A row that is never run."""
     return Kind("series", name, keys, None, lambda: [], together)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,5 @@
-"""An engine instance as a queue, against schedules worked out by hand, and against one that takes single steps."""
+"""An engine instance as a queue, against schedules worked out by hand, and against an instance that takes single
+steps."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class PerToken:
 
 
 class ByContext:
-    """As above, and 1 ms per token that is attended to in decoding: the length of a run's middle step is their mean."""
+    """As `PerToken`, and 1 ms per token attended to in decoding: the length of the middle step is the mean of joined
+    steps."""
 
     def step_s(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float:
         return sum(chunk.new + chunk.cached / 1000 for chunk in chunks) + (decoding > 0) + context / 1000
@@ -50,12 +52,12 @@ def test_one_request_alone() -> None:
     assert (job.began_s, job.first_s, job.finished_s) == (0.0, 10.0, 12.0)
     chunks = [Chunk(4, 3, False), Chunk(4, 7, False), Chunk(2, 11, True)]
     assert [step[0] for step in engine.steps] == [[chunk] for chunk in chunks] + [[]]
-    # Both further tokens are one run: the first attends to 14 tokens, the second to 15, the middle is taken as 14.
+    # Both further tokens are joined: the first attends to 14 tokens, the second to 15, the middle is taken as 14.
     assert engine.steps[-1] == ([], 1, 14)
     assert instance.pending == 0
 
 
-def test_a_second_prompt_waits_its_turn_and_decoding_goes_on() -> None:
+def test_a_second_prompt_waits_while_decoding_goes_on() -> None:
     """Chunks of 4. A: 4 tokens of prompt, 4 of output. B: 6 of prompt, 1 of output, arrives at 1.
 
     0-4 A's prompt; A's first token. Then a chunk has room for 3 tokens beside A's decoding:
@@ -83,7 +85,7 @@ def test_two_prompts_share_a_step() -> None:
 
 
 def test_a_prompt_begins_when_its_first_tokens_are_computed() -> None:
-    """Not before, though there is room: what is computed before it may be its prefix."""
+    """The second prompt does not begin earlier, though there is room: the first may compute its prefix."""
     instance = Instance(PerToken(), InstanceOptions(chunk_tokens=4, batch=4))
     jobs = [Job(0, 10, 1), Job(1, 6, 1), Job(2, 1, 1)]
     for job in jobs:
@@ -93,8 +95,8 @@ def test_a_prompt_begins_when_its_first_tokens_are_computed() -> None:
     assert [job.first_s for job in jobs] == [12.0, 16.0, 17.0]
 
 
-def test_an_arrival_cuts_a_run_of_decode_steps_at_the_end_of_a_step() -> None:
-    """A decodes 10 tokens from 1 on; B comes at 3.5, so that it begins at 4."""
+def test_an_arrival_ends_joined_decode_steps_at_a_step() -> None:
+    """A decodes 10 tokens from 1 on; B arrives at 3.5 and begins at 4."""
     instance = Instance(PerToken(), InstanceOptions(chunk_tokens=8, batch=4))
     a, b = Job(0, 1, 11), Job(1, 2, 1)
     instance.submit(a, 0.0)
@@ -117,7 +119,7 @@ def test_a_request_that_is_not_ready_yet_lets_others_pass() -> None:
     assert (soon.finished_s, late.began_s, late.finished_s) == (4.0, 10.0, 12.0)
 
 
-def test_a_run_of_decode_steps_makes_room_for_what_gets_ready() -> None:
+def test_joined_decode_steps_end_for_a_job_that_gets_ready() -> None:
     instance = Instance(PerToken(), InstanceOptions(chunk_tokens=8, batch=4))
     busy, later = Job(0, 1, 40), Job(1, 2, 1, ready_s=5.5)
     instance.submit(busy, 0.0)
@@ -139,7 +141,7 @@ def test_what_was_handed_over_only_decodes() -> None:
     assert firsts == []
 
 
-def test_a_prompt_that_is_all_cached_still_computes_its_last_token() -> None:
+def test_a_fully_cached_prompt_computes_its_last_token() -> None:
     instance = Instance(PerToken(), InstanceOptions(chunk_tokens=8, batch=4))
     job = Job(0, 100, 1, cached=100)
     instance.submit(job, 0.0)
@@ -220,10 +222,10 @@ REQUESTS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(REQUESTS, st.sampled_from([None, 60]))
-def test_nobody_is_lost_and_each_token_is_made_in_its_turn(
+def test_every_job_finishes_and_steps_are_in_order(
     requests: list[tuple[float, int, int, float]], memory: int | None
 ) -> None:
-    """However requests come: all finish, in order of time, none faster than alone, and memory ends empty."""
+    """However requests arrive: all finish, in order of time, none faster than alone, and memory ends empty."""
     instance = Instance(ByContext(), InstanceOptions(chunk_tokens=8, batch=4, memory_tokens=memory))
     jobs = [
         Job(number, prompt, output, ready_s=at_s + delay if number % 3 == 0 else 0.0)
@@ -249,7 +251,7 @@ def test_nobody_is_lost_and_each_token_is_made_in_its_turn(
 
 @settings(max_examples=100, deadline=None)
 @given(REQUESTS)
-def test_runs_of_steps_are_like_single_steps(requests: list[tuple[float, int, int, float]]) -> None:
+def test_joined_steps_are_like_single_steps(requests: list[tuple[float, int, int, float]]) -> None:
     def run(longest: int) -> list[tuple[float, float]]:
         instance = Instance(PerToken(), InstanceOptions(chunk_tokens=8, batch=8))
         jobs = [
@@ -257,7 +259,7 @@ def test_runs_of_steps_are_like_single_steps(requests: list[tuple[float, int, in
             for number, (at_s, prompt, output, delay) in enumerate(requests)
         ]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tokenlake_bench.routing.instance._RUN", longest)
+            patch.setattr("tokenlake_bench.routing.instance._MAX_STEPS", longest)
             for at_s, number in sorted((at_s, number) for number, (at_s, _, _, _) in enumerate(requests)):
                 while (due := instance.next_event()) <= at_s:
                     instance.advance(due)

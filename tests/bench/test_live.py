@@ -1,4 +1,4 @@
-"""The replay against real daemons finds no wrong byte, and finds them when the keys are too weak."""
+"""The replay against real daemons finds no wrong byte, and detects them when the keys are too weak."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ tokens = ["token of b"]
 """
 
 
-def test_a_replayed_trace_has_no_wrong_byte_and_hits_across_nodes(tmp_path: Path) -> None:
+def test_a_replay_has_no_wrong_byte_and_remote_hits(tmp_path: Path) -> None:
     result_file, plot = tmp_path / "result.json", tmp_path / "result.png"
     arguments = ["cache-hit", "--limit", "1000", "--nodes", "3", "--json", str(result_file), "--plot", str(plot)]
     if TRACE.exists():
@@ -136,7 +136,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def connect(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Connect]:
-    """Connects with a layout of the test's own, so that it finds no other's segments."""
+    """Connects with a layout of the test's own, so that it finds no segments of other tests."""
     layout = replace(LAYOUT, model_id=request.node.name)
     with contextlib.ExitStack() as stack:
         yield lambda node, credential: stack.enter_context(Pool.connect(cluster.nodes[node].socket, layout, credential))
@@ -155,7 +155,7 @@ def test_keys_without_the_parent_give_wrong_bytes(connect: Connect) -> None:
     assert sum(each.wrong_bytes for each in served) > 0
 
 
-def test_without_the_secret_in_the_keys_the_index_still_keeps_tenants_apart(connect: Connect) -> None:
+def test_the_index_alone_separates_tenants(connect: Connect) -> None:
     clients = [LiveClient(connect(0, f"token of {tenant}"), seed=1, chain=without_secret) for tenant in "ab"]
     served = serve_all(clients, [prompts()[0]] * 4)
     assert served[0].keys == served[1].keys
@@ -163,27 +163,27 @@ def test_without_the_secret_in_the_keys_the_index_still_keeps_tenants_apart(conn
     assert sum(each.wrong_bytes for each in served) == 0
 
 
-def test_without_the_tenant_in_keys_and_index_bytes_are_wrong(connect: Connect) -> None:
-    # Both come in as tenant a, as if there were no tenants; each expects its own bytes.
+def test_without_tenants_in_keys_and_index_bytes_are_wrong(connect: Connect) -> None:
+    # Both connect as tenant a, as if there were no tenants; each expects its own bytes.
     clients = [LiveClient(connect(0, "token of a"), seed=1, tenant=tenant, chain=without_secret) for tenant in "ab"]
     served = serve_all(clients, [prompts()[0]] * 2)
     assert served[1].hits == served[1].wrong_segments == 5
     assert served[1].wrong_bytes > 0
 
 
-def test_the_secret_alone_keeps_tenants_apart_where_the_index_would_not(connect: Connect) -> None:
+def test_the_secret_alone_separates_tenants(connect: Connect) -> None:
     pools = [connect(0, f"token of {tenant}") for tenant in "ab"]
     keys = [chain_of(pool, prompts()[0]) for pool in pools]
     assert not set(keys[0]) & set(keys[1])
 
 
-def test_an_engine_keeps_its_session_at_a_daemon_whose_clock_is_fast() -> None:
-    """Its heartbeats go by the real clock, the lease by the daemon's."""
+def test_a_session_survives_a_daemon_with_a_fast_clock() -> None:
+    """Heartbeats are sent by the real clock; the lease ends by the daemon's clock."""
     speed, lease_s = 20.0, 60.0
     layout = bench_layout(16)
     fast = {"speed": str(speed), "lease_s": str(lease_s), "match_deadline_ms": "40000"}
     with Cluster(1, "8MiB", "1MiB", None, FAST_DAEMON, **fast) as running, running.connect(0, layout) as pool:
-        assert pool._link.heartbeat_s == pytest.approx(lease_s / 3 / speed)
+        assert pool.link.heartbeat_s == pytest.approx(lease_s / 3 / speed)
         session = pool.session
         began = running.nodes[0].metrics()
         client = LiveClient(pool, seed=1, haste=speed)

@@ -28,7 +28,7 @@ from tokenlake_bench.workload import Request
     segment_tokens=st.sampled_from([1, 16, 60, 64, 256, 512, 1000, 4096]),
     rest=st.integers(0, 1 << 20),
 )
-def test_memory_holds_exactly_as_many_segments_as_the_baselines_have(
+def test_memory_holds_as_many_segments_as_the_baselines(
     nodes: int, segments: int, segment_tokens: int, rest: int
 ) -> None:
     layout = bench_layout(segment_tokens)
@@ -48,7 +48,7 @@ def test_too_small_a_pool_is_refused_with_what_is_needed() -> None:
 
 
 @pytest.mark.parametrize("name", ROUTES)
-def test_routes_stay_within_the_nodes_and_depend_on_the_seed_only(name: str) -> None:
+def test_routes_are_in_range_and_depend_on_the_seed(name: str) -> None:
     empty = np.empty(0, dtype=np.uint32)
     requests = [Request(index, 0.0, index // 4, empty, empty) for index in range(100)]
     first, second = ROUTES[name](3, 7), ROUTES[name](3, 7)

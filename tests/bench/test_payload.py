@@ -1,4 +1,4 @@
-"""The bytes of a segment differ with everything they stand for, and the check finds every other content."""
+"""The bytes of a segment differ with everything that identifies it, and the check detects every other content."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_digests_do_not_depend_on_how_tokens_lie_in_memory() -> None:
 
 
 @given(st.integers(0, 5 * SEGMENT - 1))
-def test_a_changed_token_changes_its_segment_and_all_later_ones(position: int) -> None:
+def test_a_changed_token_changes_all_later_segments(position: int) -> None:
     changed = TOKENS.copy()
     changed[position] ^= 1
     pairs = zip(IDENTITY.digests(TOKENS, SEGMENT), IDENTITY.digests(changed, SEGMENT), strict=True)
@@ -62,7 +62,7 @@ def test_seed_tenant_and_layout_change_every_segment(other: PayloadIdentity) -> 
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_was_filled_is_accepted_also_read_only_and_unaligned(size: int) -> None:
+def test_read_only_and_unaligned_bytes_are_accepted(size: int) -> None:
     digest, other = IDENTITY.digests(TOKENS, SEGMENT)[:2]
     data = filled(digest, size)
     data.flags.writeable = False

@@ -1,4 +1,4 @@
-"""`bench planner`: links of a given shape, what is learnt from timings, regret, and one small run on real daemons."""
+"""`bench planner`: shaped links, inputs measured from timings, regret, and one small run on real daemons."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ rig = pytest.importorskip("tokenlake_bench.planner.rig")
 shaping = pytest.importorskip("tokenlake_bench.planner.shaping")
 
 MODEL = Model(layers=3, segment_bytes=768 << 10, query_bytes=3096)
-AccessRecord, Work = rig.AccessRecord, rig.Work
+PrefixUse, Work = rig.PrefixUse, rig.Work
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """The rig computes with one; others after it want theirs."""
+    """The rig computes with one thread; later tests want theirs."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -40,7 +40,7 @@ def one_thread() -> Iterator[None]:
 # -- links
 
 
-def test_a_line_passes_bytes_no_faster_than_its_bandwidth_and_no_sooner_than_its_delay() -> None:
+def test_a_line_keeps_its_bandwidth_and_delay() -> None:
     line = shaping.Line()
     line.shape = shaping.Shape(1e6, 0.5)
     assert line.enter(1000, 10.0) == pytest.approx(10.501)
@@ -85,7 +85,7 @@ def test_bytes_and_ends_go_through_in_both_directions() -> None:
     assert got == [sent]
 
 
-def test_a_port_that_nobody_listens_on_refuses_through_a_link_too() -> None:
+def test_a_closed_port_refuses_through_a_link() -> None:
     port = free_port()
     links = shaping.Shaping([shaping.Route("a", "b", port, free_port())])
     try:
@@ -99,17 +99,17 @@ def test_a_port_that_nobody_listens_on_refuses_through_a_link_too() -> None:
 
 
 def served(use: Any, prefix: int, new: int, decode: int, rows: int) -> Any:
-    """A batch on a machine of which all is known."""
+    """A batch on a machine with known costs."""
     one = Work(prefix, new, decode, rows)
-    cached = 0 if use is AccessRecord.RECOMPUTE else prefix
-    first = new if use is not AccessRecord.RECOMPUTE else prefix + new
+    cached = 0 if use is PrefixUse.RECOMPUTE else prefix
+    first = new if use is not PrefixUse.RECOMPUTE else prefix + new
     nbytes = prefix // 256 * MODEL.segment_bytes
     prefill = 1e-3 + 1e-4 * first + 1e-8 * first * (cached + first / 2) + 1e-6 * cached
     step = 2e-3 + 1e-4 * rows + 1e-6 * rows * (prefix + new)
-    pool_s = {AccessRecord.LOCAL: rows * (1e-3 + 1e-10 * nbytes), AccessRecord.RECOMPUTE: 0.0, AccessRecord.SHIP: 0.004}
-    pool_s[AccessRecord.FETCH] = pool_s[AccessRecord.LOCAL] + 5e-3 + 2e-8 * nbytes
+    pool_s = {PrefixUse.LOCAL: rows * (1e-3 + 1e-10 * nbytes), PrefixUse.RECOMPUTE: 0.0, PrefixUse.SHIP: 0.004}
+    pool_s[PrefixUse.FETCH] = pool_s[PrefixUse.LOCAL] + 5e-3 + 2e-8 * nbytes
     at = prefix
-    if use is AccessRecord.SHIP:
+    if use is PrefixUse.SHIP:
         prefill = 1e-3 + 1e-4 * new + 1e-8 * new * new / 2 + MODEL.layers * query_s(new, prefix)
         step = 2e-3 + 1e-4 * rows + 1e-6 * rows * new + MODEL.layers * query_s(rows, prefix)
     timed = [passes.Pass(1, first, cached, prefill)] * rows + [passes.Pass(rows, 1, at + new, step)] * decode
@@ -125,17 +125,17 @@ def learnt() -> Rates:
     rates = Rates()
     every = [(768, 32, 8, 1), (2560, 96, 8, 1), (1280, 64, 16, 3), (2560, 24, 24, 2), (768, 96, 24, 3), (256, 8, 8, 4)]
     every += [(512, 200, 4, 2), (3072, 8, 4, 1)]
-    measuring.measure(rates, MODEL, [served(use, *work) for use in AccessRecord for work in every])
+    measuring.measure(rates, MODEL, [served(use, *work) for use in PrefixUse for work in every])
     return rates
 
 
 @pytest.mark.parametrize("work", [(1536, 16, 4, 1), (1536, 128, 32, 4), (4096, 16, 32, 2)])
-def test_times_that_were_never_seen_are_predicted_from_others(work: tuple[int, int, int, int]) -> None:
+def test_unseen_times_are_predicted_from_others(work: tuple[int, int, int, int]) -> None:
     rates, one = learnt(), Work(*work)
     keys = [SegmentKey(bytes([index])) for index in range(one.prefix // 256)]
-    for at, ways in ((rig.OWNER, (AccessRecord.FETCH, AccessRecord.SHIP)), (rig.READER, (AccessRecord.LOCAL,))):
+    for at, ways in ((rig.OWNER, (PrefixUse.FETCH, PrefixUse.SHIP)), (rig.READER, (PrefixUse.LOCAL,))):
         prediction = judging.predict(one, keys, at, MODEL, rates)
-        for use in (*ways, AccessRecord.RECOMPUTE):
+        for use in (*ways, PrefixUse.RECOMPUTE):
             assert prediction.seconds[use.value] == pytest.approx(served(use, *work).seconds, rel=0.05)
         assert prediction.regret == 0
         assert prediction.chosen.value == min(prediction.seconds, key=lambda way: prediction.seconds[way])
@@ -143,7 +143,7 @@ def test_times_that_were_never_seen_are_predicted_from_others(work: tuple[int, i
 
 def test_what_did_not_arrive_teaches_nothing() -> None:
     rates = Rates()
-    one = served(AccessRecord.FETCH, 768, 32, 8, 1)
+    one = served(PrefixUse.FETCH, 768, 32, 8, 1)
     broken = rig.Timed(one.use, one.work, 9.0, 9.0, one.passes, 9.0, 0, (), False)
     measuring.measure(rates, MODEL, [broken] * 20)
     assert not rates.peer(NodeId(rig.OWNER)).fetch.known
@@ -154,19 +154,19 @@ def test_what_did_not_arrive_teaches_nothing() -> None:
 
 
 def test_regret_and_promise_of_a_row() -> None:
-    prediction = judging.Prediction(AccessRecord.FETCH, {"fetch": 0.2, "ship": 0.3, "recompute": 0.4})
+    prediction = judging.Prediction(PrefixUse.FETCH, {"fetch": 0.2, "ship": 0.3, "recompute": 0.4})
     measured = {
-        AccessRecord.FETCH: [0.9, 0.3, 0.3],
-        AccessRecord.SHIP: [0.2],
-        AccessRecord.RECOMPUTE: [0.2],
-        AccessRecord.LOCAL: [0.1],
+        PrefixUse.FETCH: [0.9, 0.3, 0.3],
+        PrefixUse.SHIP: [0.2],
+        PrefixUse.RECOMPUTE: [0.2],
+        PrefixUse.LOCAL: [0.1],
     }
     row = judging.row_of((20e6, 0.001), Work(512, 16, 4, 1), prediction, measured, 0)
     assert (row.chosen, row.best, row.here) == ("fetch", "ship", False)
     assert row.regret == pytest.approx(0.5)
     assert set(row.measured_ms) == {"fetch", "ship", "recompute"}
     assert not row.promise_held
-    measured[AccessRecord.RECOMPUTE] = [0.25]
+    measured[PrefixUse.RECOMPUTE] = [0.25]
     assert judging.row_of((20e6, 0.001), Work(512, 16, 4, 1), prediction, measured, 0).promise_held
 
 
@@ -192,9 +192,7 @@ def test_arguments_that_cannot_be(changed: dict[str, object], named: str) -> Non
 @pytest.mark.live
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("one_thread")
-def test_every_way_gives_the_same_tokens_and_the_files_say_what_was_chosen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_way_gives_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "LEARNT", (Work(256, 8, 2, 1), Work(512, 24, 3, 2)))
     monkeypatch.setattr(command, "LEARNING_TURNS", 4)
     monkeypatch.setattr(command, "DOCUMENT", Work(512, 8, 2, 1))

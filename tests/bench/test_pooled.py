@@ -43,12 +43,12 @@ def with_answers(accesses: Accesses, output_tokens: int) -> Accesses:
 def test_a_request_alone_takes_what_the_engine_model_says() -> None:
     accesses = Accesses(TOKENS, [Prompt(1000, (0,), 0.0, 101)])
     (answer,) = pooled(accesses, 1, 100).answers
-    # A match of one node takes microseconds.
+    # A match within one node takes microseconds.
     assert answer.ttft_s == pytest.approx(ENGINE.prefill_s(1000), abs=1e-3)
     assert answer.tpot_s == pytest.approx(ENGINE.decode_s(1, 1050), rel=0.01)
 
 
-def test_a_prefix_that_came_over_the_network_is_not_computed_again() -> None:
+def test_a_fetched_prefix_is_not_computed_again() -> None:
     chain = tuple(range(8))
     accesses = Accesses(TOKENS, [Prompt(8 * TOKENS + 10, chain, 30.0 * at, 2) for at in range(6)])
     run = pooled(accesses, 2, 100)
@@ -59,19 +59,20 @@ def test_a_prefix_that_came_over_the_network_is_not_computed_again() -> None:
     assert run.simulation.cluster.network.nbytes > 0
 
 
-def test_of_a_prompt_longer_than_a_node_is_found_what_lies_elsewhere_and_three_quarters_of_a_node() -> None:
-    """Half of a node's slots was all that a request could find of it, wherever the rest lay."""
+def test_a_prompt_longer_than_a_node_is_found_in_part() -> None:
+    """A request once found at most half of a node's slots, wherever the rest lay."""
     chain = tuple(range(60))
     accesses = Accesses(TOKENS, [Prompt(60 * TOKENS + 10, chain, 60.0 * at, 2) for at in range(8)])
     first, *others = pooled(accesses, 4, 48).answers
     assert first.hit_tokens == 0
     found = [answer.hit_tokens // TOKENS for answer in others]
-    # Where little of it lies here it is found whole; where a node is full of copies of it, there and 12 elsewhere.
+    # Where few of its segments lie at the node, the prompt is found whole; where the node is full of its copies, those
+    # and 12 segments elsewhere are found.
     assert max(found) == 60
     assert min(found) >= 36 + 12
 
 
-def test_a_pool_that_holds_everything_finds_what_there_is_and_equal_seeds_agree() -> None:
+def test_an_ample_pool_finds_every_prefix_and_is_deterministic() -> None:
     accesses = with_answers(conversations(120, gap_s=4.0), 20)
     run = pooled(accesses, 4, 2000)
     ideal = infinite_cache(accesses)
@@ -88,7 +89,7 @@ def test_requests_under_way_take_memory_and_give_it_back() -> None:
         assert all(pool.quarantined == 0 for pool in node.store.pools())
 
 
-def test_without_anything_in_common_the_pool_is_as_fast_as_round_robin() -> None:
+def test_without_shared_prefixes_the_pool_equals_round_robin() -> None:
     prompts = [Prompt(4096, tuple(range(8 * at, 8 * at + 8)), 1.0 * at, 50) for at in range(80)]
     accesses = Accesses(TOKENS, prompts)
     fleet = FleetOptions(instances=4, capacity_tokens=4 * 500 * TOKENS, engine=ENGINE)

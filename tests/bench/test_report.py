@@ -162,7 +162,7 @@ def test_the_demo_ends_with_the_lines_that_convince() -> None:
         "token hit rate of the 119 requests before the kill: pool 72.0 %, prefix-aware routing 73.0 %, "
         "infinite cache 74.0 %",
         "tokens equal 240 of 240",
-        "control with flipped bytes: 7 of 8 differ, as they must",
+        "control with flipped bytes: 7 of 8 differ, as required",
         "node n1 killed at 50 %: longest call 400 ms, errors 0, served again after 2.20 s",
         "The model is tiny and random: the hit rates carry over, the milliseconds do not.",
     ]
@@ -172,7 +172,7 @@ def test_the_demo_says_what_failed() -> None:
     bad = replace(DEMO, control_changed_tokens=0, tokens_equal=False)
     text = shown(demo_table(bad, replace(DEMO_DETAILS, equal=239, served_again_s=None, random_model=False)))
     assert "tokens equal 239 of 240" in text
-    assert "0 of 8 differ; some must" in text
+    assert "0 of 8 differ; at least one must" in text
     assert "did not serve again" in text
     assert "random" not in text
 

@@ -1,4 +1,4 @@
-"""Routers on cases made by hand, what they know, and whole systems against counts that other code makes."""
+"""Routers on cases made by hand, their knowledge, and whole systems against counts of independent code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tokenlake_bench.routing import (
     run_system,
     systems_named,
 )
-from tokenlake_bench.routing.base import Ask, Choice, Fetch, Fleet, Knowledge, least
+from tokenlake_bench.routing.base import Choice, Fetch, Fleet, Knowledge, RoutedRequest, least
 from tokenlake_bench.routing.cache_aware import CacheAware, CacheAwareSettings
 from tokenlake_bench.routing.knowledge import OwnRecord, TrackedCaches
 from tokenlake_bench.routing.mooncake import Mooncake, split
@@ -41,8 +41,8 @@ def fleet(knowledge: Knowledge, instances: int = 4, capacity: int = 100, seed: i
     return Fleet(instances, capacity, SEGMENT, ENGINE, knowledge, random.Random(seed))
 
 
-def ask(number: int, *chain: int, beyond: int = 0) -> Ask:
-    return Ask(number, len(chain) * SEGMENT + beyond, chain)
+def ask(number: int, *chain: int, beyond: int = 0) -> RoutedRequest:
+    return RoutedRequest(number, len(chain) * SEGMENT + beyond, chain)
 
 
 def caches(*held: tuple[int, ...], capacity: int = 100) -> TrackedCaches:
@@ -89,7 +89,7 @@ def test_depths_are_what_each_cache_finds(
     assert tracked.copies_per_segment() == (held / len(distinct) if distinct else 0.0)
 
 
-def test_perfect_knowledge_sees_evictions_an_own_record_does_not() -> None:
+def test_only_perfect_knowledge_sees_evictions() -> None:
     true, record = caches((), (), capacity=3), OwnRecord(2, 100)
     for chain in ((1, 2), (3, 4)):
         true.sent(chain, 0)
@@ -100,7 +100,7 @@ def test_perfect_knowledge_sees_evictions_an_own_record_does_not() -> None:
 
 
 def test_what_is_being_computed_counts_as_held() -> None:
-    """Promised by two prompts and evicted in between, it counts until both are done."""
+    """A segment promised by two prompts and evicted in between counts until both are done."""
     tracked = caches((), (), capacity=2)
     tracked.promise((1, 2, 3), 0)
     tracked.promise((1, 2), 0)
@@ -156,7 +156,7 @@ def test_the_router_remembers_what_it_sent() -> None:
 
 
 def test_an_uneven_load_goes_to_the_shortest_queue() -> None:
-    """One more than the absolute threshold, and the relative one too."""
+    """One more than the absolute threshold, and above the relative one."""
     settings = CacheAwareSettings(balance_abs_threshold=2, balance_rel_threshold=1.5)
     router = CacheAware(fleet(caches((1, 2), ()), instances=2), settings)
     sent = [router.choose(ask(number, 1, 2), 0.0) for number in range(4)]
@@ -189,7 +189,7 @@ def test_more_cached_than_missing_is_exploited() -> None:
     router = Preble(fleet(caches(known, (), (), ())))
     for number in range(2):
         assert router.choose(ask(number, *known, *range(100, 119)), 0.0).prefill == 0
-    # Half is not more than half, and computing all of it elsewhere takes less than what 0 has to do first.
+    # Half is not more than half, and computing everything elsewhere takes less than the queue of instance 0.
     assert router.choose(ask(2, *known, *range(200, 220)), 0.0).prefill != 0
 
 
@@ -211,7 +211,7 @@ def test_load_is_forgotten_after_the_window() -> None:
 
 
 def test_what_would_be_evicted_counts() -> None:
-    """Both are full and as loaded; at 0 the coldest segments are asked for, at 1 those that go were never asked for."""
+    """Both are full and equally loaded; the coldest segments of 0 are requested again, those of 1 never were."""
     knowledge = caches((11, 1, 2, 3), (), capacity=4)
     for chain in ((21,), (22,), (23,), (24,)):
         knowledge.touch(chain, 1)
@@ -244,7 +244,7 @@ def test_instances_are_split_in_proportion() -> None:
     assert split(3, 30, 1) == (range(2), range(2, 3))
 
 
-def test_the_conductor_takes_the_shortest_time_to_a_first_token() -> None:
+def test_mooncake_takes_the_shortest_time_to_the_first_token() -> None:
     """The best prefix is at 0; 1 has more than half of it and would not fetch, 2 has nothing and would."""
     knowledge = caches((1, 2, 3), (1, 2), (), ())
     router = Mooncake(fleet(knowledge), range(3), range(3, 4))
@@ -326,7 +326,7 @@ def options(instances: int = 4, segments: int = 20, **changed: int) -> FleetOpti
     return FleetOptions(instances=instances, capacity_tokens=capacity, engine=ENGINE, **changed)
 
 
-def test_one_at_a_time_round_robin_hits_what_private_caches_hit() -> None:
+def test_sequential_round_robin_equals_private_caches() -> None:
     accesses = workload(300, gap_s=1000.0)
     expected = private_round_robin(accesses, 4, 4 * 20 * SEGMENT)
     for name in ("round-robin-perfect", "round-robin-real"):
@@ -372,14 +372,15 @@ def test_a_hand_over_moves_the_whole_prompt() -> None:
     assert row.bytes_moved == 3000 * ENGINE.model.cache_bytes
     prefill_s = [ENGINE.prefill_s(1000), ENGINE.prefill_s(2000)]
     assert row.ttft_p50_ms == pytest.approx(sum(prefill_s) / 2 * 1000)
-    # The transfer of the one answer that goes on is longer than its prefill or hidden behind it.
+    # The transfer of the one answer that continues is longer than its prefill, or hidden behind it.
     waits_s = max(0.0, ENGINE.transfer_s(1000) - prefill_s[0])
     decode_s = sum(ENGINE.decode_s(1, 1000 + k) for k in range(4))
     assert row.tpot_p50_ms == pytest.approx((waits_s + decode_s) / 4 * 1000, rel=1e-3)
 
 
 def test_a_fetched_prefix_is_moved_once_and_stays() -> None:
-    """Two prefill instances; a queue at the one that has the prefix sends the next request to the other, with it."""
+    """Two prefill instances; a queue at the instance with the prefix sends the next request, with a fetch, to the
+    other."""
     long = tuple(range(60))
     prompts = [
         Prompt(20 * SEGMENT, long[:20], 0.0, 1),
@@ -396,7 +397,7 @@ def test_a_fetched_prefix_is_moved_once_and_stays() -> None:
 
 
 def test_a_segment_is_read_where_it_lay() -> None:
-    """Three requests for a prefix of 20 segments, for the last of which it is fetched: 60 reads, all at the source."""
+    """Three requests for a prefix of 20 segments, which the last one fetches: 60 reads, all at the source."""
     prompts = [
         Prompt(20 * SEGMENT, tuple(range(20)), 0.0, 1),
         Prompt(20 * SEGMENT + 1, tuple(range(20)), 100.0, 1),
@@ -448,7 +449,7 @@ def test_names_and_arguments_without_meaning_are_named() -> None:
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 1000), st.sampled_from(sorted(SYSTEMS)), st.floats(0.001, 2.0))
 def test_memory_is_given_back(seed: int, name: str, gap_s: float) -> None:
-    """However requests overlap, what comes twice long after is found whole: the cache has room for it again."""
+    """However requests overlap, a prompt repeated long after is found whole: the cache has room for it again."""
     again, at_s = tuple(range(5_000, 5_010)), 40 * gap_s + 10_000
     last = [Prompt(10 * SEGMENT, again, at_s, 5), Prompt(10 * SEGMENT, again, at_s + 1_000, 5)]
     prompts = workload(40, gap_s, seed).prompts + last

@@ -1,4 +1,4 @@
-"""`bench cache-hit --mode simulate`: what it prints, writes and refuses."""
+"""`bench cache-hit --mode simulate`: its output, its files and its refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ITEM_5 = {
 
 
 def run(*arguments: str) -> str:
-    """What was printed by a run that ended well."""
+    """The output of a run that ended well."""
     outcome = CliRunner().invoke(bench, ["cache-hit", "--mode", "simulate", *arguments])
     assert outcome.exit_code == 0, outcome.output
     return outcome.output
@@ -42,7 +42,7 @@ def result(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def test_the_systems_asked_for_are_in_the_table_the_json_and_the_picture(tmp_path: Path) -> None:
+def test_chosen_systems_are_in_table_json_and_picture(tmp_path: Path) -> None:
     json_file, plot = tmp_path / "result.json", tmp_path / "result.png"
     names = "round-robin-perfect,cache-aware-real"
     printed = run("--limit", "60", "--baselines", names, "--json", str(json_file), "--plot", str(plot), "--gpu", "h100")
@@ -58,7 +58,7 @@ def test_the_systems_asked_for_are_in_the_table_the_json_and_the_picture(tmp_pat
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_perfect_routers_alone_need_no_second_run_of_the_pool_and_rates_are_kept(tmp_path: Path) -> None:
+def test_perfect_routers_need_one_run_of_the_pool(tmp_path: Path) -> None:
     json_file = tmp_path / "result.json"
     run("--limit", "40", "--rate", "5", "--baselines", "preble-perfect", "--json", str(json_file))
     written = result(json_file)
@@ -109,7 +109,7 @@ def test_interrupted_it_writes_what_is_done(tmp_path: Path, monkeypatch: pytest.
     assert not written["complete"]
 
 
-def test_interrupted_in_the_middle_of_the_pool_the_requests_that_are_done_count(
+def test_an_interrupted_pool_counts_finished_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def counted(**fields: Any) -> Answered:

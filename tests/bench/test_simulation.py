@@ -1,4 +1,4 @@
-"""Small clusters on simulated time: what they give must add up, and be the same each time."""
+"""Small clusters on simulated time: their figures must add up, and be equal in equal runs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tokenlake.metrics import Metric
 from tokenlake.wire import Code
 from tokenlake_bench.baselines import Accesses, Prompt, global_lru, infinite_cache
 from tokenlake_bench.simulation.arrivals import arrivals_of
-from tokenlake_bench.simulation.cluster import SimulationOptions
 from tokenlake_bench.simulation.network import Link, NetworkShape
+from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.run import Measured, Simulation, Totals
 
 TOKENS = 512
@@ -26,7 +26,7 @@ NODE_SEGMENTS = 120
 
 
 def conversations(requests: int, seed: int = 0, gap_s: float = 0.5) -> Accesses:
-    """Turns of open conversations, each a template, its own past and something new; a part of a segment remains."""
+    """Turns of open conversations, each a template, its own past and something new, and a part of a segment."""
     draw = random.Random(seed)
     numbers = iter(range(1 << 30))
     templates = [[next(numbers) for _ in range(draw.randint(2, 5))] for _ in range(3)]
@@ -43,7 +43,7 @@ def conversations(requests: int, seed: int = 0, gap_s: float = 0.5) -> Accesses:
 
 
 def options(nodes: int, **other: object) -> SimulationOptions:
-    """Of a cluster with `NODE_SEGMENTS` on each node."""
+    """Options of a cluster with `NODE_SEGMENTS` at each node."""
     return SimulationOptions(nodes=nodes, capacity_tokens=nodes * NODE_SEGMENTS * TOKENS, **other)  # type: ignore[arg-type]
 
 
@@ -58,17 +58,17 @@ def simulate(accesses: Accesses, how: SimulationOptions) -> Simulation:
 
 
 def result(simulation: Simulation) -> tuple[Measured, Totals]:
-    """What must not depend on this machine."""
+    """The figures that must not depend on this machine."""
     return simulation.measure(0.0, 1e9), msgspec.structs.replace(simulation.totals(), processor_s=0.0)
 
 
 def counted(simulation: Simulation, metric: Metric) -> int:
-    """Over all nodes."""
+    """A counter summed over all nodes."""
     return sum(node.core.counters[metric] for node in simulation.cluster.nodes)
 
 
 def hit_tokens(simulation: Simulation, accesses: Accesses) -> int:
-    """Read by the engines."""
+    """Segments read by the engines."""
     return round(simulation.measure(0.0, 1e9).token_hit_rate * accesses.prompt_tokens)
 
 
@@ -79,7 +79,7 @@ def test_equal_seeds_give_equal_runs_and_others_do_not() -> None:
     assert result(simulate(accesses, options(4, seed=1))) != first
 
 
-def test_every_token_is_accounted_for_by_the_nodes_that_gave_it() -> None:
+def test_hit_tokens_equal_the_nodes_counters() -> None:
     accesses = conversations(200)
     simulation = simulate(accesses, options(4))
     asked = sum(len(prompt.chain) for prompt in accesses.prompts) * TOKENS
@@ -90,14 +90,14 @@ def test_every_token_is_accounted_for_by_the_nodes_that_gave_it() -> None:
     assert counted(simulation, STORED) == simulation.stored[Code.COMMITTED] > 0
 
 
-def test_bytes_moved_are_those_that_the_nodes_sent_and_reads_are_all_but_pushes() -> None:
+def test_bytes_moved_and_reads_equal_the_nodes_counters() -> None:
     accesses = conversations(200)
     simulation = simulate(accesses, options(4, rules={"hot": "off"}))
     segment_bytes = simulation.cluster.size.layout.segment_bytes
     totals = simulation.totals()
     assert totals.bytes_moved == counted(simulation, SENT_BYTES) == counted(simulation, SENT) * segment_bytes
     windows = simulation.windows()
-    # One at a time: nobody waits for what somebody else fetches, so each hit is one read.
+    # One request at a time: none waits for another's fetch, so each hit is one read.
     assert sum(window.mean * 4 for window in windows) == pytest.approx(hit_tokens(simulation, accesses) / TOKENS)
     assert counted(simulation, SENT) * TOKENS > counted(simulation, FETCHED)
 
@@ -128,20 +128,20 @@ def test_a_slow_link_slows_what_comes_over_it() -> None:
     assert slowed.read_s(0.99) > 5 * usual.read_s(0.99)
 
 
-def test_a_match_over_a_network_slower_than_its_deadline_finds_what_is_here() -> None:
+def test_a_match_on_a_slow_network_finds_local_segments() -> None:
     accesses = conversations(60, gap_s=2.0)
     simulation = simulate(accesses, options(2, network=NetworkShape(usual=Link(latency_s=0.03))))
     assert counted(simulation, FETCHED) == 0
     assert counted(simulation, LOCAL) > 0
 
 
-def test_what_an_engine_still_computes_is_waited_for_by_the_others() -> None:
-    # Twenty requests behind one new prefix within 0.2 s; to compute a prompt takes 1.2 s.
+def test_requests_wait_for_segments_being_computed() -> None:
+    # Twenty requests behind one new prefix within 0.2 s; computing a prompt takes 1.2 s.
     chains = [(*range(8), *range(100 + 4 * at, 104 + 4 * at)) for at in range(20)]
     accesses = Accesses(TOKENS, [Prompt(12 * TOKENS, chain, 1.0 + at / 100) for at, chain in enumerate(chains)])
     simulation = simulate(accesses, options(2, prefill_tokens_per_s=5120.0))
     assert counted(simulation, STORED) == 8 + 20 * 4
-    # Who asks in the moment in which it is told may find a part.
+    # A request that matches while the prefix is being announced may find a part of it.
     assert 18 * 8 * TOKENS <= hit_tokens(simulation, accesses) <= 19 * 8 * TOKENS
     assert 1.0 < simulation.read_s(0.5) < 1.8
 

@@ -16,10 +16,10 @@ from tokenlake.wire import peer
 from tokenlake_bench import balance
 from tokenlake_bench.simulation import hot
 from tokenlake_bench.simulation.arrivals import Arrival, flash_crowd, keys_of, merged
-from tokenlake_bench.simulation.clock import Clock
 from tokenlake_bench.simulation.late_load import LateLoad
 from tokenlake_bench.simulation.meter import Meter, filled
 from tokenlake_bench.simulation.network import Link, Network, NetworkShape
+from tokenlake_testing.clock import Clock
 
 MB = 10**6
 
@@ -31,7 +31,7 @@ def chain(*numbers: int) -> NDArray[np.int64]:
 # -- clock
 
 
-def test_things_happen_in_order_of_time_then_of_asking() -> None:
+def test_callbacks_run_in_order_of_time_then_of_scheduling() -> None:
     clock, happened = Clock(), list[tuple[float, str]]()
 
     def note(what: str) -> None:
@@ -66,7 +66,7 @@ def test_a_node_receives_one_transfer_after_the_other() -> None:
     assert network.transfer(0.0, 1, 2, 10 * MB) == pytest.approx((0.1, 0.201))
 
 
-def test_a_link_of_its_own_is_slower_in_its_direction_only() -> None:
+def test_a_slow_link_is_slow_in_one_direction() -> None:
     slow = Link(latency_s=0.5, bandwidth=10 * MB)
     network = Network(NetworkShape(usual=Link(0.001, 100 * MB), links={(0, 1): slow}), 2)
     assert network.link(0, 1) is slow
@@ -82,7 +82,7 @@ class Report(msgspec.Struct, frozen=True):
     load: float
 
 
-def test_load_is_that_of_a_while_ago_and_the_rest_is_in_time() -> None:
+def test_loads_are_delayed_and_other_fields_are_not() -> None:
     late = LateLoad(1.0, 2)
     said = [(0.0, 5.0), (0.5, 6.0), (1.0, 7.0), (1.4, 8.0), (1.6, 9.0), (9.0, 1.0)]
     heard = [late.pass_on(at, 0, Report(number, load)) for number, (at, load) in enumerate(said)]
@@ -96,7 +96,7 @@ def test_load_is_that_of_a_while_ago_and_the_rest_is_in_time() -> None:
 # -- arrivals
 
 
-def test_keys_are_uniform_and_told_apart_by_number_and_seed() -> None:
+def test_keys_are_uniform_and_depend_on_number_and_seed() -> None:
     keys = keys_of(np.arange(20_000), 0)
     assert len({keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)}) == 20_000
     assert keys_of(chain(7), 0) == keys[7 * KEY_BYTES : 8 * KEY_BYTES] != keys_of(chain(7), 1)
@@ -105,14 +105,14 @@ def test_keys_are_uniform_and_told_apart_by_number_and_seed() -> None:
     assert np.abs(np.corrcoef(words.T) - np.eye(4)).max() < 0.03
 
 
-def test_copies_share_templates_only_and_each_begins_elsewhere() -> None:
+def test_copies_share_templates_only_and_are_shifted() -> None:
     arrivals = [Arrival(float(at), 1000, chain(0, 100 + at)) for at in range(100)]
     many = list(merged(arrivals, 4, common_share=0.5))
     assert len(many) == 400
     assert [arrival.at_s for arrival in many] == sorted(arrival.at_s for arrival in many)
     assert {int(arrival.chain[0]) for arrival in many} == {0}
     assert len({int(arrival.chain[1]) for arrival in many}) == 400
-    # As many requests in each part of the time as four times the original has.
+    # Each part of the time has four times the requests of the original.
     counts, _ = np.histogram([arrival.at_s for arrival in many], bins=4, range=(0, 100))
     assert counts.tolist() == pytest.approx([100] * 4, abs=4)
 
@@ -131,7 +131,7 @@ def test_a_flash_crowd_begins_in_time_and_has_one_new_prefix() -> None:
     assert len(joined) == pytest.approx(150, abs=30)
     assert len({tuple(crowd[at].chain[:12].tolist()) for at in joined}) == 1
     assert all(crowd[at].tokens == 1000 + 12 * 512 for at in joined)
-    # What follows is new to everybody, and the same for those who had the same.
+    # The segments behind the prefix are new, and equal where they were equal.
     old = {number for arrival in arrivals for number in arrival.chain.tolist()}
     assert len({int(crowd[at].chain[12]) for at in joined} - old) == 7
 
@@ -166,7 +166,7 @@ def test_at_best_own_reads_stay_and_the_rest_is_even() -> None:
     meter = Meter(2, 100, begins_s=0.0)
     meter.read(1.0, 0, 0, keys_of(chain(1, 2, 3), 0))
     meter.read(2.0, 0, 1, keys_of(chain(1, 2), 0))
-    # 3 and 0 of its own, 2 that travel: 3 and 2.
+    # 3 and 0 local reads, 2 reads to distribute: 3 and 2.
     assert meter.at_best(0.0, 10.0).max_over_mean == pytest.approx(3 / 2.5)
     assert balance.spread(meter.log(0.0, 10.0)).max_over_mean == 2.0
 
@@ -174,7 +174,7 @@ def test_at_best_own_reads_stay_and_the_rest_is_even() -> None:
 # -- the command
 
 
-def test_the_command_measures_each_mode_and_writes_what_it_prints(tmp_path: Path) -> None:
+def test_the_command_measures_each_mode_and_writes_json(tmp_path: Path) -> None:
     trace, json_file = tmp_path / "small.jsonl", tmp_path / "hot.json"
     draw = random.Random(0)
     lengths = [draw.randint(1, 8) for _ in range(400)]
@@ -195,7 +195,7 @@ def test_the_command_measures_each_mode_and_writes_what_it_prints(tmp_path: Path
         assert [measured.from_s for measured in row.crowd] == [20.0, 30.0]
         assert row.steady.token_hit_rate > 0.5
         assert row.steady.load_cv > 0
-    # Some of the last ones are jittered beyond the end.
+    # The jitter moves some of the last requests beyond the end.
     assert 360 < result.rows[0].totals.requests == result.rows[1].totals.requests <= 400
 
 

@@ -1,4 +1,4 @@
-"""The soak's parts: its faults, its load, what counts as flat, and that it finds wrong bytes."""
+"""The soak's parts: its faults, its load, the comparison of gauges, and its detection of wrong bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tokenlake_testing.cluster import Cluster
 TARGETS = [Target("node0", False), Target("node1", True), Target("engine 0.1", True)]
 
 
-def test_faults_are_the_same_for_a_seed_and_leave_time_to_recover() -> None:
+def test_faults_depend_on_the_seed_and_leave_time_to_recover() -> None:
     faults = schedule(TARGETS, 600, 3, seed=1)
     assert faults == schedule(TARGETS, 600, 3, seed=1)
     assert faults != schedule(TARGETS, 600, 3, seed=2)
@@ -52,7 +52,7 @@ def test_prompts_share_heads_and_nothing_else() -> None:
 
 
 def samples(values: list[float]) -> list[tuple[float, float]]:
-    """One a second."""
+    """One sample per second."""
     return [(float(at), value) for at, value in enumerate(values)]
 
 
@@ -97,7 +97,7 @@ def test_a_claim_fails_for_one_process_that_grows() -> None:
     assert all(claims.values())
 
 
-def test_a_process_that_did_not_live_through_tells_nothing() -> None:
+def test_a_restarted_process_gives_no_verdict() -> None:
     gauges, unknown = gauges_of(recorded([1.0] * 100), ["node0", "node1", "node2"])
     assert {gauge.process for gauge in gauges} == {"node0"}
     assert len(unknown) == 8
@@ -105,7 +105,7 @@ def test_a_process_that_did_not_live_through_tells_nothing() -> None:
 
 
 def result(*claims: Claim) -> SoakResult:
-    """As after a run."""
+    """The state after a run."""
     recorder = recorded([1.0] * 100)
     gauges, _ = gauges_of(recorder, ["node0"])
     return SoakResult(
@@ -155,7 +155,7 @@ def test_an_engine_finds_bytes_that_were_changed(tmp_path: Path) -> None:
         assert done["segments compared"] > 100
         assert done["segments compared after a hold"] > 0
         assert not file.exists()
-        regions = pool._link.regions
+        regions = pool.link.regions
         for number in {number for number, _ in regions._mapped}:
             slots = regions.get(number, write=True).slots
             np.invert(slots, out=slots)

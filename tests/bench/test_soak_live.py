@@ -22,7 +22,7 @@ SEED = 1
 
 @pytest.mark.timeout(600)
 def test_two_minutes_of_load_with_kills_and_stops() -> None:
-    """What it prints has the seed and the command that repeats it."""
+    """The output has the seed and the command that repeats the run."""
     result = run_soak(
         SoakArguments(minutes=2.0, seed=SEED, nodes=3, rate=10.0, fault_every=4.0, json_file=None, page_file=None)
     )
@@ -33,7 +33,7 @@ def test_two_minutes_of_load_with_kills_and_stops() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_an_interruption_ends_the_load_and_writes_what_there_is(tmp_path: Path) -> None:
+def test_an_interruption_ends_the_load_and_writes_results(tmp_path: Path) -> None:
     arguments = ["bench", "soak", "--minutes", "60", "--seed", str(SEED)]
     files = ["--json", str(tmp_path / "soak.json"), "--page", str(tmp_path / "soak.md")]
     command = [sys.executable, "-c", "from tokenlake.command import main; main()", *arguments, *files]
@@ -48,7 +48,7 @@ def test_an_interruption_ends_the_load_and_writes_what_there_is(tmp_path: Path) 
             output = process.stdout.read()
             process.wait()
         finally:
-            # Twice: the load, and what is checked afterwards.
+            # Twice: it ends the load, then the checks afterwards.
             process.terminate()
             process.terminate()
     assert process.returncode == 1, "too short to tell whether anything grows"

@@ -1,4 +1,4 @@
-"""Mooncake's format: tokens follow from block ids, and a bad line is named."""
+"""Mooncake's format: tokens follow from block ids, and the error of a bad line names it."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ def test_few_malformed_lines_are_counted_and_named_many_refused(tmp_path: Path) 
     trace = read_mooncake(path)
     assert len(trace) == 199
     assert [error.line for error in trace.malformed] == [151]
-    assert passed_over(trace.malformed).startswith(f"passed over 1 malformed line: {path}, line 151: expected")
-    assert passed_over(trace.malformed * 2).startswith("passed over 2 malformed lines, the first: ")
+    assert passed_over(trace.malformed).startswith(f"skipped 1 malformed line: {path}, line 151: expected")
+    assert passed_over(trace.malformed * 2).startswith("skipped 2 malformed lines, the first: ")
     assert passed_over([]) == ""
     path.write_text(good * 150 + bad * 3 + good * 49)
     with pytest.raises(TraceError, match="3 of 202 are: .*line 151: .*line 152: .*line 153: ") as caught:

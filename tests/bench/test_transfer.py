@@ -7,18 +7,21 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tokenlake.config import ServerConfig
 from tokenlake.errors import ConfigurationError, Unreachable
+from tokenlake_bench.report import write_json
 from tokenlake_bench.transfer.base import MATCH, SIZES, WINDOWS, RowKind, Size
 from tokenlake_bench.transfer.command import TransferArguments, take_turns
-from tokenlake_bench.transfer.daemons import layout_of
+from tokenlake_bench.transfer.daemons import Daemons, layout_of
 from tokenlake_bench.transfer.peers import start_peer
 from tokenlake_bench.transfer.picture import plot_rows
-from tokenlake_bench.transfer.results import compare, row_of, write_rows
+from tokenlake_bench.transfer.results import compare, row_of
 from tokenlake_bench.transfer.windows import fill_windows
 from tokenlake_bench.transfer.worker import Worker
 
@@ -27,9 +30,16 @@ STORE = next(kind for kind in SIZES[0].rows() if kind.name == "store_128x1MiB")
 
 
 def arguments(**changed: object) -> TransferArguments:
-    """As from an empty command line."""
+    """The arguments of an empty command line."""
     plain = {"against": "", "sizes": "1MiB", "rounds": 1, "peer_python": None, "json_file": None, "plot_file": None}
     return TransferArguments(**{**plain, **changed})  # type: ignore[arg-type]
+
+
+def test_the_daemons_settings_exist() -> None:
+    with closing(Daemons(SIZES[0])) as daemons:
+        for node in daemons.nodes.values():
+            names = {name.replace("-", "_") for name in node.settings}
+            assert names <= set(ServerConfig.__struct_fields__)
 
 
 def test_rows_have_the_names_that_scripts_read() -> None:
@@ -71,13 +81,13 @@ def test_a_row_is_quantiles_and_rates_beside_the_ceiling(tmp_path: Path) -> None
     assert row.ratio == pytest.approx(0.5)
     timed = row_of(RowKind(MATCH), [1e-4], {}, "redis")
     assert (timed.name, timed.gbps, timed.ceiling_gbps, timed.ratio) == ("redis/match_128", None, None, None)
-    write_rows([row, timed], tmp_path / "rows.json")
+    write_json([row, timed], tmp_path / "rows.json")
     assert [list(item) for item in json.loads((tmp_path / "rows.json").read_text())] == [KEYS, KEYS]
     plot_rows([row, timed], tmp_path / "rows.png")
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_ratio_of_rates_grows_with_speed_and_one_of_times_falls() -> None:
+def test_ratios_of_rates_and_times_have_opposite_signs() -> None:
     (rate,) = compare(STORE, {STORE.name: [0.01]}, "mooncake-shm", {STORE.name: [0.02]})
     assert (rate.ratio, rate.rate, rate.met) == (2.0, True, True)
     (slow,) = compare(STORE, {STORE.name: [0.04]}, "mooncake-shm", {STORE.name: [0.02]})
@@ -91,7 +101,7 @@ def test_a_ratio_of_rates_grows_with_speed_and_one_of_times_falls() -> None:
 
 
 class _Recorded:
-    """A system that writes down when it was asked."""
+    """A system that records its calls."""
 
     def __init__(self, name: str, rows: Sequence[str], calls: list[tuple[str, str, int]]) -> None:
         self.name = name
@@ -168,7 +178,7 @@ def test_a_worker_ends_with_all_that_it_started(tmp_path: Path) -> None:
 
 
 def _alive(pid: int) -> bool:
-    """A zombie that its new parent has not waited for has ended."""
+    """A zombie that its new parent has not reaped counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -20,7 +20,7 @@ def conversations(requests: list[Request]) -> dict[int, list[Request]]:
     return turns
 
 
-def test_each_iteration_and_each_equal_seed_gives_the_same_requests() -> None:
+def test_equal_seeds_give_equal_requests() -> None:
     workload = builtin_workload()
     again = builtin_workload(BuiltinSettings(seed=0))
     for a, b, c in zip(workload, workload, again, strict=True):
@@ -38,7 +38,7 @@ def test_another_seed_gives_other_tokens() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_defaults_have_the_lengths_and_the_reuse_that_they_promise(seed: int) -> None:
+def test_defaults_give_the_documented_lengths_and_reuse(seed: int) -> None:
     workload = builtin_workload(BuiltinSettings(seed=seed))
     requests = list(workload)
     assert len(workload) == len(requests) == 240

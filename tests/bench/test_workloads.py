@@ -1,4 +1,4 @@
-"""Generators against what their parameters say and what was published; arrivals; the command."""
+"""Generators against their parameters and published figures; arrivals; the command."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def row(second: float, text: str = "374,44") -> str:
 
 @pytest.mark.parametrize("name", GENERATORS)
 def test_lines_are_what_the_format_says(name: str, tmp_path: Path) -> None:
-    """In time order, one id per started block, an id always behind the same one; and the reader takes them."""
+    """In time order, one id per started block, each id always behind the same one; and the reader accepts them."""
     lines = generate(name, {"requests": 500, "seed": 3})
     assert len(lines) == 500
     assert [line.timestamp for line in lines] == sorted(line.timestamp for line in lines)
@@ -140,7 +140,7 @@ def test_questions_go_to_popular_documents() -> None:
     assert statistics_of(lines).hottest == 1.0
 
 
-def test_documents_in_another_order_share_nothing_behind_the_first() -> None:
+def test_reordered_documents_share_only_the_first() -> None:
     values = {"documents": 2, "retrieved": 2, "requests": 300, "system_blocks": 0, "zipf": 0, "document_sigma": 0}
     lines = generate("rag", values)
     paths = {tuple(line.hash_ids[:10]) for line in lines}
@@ -149,7 +149,7 @@ def test_documents_in_another_order_share_nothing_behind_the_first() -> None:
     assert not set(first) & set(second)
 
 
-def test_as_many_documents_as_asked_for_however_few_are_popular() -> None:
+def test_every_question_retrieves_enough_documents() -> None:
     lines = generate("rag", {"documents": 8, "retrieved": 8, "zipf": 10, "requests": 20, "document_sigma": 0})
     assert {line.input_length // 2_700 for line in lines} == {8}
 
@@ -200,7 +200,7 @@ def test_poisson_arrivals() -> None:
 
 
 def test_bursts_keep_their_shape_at_another_rate() -> None:
-    """Three at once, then nine seconds of silence, four a 'round' of 12 s: at rate 1 a round takes 4 s."""
+    """Three at once, then nine seconds of silence, four in a period of 12 s: at rate 1 a period takes 4 s."""
     shape = [0.0, 0.0, 0.0, 9.0]
     times = list(itertools.islice(bursts(shape, 1.0, seed=0), 40))
     assert times == sorted(times)

@@ -1,4 +1,4 @@
-"""Mappings of regions that an engine does not use any more."""
+"""Mappings that an engine does not use any more."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tokenlake_client.regions import IDLE_S, Mapping, Regions
 
 
 class FakeMapping:
-    """Stands for a mapping: only its life matters here."""
+    """Replaces a mapping, of which the test observes only the lifetime."""
 
 
-def test_a_region_that_is_not_used_any_more_is_forgotten_when_another_is_mapped() -> None:
-    """An hour of regions that changed hands left an engine with two descriptors, and their memory, for each."""
+def test_an_idle_mapping_is_dropped() -> None:
+    """An engine kept two descriptors and the memory of each region that had changed its tenant, for hours."""
     now = [0.0]
     opened: list[tuple[int, bool]] = []
     lives: dict[int, weakref.ref[Mapping]] = {}
@@ -32,7 +32,7 @@ def test_a_region_that_is_not_used_any_more_is_forgotten_when_another_is_mapped(
     now[0] = IDLE_S + 1
     regions.get(3)
     assert lives[1]() is not None, "used a second ago"
-    assert lives[2]() is held, "somebody looks at it"
+    assert lives[2]() is held, "an array of it is alive"
     del held
     assert lives[2]() is None
     regions.get(2)

@@ -1,4 +1,4 @@
-"""A pool and a request as the connector's scheduler side sees them."""
+"""A pool and requests for the scheduler's side of the connector."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tokenlake.hints import Hints
 from tokenlake.identity import LeaseId, SegmentKey, WriteId
 from tokenlake.keys import Prefix, TokenIds
 from tokenlake.wire import Code
+from tokenlake_client.match import DEFAULT_MATCH, MatchOptions
 
 
 @dataclass
@@ -59,11 +60,7 @@ class FakeNodes:
 class FakeMatch:
     pool: FakePool
     keys: Sequence[SegmentKey]
-    request: str | None = None
-    hints: Hints | None = None
-    tokens: int = 0
-    in_flight_wait_s: float = 0.0
-    in_flight_wait_per_segment_s: float = 0.0
+    options: MatchOptions
     cancelled: bool = False
     lease: FakeLease | None = None
 
@@ -118,10 +115,10 @@ class FakePool:
     answers: bool = True
     answers_where: bool = True
     alive: bool = True
-    """Does it give signs of life?"""
+    """Does the daemon give signs of life?"""
     beats: int = 0
     places: dict[SegmentKey, str] = field(default_factory=dict)
-    """The node of each segment that is not here."""
+    """The node of each segment that is not on this node."""
     known: set[SegmentKey] = field(default_factory=set)
     leases: list[FakeLease] = field(default_factory=list)
     matches: list[FakeMatch] = field(default_factory=list)
@@ -129,7 +126,7 @@ class FakePool:
     claimed: list[tuple[tuple[SegmentKey, ...], float]] = field(default_factory=list)
     hinted: list[tuple[tuple[SegmentKey, ...], Hints]] = field(default_factory=list)
     refuse_from: int = 1 << 30
-    """Of each reservation, segments from this one on are refused."""
+    """The index in a reservation from which segments are refused."""
     segment_tokens: int = 8
     hashed: int = 0
 
@@ -141,24 +138,14 @@ class FakePool:
         return chain
 
     def begin_match(
-        self,
-        keys: Sequence[SegmentKey],
-        *,
-        deadline_s: float = 0.02,
-        request: str | None = None,
-        hints: Hints | None = None,
-        tokens: int = 0,
-        in_flight_wait_s: float = 0.0,
-        in_flight_wait_per_segment_s: float = 0.0,
+        self, keys: Sequence[SegmentKey], options: MatchOptions = DEFAULT_MATCH, *, deadline_s: float | None = None
     ) -> FakeMatch:
         if not self.reachable:
             raise Unreachable("gone")
-        self.matches.append(
-            FakeMatch(self, keys, request, hints, tokens, in_flight_wait_s, in_flight_wait_per_segment_s)
-        )
+        self.matches.append(FakeMatch(self, keys, options))
         return self.matches[-1]
 
-    def begin_beat(self) -> FakeBeat:
+    def begin_heartbeat(self) -> FakeBeat:
         self.beats += 1
         return FakeBeat(self)
 

@@ -1,28 +1,36 @@
-"""The connector's scheduler side with a pool, a clock and requests that a test made up."""
+"""A scheduler's side of the connector with a fake pool and a clock that the test sets."""
 
 from __future__ import annotations
 
 from tests.connector.fakes import FakePool, FakeRequest
-from tokenlake_client.engines.vllm.counters import Counters
-from tokenlake_client.engines.vllm.entry import Scheduled
-from tokenlake_client.engines.vllm.plan import StepPlan
+from tokenlake_client.engines.common.counters import Counters
+from tokenlake_client.engines.vllm.counters import Counts
+from tokenlake_client.engines.vllm.request import RequestEnd, ScheduledPart
 from tokenlake_client.engines.vllm.scheduler import SchedulerSide
 from tokenlake_client.engines.vllm.settings import EngineSettings
+from tokenlake_client.engines.vllm.step_plan import LoadTime, StepPlan, StepReport
 
 SEGMENT, BLOCK = 8, 4
 SEGMENT_BYTES = 1 << 20
+TOKEN_S = 1e-3
+"""The prefill time per token."""
+CHEAP = LoadTime(0.1e-3, 0.1e-3)
+DEAR = LoadTime(1.0, 0.1e-3)
+ENOUGH = 8
+"""The number of samples after which a time is known."""
 
 
 class Bench:
-    """One scheduler's side, its pool, and a clock that a test turns."""
+    """A scheduler's side, its pool and its clock."""
 
     def __init__(
         self, load: str = "async", *, shared: bool = False, weigh_loads: bool = True, save: bool = True
     ) -> None:
         self.pool = FakePool(segment_tokens=SEGMENT)
         self.there = True
+        """Does the connection hand out the pool?"""
         self.now = 0.0
-        self.counters = Counters()
+        self.counters = Counters(Counts)
         self.reported: list[str] = []
         settings = EngineSettings(
             segment_tokens=SEGMENT,
@@ -42,11 +50,11 @@ class Bench:
         )
 
     def know(self, tokens: list[int]) -> None:
-        """The pool has these."""
+        """Add the segments of `tokens` to the pool."""
         self.pool.known |= set(self.pool.prefix(tokens).keys)
 
     def place(self, request: FakeRequest, local: int = 0) -> int:
-        """Give a request its blocks, numbered from 100; the tokens to load."""
+        """Give a request its blocks, numbered from 100. Returns the number of tokens to load."""
         self.side.new_request(request)
         external = self.side.matched(request, local)
         assert external is not None
@@ -54,7 +62,7 @@ class Bench:
         return external
 
     def step(self, request: FakeRequest, computed: int, new: int) -> StepPlan:
-        part = Scheduled(request.request_id, computed, new, blocks_of(request), whole=True)
+        part = ScheduledPart(request.request_id, computed, new, blocks_of(request), whole=True)
         plan = self.side.step([part], lambda name: blocks_of(request))
         request.num_computed_tokens = computed + new
         return plan
@@ -66,3 +74,32 @@ def blocks_of(request: FakeRequest) -> list[int]:
 
 def request(tokens: int, name: str = "r", first: int = 0) -> FakeRequest:
     return FakeRequest(name, list(range(first, first + tokens)))
+
+
+def prefill(bench: Bench, count: int = ENOUGH) -> None:
+    """Run `count` steps with one prompt each; the rank reports their times."""
+    for number in range(count):
+        one = request(20 + 8 * number, f"prefill {number}", 10_000 + 100 * number)
+        bench.place(one)
+        plan = bench.step(one, 0, one.num_tokens)
+        bench.side.worker_output(StepReport(plan.step, 0, computed={plan.step: one.num_tokens * TOKEN_S}), [], set())
+        bench.side.finished(one, [], RequestEnd(complete=False))
+
+
+def load(bench: Bench, took: LoadTime, node: str = "here", count: int = ENOUGH) -> None:
+    """Run `count` loads of a segment from `node`, which take `took`."""
+    for number in range(count):
+        one = request(SEGMENT + 1, f"load {node} {number}", 20_000 + 100 * number)
+        know(bench, one, [node])
+        assert bench.place(one) == SEGMENT, "every hit is loaded until enough loads are measured"
+        plan = bench.side.step([], lambda name: [])
+        report = StepReport(plan.step, 0, loaded={one.request_id: took})
+        bench.side.worker_output(report, [one.request_id] if not plan.wait else [], set())
+        bench.side.finished(one, [], RequestEnd(complete=False))
+
+
+def know(bench: Bench, one: FakeRequest, nodes: list[str]) -> None:
+    """Add the first segments of `one` to the pool, on these nodes."""
+    keys = bench.pool.prefix(one.all_token_ids).keys[: len(nodes)]
+    bench.pool.known |= set(keys)
+    bench.pool.places |= dict(zip(keys, nodes, strict=True))

@@ -1,31 +1,32 @@
-"""Weights that change in place: which keys the scheduler's side uses, and what it still stores."""
+"""Weights that change in place: the keys of new lookups and saves, and the saves under way."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.connector.side import Bench, blocks_of, request
+from tests.connector.side import Bench, blocks_of, prefill, request
 from tokenlake_client.engines.vllm.epoch import WeightsEpoch
+from tokenlake_client.engines.vllm.request import RequestEnd
 from tokenlake_client.weights import digest_of_version
 
 BASE = "00" * 32
 NEW = "new weights"
 
 
-def test_a_reset_never_comes_to_the_same_digest_twice() -> None:
+def test_each_reset_has_its_own_digest() -> None:
     first, second = WeightsEpoch(BASE), WeightsEpoch(BASE)
     digests = [epoch.reset(empty=empty) for epoch in (first, second, first) for empty in (True, False)]
     assert len({BASE, *digests}) == 7
 
 
-def test_a_version_is_taken_only_right_after_a_reset_that_emptied_the_cache() -> None:
+def test_a_version_needs_a_reset_that_emptied_the_cache() -> None:
     epoch = WeightsEpoch(BASE)
-    assert epoch.named("step 1") is None, "what is cached may be of other weights"
+    assert epoch.named("step 1") is None, "the cache may hold results of other weights"
     epoch.reset(empty=False)
     assert epoch.named("step 1") is None
     epoch.reset(empty=True)
     assert epoch.named("step 1") == digest_of("step 1")
-    assert epoch.named("step 2") == digest_of("step 2"), "nothing was computed yet"
+    assert epoch.named("step 2") == digest_of("step 2"), "nothing was computed since the reset"
     epoch.computes()
     assert epoch.named("step 3") is None
 
@@ -34,7 +35,7 @@ def digest_of(version: str) -> str:
     return digest_of_version(BASE, version)
 
 
-def test_what_was_stored_before_is_not_found_after() -> None:
+def test_new_weights_do_not_find_old_segments() -> None:
     bench = Bench()
     bench.know(request(17).all_token_ids)
     assert bench.place(request(17, "before")) == 16
@@ -45,7 +46,7 @@ def test_what_was_stored_before_is_not_found_after() -> None:
 
 
 @pytest.mark.parametrize("answered", [False, True])
-def test_a_waiting_request_gives_back_what_was_found_and_asks_again(answered: bool) -> None:
+def test_new_weights_restart_a_waiting_lookup(answered: bool) -> None:
     bench, asked = Bench(), request(17)
     bench.know(asked.all_token_ids)
     bench.pool.answers = answered
@@ -59,19 +60,19 @@ def test_a_waiting_request_gives_back_what_was_found_and_asks_again(answered: bo
     assert bench.pool.matches[1].keys == bench.pool.prefix(asked.all_token_ids, weights_digest=NEW).keys[:2]
 
 
-def test_a_running_request_stores_nothing_more() -> None:
-    """Its cache is of both weights: neither the old keys nor the new ones are right for it."""
+def test_a_running_request_stores_nothing_after_new_weights() -> None:
+    """Its cache comes from both weights, so neither the old keys nor the new ones are right."""
     bench, asked = Bench(), request(40)
     bench.place(asked)
     assert bench.step(asked, 0, 16).saves
     bench.side.new_weights(NEW)
     assert not bench.step(asked, 16, 16).saves
     bench.step(asked, 32, 8)
-    assert not bench.side.finished(asked, blocks_of(asked), complete=True)
+    assert not bench.side.finished(asked, blocks_of(asked), RequestEnd(complete=True))
     assert not bench.side.step([], lambda name: []).saves
 
 
-def test_a_request_that_lost_its_blocks_is_stored_under_the_new_keys() -> None:
+def test_a_preempted_request_gets_keys_of_the_new_weights() -> None:
     bench, asked = Bench(), request(24)
     bench.place(asked)
     (old,) = bench.step(asked, 0, 24).saves
@@ -82,25 +83,26 @@ def test_a_request_that_lost_its_blocks_is_stored_under_the_new_keys() -> None:
     assert not set(new.keys) & set(old.keys)
 
 
-def test_what_the_old_weights_computed_is_still_stored_under_the_old_keys() -> None:
+def test_planned_saves_keep_keys_of_the_old_weights() -> None:
     bench, asked = Bench(), request(24)
     bench.place(asked)
     asked.num_computed_tokens = 23
     bench.step(asked, 0, 23)
     asked.all_token_ids += [7, 8]
     asked.num_computed_tokens = 25
-    assert bench.side.finished(asked, blocks_of(asked), complete=True)
+    assert bench.side.finished(asked, blocks_of(asked), RequestEnd(complete=True))
     bench.side.new_weights(NEW)
     (save,) = bench.side.step([], lambda name: []).saves
     assert set(save.keys) <= set(bench.pool.prefix(asked.all_token_ids).keys)
 
 
-def test_others_wait_no_longer_for_what_is_not_stored_any_more() -> None:
-    bench, asked = Bench(), request(40)
-    bench.side.rates.prefill.add(8, 0, 0.0, 0.0)
-    bench.side.new_request(asked)
-    entry = bench.side._entries["r"]
-    entry.gap = 0
+def test_new_weights_remove_in_flight_markers() -> None:
+    bench, asked = Bench(), request(100)
+    prefill(bench)
+    assert bench.place(asked) == 0
+    assert bench.pool.matches[-1].options.in_flight_wait_s > 0, "the lookup set a marker"
     bench.side.new_weights(NEW)
-    assert bench.pool.claimed == [(tuple(bench.pool.prefix(asked.all_token_ids).keys), 0.0)]
-    assert entry.gap is None
+    removed = [(tuple(bench.pool.prefix(asked.all_token_ids).keys), 0.0)]
+    assert bench.pool.claimed == removed
+    bench.side.new_weights("newer weights")
+    assert bench.pool.claimed == removed, "there is no marker any more"

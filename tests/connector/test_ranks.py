@@ -21,7 +21,7 @@ def layout(heads: int) -> Layout:
 
 
 @pytest.mark.parametrize(("heads", "size"), [(8, 1), (8, 2), (8, 8), (2, 2), (32, 4), (2, 4), (8, 16), (1, 8), (24, 8)])
-def test_every_shard_is_written_once_and_held_by_every_copy(heads: int, size: int) -> None:
+def test_each_shard_is_written_once(heads: int, size: int) -> None:
     shape = layout(heads)
     ranks = [rank_shards(shape, rank, size) for rank in range(size)]
     written = [shard for rank in ranks if rank.writes for shard in range(rank.first, rank.stop)]
@@ -33,6 +33,6 @@ def test_every_shard_is_written_once_and_held_by_every_copy(heads: int, size: in
 
 
 @pytest.mark.parametrize(("heads", "size"), [(12, 6), (3, 6), (8, 3), (6, 4)])
-def test_heads_that_are_no_whole_shards_are_refused_by_name(heads: int, size: int) -> None:
+def test_partial_shards_are_refused(heads: int, size: int) -> None:
     with pytest.raises(LayoutRefused, match=f"tensor parallel size {size}"):
         rank_shards(layout(heads), 0, size)

@@ -1,3 +1,5 @@
+"""The settings of the connector come from its configuration and the environment; each refusal names the setting."""
+
 from __future__ import annotations
 
 import pytest
@@ -6,15 +8,14 @@ from tokenlake.errors import ConfigurationError
 from tokenlake_client.engines.vllm.settings import EngineSettings, read_settings
 
 
-def test_the_connectors_own_configuration_wins_over_the_environment() -> None:
+def test_the_configuration_wins_over_the_environment() -> None:
     environ = {"TOKENLAKE_ENGINE_LOAD": "sync", "TOKENLAKE_ENGINE_SEGMENT_TOKENS": "512", "TOKENLAKE_MEMORY": "1GiB"}
     settings = read_settings({"load": "async", "socket": "/s"}, environ)
     assert (settings.load, settings.segment_tokens, settings.socket) == ("async", 512, "/s")
 
 
-def test_without_settings_it_asks_where_a_daemon_listens_by_default() -> None:
-    """Where that is depends on the daemon that runs: it is found with each connection."""
-    assert read_settings({}, {}) == EngineSettings(socket="")
+def test_no_setting_is_required() -> None:
+    assert read_settings({}, {}) == EngineSettings()
     assert read_settings({}, {"XDG_RUNTIME_DIR": "/run/user/1"}).socket == ""
 
 
@@ -37,8 +38,30 @@ def test_the_daemons_user_is_a_uid() -> None:
         ("write_patience_s", -0.5),
     ],
 )
-def test_what_is_unknown_or_invalid_is_named(name: str, value: object) -> None:
-    with pytest.raises(ConfigurationError, match=f"'{name}'"):
+def test_an_unknown_or_invalid_setting_is_named(name: str, value: object) -> None:
+    with pytest.raises(ConfigurationError, match=f"'{name}'.*set by kv_connector_extra_config"):
         read_settings({name: value}, {})
-    with pytest.raises(ConfigurationError, match=f"'{name}'"):
-        read_settings({}, {f"TOKENLAKE_ENGINE_{name.upper()}": str(value)})
+    variable = f"TOKENLAKE_ENGINE_{name.upper()}"
+    with pytest.raises(ConfigurationError, match=f"'{name}'.*set by environment {variable}"):
+        read_settings({}, {variable: str(value)})
+
+
+def test_a_misspelt_setting_gets_a_suggestion() -> None:
+    with pytest.raises(ConfigurationError, match="did you mean 'socket'"):
+        read_settings({"sokcet": "/s"}, {})
+
+
+def test_a_misspelt_credential_is_not_shown() -> None:
+    with pytest.raises(ConfigurationError, match="did you mean 'credential'") as refused:
+        read_settings({"credentail": "a token"}, {})
+    assert "a token" not in str(refused.value)
+
+
+def test_variables_of_a_kubernetes_service_are_ignored() -> None:
+    environ = {
+        "TOKENLAKE_ENGINE_SERVICE_HOST": "10.0.0.1",
+        "TOKENLAKE_ENGINE_SERVICE_PORT": "8000",
+        "TOKENLAKE_ENGINE_PORT": "tcp://10.0.0.1:8000",
+        "TOKENLAKE_ENGINE_PORT_8000_TCP_ADDR": "10.0.0.1",
+    }
+    assert read_settings({}, environ) == EngineSettings()

@@ -1,4 +1,4 @@
-"""A rank fills what it can, and names every block that it could not."""
+"""A rank fills the blocks that it can, and reports all others as errors."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ import pytest
 from numpy.typing import NDArray
 
 from tokenlake.errors import Unreachable
-from tokenlake_client.engines.vllm.counters import Counters
-from tokenlake_client.engines.vllm.plan import LoadPlan, SavePlan, StepPlan
+from tokenlake_client.engines.common.counters import Counters
+from tokenlake_client.engines.vllm.counters import Counts
+from tokenlake_client.engines.vllm.load_cost import MAX_STEPS
 from tokenlake_client.engines.vllm.ranks import RankShards
 from tokenlake_client.engines.vllm.settings import EngineSettings
-from tokenlake_client.engines.vllm.worker import AbsentWorker, WorkerSide
+from tokenlake_client.engines.vllm.step_plan import LoadPlan, SavePlan, StepPlan
+from tokenlake_client.engines.vllm.worker import StepTimer, UnservedWorker, WorkerSide
 
 
 class Blocks:
-    """Stands for vLLM's blocks: what was written into which."""
+    """Stands for vLLM's blocks: records (block, segment) of each write."""
 
     def __init__(self) -> None:
         self.filled: list[tuple[int, int]] = []
@@ -61,12 +63,12 @@ def worker(lease: Lease | Exception, blocks: Blocks | None = None) -> tuple[Work
     blocks = blocks or Blocks()
     shards = RankShards(0, 1, 1, True)
     settings = EngineSettings(segment_tokens=8)
-    return WorkerSide(members, blocks, shards, settings, 4, Counters(), lambda what, error: None), blocks
+    return WorkerSide(members, blocks, shards, settings, 4, Counters(Counts), lambda what, error: None), blocks
 
 
 def load(start: int = 0, stop: int = 20) -> StepPlan:
     blocks = tuple(range(50 + start // 4, 50 + stop // 4))
-    return StepPlan(1, 7, 1, wait=True, loads=(LoadPlan("r", 9, 1, start, stop, blocks, here=True),))
+    return StepPlan(1, 7, 1, wait=True, loads=(LoadPlan("r", 9, 1, start, stop, blocks, local=True),))
 
 
 def run(side: WorkerSide, plan: StepPlan) -> set[int]:
@@ -86,27 +88,27 @@ def test_blocks_are_filled_from_their_segments() -> None:
 @pytest.mark.parametrize(
     ("hits", "arrives", "errors"), [(3, 1, {52, 53, 54}), (2, 2, {54}), (0, 0, {50, 51, 52, 53, 54})]
 )
-def test_what_is_lost_on_the_way_is_named(hits: int, arrives: int, errors: set[int]) -> None:
+def test_blocks_of_lost_segments_are_errors(hits: int, arrives: int, errors: set[int]) -> None:
     lease = Lease(hits, 1, arrives)
     side, _ = worker(lease)
     assert run(side, load()) == errors
     assert lease.released
 
 
-def test_a_lease_of_a_daemon_that_restarted_is_not_read() -> None:
-    """Its number may be another prompt's lease now."""
+def test_a_lease_of_an_earlier_incarnation_is_not_read() -> None:
+    """Its number may belong to the lease of another prompt now."""
     side, blocks = worker(Lease(3, 2, 3))
     assert run(side, load()) == {50, 51, 52, 53, 54}
     assert blocks.filled == []
 
 
-def test_an_error_is_an_error_of_the_blocks() -> None:
+def test_an_error_of_the_pool_fails_the_blocks() -> None:
     side, _ = worker(Unreachable("gone"))
     assert run(side, load()) == {50, 51, 52, 53, 54}
 
 
-def test_a_rank_that_cannot_serve_says_so_for_every_block() -> None:
-    rank = AbsentWorker()
+def test_an_unserved_rank_fails_every_block() -> None:
+    rank = UnservedWorker()
     plan = load()
     save = SavePlan(3, "r", 0, (b"k",), (1, 2))
     rank.begin(StepPlan(2, loads=plan.loads, saves=(save,), held=(("done", 3),)))
@@ -119,7 +121,7 @@ def test_a_rank_that_cannot_serve_says_so_for_every_block() -> None:
 
 
 class Ticking(Blocks):
-    """Every look at the clock is a second later; so is every block that is filled."""
+    """The clock advances by a second with each timestamp and each filled block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +141,7 @@ def test_a_step_is_timed_without_its_loads(wait: bool) -> None:
     side, _ = worker(Lease(3, 1, 3), Ticking())
     plan = replace(load(), wait=wait, idle=True)
     side.begin(plan)
-    # vLLM computes behind this where the step waits for it, else before it.
+    # vLLM computes after this call if the step waits for loads, otherwise before it.
     side.load()
     side.save()
     assert side.report().computed == {1: 1.0}
@@ -150,8 +152,53 @@ def test_a_step_is_timed_without_its_loads(wait: bool) -> None:
 
 
 @pytest.mark.parametrize("arrives", [3, 2])
-def test_a_load_is_timed_and_says_what_was_lost(arrives: int) -> None:
+def test_a_load_reports_its_time_and_losses(arrives: int) -> None:
     side, _ = worker(Lease(3, 1, arrives))
     run(side, load())
     assert side.report().loaded["r"].lost == 3 - arrives
     assert side.report().loaded == {}
+
+
+class Device:
+    """Timestamps are numbers; the device has reached the timestamp `reached`."""
+
+    def __init__(self) -> None:
+        self.marks = 0
+        self.reached = 1 << 30
+
+    def mark(self) -> int:
+        self.marks += 1
+        return self.marks
+
+    def between(self, first: int, last: int) -> float | None:
+        return None if last > self.reached else float(last - first)
+
+
+def test_a_step_is_timed_from_last_start_to_first_stop() -> None:
+    device = Device()
+    watch = StepTimer(device)
+    watch.start()
+    device.mark()
+    watch.start()
+    watch.stop(1)
+    watch.stop(1)
+    assert watch.take() == {1: 1.0}
+    assert watch.take() == {}
+
+
+def test_a_time_is_known_once_the_device_reached_it() -> None:
+    device = Device()
+    device.reached = 2
+    watch = StepTimer(device)
+    for step in range(1, 4):
+        watch.start()
+        watch.stop(step)
+    assert watch.take() == {1: 1.0}
+    device.reached = 6
+    assert watch.take() == {2: 1.0, 3: 1.0}
+    device.reached = 0
+    for step in range(100):
+        watch.start()
+        watch.stop(step)
+    device.reached = 1 << 30
+    assert len(watch.take()) == MAX_STEPS

@@ -56,7 +56,7 @@ def test_the_second_turn_reaches_every_primary_copy() -> None:
     assert turn(cluster, second, KEYS[:7], window=2) == 4
     known = accesses(cluster, KEYS[:7])
     assert [access.segments for access in known] == [7] * 7
-    assert [(access.hits, access.turn, access.left, access.previous_gap_s) for access in known] == [
+    assert [(access.hits, access.turn, access.unshared, access.previous_gap_s) for access in known] == [
         (4, 1, 0, NEVER)
     ] * 7
     gap = known[0].gap_s
@@ -76,7 +76,7 @@ def test_a_branch_starts_a_new_conversation() -> None:
     branch = [*KEYS[:3], *prompt("branch", 2)]
     assert turn(cluster, second, branch) == 3
     known = accesses(cluster, branch)
-    assert {(access.segments, access.hits, access.turn, access.left) for access in known} == {(5, 3, 0, 5)}
+    assert {(access.segments, access.hits, access.turn, access.unshared) for access in known} == {(5, 3, 0, 5)}
     assert accesses(cluster, KEYS[3:8]) == [AccessRecord(8, 0)] * 5
 
 
@@ -90,7 +90,7 @@ def test_a_segment_behind_a_gap_is_known() -> None:
         assert turn(cluster, reader, KEYS[:known]) == (0 if node == 0 else known - 1)
         if node == 0:
             access = last_access(cluster, KEYS[0])
-            assert (access.segments, access.hits, access.remembered, access.turn, access.left) == (5, 0, 5, 1, 0)
+            assert (access.segments, access.hits, access.remembered, access.turn, access.unshared) == (5, 0, 5, 1, 0)
             assert 1.0 < access.gap_s < 3.0
 
 
@@ -105,14 +105,14 @@ def test_an_evicted_conversation_goes_on(asker: int) -> None:
             break
     assert not any(copies(cluster, key) for key in KEYS[:6])
     stores = [cluster.core(node).store for node in (0, 1)]
-    remembered = [store.remembers(TenantId("red"), KEYS[:6], cluster.clock.now) for store in stores]
+    remembered = [store.last_access(TenantId("red"), KEYS[:6], cluster.clock.now) for store in stores]
     # Only segments that became primary copies are remembered.
     depth = max(each[0] for each in remembered if each is not None) + 1
     assert depth > 1
     assert turn(cluster, engines[asker], KEYS[:8]) == 0
     kept = [key for key in KEYS[:8] if copies(cluster, key)]
     known = last_access(cluster, kept[0])
-    assert (known.segments, known.hits, known.remembered, known.left) == (8, 0, depth, 6 - depth)
+    assert (known.segments, known.hits, known.remembered, known.unshared) == (8, 0, depth, 6 - depth)
     assert known.gap_s >= REPORTED_S
 
 

@@ -13,7 +13,7 @@ from tokenlake.core.grants import SKIPPED
 from tokenlake.core.instructions import CheckSlot, SendToPeer, StartFetch
 from tokenlake.identity import SegmentKey
 from tokenlake.store import Kind, State
-from tokenlake.store.history import CORRUPT_RULE
+from tokenlake.store.removals import CORRUPT_RULE
 from tokenlake.store.store import HEALED
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import join_keys
@@ -112,8 +112,10 @@ def test_a_report_of_a_local_engine_drops_the_copy() -> None:
     assert core.counters[CONFIRMED] == 1
     assert match(cluster, other, keys).hits == 1
     # A process with a lease may still read the slot: it is quarantined.
+    pool = core.store.pool(*wrong.pool)
+    assert pool is not None
     assert wrong.pins == 1
-    assert wrong.pool.quarantined == 1
+    assert pool.quarantined == 1
     second = careful.processes[1]
     attached = answer(cluster, second, engine.Attach, held.lease)
     assert list(attached.codes) == [Code.LOCAL, Code.LOST, Code.LOCAL]
@@ -121,7 +123,7 @@ def test_a_report_of_a_local_engine_drops_the_copy() -> None:
     assert len(answer(cluster, second, engine.Locate, held.lease).owners) == 1
     for process in careful.processes:
         tell(cluster, process, engine.Release(((held.lease, 0, 3),)))
-    assert wrong.pins == wrong.pool.quarantined == 0
+    assert wrong.pins == pool.quarantined == 0
     store(cluster, other, keys[1:2], 1)
     assert match(cluster, careful, keys).hits == 3
     assert core.counters[HEALED] == 1

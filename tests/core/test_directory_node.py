@@ -14,7 +14,7 @@ from tests.sim.prompts import prompt
 from tokenlake.core import CoreConfig, NodeCore, directory_node, events, instructions
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.store import Kind, Segment
-from tokenlake.store.history import CORRUPT_RULE
+from tokenlake.store.removals import CORRUPT_RULE
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import join_keys
 

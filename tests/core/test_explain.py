@@ -14,7 +14,7 @@ from tests.sim.prompts import prompt
 from tokenlake.core import explain
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.store import Kind
-from tokenlake.store.history import MAX_REMEMBERED, Gone, History
+from tokenlake.store.removals import MAX_REMOVALS, Removal, RemovalLog
 from tokenlake.wire import engine
 from tokenlake.wire.funnel import Funnel, MissReason
 from tokenlake.wire.slots import join_keys
@@ -269,10 +269,10 @@ def test_trails_and_history_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     funnel = explained(cluster, reader, "r8")
     assert why(funnel) == {MissReason.NEVER_STORED: 2 * SIZE, MissReason.UNKNOWN: SIZE}
     assert answer(cluster, reader.processes[0], engine.Explain, "r0").funnel is None
-    history = History()
-    for index in range(MAX_REMEMBERED + 2):
-        history.add(TenantId("red"), SegmentKey(index.to_bytes(32, "little")), Gone(float(index), "lru"))
-    assert len(history) == MAX_REMEMBERED
+    history = RemovalLog()
+    for index in range(MAX_REMOVALS + 2):
+        history.add(TenantId("red"), SegmentKey(index.to_bytes(32, "little")), Removal(float(index), "lru"))
+    assert len(history) == MAX_REMOVALS
     assert history.get(TenantId("red"), SegmentKey(bytes(32))) is None
 
 

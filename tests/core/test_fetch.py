@@ -140,7 +140,8 @@ def test_a_cached_tail_leaves_room_for_its_head() -> None:
     tail = match(cluster, reader, keys[2:])
     assert fetch(cluster, reader, tail.lease, 2).codes == bytes([Code.LOCAL] * 2)
     tell(cluster, reader.processes[0], engine.Release(((tail.lease, 0, 2),)))
-    pool = copies(cluster, keys[3])[2].pool
+    pool = cluster.core(2).store.pool(*copies(cluster, keys[3])[2].pool)
+    assert pool is not None
     assert (len(pool.free), pool.counts[Kind.CACHED]) == (0, pool.budget(pool.budgets.cached, pool.slots))
 
     whole = match(cluster, reader, keys)

@@ -14,7 +14,7 @@ from tokenlake.core.peers import Peers
 from tokenlake.hints import NO_HINTS
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Counters
-from tokenlake.store import Budgets, Kind, Segment, SegmentStore
+from tokenlake.store import Budgets, Kind, PoolId, Segment, SegmentStore
 from tokenlake.store import store as store_module
 from tokenlake.store.eviction import policy_named
 from tokenlake.wire import peer
@@ -94,10 +94,10 @@ def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
 
 
 def test_statistics_of_closed_pools_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "REMEMBERED", 3)
+    monkeypatch.setattr(store_module, "MAX_LEARNED_POOLS", 3)
     store = SegmentStore([], 4096, Budgets(), Counters(), policy_named("reuse"))
     learned = policy_named("reuse")().save()
-    store.remember({(TenantId(f"t{number}"), SLOT_BYTES): learned for number in range(10)})
+    store.restore_learned({PoolId(TenantId(f"t{number}"), SLOT_BYTES): learned for number in range(10)})
     assert [tenant for tenant, _ in store.learned()] == ["t7", "t8", "t9"]
 
 
@@ -140,7 +140,7 @@ def test_every_peer_is_sent_every_pool() -> None:
     context = Context(CoreConfig("a", 1, {"a": 1, "b": 1, "c": 1}, 2, 4096 + 8 * SLOT_BYTES))
     peers = Peers(context, *3 * [lambda peer_: None])
     tenants = [TenantId(f"tenant {number}") for number in range(8)]
-    context.store.remember({(tenant, SLOT_BYTES): b"learned" for tenant in tenants})
+    context.store.restore_learned({PoolId(tenant, SLOT_BYTES): b"learned" for tenant in tenants})
     sent: dict[str, set[str]] = {"b": set(), "c": set()}
     for node in sent:
         peers.came_up(NodeId(node), Incarnation(1))

@@ -18,7 +18,7 @@ from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.store import Kind
 from tokenlake.store.eviction import POLICIES, LeastRecentlyUsed
-from tokenlake.store.store import NOT_ADMITTED_RULE_NAME
+from tokenlake.store.store import NOT_ADMITTED
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import SLOT_BYTES, join_keys
 
@@ -158,7 +158,7 @@ def test_parents_are_evicted_last_at_writer_and_owner(nodes: int) -> None:
     for node in range(nodes):
         for kind in (Kind.CACHED, Kind.PRIMARY):
             for pool in cluster.core(node).store.pools():
-                order = list(pool.order[kind])
+                order = list(pool.orders[kind])
                 depths = [segment.depth for segment in order if segment.key in keys]
                 assert depths == sorted(depths, reverse=True), f"{kind.name} copies of node {node}"
 
@@ -176,10 +176,10 @@ def test_a_refused_segment_is_not_sent_and_stays_cached(full: Cluster) -> None:
     for key in keys:
         assert kinds(full, key) == {0: Kind.CACHED}
         assert copies(full, key)[0].source is None
-    refused = sum(full.core(node).counters[NOT_ADMITTED_RULE_NAME] for node in (0, 1))
+    refused = sum(full.core(node).counters[NOT_ADMITTED] for node in (0, 1))
     assert refused == 2
     offered = [code for reply in said(full, 1, peer.OfferReply) for code in reply.codes]
-    assert full.core(1).counters[NOT_ADMITTED_RULE_NAME] == offered.count(Code.NOT_ADMITTED)
+    assert full.core(1).counters[NOT_ADMITTED] == offered.count(Code.NOT_ADMITTED)
 
 
 def test_a_refused_segment_is_found_until_evicted(full: Cluster) -> None:
@@ -251,7 +251,7 @@ def test_free_slots_admit_every_segment(monkeypatch: pytest.MonkeyPatch) -> None
         REFUSALS[key] = 99
     store(cluster, writer, keys)
     assert all(Kind.PRIMARY in kinds(cluster, key).values() for key in keys)
-    assert sum(cluster.core(node).counters[NOT_ADMITTED_RULE_NAME] for node in (0, 1)) == 0
+    assert sum(cluster.core(node).counters[NOT_ADMITTED] for node in (0, 1)) == 0
 
 
 def test_a_single_node_evicts_refused_segments_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ def test_a_new_tenant_gets_a_region_without_engines() -> None:
     cluster = calm(regions=2)
     red = cluster.join(0)
     store(cluster, red, placed(cluster, 0, 1, 3))
-    while cluster.core(0).store.spare_regions:
+    while cluster.core(0).store.regions.spare:
         store(cluster, red, placed(cluster, 0, 1, 2, f"more {cluster.clock.now}"))
     red.die()
     cluster.run_for(0.01)

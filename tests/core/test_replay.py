@@ -93,7 +93,8 @@ def test_hashing_of_strings_plays_no_part(busy: Cluster, seed: str, tmp_path: Pa
     path = tmp_path / "recording"
     path.write_bytes(msgspec.msgpack.encode(Recording(node.config, 0.0, node.log)))
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(root)}
+    path_of_modules = os.pathsep.join((str(root), str(root / "bench")))
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path_of_modules}
     command = [sys.executable, "-m", "tests.core.test_replay", str(path)]
     found = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=True).stdout
     assert found.strip() == digest(node.emitted)

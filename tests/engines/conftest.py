@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from tokenlake_client import Pool
-
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
@@ -19,15 +17,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _patient_matches() -> Iterator[None]:
-    """On a machine that runs something else as well, 20 ms without a turn are no reason for a miss."""
-    defaults = Pool.match.__kwdefaults__
-    Pool.match.__kwdefaults__ = {**(defaults or {}), "deadline_s": 2.0}
-    yield
-    Pool.match.__kwdefaults__ = defaults
 
 
 @pytest.fixture(autouse=True, scope="session")

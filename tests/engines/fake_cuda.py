@@ -39,7 +39,7 @@ class Mapped:
 
 
 def mapped_at(address: int) -> Mapped | None:
-    """What is mapped there."""
+    """The mapped file."""
     with open("/proc/self/maps", encoding="ascii") as maps:
         for line in maps:
             span, rights, _, _, inode = line.split()[:5]
@@ -55,7 +55,7 @@ class Pinned:
 
     size: int
     pages: int
-    """Where the pinned pages can be reached."""
+    """A second mapping of the pinned pages."""
     inode: int
 
 
@@ -65,10 +65,10 @@ class FakeCuda:
     def __init__(self) -> None:
         self.pinned: dict[int, Pinned] = {}
         self.late: list[int] = []
-        """Addresses whose registration ended when other memory, or none, lay there already."""
+        """Addresses whose registration ended after their memory was unmapped or replaced."""
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
-        """Pin what lies there now."""
+        """Pin the memory that is mapped at the address."""
         there = mapped_at(address)
         if there is None or there.last < address + size or not (there.writable or flags & READ_ONLY):
             return INVALID
@@ -103,13 +103,13 @@ class FakeCuda:
 
 
 class Stream:
-    """Everything on it is done at once."""
+    """A stream on which all work is complete at once."""
 
     def __init__(self, device: object) -> None:
         self.device = device
 
     def synchronize(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing: all work is complete."""
 
 
 @contextlib.contextmanager

@@ -16,7 +16,8 @@ from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix, TokenIds, root_key
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
-from tokenlake_client.engines.base import CacheLease, CachePool
+from tokenlake_client.engines.common.pool import CacheLease, CachePool
+from tokenlake_client.match import DEFAULT_MATCH, MatchOptions
 
 SECRET = b"secret of the test's tenant"
 
@@ -35,9 +36,9 @@ class MemoryPool:
         self.lock = threading.Lock()
         self.asked: list[tuple[str | None, Hints | None, int]] = []
         self.patience: list[float] = []
-        """What each match would have waited."""
+        """The in-flight wait of each match."""
         self.claimed: dict[SegmentKey, float] = {}
-        """For how long, as was said last."""
+        """The lifetime of each in-flight marker, as set last."""
         self.stored: list[tuple[str | None, Hints | None]] = []
         self.hinted: list[tuple[int, Hints]] = []
 
@@ -51,21 +52,13 @@ class MemoryPool:
         prefix.extend(tokens)
         return prefix
 
-    def match(
-        self,
-        keys: Sequence[SegmentKey],
-        *,
-        request: str | None = None,
-        hints: Hints | None = None,
-        tokens: int = 0,
-        in_flight_wait_s: float = 0.0,
-        in_flight_wait_per_segment_s: float = 0.0,
-    ) -> CacheLease:
+    def match(self, keys: Sequence[SegmentKey], options: MatchOptions = DEFAULT_MATCH) -> CacheLease:
         self.fail("match")
-        self.asked.append((request, hints, tokens))
+        self.asked.append((options.request, options.hints, options.prompt_tokens))
         with self.lock:
             hits = next((i for i, key in enumerate(keys) if key not in self.segments), len(keys))
-        self.patience.append(min(in_flight_wait_s, in_flight_wait_per_segment_s * (len(keys) - hits)))
+        missing = len(keys) - hits
+        self.patience.append(min(options.in_flight_wait_s, options.in_flight_wait_per_segment_s * missing))
         return MemoryLease(self, keys, hits)
 
     def store_all(
@@ -84,7 +77,7 @@ class MemoryPool:
         given = len(keys) if self.refuse is None else 1
         for index, key in enumerate(keys[:given]):
             if key not in self.segments:
-                # Filled with ones, so that a place nobody wrote shows as a number that is none.
+                # Filled with ones, so that an unwritten place shows as a NaN.
                 filled[key] = np.full(self.layout.segment_bytes, 0xFF, np.uint8)
                 fill(index, filled[key])
         self.fail("commit")
@@ -104,7 +97,7 @@ class MemoryPool:
         self.fail("close")
 
     def flip(self) -> None:
-        """Change every stored segment's bytes, to numbers that are still finite."""
+        """Change the bytes of every stored segment; the numbers stay finite."""
         for key, segment in self.segments.items():
             changed = segment.view(np.uint16).copy()
             changed ^= 0x0180

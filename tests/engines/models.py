@@ -1,4 +1,4 @@
-"""Tiny models of several families, made on the spot from configurations."""
+"""Tiny models of several families, made from configurations."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", GPT2),
     "opt": ("OPTConfig", "OPTForCausalLM", OPT),
 }
-"""name -> (configuration class, model class, settings); every one is served by the pool."""
+"""name -> (configuration class, model class, settings). The pool serves all of them."""
 
 
 def build(config_class: str, model_class: str, settings: dict[str, Any], dtype: Any = torch.float32) -> Any:

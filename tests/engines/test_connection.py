@@ -1,4 +1,4 @@
-"""The connection never holds a request up."""
+"""A request never waits for an attempt to connect."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import pytest
 from tests.engines.memory_pool import MemoryPool, as_pool
 from tests.engines.test_layouts import layout
 from tokenlake.errors import CredentialRefused, Unreachable
-from tokenlake_client.engines import connection as module
-from tokenlake_client.engines.base import CachePool
-from tokenlake_client.engines.connection import Connection
+from tokenlake_client.engines.common import connection as module
+from tokenlake_client.engines.common.connection import Connection
+from tokenlake_client.engines.common.pool import CachePool
 
 
 class Daemon:
-    """Answers connection attempts; `error` refuses them, `gate` holds them up."""
+    """Answers attempts to connect: `error` refuses them, a closed `gate` delays them."""
 
     def __init__(self) -> None:
         self.pool = MemoryPool(layout())
-        self.error: Exception | None = Unreachable("nobody there")
+        self.error: Exception | None = Unreachable("no daemon")
         self.gate = threading.Event()
         self.gate.set()
         self.attempts = 0
@@ -29,7 +29,7 @@ class Daemon:
 
     def connect(self) -> CachePool:
         self.attempts += 1
-        self.gate.wait(10)
+        self.gate.wait(60)
         if self.error is not None:
             raise self.error
         return as_pool(self.pool)
@@ -41,7 +41,7 @@ class Daemon:
         return Connection(self.connect, self.report, clock=lambda: self.now)
 
 
-def test_one_attempt_at_construction_and_then_one_a_second() -> None:
+def test_one_attempt_at_the_start_and_one_per_second() -> None:
     daemon = Daemon()
     connection = daemon.connection()
     for _ in range(5):
@@ -54,25 +54,24 @@ def test_one_attempt_at_construction_and_then_one_a_second() -> None:
     assert daemon.attempts == 2
 
 
-def test_an_attempt_that_hangs_does_not_hold_requests_up() -> None:
+def test_a_request_does_not_wait_for_a_hanging_attempt() -> None:
     daemon = Daemon()
     connection = daemon.connection()
     daemon.now += module.RETRY_S
     daemon.gate.clear()
     daemon.error = None
-    started = time.perf_counter()
     assert connection.get() is None
     daemon.now += module.RETRY_S
     assert connection.get() is None
-    assert time.perf_counter() - started < 20 * module.WAIT_S
     assert daemon.attempts == 2
-    assert connection._attempt is not None
     daemon.gate.set()
-    connection._attempt.join(10)
+    until = time.monotonic() + 10
+    while connection.get() is None:
+        assert time.monotonic() < until
     assert connection.get() is as_pool(daemon.pool)
 
 
-def test_a_refusal_is_not_repeated_every_second() -> None:
+def test_a_refused_connection_is_retried_later() -> None:
     daemon = Daemon()
     daemon.error = CredentialRefused("unknown token")
     connection = daemon.connection()
@@ -82,7 +81,7 @@ def test_a_refusal_is_not_repeated_every_second() -> None:
     assert daemon.reports == ["connecting to the pool: unknown token"]
 
 
-def test_a_pool_that_arrives_after_close_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_opened_after_close_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     daemon = Daemon()
     connection = daemon.connection()
     daemon.now += module.RETRY_S

@@ -13,6 +13,7 @@ from tests.engines.memory_pool import MemoryPool, as_pool
 from tests.engines.models import FAMILIES, PAD, VOCABULARY, build, family, prompt
 from tokenlake.errors import Unreachable
 from tokenlake.wire import Code
+from tokenlake_client.engines.common import connection
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
 
 SEGMENT = 16
@@ -48,7 +49,7 @@ def greedy(generate: Callable[..., Any], ids: Any, mask: Any = None, **arguments
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_cold_and_warm_give_the_tokens_of_the_model_alone(name: str) -> None:
+def test_cold_and_warm_give_the_models_tokens(name: str) -> None:
     model = family(name)
     pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
     ids, mask = padded([prompt(5 * SEGMENT + 3), prompt(7, 1), prompt(2 * SEGMENT, 2)])
@@ -59,7 +60,7 @@ def test_cold_and_warm_give_the_tokens_of_the_model_alone(name: str) -> None:
         engine.flush()
         assert greedy(engine.generate, ids, mask) == expected
         counts = engine.counts
-    # Of the third prompt the last token stays to compute, and with it its second segment's hit.
+    # The last token of the third prompt is left to compute, so its second segment is no hit.
     assert counts.tokens_hit == (5 + 0 + 1) * SEGMENT
     assert counts.tokens_asked == counts.tokens_hit + counts.tokens_computed
     assert counts.failures == counts.requests_without_pool == 0
@@ -78,7 +79,7 @@ def test_prompts_that_end_near_a_segments_end(model: Any, pool: MemoryPool, leng
         assert engine.counts.failures == 0
 
 
-def test_segments_completed_by_decode_are_hit_by_the_next_turn(model: Any, pool: MemoryPool) -> None:
+def test_the_next_turn_hits_segments_of_decode(model: Any, pool: MemoryPool) -> None:
     ids = torch.tensor([prompt(2 * SEGMENT + 9)])
     with engine_of(model, pool) as engine:
         answer = greedy(engine.generate, ids, max_new_tokens=3 * SEGMENT, eos_token_id=None)
@@ -124,8 +125,9 @@ def test_flipped_bytes_change_the_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("call", ["prefix", "match", "fetch", "second fetch", "release", "store", "commit"])
 def test_a_failing_pool_changes_no_token(
-    model: Any, pool: MemoryPool, call: str, caplog: pytest.LogCaptureFixture
+    model: Any, pool: MemoryPool, call: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(connection, "RETRY_S", 0.0)
     ids, mask = padded([prompt(5 * SEGMENT + 3), prompt(40, 1)])
     expected = greedy(model.generate, ids, mask)
     with engine_of(model, pool) as engine, caplog.at_level(logging.WARNING, "tokenlake"):
@@ -134,7 +136,6 @@ def test_a_failing_pool_changes_no_token(
             engine.flush()
         pool.broken = {call}
         for _ in range(2):
-            engine._connection._retry_at = 0.0
             assert greedy(engine.generate, ids, mask) == expected
             engine.flush()
         assert engine.counts.failures > 0
@@ -142,9 +143,7 @@ def test_a_failing_pool_changes_no_token(
         pool.broken = set()
 
 
-def test_each_code_of_a_refusal_is_logged_once_and_the_rest_counted(
-    model: Any, pool: MemoryPool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_refusal_code_is_logged_once(model: Any, pool: MemoryPool, caplog: pytest.LogCaptureFixture) -> None:
     with engine_of(model, pool) as engine, caplog.at_level(logging.WARNING, "tokenlake"):
         for seed, code in enumerate((Code.WRITE_BUDGET, Code.NO_SLOT, Code.WRITE_BUDGET)):
             pool.refuse = code
@@ -159,7 +158,7 @@ def test_each_code_of_a_refusal_is_logged_once_and_the_rest_counted(
     assert "NO_SLOT" in said[1]
 
 
-def test_a_failed_pool_is_left_alone_for_a_while(model: Any, pool: MemoryPool) -> None:
+def test_a_failed_pool_is_not_used_for_a_while(model: Any, pool: MemoryPool) -> None:
     ids = torch.tensor([prompt(40)])
     with engine_of(model, pool) as engine:
         pool.broken = {"match"}
@@ -169,7 +168,7 @@ def test_a_failed_pool_is_left_alone_for_a_while(model: Any, pool: MemoryPool) -
         assert engine.counts.requests_without_pool == 1
 
 
-def test_segments_lost_between_match_and_fetch_are_computed(model: Any, pool: MemoryPool) -> None:
+def test_segments_lost_before_the_fetch_are_computed(model: Any, pool: MemoryPool) -> None:
     ids = torch.tensor([prompt(6 * SEGMENT)])
     expected = greedy(model.generate, ids)
     with engine_of(model, pool) as engine:
@@ -180,7 +179,7 @@ def test_segments_lost_between_match_and_fetch_are_computed(model: Any, pool: Me
         assert engine.counts.tokens_hit == SEGMENT
 
 
-def test_a_mask_that_is_not_given_is_inferred_from_the_padding(model: Any, pool: MemoryPool) -> None:
+def test_a_missing_mask_is_inferred_from_the_padding(model: Any, pool: MemoryPool) -> None:
     ids, _ = padded([prompt(40), prompt(9, 1)])
     expected = greedy(model.generate, ids)
     with engine_of(model, pool) as engine:
@@ -202,9 +201,7 @@ def test_sampling_with_several_sequences(model: Any, pool: MemoryPool) -> None:
         assert engine.counts.failures == 0
 
 
-def test_a_long_answer_outgrows_the_room_that_was_set_aside(
-    model: Any, pool: MemoryPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_answer_enlarges_the_cache(model: Any, pool: MemoryPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenlake_client.engines.transformers.engine.MAX_EXPECTED_TOKENS", 3)
     monkeypatch.setattr("tokenlake_client.engines.transformers.cache.SPARE_TOKENS", 4)
     ids = torch.tensor([prompt(20)])
@@ -245,7 +242,7 @@ def test_the_returned_cache_can_be_cut_and_continued(model: Any, pool: MemoryPoo
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
     ],
 )
-def test_calls_that_are_not_served_by_name(
+def test_unserved_calls_are_named(
     model: Any, pool: MemoryPool, arguments: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     ids = torch.tensor([prompt(40)])
@@ -260,7 +257,7 @@ def test_calls_that_are_not_served_by_name(
     assert named in caplog.text
 
 
-def test_states_whose_cache_is_another_are_not_shared() -> None:
+def test_training_and_autocast_are_not_shared() -> None:
     model = family("gpt2")
     pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
     tokens = prompt(40)
@@ -313,7 +310,7 @@ def test_right_padding_and_given_caches_go_to_the_model(model: Any, pool: Memory
         assert engine.counts.requests_without_pool == 2
 
 
-def test_a_refused_model_is_served_alone_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_model_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     from tests.engines.models import LLAMA, build
 
     sliding = build("MistralConfig", "MistralForCausalLM", {**LLAMA, "sliding_window": 8})
@@ -392,18 +389,18 @@ def test_a_daemon_that_appears_later_is_used(model: Any, pool: MemoryPool, monke
         return as_pool(pool)
 
     monkeypatch.setattr(TokenLakeEngine, "_connect", connect)
+    monkeypatch.setattr(connection, "RETRY_S", 0.0)
     ids = torch.tensor([prompt(40)])
     expected = greedy(model.generate, ids)
     with TokenLakeEngine(model, "/run/later", EngineOptions(segment_tokens=SEGMENT)) as engine:
         assert greedy(engine.generate, ids) == expected
         assert engine.counts.requests == 0
         absent = False
-        engine._connection._retry_at = 0.0
         assert greedy(engine.generate, ids) == expected
         assert engine.counts.requests == 1
 
 
-def test_a_full_queue_stores_nothing_and_blocks_nobody(model: Any, pool: MemoryPool) -> None:
+def test_a_full_queue_stores_nothing_and_does_not_block(model: Any, pool: MemoryPool) -> None:
     ids = torch.tensor([prompt(40)])
     with engine_of(model, pool, write_queue=0) as engine:
         greedy(engine.generate, ids)

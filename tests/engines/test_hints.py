@@ -1,4 +1,4 @@
-"""A request's name and hints go with what is read and stored for it, and how it ended follows."""
+"""Matches and stores carry the name and the hints of their request; its end follows."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def test_name_and_hints_of_generate(model: Any, pool: MemoryPool) -> None:
         engine.flush()
     assert pool.asked == [("r/0", CHAT, 40), ("r/1", CHAT, 40)]
     at_its_end = Hints(Outlook.GOES_ON, "chat", "length", 1, 60.0, output_tokens=12)
-    # The prompts' segments first, then what decode completed.
+    # First the segments of the prompts, then those that decode completed.
     assert pool.stored == [("r/0", CHAT), ("r/1", CHAT), ("r/0", at_its_end), ("r/1", at_its_end)]
-    # The prompt's segments are told in one message; those that decode completed were stored with it.
+    # One message for the segments of the prompt; those that decode completed were stored with the hints.
     assert pool.hinted == [(39 // SEGMENT, at_its_end)] * 2
 
 
@@ -50,7 +50,7 @@ def test_name_and_hints_of_prefill(model: Any, pool: MemoryPool) -> None:
         engine.flush()
     assert pool.asked[0] == ("r", CHAT, 40)
     names = [name for name, _, _ in pool.asked]
-    # Who gives no name gets one of its own, the same for what is read and what is stored.
+    # A request without a name gets one, the same for its match and its store.
     assert len(set(names)) == 3
     assert all(names)
     assert [name for name, _ in pool.stored] == [names[0], names[2]]
@@ -59,14 +59,14 @@ def test_name_and_hints_of_prefill(model: Any, pool: MemoryPool) -> None:
 
 @pytest.fixture
 def first_token(model: Any) -> int:
-    """That the model answers to `prompt(40)`."""
+    """The model's answer to `prompt(40)`."""
     ids = torch.tensor([prompt(40)])
     token: int = model.generate(ids, max_new_tokens=1, do_sample=False, eos_token_id=None)[0, 40].item()
     return token
 
 
 def serve(model: Any, pool: MemoryPool, hints: Hints | None = None, **settings: Any) -> list[Hints]:
-    """What was said late of a request of 40 tokens."""
+    """The hints that were sent after the end of a request of 40 tokens."""
     ids = torch.tensor([prompt(40)])
     settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None} | settings
     with TokenLakeEngine(model, as_pool(pool), EngineOptions(mode="fetch", segment_tokens=SEGMENT)) as engine:

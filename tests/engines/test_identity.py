@@ -1,4 +1,4 @@
-"""A loaded model shares by its directory's digest until one bit of it is another."""
+"""A loaded model has its directory's digest until one bit differs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def load(directory: Path, **settings: Any) -> Any:
 
 @contextmanager
 def edited(tensor: Any, at: int, value: float | None = None) -> Iterator[None]:
-    """One element is another, by one bit where no value is given."""
+    """Change one element to `value`, or by one bit."""
     flat = tensor.detach().view(-1)
     former = flat[at].clone()
     if value is None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.engines.models import family, prompt
+from tests.robustness.live import PATIENT_ENGINE
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
 from tokenlake_testing.children import start_child
 
@@ -27,10 +28,11 @@ OTHER_ENGINE = """
 import json, sys, torch
 from tests.engines.test_live import greedy, prompts
 from tests.engines.models import family
+from tests.robustness.live import PATIENT_ENGINE
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
 torch.set_num_threads(1)
 model = family("llama-gqa")
-with TokenLakeEngine(model, sys.argv[1], EngineOptions(segment_tokens=16)) as engine:
+with TokenLakeEngine(model, sys.argv[1], EngineOptions(segment_tokens=16, deadlines=PATIENT_ENGINE)) as engine:
     tokens = [greedy(engine.generate, ids) for ids in prompts()]
     print(json.dumps([tokens, engine.counts.tokens_hit, engine.counts.failures]))
 """
@@ -80,10 +82,12 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
     running.kill()
 
 
-def test_another_process_continues_from_what_this_one_computed(daemon: Daemon) -> None:
+def test_another_process_uses_the_computed_segments(daemon: Daemon) -> None:
     model = family("llama-gqa")
     expected = [greedy(model.generate, ids) for ids in prompts()]
-    with TokenLakeEngine(model, daemon.socket, EngineOptions(segment_tokens=SEGMENT)) as engine:
+    with TokenLakeEngine(
+        model, daemon.socket, EngineOptions(segment_tokens=SEGMENT, deadlines=PATIENT_ENGINE)
+    ) as engine:
         assert [greedy(engine.generate, ids) for ids in prompts()] == expected
         assert engine.flush(20)
         assert engine.counts.tokens_hit == engine.counts.failures == 0
@@ -92,21 +96,23 @@ def test_another_process_continues_from_what_this_one_computed(daemon: Daemon) -
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     tokens, hit, failures = json.loads(output.splitlines()[-1])
     assert tokens == expected
-    # Of the first prompt, which ends with a segment, the last one stays to compute.
+    # The first prompt ends with a segment, whose last token is left to compute.
     assert (hit, failures) == ((4 + 5 * (PROMPTS - 1)) * SEGMENT, 0)
 
 
-def test_a_killed_daemon_changes_no_token_and_is_used_again(daemon: Daemon) -> None:
+def test_a_killed_daemon_changes_no_token(daemon: Daemon) -> None:
     model = family("llama-gqa")
     ids = prompts()[0]
     expected = greedy(model.generate, ids)
-    with TokenLakeEngine(model, daemon.socket, EngineOptions(segment_tokens=SEGMENT)) as engine:
+    with TokenLakeEngine(
+        model, daemon.socket, EngineOptions(segment_tokens=SEGMENT, deadlines=PATIENT_ENGINE)
+    ) as engine:
         assert greedy(engine.generate, ids) == expected
         daemon.kill()
         assert greedy(engine.generate, ids) == expected
         daemon.start()
         hits = engine.counts.tokens_hit
-        # The engine leaves a failed pool alone for a second, and its client reconnects meanwhile.
+        # The engine does not use a failed pool for a second, and its client reconnects meanwhile.
         while engine.counts.tokens_hit == hits:
             assert greedy(engine.generate, ids) == expected
             engine.flush(20)

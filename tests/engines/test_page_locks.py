@@ -22,8 +22,8 @@ from tests.robustness.live import LAYOUT, LIMIT_S, Prompt, daemons, match, outco
 from tokenlake.store.region import RegionShape
 from tokenlake.wire import Code
 from tokenlake_client import Pool
+from tokenlake_client.engines.vllm.blocks import block_views, stack_layers
 from tokenlake_client.engines.vllm.cuda_copy import CudaCopy
-from tokenlake_client.engines.vllm.paged import block_views, stack_layers
 from tokenlake_client.engines.vllm.ranks import rank_shards
 from tokenlake_client.regions import Mapping, Window
 
@@ -68,8 +68,8 @@ def stored(memory: int, slot: int) -> NDArray[np.float32]:
     return np.frombuffer(os.pread(memory, LAYOUT.segment_bytes, start), dtype=np.float32)
 
 
-def test_a_new_mapping_at_an_old_address_is_registered_anew(cuda: FakeCuda) -> None:
-    """After a restart of the daemon copies went to the memory of the one that had died."""
+def test_a_new_mapping_at_an_old_address_is_registered(cuda: FakeCuda) -> None:
+    """Before, copies after a restart of the daemon went to the memory of the dead daemon."""
     old, new = region(), region()
     copy = copier(1.0)
     here = mapping(old)
@@ -87,7 +87,7 @@ def test_a_new_mapping_at_an_old_address_is_registered_anew(cuda: FakeCuda) -> N
     os.close(new)
 
 
-def test_a_registration_ends_with_the_last_view_and_before_the_memory(cuda: FakeCuda) -> None:
+def test_a_registration_ends_before_its_memory(cuda: FakeCuda) -> None:
     memory = region()
     here = mapping(memory, write=False)
     address = mapped_at(here.slots.ctypes.data)
@@ -105,7 +105,7 @@ def test_a_registration_ends_with_the_last_view_and_before_the_memory(cuda: Fake
     os.close(memory)
 
 
-def test_two_copiers_share_a_registration_and_leave_it_to_the_mapping(cuda: FakeCuda) -> None:
+def test_two_copies_share_a_registration(cuda: FakeCuda) -> None:
     memory = region()
     here = mapping(memory)
     one, two = copier(1.0), copier(2.0)
@@ -120,15 +120,15 @@ def test_two_copiers_share_a_registration_and_leave_it_to_the_mapping(cuda: Fake
     os.close(memory)
 
 
-def test_memory_that_is_no_mapping_of_the_pool_is_not_registered(cuda: FakeCuda) -> None:
+def test_foreign_memory_is_not_registered(cuda: FakeCuda) -> None:
     slot = np.zeros(LAYOUT.segment_bytes, np.uint8)
     copier(1.0).to_slot(slot, [0])
     assert (slot.view(np.float32) == 1.0).all()
     assert not cuda.pinned
 
 
-def test_a_forked_child_ends_no_registration_and_unmaps_nothing(cuda: FakeCuda) -> None:
-    """The arena is not in a child: other memory of the child may lie at its address."""
+def test_a_forked_child_ends_no_registration(cuda: FakeCuda) -> None:
+    """The arena is not mapped in a child; other memory of the child may have its address."""
     memory = region()
     here = mapping(memory)
     copier().to_slot(here.slots[0], [0])
@@ -168,7 +168,7 @@ assert len(cuda.pinned) == 1
 """
 
 
-def test_a_process_that_ends_says_nothing_of_what_is_registered() -> None:
+def test_a_process_with_registrations_ends_quietly() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", LEFT_BEHIND],
         capture_output=True,
@@ -185,7 +185,7 @@ def another_life(pool: Pool, before: int) -> bool:
 
 
 @pytest.mark.live
-def test_what_is_stored_after_a_restart_of_the_daemon_is_what_was_computed(cuda: FakeCuda) -> None:
+def test_stores_are_right_after_a_restart_of_the_daemon(cuda: FakeCuda) -> None:
     prompts = [Prompt(seed, 3) for seed in range(3)]
     copy = copier(7.0)
 
@@ -201,7 +201,7 @@ def test_what_is_stored_after_a_restart_of_the_daemon_is_what_was_computed(cuda:
                 cluster.nodes[0].start()
                 cluster.wait_ready()
                 wait_until(partial(another_life, pool, before), "connected again")
-                # What is left of the former life goes, and its addresses are given again.
+                # The remaining arrays of the previous daemon are dropped, and their addresses are reused.
                 gc.collect()
             assert outcomes(pool.store_all(pool.prefix(prompt.tokens).keys, fill, patience=LIMIT_S)) == {Code.COMMITTED}
             with match(pool, prompt) as lease:
@@ -209,7 +209,7 @@ def test_what_is_stored_after_a_restart_of_the_daemon_is_what_was_computed(cuda:
             assert len(arrays) == 3
             assert all((array.view(np.float32) == 7.0).all() for array in arrays), f"life {life} of the daemon"
             copy.from_slot(arrays[0], [0], 0)
-            # In one life arrays outlive their daemon.
+            # The arrays of one daemon outlive it.
             held = [arrays] if life == 1 else []
             del arrays
         del held

@@ -1,4 +1,4 @@
-"""Mode `ship`: prefixes are attended where they lie, and the tokens are those of the model alone."""
+"""Mode `ship`: queries go to the prefixes, and the tokens equal those of the model alone."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 from tests.engines.models import FAMILIES, PAD, family, prompt
 from tests.query.scene import serving
-from tests.robustness.live import wait_pushed
+from tests.robustness.live import PATIENT_ENGINE, wait_pushed
 from tokenlake.errors import ConfigurationError
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
 from tokenlake_client import Pool
 from tokenlake_client.engines.transformers import Counts, EngineOptions, TokenLakeEngine, layout_of
-from tokenlake_client.engines.transformers.shipped import ShippedCache
+from tokenlake_client.engines.transformers.shipped_cache import ShippedCache
 from tokenlake_client.queries import View
 from tokenlake_testing.cluster import Cluster
 
@@ -45,6 +45,7 @@ def engine_at(cluster: Cluster, node: int, model: Any, mode: Any = "ship", **opt
         "prefill_chunk": 24,
         "query_deadline": 10.0,
         "write_patience": 30.0,
+        "deadlines": PATIENT_ENGINE,
     }
     settings |= options
     return TokenLakeEngine(model, cluster.nodes[node].socket, EngineOptions(mode=mode, **settings))
@@ -66,7 +67,7 @@ def generate(call: Callable[..., Any], rows: list[list[int]], **arguments: Any) 
 
 
 def check(engine: TokenLakeEngine, model: Any, rows: list[list[int]], **arguments: Any) -> Counts:
-    """Tokens and logits are the model's own. What the call counted."""
+    """Check that tokens and logits equal the model's own. Returns the counts of the call."""
     expected, logits = generate(model.generate, rows, **arguments)
     before = engine.counts
     tokens, got = generate(engine.generate, rows, **arguments)
@@ -76,15 +77,15 @@ def check(engine: TokenLakeEngine, model: Any, rows: list[list[int]], **argument
     counts = Counts(*(getattr(after, name) - getattr(before, name) for name in Counts.__slots__))
     assert counts.tokens_asked == sum(map(len, rows))
     assert counts.tokens_asked == counts.tokens_hit + counts.tokens_shipped + counts.tokens_computed
-    assert counts.failures == counts.requests_without_pool == 0, engine._reported
+    assert counts.failures == counts.requests_without_pool == 0, counts
     return counts
 
 
 def put(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
-    """Compute the prompts at `WRITER` and wait until every segment lies where it belongs."""
+    """Compute the prompts at `WRITER` and wait until every segment is at its owner."""
     with engine_at(cluster, WRITER, model, mode="fetch") as engine:
         for row in rows:
-            # A prompt's last token is not computed.
+            # The last token of a prompt is not computed.
             engine.prefill([*row, 2])
         assert engine.flush(30)
         assert not engine.counts.tokens_not_stored
@@ -92,7 +93,7 @@ def put(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
 
 
 def places(cluster: Cluster, node: int, layout: Layout, tokens: list[int]) -> set[str]:
-    """The nodes that a view of the prompt, at `node`, is spread over."""
+    """The nodes of a view of the prompt that is opened at `node`."""
     with cluster.connect(node, layout) as pool, pool.match(whole(pool, tokens), deadline_s=5.0) as lease:
         assert lease.hits == (len(tokens) - 1) // SEGMENT
         return set(lease.nodes())
@@ -103,7 +104,7 @@ def whole(pool: Pool, tokens: list[int]) -> list[Any]:
 
 
 def shipped(rows: list[list[int]]) -> int:
-    """Tokens in whole segments before the last token."""
+    """The number of tokens in whole segments before the last token."""
     return sum((len(row) - 1) // SEGMENT * SEGMENT for row in rows)
 
 
@@ -113,7 +114,7 @@ def test_prefixes_here_on_another_node_and_on_two_others(cluster: Cluster, model
     wanted = [{reader}, {writer}, {other}, {writer, other}]
     found: dict[frozenset[str], list[int]] = {}
     rows: list[list[int]] = []
-    # Which of its two candidates takes a segment depends on how full they are.
+    # The fill of its two candidates decides which of them owns a segment.
     while not found.keys() >= set(map(frozenset, wanted)):
         assert len(rows) < 500, found
         more = [prompt(2 * SEGMENT + 1 + seed, 100 + len(rows) + seed) for seed in range(SEGMENT)]
@@ -125,7 +126,7 @@ def test_prefixes_here_on_another_node_and_on_two_others(cluster: Cluster, model
             counts = check(engine, model, [found[frozenset(nodes)]])
             assert counts.tokens_shipped == 2 * SEGMENT
             assert bool(counts.bytes_sent) == bool(counts.bytes_received) == (nodes != {reader})
-        # All at once: rows of different lengths, on all nodes, and one that nobody knows.
+        # One batch of rows of different lengths, on all nodes, and one row that no node knows.
         counts = check(engine, model, [*rows[:8], prompt(SEGMENT, 999)])
         assert counts.tokens_shipped == shipped(rows[:8])
         assert counts.tokens_hit == 0
@@ -141,7 +142,7 @@ def test_models_of_several_families(cluster: Cluster, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gptj", "codegen"])
-def test_attention_that_cannot_be_served_is_named_and_the_prefix_fetched(
+def test_unsupported_attention_is_named_and_fetched(
     cluster: Cluster, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = family(name)
@@ -154,7 +155,7 @@ def test_attention_that_cannot_be_served_is_named_and_the_prefix_fetched(
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_prefill_in_chunks_and_a_long_answer(cluster: Cluster, model: Any, chunk: int) -> None:
-    """What follows the prefix is stored too: the next turn ships it."""
+    """The segments behind the prefix are stored too: the next turn ships queries to them."""
     tokens = prompt(4 * SEGMENT, 20 + chunk)
     put(cluster, model, [tokens])
     turn = [tokens + prompt(2 * SEGMENT + 9, 21 + chunk)]
@@ -200,7 +201,7 @@ def test_half_precision(cluster: Cluster, dtype: Any) -> None:
     with engine_at(cluster, READER, model) as engine:
         _, got = generate(engine.generate, rows, max_new_tokens=1)
         assert engine.counts.tokens_shipped == shipped(rows)
-    # Rounding flips tokens of random models: the first logits alone can be compared.
+    # Rounding changes tokens of random models, so only the first logits are compared.
     assert float((got - logits).abs().max()) <= 0.05 * float(logits.abs().max())
 
 
@@ -215,7 +216,7 @@ def test_the_model_is_left_as_it_was(cluster: Cluster, model: Any) -> None:
 
 
 def test_other_bytes_give_other_tokens(cluster: Cluster, model: Any) -> None:
-    """The control: were the prefix not read, the tokens would stay the same."""
+    """The control: without reading the prefix the tokens would stay the same."""
     rows = [prompt(6 * SEGMENT + 3, 80)]
     expected, _ = generate(model.generate, rows)
     layout = layout_of(model, segment_tokens=SEGMENT)
@@ -223,7 +224,7 @@ def test_other_bytes_give_other_tokens(cluster: Cluster, model: Any) -> None:
         other.prefill(prompt(6 * SEGMENT + 3, 81))
         assert other.flush(30)
     with cluster.connect(WRITER, layout) as pool:
-        # Under the keys of one prompt, the cache of another with one bit of each number changed.
+        # The keys of one prompt get the cache of another, with one bit of each number changed.
         with pool.match(pool.prefix(prompt(6 * SEGMENT, 81), salt="other").keys, deadline_s=5.0) as lease:
             wrong = [array.view("u2") ^ 0x0180 for array in lease.fetch()]
 
@@ -268,9 +269,7 @@ def test_a_failing_pool_changes_no_token(
             assert bool(counts.steps_void) == (call in ("init_query", "query"))
 
 
-def test_no_room_for_copies_changes_no_token_and_leaves_no_view(
-    cluster: Cluster, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_room_for_copies_leaves_no_view(cluster: Cluster, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [prompt(3 * SEGMENT + 20, 95)]
     put(cluster, model, rows)
     settings = {"num_return_sequences": 2, "do_sample": True, "max_new_tokens": 4}

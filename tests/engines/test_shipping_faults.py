@@ -1,4 +1,4 @@
-"""Mode `ship` while daemons and query engines die or stand still in the middle of a forward pass."""
+"""Mode `ship` while daemons and query engines die or hang during a forward pass."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHUNK = 8
 NEW = 16
 OTHERS = (0, 1)
 MOMENTS = {"in a prefill": 3, "in a decode": OWN // CHUNK + 6}
-"""Which of the calls of the second layer, whose queries are the first to be lost."""
+"""The index of the call of the second layer, whose queries are the first to be lost."""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ FAULTS: dict[str, Callable[..., None]] = {
 
 
 def at_call(model: Any, number: int, act: Callable[[], None]) -> Any:
-    """`act()` once, between the first and the second layer of a forward pass of the model."""
+    """Call `act` once, between the first and the second layer of a forward pass of the model."""
     calls = 0
 
     def count(*_: Any) -> None:
@@ -117,14 +117,14 @@ def test_the_tokens_stay_the_same(cluster: Cluster, model: Any, fault: str, kill
             assert counts.tokens_shipped == 0
             assert counts.tokens_hit + counts.tokens_computed == counts.tokens_asked
         sums_up(engine)
-        # While it is still so, and after it is over.
+        # During the fault, and after it.
         assert generate(engine.generate, rows, max_new_tokens=NEW)[0] == expected
         stack.close()
         assert generate(engine.generate, rows, max_new_tokens=NEW)[0] == expected
         sums_up(engine)
 
 
-def test_a_query_engine_that_came_back_is_used_again(cluster: Cluster, model: Any) -> None:
+def test_a_restarted_query_engine_is_used(cluster: Cluster, model: Any) -> None:
     rows = [prompt(6 * SEGMENT + 3, 2000)]
     put(cluster, model, rows)
     expected, _ = generate(model.generate, rows)
@@ -139,12 +139,12 @@ def test_a_query_engine_that_came_back_is_used_again(cluster: Cluster, model: An
                 assert generate(engine.generate, rows)[0] == expected
                 return engine.counts.tokens_shipped - before == shipped(rows)
 
-            # A late answer to an earlier call is what tells the engine that it is back.
+            # A late answer to an earlier call shows the engine that the query engine is back.
             wait_until(again, "it is used again")
 
 
-def test_every_node_started_again(model: Any) -> None:
-    """What was in memory is gone; it is computed, stored and shipped once more."""
+def test_all_nodes_restart(model: Any) -> None:
+    """The segments in memory are lost; they are computed and stored again, and queries are shipped to them."""
     rows = [prompt(6 * SEGMENT + 3, 2100)]
     expected, _ = generate(model.generate, rows)
     with serving(2, "64MiB") as cluster, engine_at(cluster, 1, model) as engine:
@@ -161,13 +161,13 @@ def test_every_node_started_again(model: Any) -> None:
             wait_serving(cluster, number)
         put(cluster, model, rows)
         before = engine.counts.tokens_shipped
-        # The engine leaves a failed pool alone for a second, and its client reconnects meanwhile.
+        # The engine does not use a failed pool for a second, and its client reconnects meanwhile.
         while engine.counts.tokens_shipped == before:
             assert generate(engine.generate, rows)[0] == expected
 
 
-def test_queries_that_do_not_travel_are_not_said_to(cluster: Cluster, model: Any) -> None:
-    """The planner would think that who died answers fast."""
+def test_only_sent_queries_are_counted(cluster: Cluster, model: Any) -> None:
+    """Otherwise the planner would take a dead node for a fast one."""
     rows = [prompt(6 * SEGMENT + 3, 2200)]
     put(cluster, model, rows)
     expected, _ = generate(model.generate, rows)

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from tests.engines.test_layouts import layout
 from tokenlake.layout import Layout
-from tokenlake_client.engines.transformers.slots import TORCH_DTYPES, LayerPair, read_segments, write_segment
+from tokenlake_client.engines.common.slots import TORCH_DTYPES, LayerPair
+from tokenlake_client.engines.transformers.segment_copy import read_segments, write_segment
 
 SHAPES = [
     # (layers, kv heads, key dim, value dim, segment tokens)
@@ -23,7 +24,7 @@ SHAPES = [
 
 
 def reference(cache: list[LayerPair], shape: Layout, start: int) -> bytes:
-    """The slot's bytes, one head at a time in the documented order."""
+    """The bytes of the slot, one head at a time in the documented order."""
     pieces = []
     for group in range(shape.shards):
         for pair in cache:

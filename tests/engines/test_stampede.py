@@ -1,4 +1,4 @@
-"""A prompt that several engines get at once is computed once, and who computes it holds up nobody for long."""
+"""A prompt that several engines get at once is computed once, and the wait for its engine is bounded."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.engines.test_shipping import NEW, SEGMENT, batch, engine_at
 from tests.robustness.live import LIMIT_S, daemons, wait_until
 from tokenlake.core.waiting import IN_FLIGHT_CLAIMS, IN_FLIGHT_WAITS
 from tokenlake.wire import Code
-from tokenlake_client import Lease, Pool
+from tokenlake_client import Lease, MatchOptions, Pool
+from tokenlake_client.engines.common.in_flight import FACTOR, LONGEST_S
 from tokenlake_client.engines.transformers import Counts, TokenLakeEngine
-from tokenlake_client.engines.transformers.measured import LATE, LONGEST_S
 from tokenlake_testing.children import start_child
 from tokenlake_testing.cluster import Cluster
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.live
 
 ENGINES = 3
 TAIL = 2
-"""Tokens behind the last full segment: with the answer they make none."""
+"""Tokens behind the last full segment; with the answer they do not fill another segment."""
 SEGMENTS = 6
 TOKENS = SEGMENTS * SEGMENT + TAIL
 SAMPLES = 64
@@ -40,10 +40,12 @@ import sys, time, torch
 from tests.engines.test_stampede import PATIENT_S, expect_prefill
 from tests.engines.models import family
 from tests.engines.test_shipping import SEGMENT
+from tests.robustness.live import PATIENT_ENGINE
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
 torch.set_num_threads(1)
 model = family("llama-gqa")
-engine = TokenLakeEngine(model, sys.argv[1], EngineOptions(mode=sys.argv[2], segment_tokens=SEGMENT))
+options = EngineOptions(mode=sys.argv[2], segment_tokens=SEGMENT, deadlines=PATIENT_ENGINE)
+engine = TokenLakeEngine(model, sys.argv[1], options)
 expect_prefill(engine, PATIENT_S)
 def computes(*_):
     print("computes", flush=True)
@@ -61,20 +63,20 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def row(request: pytest.FixtureRequest) -> list[int]:
-    """Of each test its own."""
+    """A prompt per test."""
     return prompt(TOKENS, sum(map(ord, request.node.name)))
 
 
 @pytest.fixture
 def in_vain(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The patience of each match that waited for all of it, and what it waited for did not come."""
+    """The limit of each match that waited until the limit, without getting the segments."""
     found: list[float] = []
     match = Pool.match
 
-    def watched(pool: Pool, keys: Any, **said: Any) -> Lease:
-        lease = match(pool, keys, **said)
-        if said.get("in_flight_wait_s") and lease.hits < len(keys) and lease.codes[lease.hits] == Code.PENDING:
-            found.append(said["in_flight_wait_s"])
+    def watched(pool: Pool, keys: Any, options: MatchOptions, **deadline: float) -> Lease:
+        lease = match(pool, keys, options, **deadline)
+        if options.in_flight_wait_s and lease.hits < len(keys) and lease.codes[lease.hits] == Code.PENDING:
+            found.append(options.in_flight_wait_s)
         return lease
 
     monkeypatch.setattr(Pool, "match", watched)
@@ -82,9 +84,8 @@ def in_vain(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def expect_prefill(engine: TokenLakeEngine, patience_s: float) -> None:
-    """As if it had been measured that computing the prompts here is worth so long a wait, and moving them takes
-    nothing."""
-    each = patience_s / LATE / (SEGMENTS * SEGMENT)
+    """Set the rates so that a match waits for `patience_s`, and transfers take no time."""
+    each = patience_s / FACTOR / (SEGMENTS * SEGMENT)
     for sample in range(SAMPLES):
         tokens = 16 * (1 + sample % 7)
         engine.rates.prefill.add(tokens, 0, each * tokens, 0.0)
@@ -92,7 +93,7 @@ def expect_prefill(engine: TokenLakeEngine, patience_s: float) -> None:
 
 
 def before_prefill(engine: TokenLakeEngine, do: Callable[[], object]) -> None:
-    """`do` when the engine's model is about to compute first."""
+    """Call `do` before the first forward pass of the engine's model."""
 
     def computes(*_: object) -> None:
         hook.remove()
@@ -110,7 +111,7 @@ def greedy(engine: TokenLakeEngine, rows: Sequence[list[int]]) -> list[list[int]
 
 @contextmanager
 def engines(cluster: Cluster, count: int, mode: str) -> Iterator[list[TokenLakeEngine]]:
-    """One at each of the first nodes, each with a model of its own."""
+    """One engine at each of the first nodes, each with its own model."""
     with ExitStack() as stack:
         yield [
             stack.enter_context(engine_at(cluster, node, family("llama-gqa"), mode, prefill_chunk=1000))
@@ -121,7 +122,7 @@ def engines(cluster: Cluster, count: int, mode: str) -> Iterator[list[TokenLakeE
 def at_once(
     serving: Sequence[TokenLakeEngine], row: list[int], meanwhile: Callable[[], object] = lambda: None
 ) -> Counts:
-    """All serve the prompt, and answer as the model alone does. What they counted together."""
+    """All engines serve the prompt and answer as the model alone does. Returns the sum of their counts."""
     expected = greedy(TokenLakeEngine(family("llama-gqa")), [row])
     with ThreadPoolExecutor(len(serving)) as threads:
         answers = [threads.submit(greedy, engine, [row]) for engine in serving]
@@ -129,7 +130,7 @@ def at_once(
         assert [answer.result(2 * LIMIT_S) for answer in answers] == [expected] * len(serving)
     assert all(engine.flush(LIMIT_S) for engine in serving)
     counts = [engine.counts for engine in serving]
-    assert not any(each.failures or each.requests_without_pool for each in counts), serving[0]._reported
+    assert not any(each.failures or each.requests_without_pool for each in counts), counts
     return Counts(*(sum(getattr(each, name) for each in counts) for name in Counts.__slots__))
 
 
@@ -153,7 +154,7 @@ def test_it_is_computed_once(cluster: Cluster, row: list[int], mode: str) -> Non
 
 def test_who_has_measured_nothing_waits_for_nobody(cluster: Cluster, row: list[int]) -> None:
     claimed = cluster.totals().get(IN_FLIGHT_CLAIMS.name, 0.0)
-    # Passed only when all of them compute at once.
+    # The barrier opens only when all engines compute at once.
     all_compute = threading.Barrier(ENGINES, timeout=LIMIT_S)
     with engines(cluster, ENGINES, "auto") as serving:
         for engine in serving:
@@ -165,7 +166,7 @@ def test_who_has_measured_nothing_waits_for_nobody(cluster: Cluster, row: list[i
 
 @contextmanager
 def computing(cluster: Cluster, row: list[int], mode: str) -> Iterator[subprocess.Popen[str]]:
-    """An engine at the first node that computes the prompt without end."""
+    """An engine at the first node that never finishes computing the prompt."""
     command = [sys.executable, "-c", OTHER_ENGINE, str(cluster.nodes[0].socket), mode, ",".join(map(str, row))]
     with start_child(command, stdout=subprocess.PIPE, text=True) as other:
         try:
@@ -210,7 +211,7 @@ def test_who_dies_is_waited_for_no_more(cluster: Cluster, row: list[int], in_vai
 def test_rows_of_one_batch_wait_for_what_is_computed_already(
     cluster: Cluster, row: list[int], in_vain: list[float]
 ) -> None:
-    """The prompts of a batch begin alike: the second is looked up when the first is on its way to the pool."""
+    """The prompts of a batch share a prefix: the second is looked up while the first is being stored."""
     rows = [row + prompt(SEGMENT + number, number) for number in range(3)]
     expected = greedy(TokenLakeEngine(family("llama-gqa")), rows)
     with engines(cluster, 1, "auto") as (engine,):
@@ -226,7 +227,7 @@ def test_batches_with_the_same_prompts_in_another_order_do_not_wait_for_each_oth
 ) -> None:
     rows = [row, row[::-1]]
     expected = greedy(TokenLakeEngine(family("llama-gqa")), rows)
-    # Each has begun with its first row before the other comes to its second.
+    # Each engine has begun its first row before the other reaches its second row.
     both_compute = threading.Barrier(2, timeout=LIMIT_S)
     with engines(cluster, 2, "auto") as serving, ThreadPoolExecutor(2) as threads:
         for engine in serving:

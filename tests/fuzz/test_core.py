@@ -153,7 +153,7 @@ class Node:
             case peer.Lookup():
                 # Sometimes beyond what was asked.
                 deepest = lease % (count + 2)
-                last_access = AccessRecord(lease % 7, lease % 3, gap_s=1.0, left=lease % 2, remembered=lease % 5)
+                last_access = AccessRecord(lease % 7, lease % 3, gap_s=1.0, unshared=lease % 2, remembered=lease % 5)
                 vacancy = (0.5, 1.0, 0.5)
                 self.said(
                     node,
@@ -186,7 +186,7 @@ class Node:
             self.feed(events.FetchDone(fetch.fetch, known, bytes(8 * fetch.shards * count)))
 
     def pull(self, stream: int, tenant: str, keys: bytes) -> None:
-        """`bulk.py` checks that keys add up; a stream asks again when it was served."""
+        """`bulk_sender.py` checks that keys add up; a stream asks again when it was served."""
         if stream not in self.sending and not len(keys) % KEY_BYTES:
             self.feed(events.PullRequested(stream, "n1", tenant, keys))
 

@@ -22,7 +22,7 @@ from tokenlake.errors import ProtocolRefused, TokenLakeError
 from tokenlake.wire import HEADER_BYTES, FrameDecoder, engine, peer
 from tokenlake.wire.frames import decode, encode
 from tokenlake.wire.slots import slot_array, split_keys, unpack_slots
-from tokenlake_server.proof import Acceptor, Dialler, PeerIdentity
+from tokenlake_server.handshake import Acceptor, Dialler, PeerIdentity
 
 MAX_FRAME = 1000
 PEAK_BYTES = 64 << 10
@@ -188,7 +188,7 @@ def test_a_proof_fits_what_was_said_and_nothing_else(
         acceptor = Acceptor(identity("n0", secret), hello, bytes(32))
     except TokenLakeError:
         return
-    from tokenlake_server.proof import dialler_proof
+    from tokenlake_server.handshake import dialler_proof
 
     ring = data.draw(hostile(peer.PeerProof))
     proven = msgspec.structs.replace(ring, proof=dialler_proof(secret, hello, acceptor.challenge, ring))

@@ -23,8 +23,8 @@ from tokenlake.core import CoreConfig, events
 from tokenlake.errors import ConfigurationError, LayoutRefused, ProtocolRefused
 from tokenlake.layout import Layout
 from tokenlake_client.engines.vllm.settings import EngineSettings, read_settings
-from tokenlake_server.blocking import read_frame
-from tokenlake_server.recording import Recorder, replay
+from tokenlake_server.blocking_sockets import read_frame
+from tokenlake_server.event_log import Recorder, replay
 
 PEAK_BYTES = 1 << 20
 

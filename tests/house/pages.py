@@ -1,6 +1,6 @@
-"""The parts of the documentation that are made from the code: `python -m tests.house.pages` writes them anew.
+"""The parts of the documentation that are generated from the code: `python -m tests.house.pages` writes them.
 
-Each part stands between two comments of its page, `<!-- begin NAME ... -->` and `<!-- end NAME -->`.
+Each part is between two comments of its page, `<!-- begin NAME ... -->` and `<!-- end NAME -->`.
 """
 
 from __future__ import annotations
@@ -10,25 +10,40 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import tokenlake.core  # noqa: F401  declares metrics
+import tokenlake_server.watchdog  # noqa: F401  declares one more
 from tokenlake.config import ServerConfig
 from tokenlake.config.setting import table_of
+from tokenlake.metrics import Metric
+from tokenlake_client.engines.vllm.settings import EngineSettings
 
 ROOT = Path(__file__).parents[2]
 
 
 class Part(NamedTuple):
-    """`text` makes what stands between the comments, its last newline included."""
+    """`text` returns the text between the comments, including its last newline."""
 
     page: str
     name: str
     text: Callable[[], str]
 
 
-PARTS = (Part("docs/reference.md", "settings of a daemon", lambda: table_of(ServerConfig)),)
+def counters() -> str:
+    """All counters as a table in Markdown."""
+    metrics = sorted(Metric.all(), key=lambda metric: metric.name)
+    rows = ["| counter | meaning |", "|---|---|"]
+    return "\n".join(rows + [f"| `{metric.name}` | {metric.help} |" for metric in metrics]) + "\n"
+
+
+PARTS = (
+    Part("docs/reference.md", "settings of a daemon", lambda: table_of(ServerConfig)),
+    Part("docs/reference.md", "counters of a daemon", counters),
+    Part("docs/vllm.md", "settings of the connector", lambda: table_of(EngineSettings)),
+)
 
 
 def renewed(part: Part, page: str) -> str:
-    """The text of the page with the part as the code says. ValueError where the page lacks the comments."""
+    """The text of the page with the part replaced. Raises ValueError where the page lacks the comments."""
     begin = f"<!-- begin {part.name}; `python -m tests.house.pages` writes this table -->\n"
     end = f"<!-- end {part.name} -->\n"
     pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
@@ -38,7 +53,7 @@ def renewed(part: Part, page: str) -> str:
 
 
 def main() -> None:
-    """Write every part that is not as it should be."""
+    """Write every part that differs."""
     for part in PARTS:
         path = ROOT / part.page
         page = path.read_text()

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.house.structure import circles, graph
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "tokenlake": ROOT / "tokenlake",
@@ -56,6 +58,16 @@ def test_arrows_point_down_only(package: str) -> None:
         if name in FORBIDDEN[package]
     }
     assert not wrong
+
+
+def test_the_product_has_no_import_circle() -> None:
+    """Imports for type checkers alone count as well."""
+    product = [PACKAGES[name] for name in ("tokenlake", "tokenlake_server", "tokenlake_client", "tokenlake_query")]
+    assert circles(graph(product)) == []
+
+
+def test_a_circle_is_seen() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
 
 
 def test_the_product_s_tests_import_no_benchmark() -> None:

@@ -2,23 +2,21 @@
 
 import pytest
 
-import tokenlake.core  # noqa: F401  declares metrics
-import tokenlake_server.watchdog  # noqa: F401  declares one more
 from tests.house.pages import PARTS, ROOT, Part, renewed
 from tokenlake import errors
 from tokenlake.command import SUMMARIES
 from tokenlake.config import ServerConfig
 from tokenlake.config.setting import settings_of
-from tokenlake.metrics import Metric
 from tokenlake.wire import Code
+from tokenlake_client import Deadlines, MatchOptions
 
 REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 FLAGS = [name for name, setting in settings_of(ServerConfig).items() if not setting.secret]
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
-def test_what_is_made_from_the_code_is_as_the_code_says(part: Part) -> None:
-    """Else run `python -m tests.house.pages`."""
+def test_generated_parts_are_up_to_date(part: Part) -> None:
+    """If this fails, run `python -m tests.house.pages`."""
     page = (ROOT / part.page).read_text()
     assert renewed(part, page) == page
 
@@ -26,6 +24,11 @@ def test_what_is_made_from_the_code_is_as_the_code_says(part: Part) -> None:
 @pytest.mark.parametrize("code", [code.name for code in Code])
 def test_every_code(code: str) -> None:
     assert f"\n| `{code}` |" in REFERENCE
+
+
+@pytest.mark.parametrize("field", [*MatchOptions.__struct_fields__, *Deadlines.__struct_fields__])
+def test_every_field_of_the_client_options(field: str) -> None:
+    assert f"\n| `{field}` |" in REFERENCE
 
 
 @pytest.mark.parametrize("error", list(errors.__all__))
@@ -36,11 +39,6 @@ def test_every_error(error: str) -> None:
 @pytest.mark.parametrize("command", list(SUMMARIES))
 def test_every_command(command: str) -> None:
     assert f"`tokenlake {command}" in REFERENCE
-
-
-def test_every_metric_with_its_meaning() -> None:
-    rows = [f"| `{metric.name}` | {metric.help} |" for metric in Metric.all()]
-    assert [row for row in rows if row not in REFERENCE] == []
 
 
 def test_every_setting_but_the_secrets_has_a_flag() -> None:

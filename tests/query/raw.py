@@ -65,7 +65,7 @@ class Raw:
 @contextlib.contextmanager
 def raw_engine(pool: Pool) -> Iterator[Raw]:
     """A connection as that of the engine of `pool`."""
-    link = pool._link
+    link = pool.link
     pending = link.channel.begin(engine.OpenQuery)
     link.expect(link.channel.wait(pending, LIMIT_S), engine.QueryOpened)
     assert pending.descriptor is not None

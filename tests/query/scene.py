@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.robustness.live import LAYOUT, LIMIT_S, SEGMENT_TOKENS, daemons, outcomes, wait_pushed, wait_until
+from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT, SEGMENT_TOKENS, daemons, outcomes, wait_pushed, wait_until
 from tokenlake.attention import AttentionShape, Partial, SlotMap, Stored, as_float32, attend, from_float32
 from tokenlake.errors import TokenLakeError
 from tokenlake.layout import Layout
@@ -125,7 +125,7 @@ def wait_serving(cluster: Cluster, number: int, other_than: int = 0, credential:
     """Wait until the query engine of a node opens views, in another process than `other_than`."""
     node = cluster.nodes[number]
     text = Text(1000, 1)
-    with Pool.connect(node.socket, LAYOUT, credential) as pool:
+    with Pool.connect(node.socket, LAYOUT, credential, deadlines=PATIENT) as pool:
 
         def opens() -> bool:
             if engine_of(node) in (0, other_than):

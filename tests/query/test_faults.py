@@ -27,7 +27,8 @@ from tests.query.scene import (
 from tests.robustness.live import wait_until
 from tokenlake.attention import Partial
 from tokenlake_client import Pool
-from tokenlake_client.queries import GRACE_S, View
+from tokenlake_client.deadlines import DEFAULT_DEADLINES
+from tokenlake_client.queries import View
 from tokenlake_testing.cluster import Cluster
 
 pytest.importorskip("torch")
@@ -63,7 +64,7 @@ class Step:
         self.buffer.queries[...] = draw_queries(self.asked, len(self.buffer.queries))
         began = time.monotonic()
         answer = self.pool.query(self.buffer, layer, deadline_s=STEP_S).wait()
-        assert time.monotonic() - began < STEP_S + GRACE_S + LATE_S
+        assert time.monotonic() - began < STEP_S + DEFAULT_DEADLINES.grace_s + LATE_S
         if answer.lost:
             return False
         close_to(Partial(answer.output, answer.sums), self.text.attention(self.buffer.queries, layer), 1e-5)

@@ -14,7 +14,7 @@ from tokenlake.attention import AttentionShape
 from tokenlake.identity import NodeId
 from tokenlake.planner import Decision, PrefixTree, QueryPlan, Request, TransferPlan, Way
 from tokenlake_client import Pool
-from tokenlake_client.control import ControlPlane
+from tokenlake_client.control_plane import ControlPlane
 from tokenlake_client.plans import new_cache, open_views
 from tokenlake_client.queries import View
 from tokenlake_testing.cluster import Cluster

@@ -1,4 +1,4 @@
-"""An engine that does what it is told, one JSON command per line: for faults that need a process of its own."""
+"""An engine in its own process, driven by one JSON command per line: for faults of processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.robustness.live import LAYOUT, PATIENT_S, Prompt, store
+from tests.robustness.live import LAYOUT, PATIENT, PATIENT_S, Prompt, store
 from tokenlake.errors import TokenLakeError
 from tokenlake.identity import LeaseId, SessionId, WriteId
 from tokenlake_client import Lease, Pool, Write
@@ -38,7 +38,7 @@ class Engine:
         return {"hits": len(self.arrays), "wrong": self.looked_at.wrong(self.arrays), "lease": self.lease.id}
 
     def attach(self, lease: int, seed: int, segments: int) -> dict[str, Any]:
-        """Look at what another process of the session leased."""
+        """Read segments that another process of the session leased."""
         self.looked_at = Prompt(seed, segments)
         self.lease = self.pool.attach(LeaseId(lease))
         self.arrays = self.lease.fetch()
@@ -94,7 +94,7 @@ class Engine:
         return {"child": child}
 
     def fork_and_read(self) -> dict[str, Any]:
-        """The signal that ends a child which reads what its parent looks at, 0 for none."""
+        """The signal that ends a forked child when it reads its parent's arrays; 0 for none."""
         child = os.fork()
         if not child:
             os._exit(int(self.arrays[0][0]) * 0)
@@ -112,7 +112,7 @@ class Engine:
 
 
 def main(socket: str, session: str) -> None:
-    engine = Engine(Pool.connect(Path(socket), LAYOUT, session=SessionId(int(session))))
+    engine = Engine(Pool.connect(Path(socket), LAYOUT, session=SessionId(int(session)), deadlines=PATIENT))
     print(json.dumps({"session": engine.pool.session}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)

@@ -1,4 +1,4 @@
-"""Named edges at which a daemon ends itself, as kill -9 would: for tests of what a crash leaves behind.
+"""Named edges at which a daemon kills itself, as kill -9 would: for tests of the state after a crash.
 
 The steps are those of `docs/architecture.md`: prepare, commit, publish (the directory node is told), push, evict. The
 rules do
@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 
 
 class Moment(enum.Enum):
-    """Where an edge lies around the rules and the carrying out of what they say."""
+    """The place of an edge: before or after the rules handle an event, before or after an instruction is carried
+    out."""
 
     ASKED = "an event is here, the rules have not seen it"
     DECIDED = "the rules have taken it, nothing of what they say was done"
@@ -41,7 +42,7 @@ class Moment(enum.Enum):
 
 
 class Edge(NamedTuple):
-    """`kind`: of the event or instruction, or of the message in it."""
+    """`kind`: the type of the event or instruction, or of the message in it."""
 
     name: str
     moment: Moment
@@ -94,7 +95,7 @@ _BY_NAME = {edge.name: edge for edge in EDGES}
 
 
 class Failpoint(NamedTuple):
-    """The daemon ends when it is at `edge` for the `time`-th time."""
+    """The daemon ends when it reaches `edge` for the `time`-th time."""
 
     edge: Edge
     time: int
@@ -114,7 +115,7 @@ def parse(text: str) -> Failpoint:
 
 
 def arm(driver: Driver, failpoint: Failpoint) -> None:
-    """From now on the daemon ends there; nothing of it is closed, flushed or told to anybody."""
+    """Kill the daemon at the failpoint, without closing, flushing or sending anything."""
     edge = failpoint.edge
     left = failpoint.time
 

@@ -1,4 +1,4 @@
-"""A peer that says it has segments and trickles poison instead of them, for as long as the other side takes it."""
+"""A peer that claims to have segments and sends wrong bytes slowly, until the other side ends the transfer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import msgspec
 from tokenlake.layout import Layout
 from tokenlake.wire import Code, pack_frame, peer
 from tokenlake.wire.frames import decode
-from tokenlake_server.proof import acceptor_proof
+from tokenlake_server.handshake import acceptor_proof
 
 __all__ = ["FakePeer"]
 
@@ -45,7 +45,7 @@ class FakePeer:
             sock.close()
 
     def serves(self, keys: Sequence[bytes], layout: Layout) -> None:
-        """From now on it has these."""
+        """Claim to have these segments from now on."""
         self._layout = layout
         self._keys = {bytes(key) for key in keys}
 

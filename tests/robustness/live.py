@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from tokenlake.identity import SegmentKey
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
-from tokenlake_client import Lease, Pool
-from tokenlake_client import link as link_module
+from tokenlake_client import Deadlines, Lease, Pool
 from tokenlake_testing.children import start_child
 from tokenlake_testing.cluster import Cluster, Node
 
@@ -43,8 +42,10 @@ LIMIT_S = 30.0
 """Against hanging; no test depends on how long anything takes below that."""
 PATIENT_S = 2.0
 """Deadline of a call in a test that is not about deadlines."""
-# On a machine that runs something else as well, a daemon may get no turn for a quarter of a second.
-link_module.LOCAL_S = PATIENT_S
+PATIENT = Deadlines(call_s=PATIENT_S)
+"""For pools of tests: on a busy machine a daemon may not run for a quarter of a second."""
+PATIENT_ENGINE = Deadlines(call_s=PATIENT_S, match_s=PATIENT_S)
+"""For engines of tests, which match with the default deadline: 20 ms without an answer must not cause a miss."""
 
 
 class Prompt:
@@ -68,7 +69,7 @@ class Prompt:
         array[:] = np.frombuffer(self.content(index, layout=LAYOUT)[: len(array)], dtype=np.uint8)
 
     def wrong(self, arrays: list[NDArray[np.uint8]], start: int = 0) -> int:
-        """How many of the arrays, the first of segment `start`, are not what they must be."""
+        """The number of arrays with wrong content; the first is that of segment `start`."""
         return sum(array.tobytes() != self.content(start + at) for at, array in enumerate(arrays))
 
 
@@ -78,23 +79,23 @@ def store(pool: Pool, prompt: Prompt, patience: float = LIMIT_S) -> bytes:
 
 
 def match(pool: Pool, prompt: Prompt, deadline_s: float = PATIENT_S) -> Lease:
-    """Lease what the pool has of a prompt."""
+    """Lease the longest prefix of a prompt that the pool has."""
     return pool.match(pool.prefix(prompt.tokens).keys, deadline_s=deadline_s)
 
 
 def flip(pool: Pool, key: SegmentKey) -> bool:
-    """Flip a bit of the copy in the pool's own node, if it has one."""
+    """Flip a bit of the copy at the pool's node; False where it has none."""
     with pool.match([key], deadline_s=PATIENT_S) as lease:
         if lease.codes[0] != Code.LOCAL:
             return False
-        place = lease._places[0]
-        slot = pool._link.regions.get(int(place["region"]), write=True).slots[place["slot"]]
+        place = lease.places[0]
+        slot = pool.link.regions.get(int(place["region"]), write=True).slots[place["slot"]]
         slot[len(slot) // 2] ^= np.uint8(1)
         return True
 
 
 def read(pool: Pool, prompt: Prompt) -> int:
-    """Fetch what the pool has of a prompt and compare it; how many segments arrived."""
+    """Fetch the prefix of a prompt that the pool has, compare it, and return the number of segments."""
     with match(pool, prompt) as lease:
         arrays = lease.fetch(deadline_s=LIMIT_S)
         assert prompt.wrong(arrays) == 0, "wrong bytes"
@@ -102,7 +103,7 @@ def read(pool: Pool, prompt: Prompt) -> int:
 
 
 def wait_until(reached: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
-    """Until `reached()`. AssertionError naming `what` after `limit_s`."""
+    """Wait until `reached()`. Raises AssertionError with `what` after `limit_s`."""
     until = time.monotonic() + limit_s
     while not reached():
         assert time.monotonic() < until, f"not within {limit_s:.0f} s: {what}"
@@ -183,6 +184,7 @@ def daemons(nodes: int = 1, memory: str = "4MiB", region_size: str = "1MiB", **s
     settings.setdefault("match_deadline_ms", "2000")
     settings.setdefault("eviction", "lru")
     with Cluster(nodes, memory, region_size, **settings) as cluster:
+        cluster.deadlines = PATIENT
         yield cluster
 
 
@@ -237,7 +239,7 @@ class EngineProcess:
         return answer
 
     def freeze(self) -> None:
-        """SIGSTOP, and wait until it is stopped."""
+        """Send SIGSTOP and wait until the process is stopped."""
         self.process.send_signal(signal.SIGSTOP)
         stat = Path(f"/proc/{self.process.pid}/stat")
         wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "the engine is stopped")
@@ -247,7 +249,7 @@ class EngineProcess:
         self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """kill -9, and wait until it is gone."""
+        """Send SIGKILL and wait until the process has ended."""
         self.process.kill()
         self.process.wait()
 

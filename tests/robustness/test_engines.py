@@ -10,6 +10,7 @@ import pytest
 from tests.robustness.fake_peer import FakePeer
 from tests.robustness.live import (
     LAYOUT,
+    PATIENT,
     EngineProcess,
     Prompt,
     daemons,
@@ -30,7 +31,7 @@ SHORT: dict[str, Any] = {"lease_s": "0.4", "reservation_s": "0.4"}
 
 
 def refill(pool: Pool, seed: int) -> list[Prompt]:
-    """Write more than the arena holds; what was written last."""
+    """Write more than fits into the arena; returns the last prompts."""
     prompts = [Prompt(seed * 100 + number, 32) for number in range(12)]
     for prompt in prompts:
         store(pool, prompt)
@@ -168,7 +169,7 @@ def test_every_refusal_names_its_reason(tmp_path: Path) -> None:
             for each in leases:
                 each.release()
         other = Layout(**{name: getattr(LAYOUT, name) for name in LAYOUT.__struct_fields__} | {"layers": 3})
-        with Pool.connect(node.socket, other) as stranger:
+        with Pool.connect(node.socket, other, deadlines=PATIENT) as stranger:
             write = stranger.store(stranger.prefix(prompt.tokens).keys)
             assert outcomes(bytes(write.codes)) == {Code.NO_REGION}
 

@@ -139,7 +139,7 @@ def test_a_daemon_ends_at_an_edge(cluster: Cluster, edge: Edge) -> None:
 
 
 def is_back(pool: Pool, lives: set[int]) -> bool:
-    """Is it connected to another life of its daemon than these?"""
+    """True when its pool is connected to a daemon of another incarnation than these."""
     with contextlib.suppress(Unreachable):
         # Who asks nothing learns of a daemon's end with the next heartbeat.
         pool.match([])

@@ -51,7 +51,7 @@ DISTINCT = sum(prompt.segments for prompt in SHARED) + 4 * len(PROMPTS)
 
 
 class Replay:
-    """Requests round robin: read what there is, compare, store the rest. What fails counts as a miss."""
+    """Requests round robin: read and compare the cached prefix, store the rest. An error counts as a miss."""
 
     def __init__(self, pools: list[Pool]) -> None:
         self.pools = pools
@@ -75,7 +75,8 @@ class Replay:
             self.timed_out += isinstance(error, DeadlinePassed)
 
     def run(self, prompts: list[Prompt], at: dict[int, Callable[[], None]] | None = None) -> None:
-        """`at`: what happens before a request, by its number; in another thread, so that calls are in flight."""
+        """`at`: actions by the number of the request before which they run, in another thread, so that calls are in
+        flight."""
         faults = [threading.Thread(target=fault) for fault in (at or {}).values()]
         for number, prompt in enumerate(prompts):
             for when, thread in zip(at or {}, faults, strict=True):
@@ -113,7 +114,7 @@ def test_a_node_is_killed_in_the_middle_of_a_replay(cluster: Cluster, pools: lis
     assert replay.timed_out == 0
     assert [pool.timeouts for pool in pools[:2]] == [0, 0]
 
-    # What was lost is computed again by whoever asks next; the pool is whole without the dead node.
+    # Lost segments are computed again by the next request; the pool is complete without the dead node.
     survivors = Replay(pools[:2])
     survivors.run(PROMPTS)
     wait_pushed(cluster)
@@ -146,7 +147,7 @@ def test_only_what_the_dead_node_held_is_lost(cluster: Cluster, pools: list[Pool
     assert only_there
     cluster.nodes[2].kill()
     for pool in pools[:2]:
-        # Copies of what the dead node kept are found once their nodes and directory nodes have seen its death.
+        # Copies of the dead node's segments are found once their nodes and directory nodes have noticed its death.
         wait_until(lambda pool=pool: held[0] | held[1] <= found_keys(pool, PROMPTS), "what others hold is found")  # type: ignore[misc]
         assert set.union(*held) - found_keys(pool, PROMPTS) == only_there
 

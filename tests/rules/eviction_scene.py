@@ -1,7 +1,8 @@
-"""Segments for a policy of eviction alone, and a memory of so many that it keeps full."""
+"""A full memory for the tests of policies of eviction."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 
 from tokenlake.hints import NO_HINTS, Hints
@@ -9,8 +10,9 @@ from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters
 from tokenlake.store import Budgets, Kind, Segment, SegmentStore
 from tokenlake.store.eviction import EvictionPolicy
+from tokenlake.wire.slots import SlotRef
 
-__all__ = ["Memory", "key_of"]
+__all__ = ["Memory", "key_of", "size_of"]
 
 SLOT_BYTES = 1024
 
@@ -20,9 +22,14 @@ def key_of(name: object) -> SegmentKey:
     return SegmentKey(repr(name).encode().ljust(32, b"."))
 
 
+def size_of(policy: EvictionPolicy) -> int:
+    """Bytes of everything that the policy keeps."""
+    return len(pickle.dumps(policy))
+
+
 class Memory:
-    """`capacity` segments, ordered by `policy` as a store would do it: a prompt is touched deepest first, and what is
-    missing of it is stored if the policy admits it."""
+    """At most `capacity` segments in the order of `policy`, which is called as a store would call it: a prompt is
+    touched deepest first, and its missing segments are stored if the policy admits them."""
 
     def __init__(self, policy: EvictionPolicy, capacity: int) -> None:
         self.policy = policy
@@ -34,11 +41,11 @@ class Memory:
         store = SegmentStore([0], 4096 + SLOT_BYTES, Budgets(), Counters())
         pool = store.pool(TenantId("t"), SLOT_BYTES)
         assert pool is not None
-        self._pool = pool
-        self._place = pool.take({0: [0]})
+        self._pool = pool.id
+        self._place = SlotRef(0, 0, 1)
 
     def request(self, prompt: Sequence[object], now: float, hints: Hints = NO_HINTS) -> int:
-        """Read what is here of a prompt of named segments, from its start; store the rest. How many were hit."""
+        """Read the prefix of a prompt of named segments that is here, and store the rest; the hits."""
         hit = next((depth for depth, name in enumerate(prompt) if name not in self.here), len(prompt))
         for depth in reversed(range(hit, len(prompt))):
             self.store(prompt[depth], depth, now, hints)
@@ -49,7 +56,7 @@ class Memory:
         return hit
 
     def store(self, name: object, depth: int, now: float, hints: Hints = NO_HINTS) -> None:
-        """As a owner stores what is pushed to it; touched when it is here."""
+        """Store a segment as an owner does; touch it if it is here."""
         if name in self.here:
             self.policy.touch(self.here[name], now)
             return
@@ -65,8 +72,8 @@ class Memory:
         self.policy.insert(segment, now)
 
     def evict(self, now: float) -> object:
-        """The coldest; its name."""
-        segment = self.policy.coldest(now)
+        """Evict the next victim; its name."""
+        segment = self.policy.victim(now)
         name = self._names.pop(segment)
         del self.here[name]
         self.policy.remove(segment, now, evicted=True)
@@ -74,5 +81,5 @@ class Memory:
         return name
 
     def order(self, now: float) -> list[object]:
-        """Names in the order in which they would go, evicting them all."""
+        """Evict all segments; their names in that order."""
         return [self.evict(now) for _ in range(len(self.here))]

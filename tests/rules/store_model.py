@@ -1,4 +1,4 @@
-"""What a segment store must do, said with dicts and lists and no regard for speed.
+"""A model of the segment store, written with dicts and lists and no regard for speed.
 
 Written from the contract of `SegmentStore`, not from its code: free slots are not kept but computed (all places
 less those of indexed and quarantined copies), pins are the names of their owners, an order is a list.
@@ -26,7 +26,7 @@ Pool = tuple[str, int]
 
 @dataclass(eq=False)
 class Copy:
-    """A segment; `content` stands for the bytes that its writer puts into the slot."""
+    """A segment. `content` stands for the bytes that its writer writes into the slot."""
 
     pool: Pool
     key: int
@@ -36,18 +36,18 @@ class Copy:
     content: int
     touched: float
     depth: int = 0
-    record: object = None
+    policy_state: object = None
     """The policy's."""
     hints: Hints = NO_HINTS
     ready: bool = False
     """Published once; stays True in quarantine."""
-    aside: bool = False
-    """Found pinned by a search for a victim: in no order until its last pin goes."""
+    excluded: bool = False
+    """A search for a victim found it pinned: in no order until its last pin goes."""
     pins: list[str] = field(default_factory=list)
 
 
 class LruModel:
-    """Least recently used first: a list, coldest first."""
+    """Least recently used first: a list in the order of eviction."""
 
     def __init__(self) -> None:
         self.copies: list[Copy] = []
@@ -63,7 +63,7 @@ class LruModel:
     def remove(self, copy: Copy, now: float, evicted: bool) -> None:
         self.copies.remove(copy)
 
-    def coldest(self, now: float) -> Copy:
+    def victim(self, now: float) -> Copy:
         return self.copies[0]
 
     def retention_value(self, copy: Copy, now: float) -> float:
@@ -91,9 +91,8 @@ class StoreModel:
         replica: float,
         policy: Callable[[], Any] = LruModel,
     ) -> None:
-        """`slots`: how many slots of each size a region holds. `policy`: orders primary copies; any but the model of
-        LRU
-        is the policy itself, so that the model says what has to be told to it, and what must come of its answers."""
+        """`slots`: how many slots of each size a region holds. `policy`: orders primary copies. Any policy but the
+        model of LRU is the real one: the model then checks the calls that it gets, and the use of its answers."""
         self.all_regions = regions
         self.slots = slots
         self.cached = cached
@@ -107,12 +106,12 @@ class StoreModel:
         self.quarantine: list[Copy] = []
         self.policy = policy
         self.order: dict[tuple[Pool, Kind], Any] = {}
-        """READY cached and primary copies: policies of the two kinds."""
+        """The orders of READY cached and primary copies."""
         self.evictions = 0
         self.not_admitted = 0
         self.quarantines = 0
         self.evicted: list[Copy] = []
-        """That a directory node may think are here: no cached one has a source."""
+        """Copies that a directory node may still name; no cached copy has a known owner here."""
 
     # -- asking
 
@@ -131,8 +130,7 @@ class StoreModel:
     def vacancy(self, now: float, region_bytes: int) -> tuple[float, float, float]:
         free = len(self.spare) * region_bytes + sum(len(self.free(pool)) * pool[1] for pool in self.regions)
         orders = [self.order_of(pool, Kind.PRIMARY) for pool in self.regions]
-        unpinned = [(order, [copy for copy in order if not copy.pins]) for order in orders]
-        next_out = [(order, copies[0]) for order, copies in unpinned if copies]
+        next_out = [(order, victim) for order in orders if (victim := self._unpinned(order, now)) is not None]
         age = max((now - copy.touched for _, copy in next_out), default=0.0)
         retention_value = min(
             (order.retention_value(copy, now) for order, copy in next_out), default=MAX_RETENTION_VALUE
@@ -147,7 +145,7 @@ class StoreModel:
     # -- changing
 
     def admit(self, pool: Pool, kind: Kind, key: int, now: float) -> Code | Copy | None:
-        """What a reservation must come to: a refusal, a victim, or None where a slot is free."""
+        """The outcome of a reservation: a refusal, a victim, or None where a slot is free."""
         if pool not in self.regions and not self._grow(pool):
             return Code.NO_REGION
         reach = len(self.places(pool)) + len(self.spare) * self.slots[pool[1]]
@@ -163,7 +161,7 @@ class StoreModel:
         cached = self.count(pool, Kind.CACHED)
         spares_cached = {Kind.CACHED: cached < budget, Kind.PRIMARY: cached <= budget}.get(kind, False)
         victims = [Kind.PRIMARY, Kind.CACHED] if spares_cached else [Kind.CACHED, Kind.PRIMARY]
-        for victim in (self._coldest(pool, kind, now) for kind in victims):
+        for victim in (self._next_victim(pool, kind, now) for kind in victims):
             if victim is not None:
                 if kind is victim.kind is Kind.PRIMARY and not self.order_of(pool, kind).admits(key, NO_HINTS, now):
                     self.not_admitted += 1
@@ -196,19 +194,19 @@ class StoreModel:
     def touch(self, prompt: list[Copy], now: float) -> None:
         for copy in reversed(prompt):
             if copy.kind is not Kind.DIRTY:
-                if copy.aside:
-                    self._come_back(copy)
+                if copy.excluded:
+                    self._readmit(copy)
                 self.order_of(copy.pool, copy.kind).touch(copy, now)
 
     def unpin(self, copy: Copy, owner: str) -> None:
         copy.pins.remove(owner)
         if not copy.pins and copy in self.quarantine:
             self.quarantine.remove(copy)
-        if not copy.pins and copy.aside:
-            self._come_back(copy)
+        if not copy.pins and copy.excluded:
+            self._readmit(copy)
 
-    def _come_back(self, copy: Copy) -> None:
-        copy.aside = False
+    def _readmit(self, copy: Copy) -> None:
+        copy.excluded = False
         self._enter(copy, copy.touched)
 
     def reclaim(self, pool: Pool, now: float) -> int | None:
@@ -220,7 +218,7 @@ class StoreModel:
                 self.regions[pool].remove(region)
                 if not self.regions[pool]:
                     del self.regions[pool]
-                    # What comes later is a fresh pool.
+                    # A later pool with this id starts with fresh orders.
                     self.order = {at: order for at, order in self.order.items() if at[0] != pool}
                 self.away.append(region)
                 return region
@@ -240,16 +238,25 @@ class StoreModel:
         self.regions.setdefault(pool, []).append(self.spare.pop(0))
         return True
 
-    def _coldest(self, pool: Pool, kind: Kind, now: float) -> Copy | None:
-        """The coldest without a pin; what is colder is in use: touched, and set aside."""
+    def _next_victim(self, pool: Pool, kind: Kind, now: float) -> Copy | None:
+        """The next victim without a pin. Pinned copies before it count as touched, and are excluded."""
         order = self.order_of(pool, kind)
         while len(order):
-            copy: Copy = order.coldest(now)
+            copy: Copy = order.victim(now)
             if not copy.pins:
                 return copy
             order.remove(copy, now, evicted=False)
-            copy.touched, copy.aside = now, True
+            copy.touched, copy.excluded = now, True
         return None
+
+    @staticmethod
+    def _unpinned(order: Any, now: float) -> Copy | None:
+        """The first unpinned copy, without a change of the order. `victim` comes first: an iteration does not tell the
+        policy the time, and values change with age (test_vacancy_counts_time_since_the_last_call)."""
+        if not len(order):
+            return None
+        first: Copy = order.victim(now)
+        return next((copy for copy in order if not copy.pins), None) if first.pins else first
 
     def _evict(self, copy: Copy, now: float) -> None:
         self.evictions += 1
@@ -262,6 +269,6 @@ class StoreModel:
             self.order_of(copy.pool, copy.kind).insert(copy, now)
 
     def _leave(self, copy: Copy, now: float, evicted: bool = False) -> None:
-        if copy.ready and not copy.aside and copy.kind is not Kind.DIRTY:
+        if copy.ready and not copy.excluded and copy.kind is not Kind.DIRTY:
             self.order_of(copy.pool, copy.kind).remove(copy, now, evicted)
-        copy.aside = False
+        copy.excluded = False

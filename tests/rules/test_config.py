@@ -222,7 +222,7 @@ def test_one_list_of_peers_serves_all_nodes() -> None:
     [
         ("a=127.0.0.1:9", "a=127.0.0.1:1, as listen says"),
         ("a=127.0.0.1:1/2GiB", "/1GiB, as memory says"),
-        ("b=127.0.0.1:1", "127.0.0.1:1 to be this node, a"),
+        ("b=127.0.0.1:1", "the name a at 127.0.0.1:1"),
     ],
 )
 def test_an_entry_that_contradicts_this_node_is_refused(peers: str, reason: str) -> None:

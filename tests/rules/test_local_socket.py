@@ -16,6 +16,7 @@ from tokenlake.local_socket import (
     default_socket,
     directory_mode,
     first_reachable,
+    no_daemon,
     sockets_to_try,
     trusted_users,
 )
@@ -170,7 +171,7 @@ def test_a_process_of_another_user_is_refused() -> None:
         check_listener("/s", OTHER, frozenset({0, ME}))
 
 
-def test_the_first_that_answers_or_the_most_specific_error() -> None:
+def test_the_first_that_answers_is_taken() -> None:
     def attempt(path: str) -> str:
         if path == "gone":
             raise Unreachable("gone") from FileNotFoundError()
@@ -180,12 +181,36 @@ def test_the_first_that_answers_or_the_most_specific_error() -> None:
             raise ListenerUntrusted("forged")
         return path
 
-    assert first_reachable(["gone", "silent", "forged", "good", "other"], attempt) == "good"
+    def first(*paths: str) -> str:
+        return first_reachable(paths, attempt, lambda directory: ())
+
+    assert first("gone", "silent", "forged", "good", "other") == "good"
     with pytest.raises(ListenerUntrusted, match="forged"):
-        first_reachable(["gone", "silent", "forged"], attempt)
+        first("gone", "silent", "forged")
     with pytest.raises(Unreachable, match="silent"):
-        first_reachable(["gone", "silent"], attempt)
+        first("gone", "silent")
     with pytest.raises(Unreachable, match="^gone$"):
-        first_reachable(["gone"], attempt)
+        first("gone")
     with pytest.raises(Unreachable, match="at gone or gone; start one"):
-        first_reachable(["gone", "gone"], attempt)
+        first("gone", "gone")
+
+
+def test_the_error_names_the_sockets_beside() -> None:
+    """A client that looked for node `local` learned nothing of the daemon of node `a` in the same directory."""
+    directories = {"/own": ["tokenlake-b.sock", "notes", "tokenlake-a.sock", "other.sock"], "/run/tokenlake": []}
+
+    def names(directory: str) -> list[str]:
+        if directory not in directories:
+            raise FileNotFoundError(directory)
+        return directories[directory]
+
+    tried = ["/own/tokenlake-local.sock", "/absent/tokenlake-local.sock", "/run/tokenlake/tokenlake-local.sock"]
+    text = no_daemon(tried, names)
+    assert text.startswith(f"no daemon listens at {' or '.join(tried)}; ")
+    assert "sockets here: /own/tokenlake-a.sock, /own/tokenlake-b.sock; connect to one of these" in text
+    assert no_daemon(tried[1:], names).endswith("; start one with `tokenlake serve`")
+    assert no_daemon(["/own/tokenlake-a.sock"], names, "refused").startswith(
+        "no daemon listens at /own/tokenlake-a.sock (refused); sockets here: /own/tokenlake-b.sock; "
+    ), "a socket that does not answer is not named as another"
+    directories["/own"] = [f"tokenlake-{number:02}.sock" for number in range(20)]
+    assert "/own/tokenlake-07.sock, ...; connect" in no_daemon(tried, names)

@@ -7,7 +7,9 @@ examples that it took.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -18,13 +20,11 @@ from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.store import Kind, Segment, SegmentStore, State
 from tokenlake.store.pool import SlotPool
+from tokenlake.store.slot_table import SlotTable
 from tokenlake.wire.codes import Code
 from tokenlake.wire.slots import SlotRef
 
 SEARCH = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
     max_examples=400,
     stateful_step_count=50,
     phases=[Phase.generate],
@@ -34,53 +34,58 @@ SEARCH = settings(
 
 
 @contextlib.contextmanager
-def unseen_pins(segment: Segment) -> Iterator[None]:
-    """As if nobody held the segment."""
+def hidden_pins(segment: Segment) -> Iterator[None]:
+    """Hide the pins of a segment."""
     pins, segment.pins = segment.pins, 0
     yield
     segment.pins = pins
 
 
 class GenerationNotBumped(SegmentStore):
-    """A slot keeps its generation when it changes hands."""
+    """A slot keeps its generation when it gets another segment."""
 
-    def reserve(
-        self,
-        tenant: TenantId,
-        slot_bytes: int,
-        key: SegmentKey,
-        kind: Kind,
-        depth: int,
-        now: float,
-        hints: Hints = NO_HINTS,
-    ) -> Segment | Code:
-        result = super().reserve(tenant, slot_bytes, key, kind, depth, now, hints)
-        if isinstance(result, Segment):
-            region, slot, generation = result.place
-            if generation > 1:
-                self._generations[region][slot] -= 1
-                result.place = SlotRef(region, slot, generation - 1)
-                self.reissued[-1] = result.place
-        return result
+    class Table(SlotTable):
+        def next_generation(self, region: int, slot: int) -> SlotRef:
+            return SlotRef(*super().next_generation(region, slot)[:2], 1)
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._slots = self.Table()
 
 
 class GenerationForgotten(SegmentStore):
     """A region's fresh memory starts again at generation 1."""
 
-    def add_spare(self, region: int, claimed: tuple[TenantId, int] | None = None) -> None:
-        del self._generations[region]
-        super().add_spare(region, claimed)
+    class Table(SlotTable):
+        def __init__(self) -> None:
+            super().__init__()
+            self.given: Counter[tuple[int, int]] = Counter()
+
+        def add_region(self, region: int, slots: int) -> None:
+            super().add_region(region, slots)
+            self.given = Counter({place: count for place, count in self.given.items() if place[0] != region})
+
+        def next_generation(self, region: int, slot: int) -> SlotRef:
+            super().next_generation(region, slot)
+            self.given[region, slot] += 1
+            return SlotRef(region, slot, self.given[region, slot])
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._slots = self.Table()
 
 
 class LeaseIgnored(SegmentStore):
     """A leased segment may be the victim, and its slot changes hands at once."""
 
     def _victim(self, pool: SlotPool, kind: Kind, now: float) -> Segment | None:
-        leased = (s for s in self.segments() if s.state is State.READY and s.kind is not Kind.DIRTY and s.pool is pool)
+        leased = (
+            s for s in self.segments() if s.state is State.READY and s.kind is not Kind.DIRTY and s.pool == pool.id
+        )
         return super()._victim(pool, kind, now) or next(leased, None)
 
     def _evict(self, segment: Segment, now: float, rule: str = "") -> None:
-        with unseen_pins(segment):
+        with hidden_pins(segment):
             super()._evict(segment, now, rule)
 
     def unpin(self, *segments: Segment) -> None:
@@ -92,10 +97,10 @@ class LeaseIgnored(SegmentStore):
 
 
 class QuarantineFreedAtOnce(SegmentStore):
-    """A discarded segment's slot is free although somebody may still touch it."""
+    """The slot of a discarded segment is free although a process may still use it."""
 
     def discard(self, segment: Segment, now: float, evicted: bool = False) -> None:
-        with unseen_pins(segment):
+        with hidden_pins(segment):
             super().discard(segment, now, evicted)
 
     def unpin(self, *segments: Segment) -> None:
@@ -107,22 +112,22 @@ class QuarantineFreedAtOnce(SegmentStore):
 
 
 class QuarantineNeverFreed(SegmentStore):
-    """The last pin goes, the slot stays away: a leak that every count agrees with."""
+    """The slot is not freed with the last pin: a leak that agrees with all counts."""
 
     def unpin(self, *segments: Segment) -> None:
         super().unpin(*(s for s in segments if s.state is not State.GONE or s.pins > 1))
 
 
 class DirtyEvictable(SegmentStore):
-    """A segment that only its writer has is evicted."""
+    """A dirty copy is evicted."""
 
     def _victim(self, pool: SlotPool, kind: Kind, now: float) -> Segment | None:
         dirty = (s for s in self.segments() if s.kind is Kind.DIRTY and s.state is State.READY and not s.pins)
-        return super()._victim(pool, kind, now) or next((s for s in dirty if s.pool is pool), None)
+        return super()._victim(pool, kind, now) or next((s for s in dirty if s.pool == pool.id), None)
 
 
 class CachedBudgetIgnored(SegmentStore):
-    """A cached copy takes a primary copy's slot whatever the cached copies hold already."""
+    """A cached copy displaces a primary copy although cached copies are beyond their budget."""
 
     def _victim(self, pool: SlotPool, kind: Kind, now: float) -> Segment | None:
         victim = pool.victim(Kind.PRIMARY, now) if kind is Kind.CACHED else None
@@ -152,7 +157,7 @@ class DirtyBudgetIgnored(SegmentStore):
 
 
 class ParentTouchedFirst(SegmentStore):
-    """A prompt is touched from its start, so that parents go before their children."""
+    """A prompt is touched from its start, so that parents are evicted before their children."""
 
     def touch(self, segments: Sequence[Segment], now: float, hints: Hints | None = None) -> None:
         super().touch(segments[::-1], now, hints)
@@ -181,11 +186,11 @@ PLANTED: dict[type[SegmentStore], str] = {
     DirtyEvictable: "must come to <Code.NO_SLOT",
     CachedBudgetIgnored: r"handed out a slot of|= len\(",
     DirtyBudgetIgnored: "must come to <Code.WRITE_BUDGET|came to <Code.NO_SLOT",
-    ParentTouchedFirst: "coldest .* copy of|handed out a slot of",
+    ParentTouchedFirst: "next .* victim of|handed out a slot of",
     PrimariesEvictedFirst: "handed out a slot of",
     TenantDropped: "asking for .* came to",
 }
-"""The store and what the machine says of it."""
+"""The failure that the machine reports, by store."""
 
 
 def search(store: type[SegmentStore]) -> None:

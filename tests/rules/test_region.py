@@ -12,7 +12,7 @@ from tokenlake.store.region import GENERATION_BYTES, RegionShape
 
 
 @given(st.integers(0, 1 << 20), st.integers(1, 1 << 17))
-def test_slots_lie_behind_the_generations_and_do_not_overlap(region_bytes: int, slot_bytes: int) -> None:
+def test_slots_follow_the_header_and_do_not_overlap(region_bytes: int, slot_bytes: int) -> None:
     shape = RegionShape(region_bytes, slot_bytes)
     starts = [shape.offset(slot) for slot in range(shape.slots)]
     assert all(start % 64 == 0 for start in starts)

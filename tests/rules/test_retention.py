@@ -1,4 +1,4 @@
-"""Retention: which primary copies go first and last whatever the policy, how long, and how many."""
+"""Retention: the tiers of priority and time to live, under each policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters
 from tokenlake.store import Budgets, Kind, Segment, SegmentStore
 from tokenlake.store.eviction import POLICIES, EvictionPolicy, LeastRecentlyUsed
-from tokenlake.store.retention import HIGH_S, HIGH_SHARE
+from tokenlake.store.retention import HIGH_S, HIGH_SHARE, MAX_PASSED, Deadlines
 
 TENANT = TenantId("t")
 SLOT_BYTES = 1024
@@ -49,7 +49,7 @@ class Scene:
 
 
 @every_policy
-def test_high_priority_goes_after_and_low_before_what_says_nothing(make: Callable[[], EvictionPolicy]) -> None:
+def test_high_priority_leaves_last_and_low_first(make: Callable[[], EvictionPolicy]) -> None:
     scene = Scene(make)
     for number in range(SLOTS):
         scene.add(number, float(number), {0: HIGH, 1: HIGH, SLOTS - 1: LOW, SLOTS - 2: LOW}.get(number, NO_HINTS))
@@ -60,21 +60,21 @@ def test_high_priority_goes_after_and_low_before_what_says_nothing(make: Callabl
 
 
 @every_policy
-def test_what_outlived_its_time_goes_first_and_a_use_renews_it(make: Callable[[], EvictionPolicy]) -> None:
+def test_expired_segments_leave_first_and_an_access_renews(make: Callable[[], EvictionPolicy]) -> None:
     scene = Scene(make)
     for number in range(SLOTS):
         scene.add(number, float(number), Hints(ttl_s=60.0) if number in (17, 18) else NO_HINTS)
     scene.store.touch([scene.segments[18]], 70.0)
     scene.add(100, 90.0)
     assert scene.gone() == [17]
-    # Used at 70, so at 129 its time has not passed, and at 131 it has.
+    # The last access was at 70, so the time to live has not passed at 129, and has at 131.
     scene.add(101, 129.0)
     assert 18 in scene.here()
     scene.add(102, 131.0)
     assert 18 in scene.gone()
 
 
-def test_what_is_overdue_goes_before_cached_copies() -> None:
+def test_expired_segments_leave_before_cached_copies() -> None:
     scene = Scene()
     for number in range(SLOTS):
         cached = number < 2
@@ -83,7 +83,7 @@ def test_what_is_overdue_goes_before_cached_copies() -> None:
     assert scene.gone() == [10]
 
 
-def test_high_priority_is_bounded_and_the_newest_have_it() -> None:
+def test_high_priority_is_bounded_to_the_newest() -> None:
     scene = Scene()
     for number in range(SLOTS):
         scene.add(number, float(number), HIGH)
@@ -101,7 +101,7 @@ def test_a_prompt_beyond_the_bound_keeps_its_beginning() -> None:
     assert scene.gone() == [HIGHS, HIGHS + 1, HIGHS + 2]
 
 
-def test_high_priority_ends_without_a_use() -> None:
+def test_high_priority_ends_without_an_access() -> None:
     scene = Scene()
     for number in range(SLOTS):
         scene.add(number, float(number), HIGH if number < 2 else NO_HINTS)
@@ -119,15 +119,15 @@ def test_a_time_to_live_goes_on_when_high_priority_ends(make: Callable[[], Evict
         scene.add(number, 0.0, Hints(priority=1, ttl_s=1.5 * HIGH_S) if number == 0 else NO_HINTS)
     others = [scene.segments[number] for number in range(1, SLOTS)]
     for now in (0.9 * HIGH_S, 1.4 * HIGH_S):
-        # Nobody needs memory, and the policy hears the time.
+        # No segment comes, but the policy gets to know the time.
         scene.store.touch(others, now)
-        next(iter(scene.store.pools())).retention.overdue(now)
+        next(iter(scene.store.pools())).retention.expired(now)
     scene.add(100, 1.5 * HIGH_S + 1.0)
     assert scene.gone() == [0]
 
 
-def test_at_the_very_moment_a_time_to_live_has_passed() -> None:
-    """Sums are rounded, here down: the moment is less than the time to live after the use."""
+def test_a_time_to_live_has_passed_at_its_end() -> None:
+    """The sum is rounded down here: the end is less than the time to live after the access."""
     used, ttl = 90.1, 0.3
     assert used + ttl - used < ttl
     scene = Scene()
@@ -137,7 +137,7 @@ def test_at_the_very_moment_a_time_to_live_has_passed() -> None:
     assert scene.gone() == [7]
 
 
-def test_a_late_word_changes_the_lane_and_is_no_use() -> None:
+def test_later_hints_change_the_tier_and_are_no_access() -> None:
     scene = Scene()
     for number in range(SLOTS):
         scene.add(number, float(number))
@@ -158,7 +158,7 @@ def test_a_shorter_time_to_live_counts_at_once() -> None:
     assert scene.gone() == [7]
 
 
-def test_what_is_leased_stays_whatever_its_lane() -> None:
+def test_a_pinned_segment_stays_in_any_tier() -> None:
     scene = Scene()
     for number in range(SLOTS):
         scene.add(number, float(number), Hints(priority=-1, ttl_s=1.0) if number < 3 else NO_HINTS)
@@ -172,25 +172,43 @@ def test_what_is_leased_stays_whatever_its_lane() -> None:
 
 
 @every_policy
-def test_every_mixture_keeps_the_books(make: Callable[[], EvictionPolicy]) -> None:
+def test_any_mixture_keeps_integrity(make: Callable[[], EvictionPolicy]) -> None:
     draw = random.Random(5)
     scene = Scene(make)
     now = 0.0
-    words = [NO_HINTS, HIGH, LOW, Hints(ttl_s=3.0), Hints(priority=1, ttl_s=7.0), Hints(priority=-1, ttl_s=2.0)]
+    choices = [NO_HINTS, HIGH, LOW, Hints(ttl_s=3.0), Hints(priority=1, ttl_s=7.0), Hints(priority=-1, ttl_s=2.0)]
     for number in range(600):
         now += draw.choice((0.0, 0.3, 2.0))
         here = scene.here()
         if here and draw.random() < 0.5:
             segment = scene.segments[draw.choice(here)]
             if draw.random() < 0.5:
-                scene.store.touch([segment], now, draw.choice([None, *words]))
+                scene.store.touch([segment], now, draw.choice([None, *choices]))
             else:
-                scene.store.hint([segment], draw.choice(words), now)
+                scene.store.hint([segment], draw.choice(choices), now)
             scene.store.check_integrity()
         else:
-            scene.add(number, now, draw.choice(words))
+            scene.add(number, now, draw.choice(choices))
     retention = next(iter(scene.store.pools())).retention
     assert len(retention) == len(set(retention)) == SLOTS
-    # Whatever came and went, what is noted of times is bounded by what is here.
-    assert len(retention._until) <= SLOTS
-    assert len(retention._due) <= 2 * SLOTS + 64
+
+
+def test_deadlines_can_be_moved_and_cancelled() -> None:
+    """Each passes once, at its newest time; the heap is bounded by the greatest number of deadlines at a time."""
+    draw = random.Random(7)
+    scene = Scene()
+    segments = [scene.add(number, 0.0) for number in range(SLOTS)]
+    deadlines, expected = Deadlines(), dict[Segment, float]()
+    for step in range(2000):
+        now, segment = step / 10, draw.choice(segments)
+        if draw.random() < 0.2:
+            deadlines.cancel(segment)
+            expected.pop(segment, None)
+        else:
+            expected[segment] = now + draw.random() * 5
+            deadlines.set(segment, expected[segment])
+        passed = list(deadlines.passed(now))
+        assert set(passed) == {each for each, at in expected.items() if at <= now}
+        assert len(passed) == len(set(passed))
+        expected = {each: at for each, at in expected.items() if at > now}
+        assert len(expected) <= len(deadlines) <= 2 * SLOTS + MAX_PASSED

@@ -1,4 +1,4 @@
-"""A daemon that must serve after whatever a test did to it."""
+"""Daemons that must serve after each test."""
 
 from __future__ import annotations
 

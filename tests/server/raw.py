@@ -1,4 +1,4 @@
-"""Frames by hand: clients and peers that do what none of ours does."""
+"""Sockets that send any frames or bytes: clients and peers that violate the protocol."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tokenlake.keys import probe
 from tokenlake.wire import HEADER_BYTES, PROTOCOL_VERSION, engine, pack_frame, peer
 from tokenlake.wire.frames import decode
 from tokenlake_server.daemon import core_config
-from tokenlake_server.peers import ring_members
-from tokenlake_server.proof import NONCE_BYTES, Dialler, PeerIdentity
+from tokenlake_server.handshake import NONCE_BYTES, Dialler, PeerIdentity
+from tokenlake_server.peer_connections import ring_members
 from tokenlake_testing.cluster import Node
 
 LIMIT_S = 20.0
@@ -78,12 +78,12 @@ class Raw:
         return decode(peer.handshake_decoder, self.body())
 
     def closed(self) -> bool:
-        """Nothing more comes, and the other side closed."""
+        """True when the other side closed without another frame."""
         return self.body() == b""
 
 
 def hello(**changes: Any) -> engine.Hello:
-    """What a proper client says first, with changes."""
+    """A valid Hello with changed fields."""
     fields: dict[str, Any] = {
         "id": 1,
         "oldest_version": PROTOCOL_VERSION,
@@ -95,7 +95,7 @@ def hello(**changes: Any) -> engine.Hello:
 
 
 def refusal(path: Path, message: msgspec.Struct) -> engine.Failed:
-    """What the daemon answers to a first frame; it closes the connection after that."""
+    """The daemon's reply to a first frame, with which it refuses and closes the connection."""
     with Raw(path) as raw:
         raw.send(message)
         failed = raw.reply()
@@ -105,14 +105,14 @@ def refusal(path: Path, message: msgspec.Struct) -> engine.Failed:
 
 
 def peer_address(node: Node) -> tuple[str, int]:
-    """Where a daemon listens for peers."""
-    return "127.0.0.1", int(node._settings["listen"].rpartition(":")[2])
+    """The address at which a daemon listens for peers."""
+    return "127.0.0.1", int(node.settings["listen"].rpartition(":")[2])
 
 
 def identity_of(node: Node) -> PeerIdentity:
-    """What a daemon with the settings of `node` that starts now says of itself, its secret included."""
+    """The identity of a daemon with the settings of `node` that starts now, with its secret."""
     incarnation = time.time_ns()
-    flags = {name.replace("-", "_"): value for name, value in node._settings.items()}
+    flags = {name.replace("-", "_"): value for name, value in node.settings.items()}
     file = flags.pop("config", None)
     text = Path(file).read_text() if file else None
     config = load_config(toml_text=text, environ={}, flags=flags, uid=os.geteuid()).config
@@ -130,7 +130,7 @@ def identity_of(node: Node) -> PeerIdentity:
 
 
 def introduce(raw: Raw, identity: PeerIdentity, node: str, purpose: peer.Purpose) -> peer.Handshake:
-    """Dial `node` as `identity`; what it says to the proof."""
+    """Do the handshake with `node` as `identity`. Returns the reply to the proof."""
     dialler = Dialler(identity, node, secrets.token_bytes(NONCE_BYTES), purpose=purpose)
     raw.send(dialler.hello)
     challenge = raw.answer()

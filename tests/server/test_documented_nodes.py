@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.robustness.live import LAYOUT, LIMIT_S, Prompt, outcomes, read, store, wait_until
+from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT, Prompt, outcomes, read, store, wait_until
 from tokenlake.wire import Code
 from tokenlake_client import Pool
 from tokenlake_testing.cluster import free_port, parse_metrics
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.live
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 
 
-def test_the_two_nodes_of_the_page_find_each_other(tmp_path: Path) -> None:
+def test_the_two_nodes_of_the_page_connect(tmp_path: Path) -> None:
     """With the ports and sizes of the page replaced: other daemons may have the one, and the other is not there."""
     files = dict(re.findall(r"```toml\n# ([ab])\.toml\n(.*?)```", PAGE.read_text(), re.DOTALL))
     assert sorted(files) == ["a", "b"]
@@ -36,7 +36,7 @@ def test_the_two_nodes_of_the_page_find_each_other(tmp_path: Path) -> None:
             file.write_text(re.sub(r"(?<=127\.0\.0\.1:)[0-9]+", lambda match: ports[match[0]], text))
             log = stack.enter_context((tmp_path / f"{node}.log").open("wb"))
             command = [sys.executable, "-m", "tokenlake_server", "--config", str(file), "--memory", "4MiB"]
-            # The default place depends on the user who runs the test.
+            # The default place depends on the user of the test.
             command += ["--socket", str(tmp_path / f"tokenlake-{node}.sock")]
             daemons[node] = stack.enter_context(
                 subprocess.Popen([*command, "--region-size", "1MiB"], stdout=log, stderr=log, env=environment)
@@ -53,7 +53,7 @@ def test_the_two_nodes_of_the_page_find_each_other(tmp_path: Path) -> None:
         for node in daemons:
             wait_until(lambda node=node: connected(node), f"{node} found the other")  # type: ignore[misc]
         for seed, node in enumerate(daemons):
-            with Pool.connect(tmp_path / f"tokenlake-{node}.sock", LAYOUT) as pool:
+            with Pool.connect(tmp_path / f"tokenlake-{node}.sock", LAYOUT, deadlines=PATIENT) as pool:
                 prompt = Prompt(seed, 3)
                 assert outcomes(store(pool, prompt)) == {Code.COMMITTED}
                 assert read(pool, prompt) == 3

@@ -1,4 +1,4 @@
-"""The driver: one Tick per deadline, whatever is read between the alarm and its Tick; events that the rules fail on."""
+"""The driver: one Tick per deadline, the rules' clock, and events on which the rules fail."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tokenlake.core.instructions import Answer, Instruction, SendToPeer, Stamp, 
 from tokenlake.core.node import HandlerFailed
 from tokenlake.wire import Code, engine, peer
 from tokenlake_server.driver import Driver, Handle
-from tokenlake_server.recording import Recorder, replay
+from tokenlake_server.event_log import Recorder, replay
 
 
 class SteppedLoop(asyncio.SelectorEventLoop):
-    """Its time stands until it is set."""
+    """A loop whose time changes only when it is set."""
 
     now = 0.0
 
@@ -32,8 +32,8 @@ async def turns(count: int) -> None:
         await asyncio.sleep(0)
 
 
-def test_an_answer_between_alarm_and_tick_leaves_one_alarm() -> None:
-    """Each such answer made one more alarm for good: after hours of matches every deadline cost thousands of ticks."""
+def test_an_answer_between_alarm_and_tick() -> None:
+    """Each such answer left one more alarm: after hours of matches every deadline cost thousands of ticks."""
     loop = SteppedLoop()
     said: list[peer.PeerMessage] = []
     ticks: list[float] = []
@@ -87,8 +87,8 @@ def test_an_answer_between_alarm_and_tick_leaves_one_alarm() -> None:
         loop.close()
 
 
-def test_a_faster_clock_is_the_only_clock_of_the_rules() -> None:
-    """Events and alarms: a deadline of the rules passes ten times as soon."""
+def test_all_times_of_the_rules_follow_their_clock() -> None:
+    """With speed 10, a deadline of the rules passes in a tenth of the time."""
     loop = SteppedLoop()
     seen: list[tuple[str, float]] = []
 
@@ -129,10 +129,8 @@ def test_a_faster_clock_is_the_only_clock_of_the_rules() -> None:
         loop.close()
 
 
-def test_what_the_rules_changed_before_they_failed_is_carried_out_and_replayed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else memory that has a new owner would bear the generation of the former."""
+def test_instructions_of_a_failed_handler_are_carried_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a reused slot would keep the generation of its previous segment."""
     loop = SteppedLoop()
     config = CoreConfig("a", 1, {"a": 1}, regions=1, region_bytes=1 << 20)
     core = NodeCore(config)

@@ -1,4 +1,4 @@
-"""`tokenlake explain` against real daemons: by its command, for its tenant only, and what goes wrong."""
+"""`tokenlake explain` with real daemons: its output, its tenants and its errors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.robustness.live import LAYOUT, PATIENT_S, SEGMENT_TOKENS, Prompt, daemons, store, wait_pushed
+from tests.robustness.live import LAYOUT, PATIENT, PATIENT_S, SEGMENT_TOKENS, Prompt, daemons, store, wait_pushed
 from tokenlake.errors import CredentialRefused, DeadlinePassed, Unreachable
 from tokenlake.wire.funnel import MissReason
-from tokenlake_client import Pool
+from tokenlake_client import MatchOptions, Pool
 from tokenlake_server.explain import ask
 from tokenlake_testing.cluster import Cluster
 
@@ -55,22 +55,26 @@ def command(socket: Path, *arguments: str, token: str = "") -> subprocess.Comple
     return subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_a_request_is_told_to_its_tenant_and_to_nobody_else(cluster: Cluster) -> None:
+def test_only_the_tenant_of_a_request_is_answered(cluster: Cluster) -> None:
     writer, reader = cluster.nodes[0].socket, cluster.nodes[1].socket
     prompt = Prompt(1, 12)
-    with Pool.connect(writer, LAYOUT, RED) as pool, Pool.connect(reader, LAYOUT, RED) as other:
+    with (
+        Pool.connect(writer, LAYOUT, RED, deadlines=PATIENT) as pool,
+        Pool.connect(reader, LAYOUT, RED, deadlines=PATIENT) as other,
+    ):
         store(pool, prompt)
         wait_pushed(cluster)
         longer = Prompt(2, 3, shared=prompt)
         keys = other.prefix(longer.tokens).keys
-        with other.match(keys, deadline_s=PATIENT_S, request="a name", tokens=len(longer.tokens) + 7) as lease:
+        options = MatchOptions(request="a name", prompt_tokens=len(longer.tokens) + 7)
+        with other.match(keys, options, deadline_s=PATIENT_S) as lease:
             assert lease.hits == prompt.segments
             here = lease.local_hits
             assert prompt.wrong(lease.fetch()) == 0
         other.match([]).release()
-        told = command(reader, "a name", "--json", token=RED)
-        assert told.returncode == 0, told.stderr
-        funnel = json.loads(told.stdout)
+        answered = command(reader, "a name", "--json", token=RED)
+        assert answered.returncode == 0, answered.stderr
+        funnel = json.loads(answered.stdout)
         hits, missing = prompt.segments * SEGMENT_TOKENS, 3 * SEGMENT_TOKENS
         assert (funnel["request"], funnel["node"], funnel["ideal"]) == ("a name", "node1", hits + missing + 7)
         assert funnel["here"] == here * SEGMENT_TOKENS
@@ -84,10 +88,10 @@ def test_a_request_is_told_to_its_tenant_and_to_nobody_else(cluster: Cluster) ->
         assert table.returncode == 0
         for shown in ("a name", "ideal", "indexed", "useful", f"{hits:,}", "never stored", "too short"):
             assert shown in table.stdout
-        # Nobody learns a key, a token or a secret, whatever is printed.
-        for output in (told.stdout, table.stdout):
+        # No output holds a key, a token or a secret.
+        for output in (answered.stdout, table.stdout):
             assert not any(secret in output for secret in (RED, "aa" * 8, "bb" * 8, keys[0].hex()[:16]))
-        # By uid this user is of the other tenant; on another node nobody heard of the request.
+        # By uid this user belongs to the other tenant; the other node did not serve the request.
         for stranger in (
             command(reader, "a name"),
             command(writer, "a name", token=RED),
@@ -98,7 +102,7 @@ def test_a_request_is_told_to_its_tenant_and_to_nobody_else(cluster: Cluster) ->
             assert not stranger.stdout
 
 
-def test_who_may_not_ask_is_refused_and_no_token_is_shown(cluster: Cluster) -> None:
+def test_an_unknown_token_is_refused_and_not_shown(cluster: Cluster) -> None:
     refused = command(cluster.nodes[0].socket, "r", token="no-such-token")
     assert refused.returncode == 1
     assert "the token belongs to no tenant" in refused.stderr
@@ -112,21 +116,41 @@ def test_no_token_is_in_the_event_log(tmp_path: Path) -> None:
     file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32, cluster="cc" * 32))
     file.chmod(0o600)
     with daemons(config=str(file), record=str(record)) as cluster:
-        assert ask(cluster.nodes[0].socket, "a name", RED) is None
+        assert ask(cluster.nodes[0].socket, "a name", RED) == (None, ())
         assert cluster.nodes[0].stop() == 0
         assert b"a name" in record.read_bytes()
         assert RED.encode() not in record.read_bytes()
 
 
+def test_the_beginning_of_a_name_and_the_newest_requests(cluster: Cluster) -> None:
+    """The API of an engine may return a shorter id than the one that the engine gives the pool."""
+    socket = cluster.nodes[2].socket
+    names = [f"cmpl-mine-{number}-0-85432ec{number}" for number in (1, 12, 3)]
+    with Pool.connect(socket, LAYOUT, RED) as pool:
+        for name in names:
+            pool.match(pool.prefix(Prompt(4, 1).tokens).keys, MatchOptions(request=name)).release()
+    by_prefix = command(socket, "cmpl-mine-3", "--json", token=RED)
+    assert json.loads(by_prefix.stdout)["request"] == names[2]
+    ambiguous = command(socket, "cmpl-mine-1", token=RED)
+    assert ambiguous.returncode == 1
+    assert "several requests begin with 'cmpl-mine-1'" in ambiguous.stderr
+    assert [name for name in names if name in ambiguous.stderr] == names[:2]
+    newest = command(socket, "--last", "2", "--json", token=RED)
+    assert [json.loads(line)["request"] for line in newest.stdout.splitlines()] == [names[2], names[1]]
+    for words in ((), ("a", "--last", "2")):
+        assert "either REQUEST_ID or --last N" in command(socket, *words, token=RED).stderr
+    assert "remembers no request of this tenant" in command(socket, "--last", "2").stderr
+
+
 def test_a_name_is_cut_like_the_engines(cluster: Cluster) -> None:
     with Pool.connect(cluster.nodes[0].socket, LAYOUT, RED) as pool:
-        pool.match(pool.prefix(Prompt(3, 1).tokens).keys, request="x" * 100).release()
-        funnel = ask(cluster.nodes[0].socket, "x" * 100, RED)
+        pool.match(pool.prefix(Prompt(3, 1).tokens).keys, MatchOptions(request="x" * 100)).release()
+        funnel = ask(cluster.nodes[0].socket, "x" * 100, RED).funnel
         assert funnel is not None
         assert funnel.request == "x" * 64
 
 
-def test_without_a_daemon_it_says_so(tmp_path: Path) -> None:
+def test_without_a_daemon(tmp_path: Path) -> None:
     missing = command(tmp_path / "nothing.sock", "r")
     assert missing.returncode == 1
     assert "no daemon at" in missing.stderr
@@ -134,7 +158,7 @@ def test_without_a_daemon_it_says_so(tmp_path: Path) -> None:
         ask(tmp_path / "nothing.sock", "r")
 
 
-def test_a_daemon_that_is_stopped_costs_a_deadline(cluster: Cluster) -> None:
+def test_a_frozen_daemon_costs_a_deadline(cluster: Cluster) -> None:
     node = cluster.nodes[2]
     node.freeze()
     try:

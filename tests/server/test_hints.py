@@ -1,4 +1,4 @@
-"""Hints, retention, quotas and bytes per tenant on real daemons, and hints without meaning."""
+"""Hints, retention, quotas and bytes per tenant on real daemons, and invalid hints."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.robustness.live import LAYOUT, Prompt, daemons, outcomes, read, store, total
+from tests.robustness.live import LAYOUT, PATIENT, Prompt, daemons, outcomes, read, store, total
 from tests.server.raw import Raw, hello
 from tokenlake.hints import NO_HINTS, Hints, Outlook
 from tokenlake.wire import HEADER_BYTES, Code, engine
-from tokenlake_client import Pool
-from tokenlake_server.engines import MAX_KEYS
+from tokenlake_client import MatchOptions, Pool
+from tokenlake_server.engine_connection import MAX_KEYS
 from tokenlake_testing.cluster import Cluster, Node
 
 pytestmark = pytest.mark.live
@@ -56,7 +56,7 @@ def hinted(**fields: Any) -> bytes:
 
 
 @pytest.mark.parametrize("field", BAD)
-def test_a_hint_without_meaning_ends_the_connection_by_name(node: Node, field: str) -> None:
+def test_an_invalid_hint_closes_the_connection(node: Node, field: str) -> None:
     with Raw(node.socket) as raw:
         raw.send(hello())
         assert isinstance(raw.reply(), engine.Welcome)
@@ -69,7 +69,7 @@ def test_a_hint_without_meaning_ends_the_connection_by_name(node: Node, field: s
     assert node.running
 
 
-def test_a_hint_about_too_much_ends_the_connection(node: Node) -> None:
+def test_a_hint_about_too_many_keys_closes_the_connection(node: Node) -> None:
     with Raw(node.socket) as raw:
         raw.send(hello())
         assert isinstance(raw.reply(), engine.Welcome)
@@ -81,21 +81,21 @@ def test_a_hint_about_too_much_ends_the_connection(node: Node) -> None:
     assert node.running
 
 
-def test_a_client_is_told_before_anything_is_sent() -> None:
+def test_an_invalid_hint_cannot_be_made() -> None:
     for field, value in BAD.items():
         with pytest.raises(ValueError, match=f"'{field}'"):
             Hints(**{field: value})
 
 
-def test_what_is_said_to_stay_outlives_what_is_not(one: Cluster) -> None:
-    """Said at the store, at a read, and after all."""
+def test_segments_of_high_priority_stay(one: Cluster) -> None:
+    """The priority is given at the store, at a read, or later."""
     prompts = [Prompt(100 + number, 2) for number in range(3)]
     with one.connect(0, LAYOUT) as pool:
         keys = [pool.prefix(prompt.tokens).keys for prompt in prompts]
         high = Hints(priority=1)
         pool.store_all(keys[0], prompts[0].fill, patience=20.0, hints=high)
         pool.store_all(keys[1], prompts[1].fill, patience=20.0)
-        with pool.match(keys[1], hints=high) as lease:
+        with pool.match(keys[1], MatchOptions(hints=high)) as lease:
             assert lease.hits == 2
         pool.store_all(keys[2], prompts[2].fill, patience=20.0)
         pool.hint(keys[2], high)
@@ -115,14 +115,16 @@ def test_what_is_said_to_stay_outlives_what_is_not(one: Cluster) -> None:
         assert [read(pool, prompt) for prompt in prompts] == [2, 2, 2]
 
 
-def test_a_tenant_that_writes_without_end_leaves_the_other_its_hits(tmp_path: Path) -> None:
+def test_a_tenant_evicts_only_its_own_segments(tmp_path: Path) -> None:
     file = tmp_path / "tokenlake.toml"
     file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32))
     file.chmod(0o600)
     kept = Prompt(1, 8)
     with daemons(config=str(file)) as cluster:
         node = cluster.nodes[0]
-        red, blue = (Pool.connect(node.socket, LAYOUT, f"{name}-token-0123456789") for name in ("red", "blue"))
+        red, blue = (
+            Pool.connect(node.socket, LAYOUT, f"{name}-token-0123456789", deadlines=PATIENT) for name in ("red", "blue")
+        )
         with red, blue:
             store(blue, kept)
             for number in range(30):

@@ -1,4 +1,4 @@
-"""The daemon's end: what it makes, replaces and refuses on the way to its socket."""
+"""The daemon's local socket: directories and sockets that it creates, replaces and refuses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_socket_is_for_its_user_and_group(tmp_path: Path) -> None:
         assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o660
 
 
-def test_the_socket_of_a_daemon_that_died_is_replaced_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
+def test_only_the_socket_of_a_dead_daemon_is_replaced(tmp_path: Path) -> None:
     left_behind(tmp_path / "s")
     with listen(tmp_path / "s"):
         assert "no other daemon listens" in refused(tmp_path / "s")
@@ -51,7 +51,7 @@ def test_the_socket_of_another_user_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
-    """A link to the socket of a daemon that had died was replaced; where it led is another's business."""
+    """A link to the socket of a dead daemon was replaced."""
     left_behind(tmp_path / "elsewhere")
     (tmp_path / "s").symlink_to(tmp_path / "elsewhere")
     assert "symbolic link" in refused(tmp_path / "s")
@@ -59,7 +59,7 @@ def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
 
 
 @as_root
-def test_a_directory_on_the_way_that_another_user_can_change_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_others_can_change_is_refused(tmp_path: Path) -> None:
     foreign, open_to_all = tmp_path / "foreign", tmp_path / "open"
     for directory in (foreign, open_to_all):
         (directory / "in").mkdir(parents=True)
@@ -72,7 +72,7 @@ def test_a_directory_on_the_way_that_another_user_can_change_is_refused(tmp_path
     assert f"{foreign} belongs" in refused(link / "in" / "s")
 
 
-def test_a_default_directory_is_made_whatever_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_default_directory_ignores_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "SYSTEM_DIRECTORY", str(tmp_path / "run"))
     before = os.umask(0o077)
     try:

@@ -1,4 +1,4 @@
-"""Noise, hundreds of times, on both sockets: the daemon serves on and does not grow."""
+"""Hundreds of invalid connections on both sockets: the daemon continues to serve and does not grow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.live
 
 
 def _noises(seed: int, first: list[bytes], frames: list[bytes]) -> Iterator[list[bytes]]:
-    """What to write on one connection: random bytes, half frames, and valid frames in any order."""
+    """Bytes for each connection: random bytes, half frames, and valid frames in any order."""
     draw = random.Random(seed)
     for round_ in range(300):
         kind = round_ % 6
@@ -63,7 +63,7 @@ class Growth:
 def make_noise(
     address: Path | tuple[str, int], writes: Iterator[list[bytes]], begin: Callable[[Raw], None] | None = None
 ) -> None:
-    """`begin`: how a fifth of the connections begin, so that the rest of them is noise from somebody believed."""
+    """`begin`: called first on a fifth of the connections, so that their noise comes from an accepted peer."""
     for number, parts in enumerate(writes):
         with Raw(address) as raw:
             if begin is not None and number % 5 == 4:
@@ -132,7 +132,7 @@ def test_noise_on_the_local_socket(node: Node) -> None:
 
 
 def noise_from_a_process(path: Path, seed: int) -> None:
-    """From a process that ends: what was mapped to a living one is not given back."""
+    """From a process that ends, because slots that a live process maps are not released."""
     script = (
         "from pathlib import Path; from tests.server.test_noise import _noises, engine_frames, make_noise; "
         f"make_noise(Path({str(path)!r}), _noises({seed}, *engine_frames()))"
@@ -140,7 +140,7 @@ def noise_from_a_process(path: Path, seed: int) -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=LIMIT_S, cwd=Path(__file__).parents[2])
 
 
-def test_connections_that_map_nothing_leave_nothing(node: Node) -> None:
+def test_connections_without_a_mapping_leave_nothing(node: Node) -> None:
     growth = Growth(node)
     for _ in range(100):
         with Raw(node.socket) as raw:
@@ -159,7 +159,7 @@ def test_noise_on_the_peers_port(node: Node, cluster: Cluster) -> None:
     posing = identity_of(cluster.nodes[1])
 
     def begin(raw: Raw) -> None:
-        """A peer of the right name and secret on a bulk connection is served, what it says there is not."""
+        """A peer with the right name and secret is accepted on a bulk connection; its noise is refused."""
         assert isinstance(introduce(raw, posing, "node0", purpose="bulk"), peer.PeerWelcome)
 
     make_noise(address, _noises(3, *frames), begin)
@@ -169,7 +169,7 @@ def test_noise_on_the_peers_port(node: Node, cluster: Cluster) -> None:
     wait_until(lambda: total(node, "tokenlake_peers_connected") == 1, "the real peer is still there")
 
 
-def test_connections_that_say_nothing_are_bounded(node: Node) -> None:
+def test_silent_connections_are_bounded(node: Node) -> None:
     address = peer_address(node)
     growth = Growth(node)
     silent = [Raw(address) for _ in range(200)]

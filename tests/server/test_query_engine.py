@@ -1,4 +1,4 @@
-"""The daemon's side of its query engine: started, started again, and how one gets a connection to it."""
+"""The daemon's side of the query engine: start, restart, and connections to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenlake.errors import Unreachable
 from tokenlake.wire import engine
 from tokenlake.wire.supervision import Start
 from tokenlake_server import query_engine as query_engine_module
-from tokenlake_server.proof import PeerIdentity
+from tokenlake_server.handshake import PeerIdentity
 from tokenlake_server.query_engine import QueryEngine
 from tokenlake_testing.cluster import Cluster, Node
 
@@ -41,15 +41,15 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_without_one_an_engine_is_told_why() -> None:
+def test_an_engine_without_a_query_engine() -> None:
     with Cluster(1, "8MiB", "1MiB") as cluster, cluster.connect(0, LAYOUT) as pool:
         with pytest.raises(Unreachable, match="query_engine"):
-            pool._link.call(engine.OpenQuery, engine.QueryOpened)
+            pool.link.call(engine.OpenQuery, engine.QueryOpened)
         assert pool.connected
 
 
-def test_one_that_could_not_be_started_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what the operating system refused as such was survived; for want of a thread there was none ever again."""
+def test_a_failed_start_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an error other than OSError, such as a missing thread, the query engine was never started again."""
     pytest.importorskip("torch")
     failures: list[Exception] = [RuntimeError("can't start new thread"), BlockingIOError("no process")]
     started = threading.Event()
@@ -72,18 +72,18 @@ def test_one_that_could_not_be_started_is_started_again(monkeypatch: pytest.Monk
     assert not failures
 
 
-def test_one_that_dies_is_started_again_and_one_ends_with_its_daemon() -> None:
+def test_restart_and_end_of_the_query_engine() -> None:
     pytest.importorskip("torch")
     with Cluster(1, "8MiB", "1MiB", query_engine="true") as cluster, cluster.connect(0, LAYOUT) as pool:
         node = cluster.nodes[0]
         (first,) = children(node)
-        pool._link.call(engine.OpenQuery, engine.QueryOpened)
+        pool.link.call(engine.OpenQuery, engine.QueryOpened)
         os.kill(first, signal.SIGKILL)
         wait_until(lambda: children(node) not in ([], [first]), "another is started")
 
         def refused() -> bool:
             try:
-                pool._link.call(engine.OpenQuery, engine.QueryOpened)
+                pool.link.call(engine.OpenQuery, engine.QueryOpened)
             except Unreachable as error:
                 return "not ready" in str(error)
             return False
@@ -92,6 +92,6 @@ def test_one_that_dies_is_started_again_and_one_ends_with_its_daemon() -> None:
         wait_until(lambda: node.metrics()["tokenlake_query_engine_ready"] == 1, "it serves")
         assert node.metrics()["tokenlake_query_engine_starts"] == 2
         (second,) = children(node)
-        pool._link.call(engine.OpenQuery, engine.QueryOpened)
+        pool.link.call(engine.OpenQuery, engine.QueryOpened)
         node.kill()
         wait_until(lambda: not alive(second), "it ended with its daemon")

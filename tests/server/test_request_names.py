@@ -7,17 +7,18 @@ import logging
 import pytest
 
 from tests.robustness.live import LAYOUT, Prompt, daemons, wait_pushed, wait_until
+from tokenlake_client import MatchOptions
 from tokenlake_testing.cluster import Cluster, Node
 
 pytestmark = pytest.mark.live
 
 
 def logged(nodes: list[Node], text: str) -> bool:
-    """Is it in the log of one of them?"""
+    """True when the log of one of the nodes has the text."""
     return any(text in node.log.read_text() for node in nodes)
 
 
-def test_a_request_is_found_in_all_logs_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_all_logs_name_a_request(caplog: pytest.LogCaptureFixture) -> None:
     with daemons(3, log_level="debug") as cluster:
         check(cluster, caplog)
 
@@ -30,7 +31,7 @@ def check(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
             write.fill(prompt.fill)
         assert logged([writer], "'the store': a Prepare")
         wait_pushed(cluster)
-        with other.match(other.prefix(prompt.tokens).keys, request="the match") as lease:
+        with other.match(other.prefix(prompt.tokens).keys, MatchOptions(request="the match")) as lease:
             assert lease.request == "the match"
             assert lease.local_hits < lease.hits == prompt.segments
             assert len(lease.fetch()) == prompt.segments

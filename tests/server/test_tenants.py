@@ -1,4 +1,4 @@
-"""Who may connect, as which tenant, and how many."""
+"""Tenants: which processes may connect, as which tenant, and how many."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.robustness.live import LAYOUT, LIMIT_S, Prompt, daemons, outcomes, read, store, total, wait_until
+from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT, Prompt, daemons, outcomes, read, store, total, wait_until
+from tests.server.raw import Raw, hello
 from tokenlake.errors import CredentialRefused, LimitReached, Refused
-from tokenlake.wire import Code
+from tokenlake.wire import Code, engine
 from tokenlake_client import Pool
 
 pytestmark = pytest.mark.live
@@ -24,15 +25,15 @@ def test_sessions_and_processes_are_limited(tmp_path: Path) -> None:
         node = cluster.nodes[0]
         first, second = cluster.connect(0, LAYOUT), cluster.connect(0, LAYOUT)
         with pytest.raises(LimitReached, match="'max_sessions' of 2"):
-            Pool.connect(node.socket, LAYOUT)
-        ranks = [Pool.connect(node.socket, LAYOUT, session=first.session) for _ in range(30)]
+            Pool.connect(node.socket, LAYOUT, deadlines=PATIENT)
+        ranks = [Pool.connect(node.socket, LAYOUT, session=first.session, deadlines=PATIENT) for _ in range(30)]
         with pytest.raises(LimitReached, match="32 processes"):
-            Pool.connect(node.socket, LAYOUT, session=first.session)
+            Pool.connect(node.socket, LAYOUT, session=first.session, deadlines=PATIENT)
         for rank in ranks:
             rank.close()
         second.close()
         wait_until(lambda: total(node, "tokenlake_processes") == 1, "they left")
-        Pool.connect(node.socket, LAYOUT).close()
+        Pool.connect(node.socket, LAYOUT, deadlines=PATIENT).close()
         first.close()
 
 
@@ -51,7 +52,26 @@ tokens = ["blue-token-0123456789"]
 """
 
 
-def test_tenants_are_strangers_to_each_other(tmp_path: Path) -> None:
+def opened(path: Path, token: str) -> set[int]:
+    """The regions, of four, that a process with this token can map; the others are refused by number."""
+    regions = set()
+    with Raw(path) as raw:
+        raw.send(hello(token=token))
+        assert isinstance(raw.reply(), engine.Welcome)
+        for region in range(4):
+            for write in (False, True):
+                raw.send(engine.OpenRegion(9, region, write))
+                reply = raw.reply()
+                if isinstance(reply, engine.Region):
+                    regions.add(region)
+                else:
+                    assert isinstance(reply, engine.Failed)
+                    assert reply.kind == "CredentialRefused"
+                    assert f"region {region} " in reply.reason
+    return regions
+
+
+def test_tenants_cannot_read_each_others_segments(tmp_path: Path) -> None:
     file = tmp_path / "tokenlake.toml"
     file.write_text(TENANTS.format(uid=os.getuid(), red="aa" * 32, blue="bb" * 32))
     file.chmod(0o600)
@@ -60,9 +80,11 @@ def test_tenants_are_strangers_to_each_other(tmp_path: Path) -> None:
         path = cluster.nodes[0].socket
         for token in (None, "no-token", "red-token-012345678", ""):
             with pytest.raises(CredentialRefused) as refused:
-                Pool.connect(path, LAYOUT, token)
+                Pool.connect(path, LAYOUT, token, deadlines=PATIENT)
             assert not token or token not in str(refused.value)
-        red, blue = (Pool.connect(path, LAYOUT, f"{name}-token-0123456789") for name in ("red", "blue"))
+        red, blue = (
+            Pool.connect(path, LAYOUT, f"{name}-token-0123456789", deadlines=PATIENT) for name in ("red", "blue")
+        )
         with red, blue:
             assert (red.tenant, blue.tenant) == ("red", "blue")
             store(red, prompt)
@@ -72,25 +94,23 @@ def test_tenants_are_strangers_to_each_other(tmp_path: Path) -> None:
                 assert lease.hits == 0, "not even by the other's keys"
             assert outcomes(store(blue, prompt)) == {Code.COMMITTED}
             assert read(red, prompt) == read(blue, prompt) == 5
-            regions = {place for place, _ in red._link.regions._mapped}
-            assert regions
-            for region in regions:
-                for write in (False, True):
-                    with pytest.raises(CredentialRefused, match=f"region {region} "):
-                        blue._link._open_region(region, write)
+            mapped = {name: opened(path, f"{name}-token-0123456789") for name in ("red", "blue")}
+            assert mapped["red"]
+            assert mapped["blue"]
+            assert not mapped["red"] & mapped["blue"]
             with pytest.raises(Refused, match="another tenant"):
-                Pool.connect(path, LAYOUT, "blue-token-0123456789", session=red.session)
+                Pool.connect(path, LAYOUT, "blue-token-0123456789", session=red.session, deadlines=PATIENT)
 
 
 CONNECT_AS_NOBODY = """
 import os, sys
-from tests.robustness.live import LAYOUT
+from tests.robustness.live import LAYOUT, PATIENT
 from tokenlake_client import Pool
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
 try:
-    Pool.connect(sys.argv[1], LAYOUT)
+    Pool.connect(sys.argv[1], LAYOUT, deadlines=PATIENT)
 except Exception as error:
     print(type(error).__name__, error)
 """

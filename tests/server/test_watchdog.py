@@ -1,4 +1,4 @@
-"""The watchdog: processor time of whole callbacks, under the name of what they did; a line in the log now and then."""
+"""The watchdog counts long callbacks by kind, in processor time, and logs those that delay requests."""
 
 from __future__ import annotations
 
@@ -13,23 +13,33 @@ import pytest
 from tokenlake.core import events
 from tokenlake.metrics import Counters
 from tokenlake.wire import engine
-from tokenlake_server.watchdog import LIMIT_S, LOG_S, LONG, Watchdog, new_event_loop
+from tokenlake_server.watchdog import LIMIT_S, LOG_S, LONG, WARN_S, Watchdog, new_event_loop
 
 
-def busy() -> None:
-    """Some milliseconds of processor time."""
-    until = time.thread_time() + 3 * LIMIT_S
+def use_processor(seconds: float) -> None:
+    """Use that much processor time."""
+    until = time.thread_time() + seconds
     while time.thread_time() < until:
         pass
 
 
+def busy() -> None:
+    """Long enough to be counted, not long enough to be logged."""
+    use_processor(3 * LIMIT_S)
+
+
+def slow() -> None:
+    """Long enough to be logged."""
+    use_processor(1.5 * WARN_S)
+
+
 def idle() -> None:
-    """As much time, in which others may use the processor."""
+    """As much real time as `busy`, and no processor time."""
     time.sleep(3 * LIMIT_S)
 
 
 class Watched:
-    """A watchdog with a clock of its own and what it counts."""
+    """A watchdog with its own clock and counters."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -48,7 +58,7 @@ class Watched:
         return next(v for name, _, at, v in self.watchdog.gauges() if "longest" in name and at["kind"] == kind)
 
 
-def test_a_busy_callback_is_counted_and_one_that_sleeps_is_not() -> None:
+def test_processor_time_is_counted_and_sleep_is_not() -> None:
     watched = Watched()
     watched.watchdog.watch(idle)()
     assert not watched.kinds()
@@ -59,7 +69,7 @@ def test_a_busy_callback_is_counted_and_one_that_sleeps_is_not() -> None:
     assert watched.longest("busy") > LIMIT_S
 
 
-def test_it_is_called_after_the_event_it_handled() -> None:
+def test_a_callback_is_named_after_its_event() -> None:
     watched = Watched()
 
     def handle(event: events.Event, now: float) -> list[object]:
@@ -73,7 +83,7 @@ def test_it_is_called_after_the_event_it_handled() -> None:
     assert watched.kinds() == {"Heartbeat": 1, "Tick": 1, "busy": 1}
 
 
-def test_a_full_collection_accuses_nobody_else() -> None:
+def test_a_full_collection_is_a_kind_of_its_own() -> None:
     watched = Watched()
 
     def interrupted() -> None:
@@ -89,12 +99,21 @@ def test_the_start_is_not_counted() -> None:
 
     def start() -> None:
         watched.watchdog.use(watched.counters)
+        # As with the statistics of an earlier daemon.
+        watched.watchdog.noting(lambda event, now: [])(events.Tick(), 0.0)
         busy()
 
     watched.watchdog.watch(start)()
     assert not watched.kinds()
     watched.watchdog.watch(busy)()
     assert watched.kinds() == {"busy": 1}
+
+
+def test_the_stop_is_not_counted() -> None:
+    watched = Watched()
+    watched.watchdog.stop()
+    watched.watchdog.watch(busy)()
+    assert not watched.kinds()
 
 
 def test_an_error_passes_through_and_is_timed() -> None:
@@ -109,14 +128,25 @@ def test_an_error_passes_through_and_is_timed() -> None:
     assert list(watched.kinds().values()) == [1]
 
 
-def test_the_log_has_a_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_at_most_a_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     watched = Watched()
     with caplog.at_level(logging.WARNING):
         for now in (0.0, 1.0, LOG_S - 1, LOG_S + 1):
             watched.now = now
+            watched.watchdog.watch(slow)()
             watched.watchdog.watch(busy)()
-    assert [record.args[0] for record in caplog.records if record.args] == ["busy", "busy"]  # type: ignore[index]
-    assert [record.getMessage().split(";")[1].split()[0] for record in caplog.records] == ["1", "3"]
+    messages = [record.getMessage() for record in caplog.records]
+    assert ["(slow)" in message for message in messages] == [True, True]
+    assert [message.rpartition(" ")[2] for message in messages] == ["1", "3"]
+
+
+def test_a_callback_below_the_limit_of_the_log_is_only_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """At the start of a daemon the log said that a callback took 1.1 ms, which delays no request."""
+    watched = Watched()
+    with caplog.at_level(logging.WARNING):
+        watched.watchdog.watch(busy)()
+    assert watched.kinds() == {"busy": 1}
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

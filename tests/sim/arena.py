@@ -14,10 +14,10 @@ __all__ = ["HALF", "REGION_BYTES", "SHARDS", "SLOTS", "SLOT_BYTES", "Arena", "Re
 SHARDS = 2
 SLOT_BYTES = 64
 SLOTS = 3
-"""Per region."""
+"""Slots per region."""
 REGION_BYTES = 4096 + SLOTS * SLOT_BYTES
 HALF = b"half way"
-"""What a shard holds from the moment somebody may write it until it is written."""
+"""Content of a shard from the reservation of its slot until an engine has written it."""
 
 
 @functools.cache
@@ -27,13 +27,13 @@ def content(tenant: str, key: SegmentKey) -> tuple[bytes, ...]:
 
 
 class Region:
-    """Memory that lives as long as somebody maps it, whatever becomes of the daemon."""
+    """Memory that lives as long as a process maps it, even after the daemon's end."""
 
     def __init__(self) -> None:
         self.shards = [[bytes(8)] * SHARDS for _ in range(SLOTS)]
         self.generations = [0] * SLOTS
         self.flipped: set[SlotRef] = set()
-        """Slots, of one generation each, in which a bit flipped."""
+        """Slots, each of one generation, in which a bit was flipped."""
 
 
 class Arena:
@@ -42,31 +42,31 @@ class Arena:
     def __init__(self, regions: int) -> None:
         self.regions = {region: Region() for region in range(regions)}
 
-    def stamp(self, places: list[SlotRef]) -> None:
-        """These slots have new owners."""
-        for place in places:
+    def stamp(self, slots: list[SlotRef]) -> None:
+        """These slots have new owners: store their generations."""
+        for place in slots:
             self.regions[place.region].generations[place.slot] = place.generation
 
     def add(self, region: int) -> None:
-        """Fresh memory in place of another region; who maps the former keeps it."""
+        """Add fresh memory in place of another region; processes that mapped the old one keep it."""
         self.regions[region] = Region()
 
     def read(self, place: SlotRef, shard: int) -> bytes:
-        """A shard's bytes as they are now."""
+        """The present bytes of a shard."""
         return self.regions[place.region].shards[place.slot][shard]
 
     def flip(self, place: SlotRef, shard: int) -> None:
-        """A bit flips in memory."""
+        """Flip a bit in memory."""
         value = self.read(place, shard)
         self.write(place, shard, bytes([value[0] ^ 1]) + value[1:])
         self.regions[place.region].flipped.add(place)
 
     def flipped(self, place: SlotRef) -> bool:
-        """Did a bit flip there since the slot was given to its owner?"""
+        """Whether a bit was flipped there since the slot was given to its present owner."""
         return place in self.regions[place.region].flipped
 
     def write(self, place: SlotRef, shard: int, value: bytes) -> None:
-        """Whoever owns the slot by now: a thread that was told a slot writes there."""
+        """Write into the slot even if it has another owner by now, as a thread does that was given the slot earlier."""
         self.regions[place.region].shards[place.slot][shard] = value
 
 
@@ -79,12 +79,12 @@ class View(NamedTuple):
 
     @property
     def reissued(self) -> bool:
-        """Somebody else owns the slot by now."""
+        """The slot has another owner by now."""
         return self.region.generations[self.place.slot] != self.place.generation
 
     @property
     def flipped(self) -> bool:
-        """A bit flipped there: wrong bytes are no fault of the rules."""
+        """A bit was flipped there: wrong bytes are no fault of the rules."""
         return self.place in self.region.flipped
 
     @property
@@ -93,5 +93,5 @@ class View(NamedTuple):
         return tuple(self.region.shards[self.place.slot]) == self.expected
 
     def write(self, shard: int, value: bytes) -> None:
-        """As the engine does, straight into memory."""
+        """Write into memory directly, as an engine does."""
         self.region.shards[self.place.slot][shard] = value

@@ -1,17 +1,14 @@
-"""N NodeCores on simulated time, a simulated network and simulated memory."""
+"""Nodes with a NodeCore each, on simulated time, a simulated network and simulated memory."""
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
 
-from tests.sim.arena import REGION_BYTES, View
-from tests.sim.clock import Clock
 from tests.sim.engine import Engine, Reading
 from tests.sim.link import Link
 from tests.sim.node import SimNode
+from tests.sim.world import World
 from tokenlake.core import NodeCore
-from tokenlake.core.context import CoreConfig
 from tokenlake.core.fetch import FETCHED, MISSING
 from tokenlake.core.grants import SKIPPED
 from tokenlake.core.match import ASKED, LOCAL, PENDING
@@ -21,68 +18,37 @@ from tokenlake.wire import Code
 
 __all__ = ["Cluster"]
 
-SHORT_RULES = {
-    "lease_s": 0.6,
-    "reservation_s": 0.8,
-    "peer_lease_s": 1.0,
-    "sync_grace_s": 0.6,
-    "dirty_share": 0.4,
-    "cached_share": 0.2,
-    "session_reserve_share": 0.6,
-}
-"""Deadlines that a short run reaches, shares that leave something in an arena of a dozen slots."""
-REMEMBERED = 64
-"""Released views that are looked at again: wrong bytes must show in the generation."""
 
-
-class Cluster:
-    """Nodes, links and engines; `check` after each step, `settle` at the end."""
+class Cluster(World):
+    """Nodes, links and engines; call `check` after each step, `settle` at the end."""
 
     def __init__(self, nodes: int = 3, seed: int = 0, *, regions: int = 3, recording: bool = False, **rules: float):
-        """`rules`: fields of `CoreConfig` other than the defaults here, which are shorter than a daemon's."""
-        self.clock = Clock(seed)
-        self.recording = recording
-        self.regions = regions
-        self.rules = {**SHORT_RULES, **rules}
-        self.lease_s = self.rules["lease_s"]
-        self.wrong: list[str] = []
-        self.refusals: list[str] = []
+        """`rules`: fields of `CoreConfig` that differ from the defaults of `World`, which are shorter than a
+        daemon's."""
+        super().__init__([f"n{index}" for index in range(nodes)], seed, regions=regions, recording=recording, **rules)
         self.engines: list[Engine] = []
-        self._ids = itertools.count(1000)
-        self._copies: deque[View] = deque(maxlen=REMEMBERED)
-        self._names = [f"n{index}" for index in range(nodes)]
         self.nodes = {name: SimNode(self, name) for name in self._names}
-        for node in self.nodes.values():
-            node.start()
         pairs = itertools.combinations(self._names, 2)
         self._links = {frozenset(pair): Link(*(self.nodes[name] for name in pair)) for pair in pairs}
+        for node in self.nodes.values():
+            node.links = {other: self.link(node.name, other) for other in self.nodes if other != node.name}
 
     # -- parts
 
-    def config(self, name: str, incarnation: int) -> CoreConfig:
-        """Of one life of a node."""
-        memory = self.regions * REGION_BYTES
-        members = dict.fromkeys(self._names, memory)
-        return CoreConfig(name, incarnation, members, self.regions, REGION_BYTES, **self.rules)  # type: ignore[arg-type]
-
-    def next_id(self) -> int:
-        """Never used twice in this cluster."""
-        return next(self._ids)
-
     def link(self, a: str, b: str) -> Link:
-        """Between two nodes."""
+        """The link between two nodes."""
         return self._links[frozenset((a, b))]
 
     def links(self) -> list[Link]:
-        """All of them."""
+        """The links of all pairs of nodes."""
         return list(self._links.values())
 
     def links_of(self, name: str) -> list[Link]:
-        """Of one node."""
+        """The links of one node."""
         return [link for link in self._links.values() if name in link.ends]
 
     def node(self, index: int) -> SimNode:
-        """By position."""
+        """A node by its position."""
         return self.nodes[self._names[index]]
 
     def core(self, index: int) -> NodeCore:
@@ -92,17 +58,17 @@ class Cluster:
         return core
 
     def join(self, node: int, tenant: str = "red", processes: int = 1) -> Engine:
-        """An engine starts."""
+        """Start an engine at a node."""
         engine = Engine(self.node(node), tenant, processes)
         self.engines.append(engine)
         return engine
 
     def alive(self) -> list[Engine]:
-        """Engines that live, on daemons that do."""
+        """Engines that live, at daemons that live."""
         return [engine for engine in self.engines if engine.alive]
 
     def calm(self) -> None:
-        """Frames and transfers are fast from here on."""
+        """Make all frames and transfers fast from here on."""
         self.clock.slow_share = self.clock.stall_share = 0.0
 
     def run_for(self, seconds: float) -> None:
@@ -111,17 +77,9 @@ class Cluster:
 
     # -- checks
 
-    def expect(self, truth: bool, wrong: str) -> None:
-        """Something that a thread saw; reported by the next `check`."""
-        if not truth:
-            self.wrong.append(wrong)
-
-    def remember(self, view: View) -> None:
-        """A released slot that somebody looks at again, as a copy out does."""
-        self._copies.append(view)
-
     def check(self, cores: bool = True) -> None:
-        """Right bytes wherever somebody may look, slots still owned by whoever may write, `cores` whole."""
+        """Every view holds right bytes, every slot that a process may write is still its own, and `cores` are
+        consistent."""
         assert not self.wrong, self.wrong
         for engine in self.engines:
             for process in engine.processes:
@@ -140,7 +98,7 @@ class Cluster:
     # -- the end
 
     def settle(self) -> None:
-        """Heal everything, end all engines, let every deadline pass, have every primary copy advertised anew."""
+        """End all faults and all engines, let every deadline pass, and have every primary copy advertised again."""
         for node in self.nodes.values():
             node.thaw()
             if node.core is None:
@@ -155,8 +113,8 @@ class Cluster:
         self.run_for(1.5)
 
     def check_settled(self) -> None:
-        """Nothing leaked: no pins, no quarantine, no maps that grew; tokens add up; each segment that some node
-        keeps is found from every node and has one primary copy."""
+        """Nothing leaked: no pins, no quarantine, no grown maps; tokens add up; each segment that some node keeps is
+        found from every node and has one primary copy."""
         self.check()
         for name, node in self.nodes.items():
             core = node.core
@@ -165,7 +123,7 @@ class Cluster:
             census = core.census()
             assert census.pop("calls") <= len(self.nodes) - 1
             assert census.pop("timers") <= 8 * len(self.nodes), f"{name}: timers are left"
-            # Hints, and what is remembered for whoever asks, stay; their number has a bound of its own.
+            # Hints, and records for explanations, stay; their number has a bound of its own.
             for memory in ("directory", "explained requests", "segments they missed", "segments that went"):
                 del census[memory]
             assert not any(census.values()), f"{name}: {census}"
@@ -177,7 +135,7 @@ class Cluster:
         self._find_all(list(keepers))
 
     def keepers(self) -> dict[tuple[TenantId, SegmentKey], list[str]]:
-        """Which nodes have a primary copy, per segment."""
+        """The nodes with a primary copy, by segment."""
         keepers: dict[tuple[TenantId, SegmentKey], list[str]] = {}
         for name, node in self.nodes.items():
             for segment in node.core.store.segments() if node.core is not None else ():
@@ -186,19 +144,20 @@ class Cluster:
         return keepers
 
     def _find_all(self, kept: list[tuple[TenantId, SegmentKey]]) -> None:
-        """Engines that join may take regions from tenants that have none: only what stays must be found."""
+        """Find every kept segment from every node. Engines that join may take regions from tenants without engines, so
+        only segments that stay must be found."""
         self.calm()
         for tenant in dict.fromkeys(tenant for tenant, _ in kept):
             engines = [self.join(node, tenant) for node in range(len(self.nodes))]
             self.run_for(0.1)
-            for key in (key for of, key in kept if of == tenant):
+            for key in (key for owner, key in kept if owner == tenant):
                 for engine in engines:
-                    # One after the other: a node leases a share of its slots to others, here perhaps one.
+                    # One after the other: a node leases only a share of its slots to others, here perhaps one.
                     engine.answers.clear()
                     engine.read([key], Reading(fetch=False, hold_s=0.002))
                     self.run_for(0.015)
                     code = engine.answers[0].codes[0]
-                    # A node without a region for this tenant can lease nothing, wherever it is.
+                    # A node without a region for this tenant can lease nothing, wherever the segment lies.
                     found = code in (Code.LOCAL, Code.REMOTE, Code.SESSION_LIMIT)
                     gone = (tenant, key) not in self.keepers()
                     assert found or gone, f"{engine.node.name} does not find {key.hex()[:8]}: {Code(code).name}"

@@ -1,21 +1,19 @@
-"""Simulated engines: processes of one session that match, fetch, look, store, stall and die."""
+"""Simulated engines: processes of one session that match, fetch, read, store, stall and die."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.sim.arena import HALF, SHARDS, SLOT_BYTES, View, content
 from tests.sim.clock import Channel
+from tests.sim.node import SimNode
 from tokenlake.core import events, instructions
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code, engine
 from tokenlake.wire.frames import decode, encode
 from tokenlake.wire.slots import join_keys, unpack_slots
-
-if TYPE_CHECKING:
-    from tests.sim.node import SimNode
 
 __all__ = ["SEGMENT_TOKENS", "Engine", "Reading", "SimProcess", "Storing"]
 
@@ -23,8 +21,8 @@ SEGMENT_TOKENS = 16
 
 
 class SimProcess:
-    """One connection to a daemon. What it may read and write is in `views` and `fills`, until it says that it
-    stops, before it says so."""
+    """One connection to a daemon. `views` and `fills` hold the slots that it may read and write; it removes an entry
+    before it tells the daemon."""
 
     def __init__(self, node: SimNode, tenant: str, session: int, joined: Callable[[int], None]) -> None:
         self.node = node
@@ -45,11 +43,11 @@ class SimProcess:
 
     @property
     def attached(self) -> bool:
-        """The daemon it joined still lives, and so does it."""
+        """The process lives, and so does the daemon that it joined."""
         return not self.dead and self.node.processes.get(self.connection) is self
 
     def tell(self, message: engine.EngineRequest) -> None:
-        """One frame to the daemon."""
+        """Send one frame to the daemon."""
         if self.attached:
             arrived = decode(engine.request_decoder, encode(message))
             if isinstance(arrived, engine.Explain):
@@ -58,7 +56,7 @@ class SimProcess:
                 self.up.send(events.Requested(self.connection, arrived))
 
     def request(self, make: Callable[[int], engine.EngineRequest], reply: Callable[[Any], None]) -> None:
-        """`reply` is called with the answer, unless one of the two dies."""
+        """Send a request. `reply` is called with the reply, unless the process or the daemon dies first."""
         number = self.node.cluster.next_id()
         self._waiting[number] = reply
         self.tell(make(number))
@@ -75,13 +73,13 @@ class SimProcess:
             self._waiting.pop(message.id)(arrived)
 
     def disconnected(self) -> None:
-        """The daemon is gone. Views stay: the memory is still mapped."""
+        """The daemon is gone. Views stay, as the memory is still mapped."""
         self.down.cut()
         self.up.cut()
         self._waiting.clear()
 
     def die(self) -> None:
-        """SIGKILL, or Bye: it touches nothing any more, and the daemon hears of it."""
+        """SIGKILL, or Bye: the process touches nothing any more, and the daemon is told."""
         if self.dead:
             return
         attached = self.attached
@@ -100,34 +98,34 @@ class SimProcess:
 
 @dataclass(frozen=True)
 class Reading:
-    """How a request is read."""
+    """Options of a read."""
 
     attach: bool = False
-    """The second process looks too."""
+    """The second process reads, too."""
     fetch: bool = True
     hold_s: float = 0.01
     split: int = 0
     """The range is fetched and released in two parts, cut here."""
     verify: bool = False
-    """What it finds wrong it reports, and does not look at."""
+    """Report wrong bytes, and do not read them."""
     in_flight_wait_s: float = 0.0
-    """It waits so long for whoever computes what it misses."""
+    """How long the match waits for missing segments that another engine computes."""
 
 
 @dataclass(frozen=True)
 class Storing:
-    """How a request is stored."""
+    """Options of a store."""
 
     ending: str = "commit"
     """commit, singly, abort, die, leave."""
     fill_s: float = 0.005
-    """Between prepare and the end of writing."""
+    """Time between the reservation and the end of writing."""
     shared: bool = False
     """The second process writes the second shard."""
 
 
 class Engine:
-    """One session of one or two processes on a node."""
+    """One session of one or two processes at a node."""
 
     def __init__(self, node: SimNode, tenant: str, processes: int = 1) -> None:
         self.node = node
@@ -165,18 +163,18 @@ class Engine:
 
     @property
     def second(self) -> SimProcess:
-        """The second process where there is one, else the first."""
+        """The second process, or the first where there is only one."""
         return self.processes[-1]
 
     def die(self) -> None:
-        """All of it."""
+        """Kill all its processes."""
         for process in self.processes:
             process.die()
 
     # -- reading
 
     def read(self, keys: Sequence[SegmentKey], how: Reading) -> None:
-        """Match, perhaps fetch, look while the lease is held, release."""
+        """Match, perhaps fetch, read while the lease is held, release."""
         first = self.processes[0]
 
         def matched(reply: engine.Matched) -> None:
@@ -209,16 +207,16 @@ class Engine:
         second.request(lambda number: engine.Attach(number, lease), attached)
 
     def _fetch(
-        self, process: SimProcess, lease: int, keys: Sequence[SegmentKey], wanted: range, *, verify: bool
+        self, process: SimProcess, lease: int, keys: Sequence[SegmentKey], items: range, *, verify: bool
     ) -> None:
         def fetched(reply: engine.Fetched) -> None:
             self.answers.append(reply)
-            # Released meanwhile: what the daemon says is in the lease is not looked at any more.
-            if (lease, wanted.start) not in self._dropped:
-                self._look(process, lease, keys, wanted.start, reply.codes, reply.slots, verify=verify)
+            # The range was released meanwhile: its slots must not be read any more.
+            if (lease, items.start) not in self._dropped:
+                self._look(process, lease, keys, items.start, reply.codes, reply.slots, verify=verify)
 
-        if wanted:
-            process.request(lambda number: engine.Fetch(number, lease, wanted.start, wanted.stop, 0.0), fetched)
+        if items:
+            process.request(lambda number: engine.Fetch(number, lease, items.start, items.stop, 0.0), fetched)
 
     def _look(
         self,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 from tests.sim.clock import Channel
+from tests.sim.node import SimNode
+from tests.sim.transfer import Transfer
 from tokenlake.core import events
 from tokenlake.wire import peer
 from tokenlake.wire.frames import decode, encode
-
-if TYPE_CHECKING:
-    from tests.sim.node import SimNode
 
 __all__ = ["Link"]
 
@@ -19,10 +18,10 @@ RETRY_S = 0.05
 
 
 class Link:
-    """In order while it stands; cut and made anew; single frames can be dropped or doubled."""
+    """Delivers frames in order while it is up; can be cut, comes up again, and can drop or double single frames."""
 
     def __init__(self, a: SimNode, b: SimNode) -> None:
-        self.ends = {a.name: a, b.name: b}
+        self.ends: Mapping[str, SimNode] = {a.name: a, b.name: b}
         self.up = False
         self.blocked_until = 0.0
         self.drop = 0
@@ -51,7 +50,7 @@ class Link:
         return next(node for end, node in self.ends.items() if end != name)
 
     def say(self, sender: str, message: peer.PeerMessage) -> None:
-        """A frame from `sender` to the other end."""
+        """Send a frame from `sender` to the other end."""
         if not self.up:
             return
         if self.drop:
@@ -64,7 +63,7 @@ class Link:
             self._to[self._other(sender).name].send(events.PeerSent(sender, arrived))
 
     def cut(self, seconds: float = 0.0) -> None:
-        """Lose what is under way, bulk included; stands again after `seconds` at the earliest."""
+        """Lose all frames and transfers under way; come up again after `seconds` at the earliest."""
         self.blocked_until = max(self.blocked_until, self._clock.now + seconds)
         if self.up:
             self.up = False
@@ -72,14 +71,14 @@ class Link:
                 self._to[name].cut()
                 other = self._other(name)
                 node.deliver(events.PeerDown(other.name, other.incarnation))
-                for transfer in list(node.receives.values()):
-                    if transfer.sender is other:
+                for transfer in list(node.life.receives.values()):
+                    if isinstance(transfer, Transfer) and transfer.source is other:
                         transfer.fail()
         self._life += 1
         life = self._life
         self._clock.after(RETRY_S, lambda: self._connect(life))
 
     def heal(self) -> None:
-        """No faults from here on."""
+        """End all faults."""
         self.blocked_until = 0.0
         self.drop = self.double = 0

@@ -26,7 +26,7 @@ from tokenlake.core.serve import Serving
 from tokenlake.core.sessions import Sessions
 from tokenlake.identity import ConnectionId, NodeId
 from tokenlake.store import Kind, SegmentStore
-from tokenlake.store.pool import SlotPool
+from tokenlake.store.slot_table import SlotTable
 from tokenlake.wire import Code, peer
 from tokenlake.wire.slots import SlotRef
 
@@ -36,11 +36,10 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 def generation_ignored(patch: pytest.MonkeyPatch) -> None:
     """A slot keeps its generation when its owner changes: a copy out does not notice."""
 
-    def take(self: SlotPool, generations: dict[int, list[int]]) -> SlotRef:
-        region, slot = self.free.pop()
-        return SlotRef(region, slot, generations[region][slot])
+    def next_generation(self: SlotTable, region: int, slot: int) -> SlotRef:
+        return SlotRef(region, slot, 1)
 
-    patch.setattr(SlotPool, "take", take)
+    patch.setattr(SlotTable, "next_generation", next_generation)
 
 
 def stamp_forgotten(patch: pytest.MonkeyPatch) -> None:

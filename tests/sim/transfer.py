@@ -1,48 +1,59 @@
-"""One bulk pull: piece by piece, with a sender and a receiver that each live, freeze and die on their own.
+"""One transfer of segments, piece by piece, between a sender and a receiver that freeze and die independently.
 
-::
-
-    receiver: StartFetch ------------------------- AbortFetch ~~~~~~ FetchDone   (bytes land until then)
-    sender:          PullRequested  SendBulk --- pieces ---------------- SendDone
+A piece is one shard of one segment. After `AbortFetch` pieces keep arriving until the receiver returns, as its thread
+stops only then.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from tests.sim.arena import SHARDS
-from tokenlake.core import events
+from tests.sim.arena import SHARDS, Arena
+from tests.sim.clock import RandomClock
+from tests.sim.world import World
+from tokenlake.core import NodeCore
 from tokenlake.core.instructions import SendBulk, StartFetch
 from tokenlake.wire import Code
 from tokenlake.wire.slots import SlotRef, unpack_slots
-
-if TYPE_CHECKING:
-    from tests.sim.node import SimNode
+from tokenlake_testing.driver import NodeDriver, Pull
 
 __all__ = ["FROZEN_POLL_S", "Transfer"]
 
 STALL_S = 0.2
-"""At most."""
+"""The longest stall of a transfer."""
 FROZEN_POLL_S = 0.01
 
 
-class Transfer:
-    """Pulls `order.keys` from `sender` into slots of `receiver`."""
+class End(Protocol):
+    """A node at either end of a transfer."""
 
-    def __init__(self, receiver: SimNode, sender: SimNode, order: StartFetch, stream: int) -> None:
-        self.clock = receiver.cluster.clock
-        self.receiver = receiver
-        self.sender = sender
-        self.order = order
-        self.stream = stream
-        self.targets = unpack_slots(order.slots)
-        self.sending = False
-        """Between PullRequested and SendDone."""
-        self.returned = False
-        """FetchDone is out: nothing lands any more."""
-        self.codes = bytearray([Code.LOST]) * len(self.targets)
+    cluster: World
+    name: str
+    life: NodeDriver
+    arena: Arena
+
+    @property
+    def core(self) -> NodeCore | None:
+        """The rules; None after a crash."""
+
+    def connected(self, other: str) -> bool:
+        """The link to the other node carries frames."""
+
+
+class Transfer(Pull):
+    """Copies the segments of `order.keys` from the arena of `source` into slots of `target`."""
+
+    def __init__(self, target: End, source: End, order: StartFetch, stream: int) -> None:
+        super().__init__(target.life, order, stream)
+        self.clock: RandomClock = target.cluster.clock
+        self.target = target
+        self.source = source
+        self.slots = unpack_slots(order.slots)
+        self.codes = bytearray([Code.LOST]) * len(self.slots)
         self.checksums: dict[int, bytes] = {}
-        self.landed = [0] * len(self.targets)
+        self.landed = [0] * len(self.slots)
+        self._into: Arena = target.arena
+        self._from: Arena = source.arena
         self._flipped = False
         """A bit flipped in a slot of the sender."""
         self._pieces: list[tuple[int, int, SlotRef]] = []
@@ -51,70 +62,66 @@ class Transfer:
 
     # -- the sender's side
 
+    @property
+    def sending(self) -> bool:
+        """Between `PullRequested` and `SendDone`."""
+        return self.sender is not None and self.stream in self.sender.sends
+
     def _ask(self) -> None:
         if self.returned:
             return
-        if self.sender.core is None or not self.receiver.connected(self.sender):
+        if self.source.core is None or not self.target.connected(self.source.name):
             self.fail()
             return
-        self.sending = True
-        self.sender.sends[self.stream] = self
-        order = self.order
-        asked = events.PullRequested(self.stream, self.receiver.name, order.tenant, order.keys, order.background)
-        self.sender.deliver(asked)
+        self._from = self.source.arena
+        self.ask(self.source.life)
 
     def send(self, bulk: SendBulk) -> None:
-        """The sender's rules answered: bytes begin to flow."""
-        places = iter(unpack_slots(bulk.slots))
+        """See `Pull`."""
+        slots = iter(unpack_slots(bulk.slots))
         size = 8 * SHARDS
         for index, code in enumerate(bulk.codes):
             if code == Code.LOCAL:
                 at = len(self.checksums)
                 self.checksums[index] = bulk.checksums[at * size : (at + 1) * size]
-                place = next(places)
-                self._pieces += [(index, shard, place) for shard in range(SHARDS)]
+                slot = next(slots)
+                self._pieces += [(index, shard, slot) for shard in range(SHARDS)]
         self._pieces.reverse()
         self._next()
 
     def _next(self) -> None:
         if not self.sending:
             return
-        if self.sender.frozen or self.receiver.frozen:
+        if _frozen(self.sender) or self.receiver.frozen:
             self.clock.after(FROZEN_POLL_S, self._next)
         elif not self._pieces or self.returned:
-            self._stop_sending()
+            self.end_sending()
             self.clock.after(self.clock.delay_s(), self._return)
         elif self._stall and len(self._pieces) == 1:
             self._stall = False
             self.clock.after(self.clock.random.uniform(0.0, STALL_S), self._next)
         else:
-            index, shard, place = self._pieces.pop()
-            value = self.sender.arena.read(place, shard)
-            self._flipped = self._flipped or self.sender.arena.flipped(place)
-            self.clock.after(self.clock.delay_s(), lambda: self._land(index, shard, value))
+            index, shard, slot = self._pieces.pop()
+            value = self._from.read(slot, shard)
+            self._flipped = self._flipped or self._from.flipped(slot)
+            self.clock.after(self.clock.delay_s(), self._land, index, shard, value)
 
     def _land(self, index: int, shard: int, value: bytes) -> None:
         if not self.returned:
-            self.receiver.arena.write(self.targets[index], shard, value)
+            self._into.write(self.slots[index], shard, value)
             self.landed[index] += 1
         self._next()
-
-    def _stop_sending(self) -> None:
-        if self.sending:
-            self.sending = False
-            if self.sender.sends.pop(self.stream, None) is not None:
-                self.sender.deliver(events.SendDone(self.stream))
 
     # -- the receiver's side
 
     def abort(self) -> None:
-        """The receiver is told to return, and does so in its own time."""
+        """See `Pull`. The receiver's thread takes its own time to return."""
         self.clock.after(self.clock.random.uniform(0.0, 0.1), self._return)
 
     def fail(self) -> None:
         """The connection broke: both ends return."""
         self.clock.after(self.clock.delay_s(), self._return)
-        self.clock.after(self.clock.delay_s(), self._stop_sending)
+        self.clock.after(self.clock.delay_s(), self.end_sending)
 
     def _return(self) -> None:
         if self.returned:
@@ -122,18 +129,22 @@ class Transfer:
         if self.receiver.frozen:
             self.clock.after(FROZEN_POLL_S, self._return)
             return
-        self.returned = True
-        if self.receiver.receives.pop(self.order.fetch, None) is None:
+        if self.receiver.stopped:
+            self.returned = True
             return
         checksums = b""
-        for index, target in enumerate(self.targets):
+        for index, slot in enumerate(self.slots):
             expected = self.checksums.get(index, bytes(8 * SHARDS))
             whole = self.landed[index] == SHARDS
             if whole:
-                found = b"".join(self.receiver.arena.read(target, shard) for shard in range(SHARDS))
+                found = b"".join(self._into.read(slot, shard) for shard in range(SHARDS))
                 whole_or_flipped = found == expected or self._flipped
-                self.receiver.cluster.expect(whole_or_flipped, f"{self.receiver.name} received other bytes than sent")
+                self.target.cluster.expect(whole_or_flipped, f"{self.target.name} received other bytes than sent")
                 self.codes[index] = Code.LOCAL if found == expected else Code.BAD_CHECKSUM
             checksums += expected if whole else bytes(8 * SHARDS)
-        self.receiver.deliver(events.FetchDone(self.order.fetch, bytes(self.codes), checksums))
-        self.clock.after(self.clock.delay_s(), self._stop_sending)
+        self.end_receiving(bytes(self.codes), checksums)
+        self.clock.after(self.clock.delay_s(), self.end_sending)
+
+
+def _frozen(driver: NodeDriver | None) -> bool:
+    return driver is not None and driver.frozen

@@ -1,4 +1,4 @@
-"""The settings: `server.py` and `rules.py` declare them, `loading.py` reads them from their sources."""
+"""The settings of a daemon: `server.py` and `rules.py` declare them, `loading.py` reads them from their sources."""
 
 from tokenlake.config.loading import ENGINE_PREFIX, Settings, load_config
 from tokenlake.config.rules import RuleSettings

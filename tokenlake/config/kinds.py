@@ -1,7 +1,7 @@
-"""How the values of settings are read and shown.
+"""The kinds of settings: how a value is checked, converted and shown.
 
-A `Kind` reads a value as any of the sources gives it: TOML and flags their own types, the environment only
-text. A value that does not fit raises ValueError, whose message is the noun phrase of what was expected.
+A `Kind` accepts values from every source: TOML and flags give typed values, the environment gives text. A value that is
+not accepted raises ValueError; its message is a noun phrase that describes the accepted values.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ __all__ = [
     "loopback",
     "name",
     "one_of",
+    "optional",
     "path",
     "peers",
     "real",
     "secret",
     "size",
     "tenants",
+    "text",
     "truth",
     "uids",
     "whole",
@@ -53,11 +55,10 @@ _SECRET_EXPECTED = "16 to 64 bytes in hexadecimal"
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How one setting is read and shown.
+    """The kind of one setting.
 
-    `expected` is the noun phrase of all values that are accepted, with unit and bounds; `parse` raises ValueError with
-    it, or with what is wrong in detail.
-    """
+    `expected`: a noun phrase that describes all accepted values, with unit and bounds. `parse` converts a value and
+    raises ValueError with `expected` or with a more detailed phrase. `show` is the inverse, for people."""
 
     expected: str
     parse: Callable[[object], object]
@@ -65,7 +66,7 @@ class Kind:
 
 
 def size(low: int, high: int, multiple: int = 1) -> Kind:
-    """Bytes within [low, high]; a multiple of `multiple`."""
+    """A number of bytes within [low, high] that is a multiple of `multiple`."""
     step = f", a multiple of {format_size(multiple)}" if multiple > 1 else ""
     expected = f"{SIZE_EXPECTED}, between {format_size(low)} and {format_size(high)}{step}"
 
@@ -92,7 +93,7 @@ def whole(low: int, high: int) -> Kind:
 
 
 def real(low: float, high: float, unit: str) -> Kind:
-    """A finite number within [low, high]; `unit` names it in the message."""
+    """A finite number within [low, high]. `unit`: the noun in the message."""
     expected = f"{unit} from {low:g} to {high:g}"
 
     def parse(value: object) -> float:
@@ -110,7 +111,7 @@ def real(low: float, high: float, unit: str) -> Kind:
 
 
 def truth() -> Kind:
-    """true or false; as text also 1 or 0."""
+    """true or false; in the environment also 1 or 0."""
     words = {"true": True, "1": True, "false": False, "0": False}
 
     def parse(value: object) -> bool:
@@ -133,12 +134,12 @@ def name() -> Kind:
 
 
 def path(expected: str, *, longest: int = 4095, absolute: bool = False, optional: bool = False) -> Kind:
-    """A path of at most `longest` bytes; the empty one only if `optional`."""
+    """A path of at most `longest` bytes. The empty path is accepted only if `optional`."""
 
     def parse(value: object) -> str:
         if not isinstance(value, str) or "\0" in value or not (value or optional):
             raise ValueError(expected)
-        # A path from the environment may hold bytes that are no text.
+        # A path from the environment may hold bytes that are not UTF-8.
         too_long = len(value.encode(errors="surrogateescape")) > longest
         if too_long or (value and absolute and not value.startswith("/")):
             raise ValueError(expected)
@@ -147,8 +148,40 @@ def path(expected: str, *, longest: int = 4095, absolute: bool = False, optional
     return Kind(expected, parse)
 
 
+def text() -> Kind:
+    """A text of at least one character."""
+    expected = "a text in UTF-8"
+
+    def parse(value: object) -> str:
+        if not isinstance(value, str) or not value:
+            raise ValueError(expected)
+        try:
+            # A variable of the environment may hold bytes that are no text.
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError(expected) from None
+        return value
+
+    return Kind(expected, parse)
+
+
+def optional(kind: Kind) -> Kind:
+    """A value of `kind`, or nothing: the empty text, and None in JSON. Nothing is read as None and shown as empty."""
+    expected = f"{kind.expected}, or nothing"
+
+    def parse(value: object) -> object:
+        if value is None or value == "":
+            return None
+        try:
+            return kind.parse(value)
+        except ValueError:
+            raise ValueError(expected) from None
+
+    return Kind(expected, parse, lambda value: "" if value is None else kind.show(value))
+
+
 def one_of(*words: str) -> Kind:
-    """One of these."""
+    """One of these words."""
     expected = f"one of {', '.join(words)}"
 
     def parse(value: object) -> str:
@@ -160,7 +193,8 @@ def one_of(*words: str) -> Kind:
 
 
 def loopback(*, optional: bool = False) -> Kind:
-    """`HOST:PORT` of this machine only: the sockets are not encrypted yet. Empty only if `optional`."""
+    """`HOST:PORT` on a loopback address, because connections are not encrypted yet. Empty is accepted only if
+    `optional`."""
 
     def parse(value: object) -> str:
         if optional and value == "":
@@ -174,14 +208,14 @@ def loopback(*, optional: bool = False) -> Kind:
 
 
 def peers() -> Kind:
-    """`name=host:port[/SIZE]`, each name and each address once; sizes for all or for none."""
+    """A list of `name=host:port[/SIZE]` with each name and each address once, and sizes for all entries or for none."""
     expected = "a list of name=HOST:PORT[/SIZE]"
 
     def parse(value: object) -> tuple[Peer, ...]:
         found = tuple(_peer(item) for item in _items(value, expected))
-        _require_unique((peer.name for peer in found), "each peer's name once; twice there is")
+        _require_unique((peer.name for peer in found), "each peer's name once; given twice:")
         addresses = (str(Address(peer.host, peer.port)) for peer in found)
-        _require_unique(addresses, "each peer's address once; twice there is")
+        _require_unique(addresses, "each peer's address once; given twice:")
         if len({peer.memory is None for peer in found}) > 1:
             raise ValueError("a /SIZE for every peer or for none, because nodes must agree on their weights")
         return found
@@ -190,20 +224,20 @@ def peers() -> Kind:
 
 
 def uids() -> Kind:
-    """User ids."""
+    """A list of user ids."""
     return Kind("a list of user ids", _uids, lambda value: ",".join(map(str, value)))
 
 
 def tenants() -> Kind:
-    """An array of tables {name, secret, uids, tokens, quota}, each name, uid and token once; only TOML holds it."""
+    """An array of tables {name, secret, uids, tokens, quota} with each name, uid and token once; from TOML only."""
     expected = "an array of tables [[tenants]] in the configuration file"
 
     def parse(value: object) -> tuple[Tenant, ...]:
         if not isinstance(value, list | tuple):
             raise ValueError(expected)
         found = tuple(_tenant(item) for item in value)
-        _require_unique((tenant.name for tenant in found), "each tenant's name once; twice there is")
-        _require_unique((uid for tenant in found for uid in tenant.uids), "each uid once; twice there is")
+        _require_unique((tenant.name for tenant in found), "each tenant's name once; given twice:")
+        _require_unique((uid for tenant in found for uid in tenant.uids), "each uid once; given twice:")
         tokens = [token for tenant in found for token in tenant.tokens]
         if len(set(tokens)) != len(tokens):  # the message must not show the token
             raise ValueError("each token once, over all tenants")
@@ -213,7 +247,7 @@ def tenants() -> Kind:
 
 
 def secret() -> Kind:
-    """16 to 64 bytes in hexadecimal, shown masked; the empty text for none."""
+    """16 to 64 bytes in hexadecimal, shown masked; the empty text for no secret."""
 
     def parse(value: object) -> Secret:
         return Secret() if value == "" else Secret(_secret(value, _SECRET_EXPECTED))
@@ -255,7 +289,7 @@ def _tenant(item: object) -> Tenant:
 
 
 def _secret(value: object, expected: str) -> bytes:
-    # 64 bytes is the longest key of blake2b; below 16 a secret can be searched for.
+    # 64 bytes is the longest key of blake2b; a secret of less than 16 bytes could be found by trying.
     if not isinstance(value, str) or not re.fullmatch(r"(?:[0-9A-Fa-f]{2}){16,64}", value):
         raise ValueError(expected)
     return bytes.fromhex(value)
@@ -266,7 +300,7 @@ def _uids(value: object) -> tuple[int, ...]:
     found = tuple(number for number in numbers if number is not None and 0 <= number < 2**32 - 1)
     if len(found) != len(numbers):
         raise ValueError("a list of user ids")
-    _require_unique(found, "each uid once; twice there is")
+    _require_unique(found, "each uid once; given twice:")
     return found
 
 
@@ -285,7 +319,7 @@ def _name(value: object, expected: str) -> str:
 
 
 def _items(value: object, expected: str) -> list[object]:
-    """A list as it is, or text cut at its commas; blank text is the empty list."""
+    """The items of a list, or of text that is split at commas; blank text is the empty list."""
     if isinstance(value, str):
         return [item.strip() for item in value.split(",")] if value.strip() else []
     if isinstance(value, list | tuple):
@@ -299,7 +333,7 @@ def _require_loopback(host: str) -> None:
     except ValueError:
         local = False
     if not local:
-        raise ValueError("a loopback address (127.0.0.1, localhost or [::1]): there is no TLS for others yet")
+        raise ValueError("a loopback address (127.0.0.1, localhost or [::1]): connections are not encrypted yet")
 
 
 def _require_unique(values: Iterable[object], message: str) -> None:

@@ -1,9 +1,8 @@
 """Loads the settings of a daemon from their sources and checks them together.
 
-A flag wins over the environment (`TOKENLAKE_MEMORY`), that over the TOML file, that over the default. Every
-source is checked, also where another overrides it: a wrong file stays wrong. Every variable that starts with
-`TOKENLAKE_` is a setting, so a misspelt one is refused; the variables that Kubernetes adds for a Service of that name
-are no settings.
+The order of precedence is flag, environment (`TOKENLAKE_MEMORY`), TOML file, default. Every source is checked, also
+where another one overrides it. Every variable that starts with `TOKENLAKE_` is taken for a setting, so that a misspelt
+one is refused, except for those that Kubernetes sets for a Service of that name.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ __all__ = ["ENGINE_PREFIX", "PREFIX", "Settings", "load_config"]
 
 PREFIX = "TOKENLAKE_"
 ENGINE_PREFIX = "TOKENLAKE_ENGINE_"
-"""Settings of the engines of this node, which may be started from the same shell."""
+"""Prefix of the engines' settings. Engines may be started from the same shell as the daemon."""
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """A checked configuration, and for each field where its value came from: `default`, the file and its line,
+    """A checked configuration, and the origin of each field's value: `default`, the file and its line,
     `environment TOKENLAKE_X` or `flag --x`."""
 
     config: ServerConfig
     origin: Mapping[str, str]
     ignored: tuple[str, ...] = ()
-    """Variables that look like settings and are Kubernetes' for a Service."""
+    """Variables with the prefix of settings that Kubernetes set for a Service."""
 
     def describe(self) -> Iterator[tuple[str, str, str]]:
         """(field, value, origin) of each setting; secrets are masked."""
@@ -47,8 +46,8 @@ def load_config(
 ) -> Settings:
     """Merge and check the sources.
 
-    `toml_text` None: no file; `file` is its name, for errors. `flags` has the names of the fields; one that is None was
-    not given. `environ` may hold variables of others. `uid`: the user that the daemon runs as.
+    `toml_text`: None where there is no file; `file` is its name in errors. `flags`: by the name of the field; None for
+    a flag that was not given. `environ` may hold other variables. `uid`: the user that the daemon runs as.
 
     Raises ConfigurationError for the first setting that is unknown or invalid.
     """
@@ -86,24 +85,27 @@ def _fill_computed_defaults(values: dict[str, Any], environ: Mapping[str, str], 
 
 
 def _check_together(config: ServerConfig, origin: Mapping[str, str]) -> None:
-    """What concerns two fields; the error names the one to change."""
+    """Check the conditions that concern two settings. The error names the setting to change."""
 
     def refuse(field: str, expected: str) -> ConfigurationError:
         shown = settings_of(ServerConfig)[field].kind.show(getattr(config, field))
         return refusal(ServerConfig, field, shown, expected, origin[field])
 
     if config.region_size > config.memory:
-        raise refuse("region_size", f"at most memory, {format_size(config.memory)}")
+        raise refuse("region_size", f"at most 'memory', which is {format_size(config.memory)}")
     if config.huge_pages and config.region_size % HUGE_PAGE:
-        raise refuse("region_size", f"a multiple of {format_size(HUGE_PAGE)} with huge_pages")
+        raise refuse("region_size", f"a multiple of {format_size(HUGE_PAGE)}, because 'huge_pages' is true")
     if config.cached_share + config.dirty_share + config.replica_share > 0.95 + 1e-9:
-        raise refuse("cached_share", "at most 0.95 with dirty_share and replica_share: the rest is for primary copies")
+        raise refuse(
+            "cached_share", "a sum with dirty_share and replica_share of at most 0.95: the rest is for primary copies"
+        )
     if config.metrics == config.listen and parse_address(config.listen).port:
-        raise refuse("metrics", f"another address than listen, {config.listen}")
+        raise refuse("metrics", f"another address than 'listen', which is {config.listen}")
 
 
 def _without_self(config: ServerConfig, origin: Mapping[str, str]) -> ServerConfig:
-    """All nodes may share one list of peers: the entry of this node must agree with it, and is left out."""
+    """Remove the entry of this node from `peers`, which all nodes may share. The entry must agree with `listen` and
+    `memory`."""
     own = parse_address(config.listen)
     for peer in config.peers:
         expected = f"{config.node}={own}, as listen says, for the entry of this node"
@@ -113,6 +115,12 @@ def _without_self(config: ServerConfig, origin: Mapping[str, str]) -> ServerConf
             expected = f"/{format_size(config.memory)}, as memory says, for the entry of this node"
             raise refusal(ServerConfig, "peers", str(peer), expected, origin["peers"])
         if peer.name != config.node and (peer.host, peer.port) == own:
-            raise refusal(ServerConfig, "peers", str(peer), f"{own} to be this node, {config.node}", origin["peers"])
+            raise refusal(
+                ServerConfig,
+                "peers",
+                str(peer),
+                f"the name {config.node} at {own}, which is the address of this node",
+                origin["peers"],
+            )
     others = tuple(peer for peer in config.peers if peer.name != config.node)
     return msgspec.structs.replace(config, peers=others)

@@ -1,8 +1,8 @@
-"""The declaration of a setting, and all that follows from it.
+"""The declaration of a setting, and the functions that follow from declarations.
 
 A table of settings is a frozen `msgspec.Struct`. Each field is `Annotated` with a `Setting`: its kind (type, unit and
 bounds), its meaning, and the reason of its default. The flag, the variable, the TOML key, the check, the line of
-`tokenlake config show` and the row of the reference page follow from that::
+`tokenlake config show` and the row of the reference page are made from it::
 
     class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         lease_s: Annotated[float, Setting(kinds.real(0.1, 3600, "seconds"), "meaning", why="reason")] = 10.0
@@ -27,25 +27,26 @@ from tokenlake.errors import ConfigurationError
 __all__ = ["DEFAULT", "Given", "Setting", "describe", "read", "refusal", "settings_of", "table_of"]
 
 DEFAULT = "default"
-"""Origin of a value that no source gives."""
+"""Origin of a setting that no source gives."""
 Given = tuple[str, object, str]
-"""(name, raw value, origin) of a setting that a source gives."""
+"""(name, raw value, origin) of a setting in one source."""
 
 _SECRETIVE = ("tenant", "secret", "token", "credential")
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`meaning` and `why` are phrases without a final dot; they stand in the reference and in `--help`."""
+    """`meaning` and `why` are phrases without a final dot, for the reference; `meaning` is also the text of
+    `--help`."""
 
     kind: Kind
     meaning: str
     why: str
     """The reason of the default."""
     default: str = ""
-    """How the reference names a default that depends on something; empty: the field's own."""
+    """Description of a default that is computed; empty: the reference shows the default of the field."""
     secret: bool = False
-    """Never shown, and no flag: other users of a machine can read a command line."""
+    """The value is never shown, and there is no flag, because other users of a machine can read a command line."""
 
 
 @functools.cache
@@ -65,8 +66,8 @@ def settings_of(table: type[msgspec.Struct]) -> Mapping[str, Setting]:
 
 
 def read(table: type[msgspec.Struct], given: Iterable[Given]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Check all that the sources give, the weakest source first: (the values of what is given, the origin of every
-    setting). A later value replaces an earlier one, which is checked all the same.
+    """Check the settings of all sources, the weakest source first. A later value replaces an earlier one, which is
+    checked too. Returns the values of the settings that were given, and the origin of every setting.
 
     Raises ConfigurationError for the first setting that is unknown or invalid.
     """
@@ -77,7 +78,8 @@ def read(table: type[msgspec.Struct], given: Iterable[Given]) -> tuple[dict[str,
         if name not in settings:
             near = difflib.get_close_matches(name, settings, n=1)
             known = f"a known setting (did you mean {near[0]!r}?)" if near else f"one of {', '.join(settings)}"
-            raise refusal(table, name, raw, known, source)
+            shown = MASK if near and settings[near[0]].secret else raw
+            raise refusal(table, name, shown, known, source)
         try:
             values[name] = settings[name].kind.parse(raw)
         except ValueError as error:
@@ -93,9 +95,9 @@ def describe(config: msgspec.Struct, origin: Mapping[str, str]) -> Iterator[tupl
 
 
 def refusal(table: type[msgspec.Struct], name: str, value: object, expected: str, source: str) -> ConfigurationError:
-    """The error of one setting; it masks what may be a secret."""
+    """The error for one setting. A value that may be a secret is masked."""
     setting = settings_of(table).get(name)
-    # Tables hold tenants, and a misspelt name may hide a secret: neither is shown.
+    # Tables hold tenants, and a misspelt name may belong to a secret.
     tables = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(i, dict) for i in value))
     if tables or (setting is not None and setting.secret) or any(word in name for word in _SECRETIVE):
         value = MASK
@@ -103,7 +105,7 @@ def refusal(table: type[msgspec.Struct], name: str, value: object, expected: str
 
 
 def table_of(table: type[msgspec.Struct]) -> str:
-    """The settings as a table in Markdown, for a page of the reference."""
+    """The settings as a table in Markdown, for the reference."""
     plain = table()
     rows = ["| setting | default | values | meaning | why this default |", "|---|---|---|---|---|"]
     for name, setting in settings_of(table).items():

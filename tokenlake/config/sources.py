@@ -1,6 +1,6 @@
-"""The sources of settings: a TOML file, the environment, flags. Each gives (name, raw value, origin) of what it sets.
+"""The sources of settings: a TOML file, the environment, flags. Each yields (name, raw value, origin) per setting.
 
-Nothing here reads a file or the process's environment: both are passed in.
+This module does not read files or the environment of the process: both are passed in.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ _SERVICE_PORT = re.compile(r"(?:tcp|udp|sctp)://.*")
 
 
 def is_service_link(variable: str, value: str) -> bool:
-    """Is this a variable that Kubernetes adds for a Service, and not one that a user set?"""
+    """True for a variable that Kubernetes sets for a Service."""
     if variable.endswith("_PORT") and _SERVICE_PORT.fullmatch(value):
         return True
     return _SERVICE_LINK.fullmatch(variable) is not None
 
 
 def of_toml(text: str, file: str) -> Iterator[Given]:
-    """`file` is the name to give in errors and origins. Raises ConfigurationError for a text that is no TOML."""
+    """Settings of a TOML text. `file`: its name in errors and origins. Raises ConfigurationError for a text that is not
+    TOML."""
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -40,7 +41,8 @@ def of_toml(text: str, file: str) -> Iterator[Given]:
 
 
 def of_environment(environ: Mapping[str, str], prefix: str, other: str | None = None) -> Iterator[Given]:
-    """Variables that begin with `prefix`, and not with `other`, but for those of Kubernetes' Services."""
+    """Settings of the variables that begin with `prefix` and not with `other`, without those of Kubernetes'
+    Services."""
     for variable in sorted(environ):
         theirs = other is not None and variable.startswith(other)
         if variable.startswith(prefix) and not theirs and not is_service_link(variable, environ[variable]):
@@ -48,15 +50,15 @@ def of_environment(environ: Mapping[str, str], prefix: str, other: str | None = 
 
 
 def of_flags(flags: Mapping[str, object]) -> Iterator[Given]:
-    """Flags by the name of their setting; one that is None was not given."""
+    """Settings of the flags, by name; None for a flag that was not given."""
     for name, value in flags.items():
         if value is not None:
             yield name, value, f"flag --{name.replace('_', '-')}"
 
 
 def _line(name: str, text: str) -> str:
-    """Where a top-level name is set, as far as it can be seen without parsing: quoted names and strings of several
-    lines may hide it, and then the origin is the file alone."""
+    """The suffix `, line N` for a top-level name. The line is found without parsing; empty where it is not found, for
+    instance because the name is quoted."""
     pattern = re.compile(rf"\s*(?:\[\[?\s*)?{re.escape(name)}\s*[=.\]]")
     lines = [number for number, line in enumerate(text.split("\n"), 1) if pattern.match(line)]
     return f", line {lines[0]}" if lines else ""

@@ -1,4 +1,4 @@
-"""The types of values that are no numbers or texts: sizes, addresses, peers, secrets, tenants."""
+"""Types of the values of settings: sizes, addresses, peers, secrets, tenants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNITS = {"TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 
 
 class Address(NamedTuple):
-    """Where to listen or connect; an IPv6 host stands without its brackets."""
+    """An address to listen at or connect to. An IPv6 host has no brackets."""
 
     host: str
     port: int
@@ -27,7 +27,7 @@ class Address(NamedTuple):
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """Another node. `memory` is its weight in the ring in bytes; None: all nodes weigh the same."""
+    """Another node. `memory`: its weight in the ring, in bytes; None where all nodes have the same weight."""
 
     name: str
     host: str
@@ -40,7 +40,7 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class Secret(bytes):
-    """Bytes that appear in no representation; msgspec refuses to encode them."""
+    """Bytes whose representation is masked; msgspec refuses to encode them."""
 
     def __repr__(self) -> str:
         return MASK if self else "none"
@@ -49,9 +49,9 @@ class Secret(bytes):
 
 
 class Tenant(msgspec.Struct, frozen=True):
-    """Who may see each other's cache. A connection belongs to it by its uid or by a token it shows.
+    """A group of processes that share cache. A process belongs to a tenant by its uid or by a token that it sends.
 
-    `secret` keys the tenant's hashes; it and the tokens appear in no representation.
+    `secret` is the key of the tenant's hashes. The representation masks it and the tokens.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Tenant(msgspec.Struct, frozen=True):
     uids: tuple[int, ...] = ()
     tokens: tuple[str, ...] = ()
     quota: float = 1.0
-    """Share of a node's memory that it may have."""
+    """Limit of the tenant's share of a node's memory."""
 
     def __repr__(self) -> str:
         uids = ",".join(map(str, self.uids))
@@ -68,7 +68,7 @@ class Tenant(msgspec.Struct, frozen=True):
 
 
 def parse_size(value: object) -> int:
-    """Bytes of `64MiB`, `1GiB`, `4096` or an int. Binary units only, no fractions."""
+    """Bytes from `64MiB`, `1GiB`, `4096` or an int: binary units, no fractions. Raises ValueError."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     if isinstance(value, str) and (match := re.fullmatch(r"([0-9]{1,18})([KMGT]iB)?", value)):
@@ -77,7 +77,7 @@ def parse_size(value: object) -> int:
 
 
 def format_size(size: int) -> str:
-    """The shortest text that `parse_size` reads back exactly."""
+    """The shortest text from which `parse_size` returns the same number."""
     for unit, factor in _UNITS.items():
         if size and size % factor == 0:
             return f"{size // factor}{unit}"
@@ -85,7 +85,7 @@ def format_size(size: int) -> str:
 
 
 def parse_address(value: object) -> Address:
-    """`HOST:PORT` or `[IPv6]:PORT`, port 0 to 65535."""
+    """An address from `HOST:PORT` or `[IPv6]:PORT`, port 0 to 65535. Raises ValueError."""
     expected = "HOST:PORT"
     if not isinstance(value, str):
         raise ValueError(expected)

@@ -63,7 +63,7 @@ def access_of_match(
         known.append((index, deepest.hints.access, age_s))
     known = [*reported, *known]
     beyond = max((at for at, _, _ in known), default=-1) + 1
-    remembered = context.store.remembers(tenant, keys[beyond:], context.now)
+    remembered = context.store.last_access(tenant, keys[beyond:], context.now)
     if remembered is not None:
         known.append((beyond + remembered[0], *remembered[1:]))
     return access_after(known, len(segments), hits)

@@ -17,7 +17,7 @@ from tokenlake.placement import Vacancy, default_run_length
 from tokenlake.ring import Ring
 from tokenlake.store import Budgets, Segment, SegmentStore, State
 from tokenlake.store.eviction import policy_named
-from tokenlake.store.history import History
+from tokenlake.store.removals import RemovalLog
 from tokenlake.wire.fields import MAX_AMOUNT, MAX_SECONDS
 
 __all__ = ["GOSSIP_S", "LOAD_HALF_LIFE_S", "Context", "CoreConfig"]
@@ -67,7 +67,7 @@ class Context:
         run_length = config.run_length or default_run_length(len(config.members))
         self.ring = Ring({NodeId(name): weight for name, weight in config.members.items()}, run_length)
         self.counters = Counters()
-        self.history = History()
+        self.removals = RemovalLog()
         self.store = SegmentStore(
             range(config.regions),
             config.region_bytes,
@@ -75,7 +75,7 @@ class Context:
             self.counters,
             policy=policy_named(config.eviction),
             quotas=config.quotas,
-            history=self.history,
+            removals=self.removals,
         )
         self._load = Rate(LOAD_HALF_LIFE_S)
         self.timers = Timers()

@@ -17,7 +17,7 @@ from tokenlake.core.peers import Peer, Peers
 from tokenlake.directory import Directory, Entry, Standing
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 from tokenlake.store import Cursor, Kind, State
-from tokenlake.store.history import CORRUPT_RULE
+from tokenlake.store.removals import CORRUPT_RULE
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
 from tokenlake.wire.slots import join_keys, split_keys

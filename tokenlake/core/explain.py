@@ -23,7 +23,7 @@ from tokenlake.core.instructions import Answer
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
-from tokenlake.store.history import CACHED_RULE, Gone
+from tokenlake.store.removals import CACHED_RULE, Removal
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.funnel import MAX_EXPLAINED_NAMES, Funnel, Missed, MissReason
 from tokenlake.wire.slots import join_keys, split_keys
@@ -41,7 +41,7 @@ REPLY_S = 0.1
 MAX_NAMES = 3
 """Nodes that a reason lists."""
 
-Removal = tuple[str, str, float, float]
+RemovalReport = tuple[str, str, float, float]
 """(rule, node, seconds ago, seconds unused before): how a segment left a node."""
 Count = tuple[MissReason, str, int]
 """(reason, detail, segments)."""
@@ -131,7 +131,7 @@ class _Question(NamedTuple):
     number: int
     tenant: TenantId
     trail: Trail
-    removals: dict[SegmentKey, Removal]
+    removals: dict[SegmentKey, RemovalReport]
     """Of missing segments, as far as a node remembers."""
     silent: dict[NodeId, None]
     """Directory nodes that did not answer."""
@@ -178,7 +178,7 @@ class Explain:
         question = _Question(connection, message.id, tenant, trail, {}, {})
         unknown = []
         for key in trail.missing:
-            gone = self._context.history.get(tenant, key)
+            gone = self._context.removals.get(tenant, key)
             if gone is not None:
                 question.removals[key] = self._removal(gone)
             if gone is None or gone.rule == CACHED_RULE:
@@ -211,13 +211,13 @@ class Explain:
         found = (name for owner, name in reversed(self._trails) if owner == tenant and name.startswith(prefix))
         return tuple(islice(found, MAX_EXPLAINED_NAMES))
 
-    def _removal(self, gone: Gone) -> Removal:
+    def _removal(self, gone: Removal) -> RemovalReport:
         return gone.rule, gone.node or self._context.node, self._context.since(gone.at), gone.unused_s
 
     def ask(self, node: NodeId, message: peer.ExplainMissing) -> None:
         """Another node misses segments whose directory node is this one."""
         tenant = TenantId(message.tenant)
-        gone = [self._context.history.get(tenant, key) for key in split_keys(message.keys)]
+        gone = [self._context.removals.get(tenant, key) for key in split_keys(message.keys)]
         removals = [("", "", 0.0, 0.0) if each is None else self._removal(each) for each in gone]
         rules, nodes = tuple(each[0] for each in removals), tuple(each[1] for each in removals)
         ago_s = tuple(each[2] for each in removals)
@@ -227,7 +227,7 @@ class Explain:
         """Segments whose directory node is this one left another node; record the rule."""
         if message.rule:
             for key in keys:
-                self._context.history.add(tenant, key, Gone(self._context.now, message.rule, message.node))
+                self._context.removals.add(tenant, key, Removal(self._context.now, message.rule, message.node))
 
     # -- answers
 
@@ -329,7 +329,7 @@ class Explain:
         return {
             "explained requests": len(self._trails),
             "segments they missed": self._keys,
-            "segments that went": len(self._context.history),
+            "segments that went": len(self._context.removals),
         }
 
     def check_integrity(self) -> None:

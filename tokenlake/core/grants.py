@@ -80,7 +80,7 @@ class Lease:
 
     def add_hints(self, hints: Hints) -> None:
         """Newer hints of the request."""
-        self.hints = hints.over(self.hints)
+        self.hints = hints.merged_over(self.hints)
 
     def is_held(self, index: int) -> bool:
         """Does a process hold this item?"""
@@ -223,7 +223,7 @@ class Grants:
 
     def _share(self, session: SessionGrants, share: float) -> int:
         pool = self._context.store.pool(session.tenant, session.slot_bytes)
-        return max(2, int(share * self._context.store.capacity(pool))) if pool is not None else 0
+        return max(2, int(share * self._context.store.capacity(pool.id))) if pool is not None else 0
 
     # -- leases
 

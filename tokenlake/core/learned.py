@@ -13,6 +13,7 @@ from tokenlake.core.context import Context
 from tokenlake.core.instructions import Note
 from tokenlake.core.peers import Peers
 from tokenlake.identity import TenantId
+from tokenlake.store import PoolId
 from tokenlake.store.eviction import policy_named
 from tokenlake.wire import peer as wire
 
@@ -69,7 +70,9 @@ class Learned:
         try:
             if message.policy != self._context.config.eviction:
                 raise ValueError(f"another node's policy is {message.policy!r}")
-            self._context.store.absorb({(TenantId(name), size): data for name, size, data in message.pools})
+            self._context.store.merge_learned(
+                {PoolId(TenantId(name), size): data for name, size, data in message.pools}
+            )
         except ValueError as error:
             if not self._noted:
                 self._context.emit(Note(f"eviction statistics of another node are not used: {error}"))
@@ -92,7 +95,9 @@ class Learned:
     def restore(self, data: bytes) -> None:
         """Begin with data that an earlier process saved and that passed `check`; before the node has segments."""
         saved = self._decoded(data)
-        self._context.store.remember({(TenantId(name), size): learned for name, size, learned in saved.pools})
+        self._context.store.restore_learned(
+            {PoolId(TenantId(name), size): learned for name, size, learned in saved.pools}
+        )
 
     def _decoded(self, data: bytes) -> _Saved:
         try:

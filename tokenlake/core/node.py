@@ -35,7 +35,7 @@ from tokenlake.identity import ConnectionId, Incarnation, LeaseId, NodeId, Segme
 from tokenlake.metrics import Counters
 from tokenlake.ring import Ring
 from tokenlake.store import Kind, Segment, SegmentStore, State
-from tokenlake.store.history import CORRUPT_RULE
+from tokenlake.store.removals import CORRUPT_RULE
 from tokenlake.wire import engine, peer
 from tokenlake.wire.slots import split_keys
 
@@ -327,7 +327,7 @@ class NodeCore:
         evicted, self._context.store.evicted = self._context.store.evicted, []
         by_rule: dict[tuple[TenantId, str], list[Segment]] = {}
         for segment in evicted:
-            gone = self._context.history.get(segment.tenant, segment.key)
+            gone = self._context.removals.get(segment.tenant, segment.key)
             by_rule.setdefault((segment.tenant, gone.rule if gone is not None else ""), []).append(segment)
         here = self._context.node
         for (tenant, rule), segments in by_rule.items():

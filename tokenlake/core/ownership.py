@@ -35,7 +35,7 @@ from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
 from tokenlake.placement import Vacancy, choose_owner, lean_of, runs
 from tokenlake.store import Cursor, Kind, Segment, State
-from tokenlake.store.history import NOT_ADMITTED_RULE
+from tokenlake.store.removals import NOT_ADMITTED_RULE
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
 from tokenlake.wire.fields import CHECKSUM_BYTES

@@ -62,11 +62,11 @@ class Regions:
         tenants that share the memory."""
         store = self._context.store
         idle = [pool for pool in store.pools() if (pool.tenant, pool.slot_bytes) not in used]
-        if self._draining is None and store.is_short(*demand, among):
+        if self._draining is None and store.below_fair_share(*demand, among):
             rich = [
                 pool
                 for pool in store.pools()
-                if store.has_too_much(pool.tenant, among) and (pool in idle or len(pool.regions) > 1)
+                if store.regions.above_fair_share(pool.tenant, among) and (pool in idle or len(pool.regions) > 1)
             ]
             if rich:
                 giver = max(rich, key=lambda pool: (pool in idle, len(pool.regions)))
@@ -76,7 +76,7 @@ class Regions:
             return False
         # No tenant has more than its fair share. A demand without any slots gets memory that no connected engine uses.
         for pool in idle:
-            if pool.draining is not None or (pool.tenant != demand[0] and store.has_quota(demand[0])):
+            if pool.draining is not None or (pool.tenant != demand[0] and store.regions.at_quota(demand[0])):
                 continue
             free = len(pool.free)
             self._replace(store.reclaim(pool, self._context.now), demand)

@@ -30,8 +30,7 @@ from tokenlake.core.timers import Timer
 from tokenlake.hints import NO_ACCESS, AccessRecord
 from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
-from tokenlake.store import Segment
-from tokenlake.store.pool import SlotPool
+from tokenlake.store import PoolId, Segment
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
 from tokenlake.wire.fields import MAX_SECONDS
@@ -190,7 +189,7 @@ class _PeerLease:
 
     node: NodeId
     segments: list[Segment]
-    counts: Counter[SlotPool]
+    counts: Counter[PoolId]
     """Number of the segments in each pool."""
     timer: Timer
 
@@ -205,7 +204,7 @@ class Serving:
         self._replication = replication
         self._fan_out = FanOut(context, peers)
         self._leases: dict[LeaseId, _PeerLease] = {}
-        self._leased: Counter[SlotPool] = Counter()
+        self._leased: Counter[PoolId] = Counter()
         """Pins of the leases, by pool."""
         self._sends: dict[int, tuple[NodeId | None, list[Segment]]] = {}
         """Per bulk connection, the segments and the node of the engine that reads them; None: a background transfer."""
@@ -242,7 +241,7 @@ class Serving:
         known = len(found)
         while known and found[known - 1] is None:
             known -= 1
-        remembered = self._context.store.remembers(tenant, keys[known:], self._context.now)
+        remembered = self._context.store.last_access(tenant, keys[known:], self._context.now)
         if remembered is not None:
             index, access, age_s = remembered
             return known + index + 1, access, min(MAX_SECONDS, age_s)
@@ -289,7 +288,7 @@ class Serving:
                 codes[index] = Code.UNKNOWN
         return leased
 
-    def _room(self, pool: SlotPool) -> int:
+    def _room(self, pool: PoolId) -> int:
         """Further segments of `pool` that other nodes may lease."""
         return int(PEER_LEASE_SHARE * self._context.store.capacity(pool)) - self._leased[pool]
 

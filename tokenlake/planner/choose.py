@@ -3,8 +3,8 @@
 An engine computes the end of a prompt, not its middle. A sequence that is recomputed therefore takes all sequences
 behind it along. So the least cost from a sequence on is the smaller of two: recomputing everything from it on, or using
 it in its cheapest way plus the least costs of the sequences behind it. That is exact for a given set of peers that
-queries are shipped to, whose round trips are paid once. All sets of peers that could be worth their round trips are
-tried.
+queries are shipped to, whose round trips are paid once. All sets of peers that could save more than their round trips
+are tried.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def _peers(costs: Costs, options: Mapping[int, _Options]) -> list[NodeId]:
     for option in options.values():
         for peer, seconds in option.shipped.items():
             saved[peer] = saved.get(peer, 0.0) + option.moved.seconds - seconds
-    worth = [peer for peer, seconds in saved.items() if seconds > costs.round_trips(peer)]
-    return sorted(worth, key=lambda peer: (-saved[peer], peer))[:MANY_PEERS]
+    cheaper = [peer for peer, seconds in saved.items() if seconds > costs.round_trips(peer)]
+    return sorted(cheaper, key=lambda peer: (-saved[peer], peer))[:MANY_PEERS]
 
 
 def _best(costs: Costs, options: Mapping[int, _Options], asked: Sequence[NodeId]) -> tuple[dict[int, _Option], float]:

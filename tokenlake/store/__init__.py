@@ -1,11 +1,12 @@
-"""One node's segments and the slots they lie in; no bytes are touched here."""
+"""One node's segments and the slots that they are in, without their bytes."""
 
 from tokenlake.store.eviction import EvictionPolicy, LeastRecentlyUsed
-from tokenlake.store.places import Cursor
-from tokenlake.store.pool import SlotPool
+from tokenlake.store.pool import Budgets, SlotPool
 from tokenlake.store.region import RegionShape
-from tokenlake.store.segment import Kind, Segment, State
-from tokenlake.store.store import Budgets, SegmentStore
+from tokenlake.store.removals import Removal, RemovalLog
+from tokenlake.store.segment import Kind, PoolId, Segment, State
+from tokenlake.store.slot_table import Cursor
+from tokenlake.store.store import SegmentStore
 
 __all__ = [
     "Budgets",
@@ -13,7 +14,10 @@ __all__ = [
     "EvictionPolicy",
     "Kind",
     "LeastRecentlyUsed",
+    "PoolId",
     "RegionShape",
+    "Removal",
+    "RemovalLog",
     "Segment",
     "SegmentStore",
     "SlotPool",

@@ -1,4 +1,4 @@
-"""The slots of one tenant and one slot size."""
+"""The slots of one tenant and one slot size: free slots, counts by kind, budgets, orders of eviction."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from tokenlake.identity import TenantId
 from tokenlake.store.eviction import EvictionPolicy, LeastRecentlyUsed
-from tokenlake.store.region import RegionShape
 from tokenlake.store.retention import HIGH_SHARE, Retention
-from tokenlake.store.segment import Kind, Segment, State
-from tokenlake.wire.slots import SlotRef
+from tokenlake.store.segment import Kind, PoolId, Segment, State
 
 __all__ = ["Budgets", "SlotPool"]
 
@@ -23,56 +20,52 @@ class Budgets(msgspec.Struct, frozen=True):
 
     cached: float = 0.10
     """Cached copies may displace primary copies up to this share. Beyond it they may use free slots, and displace
-    directory node
-    copies when all cached ones are in use."""
+    primary copies when all cached copies are pinned."""
     dirty: float = 0.10
-    """Segments being written or waiting to be pushed."""
+    """Segments that are being written, and segments whose owner is not decided yet."""
     replica: float = 0.05
     """Extra copies of hot segments."""
 
 
 class SlotPool:
-    """Free slots, and the evictable segments in order. Changed by `SegmentStore` alone."""
+    """Changed by `SegmentStore` alone."""
 
-    def __init__(
-        self, tenant: TenantId, slot_bytes: int, budgets: Budgets, directory_node: Callable[[], EvictionPolicy]
-    ):
-        self.tenant = tenant
-        self.slot_bytes = slot_bytes
+    def __init__(self, pool: PoolId, region_slots: int, budgets: Budgets, policy: Callable[[], EvictionPolicy]):
+        """`region_slots`: slots in each region. `policy`: makes the policy of eviction of primary copies."""
+        self.id = pool
+        self.tenant, self.slot_bytes = pool
+        self.region_slots = region_slots
         self.budgets = budgets
         self.regions: list[int] = []
         self.slots = 0
         self.free: list[tuple[int, int]] = []
         """(region, slot), taken from the end."""
-        # By kind, in lists: hashing an enum member for a dict runs Python code, and this is the hot path.
-        self.retention = Retention(directory_node(), lambda: self.budget(HIGH_SHARE, self.slots))
-        """Of the primary copies."""
-        self.order: list[EvictionPolicy] = [
+        self.retention = Retention(policy(), lambda: self.budget(HIGH_SHARE, self.slots))
+        """The order of primary copies."""
+        # Lists by kind: hashing an enum member for a dict runs Python code, and this is the hot path.
+        self.orders: list[EvictionPolicy] = [
             LeastRecentlyUsed(),
             LeastRecentlyUsed(),
             self.retention,
             LeastRecentlyUsed(),
         ]
-        """READY segments but those set aside; those of DIRTY and REPLICA are in order as well, but nobody asks for a
-        victim among them."""
+        """READY segments that are not excluded. DIRTY and REPLICA segments are in order too, but are never victims."""
         self.counts = [0] * len(Kind)
-        """Segments RESERVED or READY."""
+        """Segments that are RESERVED or READY, by kind."""
         self.quarantined = 0
         self.draining: int | None = None
-        """A region that is to be given away: its slots are counted no more, and are taken by nobody once they are
-        free."""
+        """A region that is to be given away: its slots do not count, and get no new segments."""
 
-    def add_region(self, region: int, region_bytes: int) -> None:
+    def add_region(self, region: int) -> None:
         """Cut a fresh region into free slots."""
-        count = RegionShape(region_bytes, self.slot_bytes).slots
         self.regions.append(region)
-        self.slots += count
-        self.free.extend(zip(itertools.repeat(region), range(count - 1, -1, -1), strict=False))
+        self.slots += self.region_slots
+        self.free.extend(zip(itertools.repeat(region), range(self.region_slots - 1, -1, -1), strict=False))
 
-    def drain(self, region: int, slots: int) -> None:
-        """Begin to give a region of `slots` slots away."""
+    def drain(self, region: int) -> None:
+        """Begin to give a region away."""
         self.draining = region
-        self.slots -= slots
+        self.slots -= self.region_slots
         self.free = [place for place in self.free if place[0] != region]
 
     def drop_region(self, region: int) -> None:
@@ -81,50 +74,44 @@ class SlotPool:
         self.regions.remove(region)
 
     def give_back(self, region: int, slot: int) -> None:
-        """A slot holds nothing any more."""
+        """A slot holds no segment any more."""
         if region != self.draining:
             self.free.append((region, slot))
 
     def budget(self, share: float, slots: int) -> int:
-        """A share of `slots`."""
+        """A share of `slots`, in whole slots."""
         return max(2, math.ceil(share * slots))
 
-    def take(self, generations: dict[int, list[int]]) -> SlotRef:
-        """A free slot under a new generation. IndexError when there is none."""
-        region, slot = self.free.pop()
-        generations[region][slot] += 1
-        return SlotRef(region, slot, generations[region][slot])
-
     def victim(self, kind: Kind, now: float) -> Segment | None:
-        """The coldest unpinned segment of `kind`. Pinned ones on the way are in use, so they count as touched, and are
-        set aside: a pin costs nothing but its count, and no search passes over the same pin twice."""
-        order = self.order[kind]
+        """The next victim of `kind` that is not pinned. Pinned segments before it are in use: they count as touched and
+        are excluded from the order until their last pin goes, so that no search passes over the same pin twice."""
+        order = self.orders[kind]
         while len(order):
-            segment = order.coldest(now)
+            segment = order.victim(now)
             if not segment.pins:
                 return segment
             order.remove(segment, now, evicted=False)
-            segment.aside, segment.touched = True, now
+            segment.excluded, segment.touched = True, now
         return None
 
     def enter(self, segment: Segment, now: float) -> None:
-        """A READY segment takes its place in the order of its kind."""
-        self.order[segment.kind].insert(segment, now)
+        """Add a READY segment to the order of its kind."""
+        self.orders[segment.kind].insert(segment, now)
 
     def leave(self, segment: Segment, now: float, evicted: bool = False) -> None:
-        """Inverse of `enter`, also of one that was set aside."""
-        if segment.aside:
-            segment.aside = False
+        """Inverse of `enter`, also for an excluded segment."""
+        if segment.excluded:
+            segment.excluded = False
         else:
-            self.order[segment.kind].remove(segment, now, evicted)
+            self.orders[segment.kind].remove(segment, now, evicted)
 
-    def come_back(self, segment: Segment) -> None:
-        """Inverse of setting aside: the last pin of a segment went, or it is touched."""
-        segment.aside = False
+    def readmit(self, segment: Segment) -> None:
+        """Put an excluded segment back in order: its last pin went, or it was touched."""
+        segment.excluded = False
         self.enter(segment, segment.touched)
 
     def check_integrity(self, segments: list[Segment], quarantined: list[Segment]) -> None:
-        """Conservation of slots: free + indexed + quarantined = all, each place once."""
+        """AssertionError unless free, indexed and quarantined slots together are all slots, each once."""
         places = [*self.free, *((s.place.region, s.place.slot) for s in segments + quarantined)]
         places = [place for place in places if place[0] != self.draining]
         assert len(places) == len(set(places)) == self.slots, f"{len(places)} places for {self.slots} slots"
@@ -133,7 +120,7 @@ class SlotPool:
             of_kind = [s for s in segments if s.kind is kind]
             assert self.counts[kind] == len(of_kind), f"{kind.name}: counted {self.counts[kind]}, are {len(of_kind)}"
             ready = [s for s in of_kind if s.state is State.READY]
-            assert set(self.order[kind]) == {s for s in ready if not s.aside}
-            assert all(s.pins for s in ready if s.aside)
+            assert set(self.orders[kind]) == {s for s in ready if not s.excluded}
+            assert all(s.pins for s in ready if s.excluded)
         assert all(s.pins > 0 for s in quarantined)
         assert all(s.pins >= 0 for s in segments)

@@ -1,4 +1,4 @@
-"""Where the slots of a region lie. Client and daemon compute the same offsets from the same two numbers.
+"""Offsets of the slots in a region. Client and daemon compute the same offsets from the same two numbers.
 
 ::
 
@@ -32,7 +32,7 @@ class RegionShape(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """How many fit beside the header; may be 0."""
+        """Slots that fit beside the header; may be 0."""
         return _slots(self)
 
     @property
@@ -51,7 +51,7 @@ class RegionShape(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _slots(shape: RegionShape) -> int:
-    # Asked for with every reservation; the shapes of a node are few.
+    # Cached: each offset needs the number, and a node has few shapes.
     count = shape.region_bytes // (shape.stride + GENERATION_BYTES)
     while count and shape._header(count) + count * shape.stride > shape.region_bytes:
         count -= 1

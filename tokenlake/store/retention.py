@@ -1,14 +1,15 @@
-"""Priority and time to live of primary copies: a layer over whatever policy orders them.
+"""Priority and time to live of primary copies: a layer over the policy of eviction.
 
 ::
 
-    goes first                                                    goes last
-    | overdue | low      | normal: by the policy | high: bounded |
+    leaves first                                                      leaves last
+    | EXPIRED | LOW      | NORMAL: by the policy | HIGH: bounded |
       ttl_s     priority                           priority 1, at most HIGH_SHARE of the slots and HIGH_S
-      passed    -1                                 since its last use; then it is normal
+      passed    -1                                 since the last access; then the segment is NORMAL
 
-A priority is soft: it moves a segment to another lane, and no lane is safe. Segments of the outer lanes go least
-recently used first; the policy neither sees nor learns from them, and one that becomes normal is new to it.
+Each segment is in one tier. No tier keeps a segment for ever: victims come from the first tier that is not empty.
+Outside NORMAL, segments leave in order of their last access. The policy knows and learns of NORMAL segments only; a
+segment that becomes NORMAL is new to it.
 """
 
 from __future__ import annotations
@@ -22,185 +23,220 @@ from tokenlake.identity import SegmentKey
 from tokenlake.store.eviction import EvictionPolicy, LeastRecentlyUsed
 from tokenlake.store.segment import Segment
 
-__all__ = ["HIGH_S", "HIGH_SHARE", "Retention"]
+__all__ = ["HIGH_S", "HIGH_SHARE", "Deadlines", "Retention"]
 
 HIGH_SHARE = 0.2
-"""Of a pool's slots, those of high priority. Beyond it the one of them that was not used longest is normal."""
+"""Share of a pool's slots for segments of high priority. Beyond it the least recently used of them becomes NORMAL."""
 HIGH_S = 3600.0
-"""A segment of high priority that was not used for so long is normal: nothing is pinned."""
-LAPSES = 64
-"""At most so many segments change their lane by the clock in one call: what is left over is next."""
-_LOW, NORMAL, _HIGH, _OVERDUE = 0, 1, 2, 3
+"""A segment of high priority without an access for so long becomes NORMAL."""
+MAX_PASSED = 64
+"""Deadlines that are handled in one call; the next call goes on."""
+_LOW, _NORMAL, _HIGH, _EXPIRED = 0, 1, 2, 3
 
 
-class Retention:
-    """An `EvictionPolicy` made of another and three lanes around it. `Segment.lane` is changed here alone."""
+class Deadlines:
+    """One deadline per segment, which may be moved."""
+
+    def __init__(self) -> None:
+        self._deadlines: dict[Segment, float] = {}
+        self._heap: list[tuple[float, int, Segment]] = []
+        """An entry for each deadline, at its time or earlier, and entries of segments that have none any more."""
+        self._numbers = itertools.count()
+
+    def set(self, segment: Segment, at: float) -> None:
+        """The deadline of the segment is `at`, and no other."""
+        known = self._deadlines.get(segment)
+        self._deadlines[segment] = at
+        if known is None or at < known:
+            heapq.heappush(self._heap, (at, next(self._numbers), segment))
+            if len(self._heap) > 2 * len(self._deadlines) + MAX_PASSED:
+                self._heap = [(at, next(self._numbers), each) for each, at in self._deadlines.items()]
+                heapq.heapify(self._heap)
+
+    def cancel(self, segment: Segment) -> None:
+        """The segment has no deadline."""
+        self._deadlines.pop(segment, None)
+
+    def passed(self, now: float) -> Iterator[Segment]:
+        """Segments whose deadline is at most `now`; they have none any more. At most `MAX_PASSED` in one call."""
+        for _ in range(MAX_PASSED):
+            if not self._heap or self._heap[0][0] > now:
+                return
+            segment = heapq.heappop(self._heap)[2]
+            at = self._deadlines.get(segment)
+            if at is not None and at > now:
+                heapq.heappush(self._heap, (at, next(self._numbers), segment))
+            elif at is not None:
+                del self._deadlines[segment]
+                yield segment
+
+    def __len__(self) -> int:
+        """Entries of the heap."""
+        return len(self._heap)
+
+
+class Retention(EvictionPolicy):
+    """Orders segments by tier, and within NORMAL by another policy."""
 
     def __init__(self, policy: EvictionPolicy, high_room: Callable[[], int]) -> None:
-        """`high_room`: how many segments may be of high priority now."""
-        self.policy = policy
+        """`policy`: orders NORMAL segments. `high_room`: how many segments may be of high priority now."""
+        self._policy = policy
         self._high_room = high_room
-        # By number of the lane.
-        self._lanes: tuple[EvictionPolicy, ...] = (
+        self._tiers: tuple[EvictionPolicy, ...] = (
             LeastRecentlyUsed(),
             policy,
             LeastRecentlyUsed(),
             LeastRecentlyUsed(),
         )
-        self._until: dict[Segment, float] = {}
-        """When a segment leaves its lane, unless it is used before."""
-        self._due: list[tuple[float, int, Segment]] = []
-        """A heap; a time in it may be too early, or of a segment that left. None of `_until` is missing."""
-        self._numbers = itertools.count()
+        """By number of the tier."""
+        self._tier: dict[Segment, int] = {}
+        """Tiers of the segments that are not NORMAL."""
+        self._deadlines = Deadlines()
 
     def insert(self, segment: Segment, now: float) -> None:
         """See `EvictionPolicy`."""
         hints = segment.hints
         if not (hints.priority or hints.ttl_s):
-            segment.lane = NORMAL
-            self.policy.insert(segment, now)
+            self._policy.insert(segment, now)
             return
-        self._put(segment, _lane_of(hints), now)
-        self._watch(segment, now)
+        self._put(segment, _tier_of(hints), now)
+        self._schedule(segment, now)
 
     def touch(self, segment: Segment, now: float) -> None:
         """See `EvictionPolicy`."""
         hints = segment.hints
-        if segment.lane == NORMAL and not (hints.priority or hints.ttl_s):
-            self.policy.touch(segment, now)
+        if segment not in self._tier and not (hints.priority or hints.ttl_s):
+            self._policy.touch(segment, now)
             return
-        if not self._moved(segment, now) or segment.lane == NORMAL:
-            self._lanes[segment.lane].touch(segment, now)
-            self._watch(segment, now)
+        tier = self._move(segment, now)
+        if tier is None or tier == _NORMAL:
+            self._tiers[self._tier.get(segment, _NORMAL)].touch(segment, now)
+            self._schedule(segment, now)
 
-    def hinted(self, segment: Segment, now: float) -> None:
+    def hints_changed(self, segment: Segment, now: float) -> None:
         """See `EvictionPolicy`. The time to live begins anew."""
-        if not self._moved(segment, now):
-            self._lanes[segment.lane].hinted(segment, now)
-            self._watch(segment, now)
+        if self._move(segment, now) is None:
+            self._tiers[self._tier.get(segment, _NORMAL)].hints_changed(segment, now)
+            self._schedule(segment, now)
 
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
         """See `EvictionPolicy`."""
-        self._lanes[segment.lane].remove(segment, now, evicted)
-        segment.lane = NORMAL
-        self._until.pop(segment, None)
+        self._tiers[self._tier.pop(segment, _NORMAL)].remove(segment, now, evicted)
+        self._deadlines.cancel(segment)
 
-    def coldest(self, now: float) -> Segment:
+    def victim(self, now: float) -> Segment:
         """See `EvictionPolicy`."""
-        self._lapse(now)
-        for lane in (_OVERDUE, _LOW, NORMAL):
-            if len(self._lanes[lane]):
-                return self._lanes[lane].coldest(now)
-        return self._lanes[_HIGH].coldest(now)
+        self._pass_time(now)
+        for tier in (_EXPIRED, _LOW, _NORMAL):
+            if len(self._tiers[tier]):
+                return self._tiers[tier].victim(now)
+        return self._tiers[_HIGH].victim(now)
 
-    def overdue(self, now: float) -> bool:
-        """Is there a segment whose time to live has passed?"""
-        self._lapse(now)
-        return len(self._lanes[_OVERDUE]) > 0
+    def expired(self, now: float) -> bool:
+        """Whether the time to live of some segment has passed."""
+        self._pass_time(now)
+        return len(self._tiers[_EXPIRED]) > 0
 
     def rule(self, segment: Segment) -> str:
-        """By which of its own rules `segment`, which is in order, would go; empty: by the policy's."""
-        return {_OVERDUE: "time to live", _LOW: "low priority"}.get(segment.lane, "")
+        """The rule of this layer by which `segment`, which is in order, would leave; empty if it is the policy's."""
+        return {_EXPIRED: "time to live", _LOW: "low priority"}.get(self._tier.get(segment, _NORMAL), "")
 
     def retention_value(self, segment: Segment, now: float) -> float:
-        """See `EvictionPolicy`; of a segment of high priority, as of one that is new."""
-        if segment.lane == NORMAL:
-            return self.policy.retention_value(segment, now)
-        return self.policy.retention_value_of_new(segment.key, segment.hints, now) if segment.lane == _HIGH else 0.0
+        """See `EvictionPolicy`. A segment of high priority has the value of a new one."""
+        tier = self._tier.get(segment, _NORMAL)
+        if tier == _NORMAL:
+            return self._policy.retention_value(segment, now)
+        return self._policy.retention_value_of_new(segment.key, segment.hints, now) if tier == _HIGH else 0.0
 
     def retention_value_of_new(self, key: SegmentKey, hints: Hints, now: float) -> float:
         """See `EvictionPolicy`."""
-        return self.policy.retention_value_of_new(key, hints, now) if hints.priority >= 0 else 0.0
+        return self._policy.retention_value_of_new(key, hints, now) if hints.priority >= 0 else 0.0
 
     def admits(self, key: SegmentKey, hints: Hints, now: float) -> bool:
-        """See `EvictionPolicy`. What is overdue or of low priority gives way to anybody; high priority is let in."""
-        self._lapse(now)
-        if hints.priority > 0 or len(self._lanes[_OVERDUE]) or len(self._lanes[_LOW]):
+        """See `EvictionPolicy`. High priority is admitted, and every segment while one is EXPIRED or LOW."""
+        self._pass_time(now)
+        if hints.priority > 0 or len(self._tiers[_EXPIRED]) or len(self._tiers[_LOW]):
             return True
-        return self.policy.admits(key, hints, now)
+        return self._policy.admits(key, hints, now)
 
-    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, AccessRecord, float] | None:
+    def last_access(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, AccessRecord, float] | None:
         """See `EvictionPolicy`."""
-        return self.policy.remembers(keys, now)
+        return self._policy.last_access(keys, now)
 
     def __len__(self) -> int:
-        return sum(map(len, self._lanes))
+        return sum(map(len, self._tiers))
 
     def __iter__(self) -> Iterator[Segment]:
-        return itertools.chain.from_iterable(self._lanes[lane] for lane in (_OVERDUE, _LOW, NORMAL, _HIGH))
+        return itertools.chain.from_iterable(self._tiers[tier] for tier in (_EXPIRED, _LOW, _NORMAL, _HIGH))
 
     def save(self) -> bytes:
         """See `EvictionPolicy`."""
-        return self.policy.save()
+        return self._policy.save()
 
-    def absorb(self, learned: bytes) -> None:
+    def merge(self, learned: bytes) -> None:
         """See `EvictionPolicy`."""
-        self.policy.absorb(learned)
+        self._policy.merge(learned)
 
     def restore(self, learned: bytes) -> None:
         """See `EvictionPolicy`."""
-        self.policy.restore(learned)
+        self._policy.restore(learned)
 
     # -- inside
 
-    def _put(self, segment: Segment, lane: int, now: float) -> None:
-        segment.lane = lane
-        self._lanes[lane].insert(segment, now)
-        if lane == _HIGH and len(self._lanes[_HIGH]) > self._high_room():
-            # Of a prompt the deepest segments were used first, so that it keeps its beginning.
-            self._leave(self._lanes[_HIGH].coldest(now), NORMAL)
+    def _put(self, segment: Segment, tier: int, now: float) -> None:
+        if tier != _NORMAL:
+            self._tier[segment] = tier
+        self._tiers[tier].insert(segment, now)
+        if tier == _HIGH and len(self._tiers[_HIGH]) > self._high_room():
+            # The deepest segments of a prompt were touched first, so the prompt keeps its beginning.
+            self._leave_tier(self._tiers[_HIGH].victim(now), _NORMAL)
 
-    def _moved(self, segment: Segment, now: float) -> bool:
-        """Its hints, or a use, brought it to another lane."""
-        lane = _lane_of(segment.hints)
-        if lane == segment.lane:
-            return False
-        self._lanes[segment.lane].remove(segment, now, evicted=False)
-        self._put(segment, lane, now)
-        self._watch(segment, now)
-        return True
+    def _move(self, segment: Segment, now: float) -> int | None:
+        """Move the segment to the tier of its hints; the tier in which it is then, or None if it was there before."""
+        before, tier = self._tier.get(segment, _NORMAL), _tier_of(segment.hints)
+        if tier == before:
+            return None
+        self._tier.pop(segment, None)
+        self._tiers[before].remove(segment, now, evicted=False)
+        self._put(segment, tier, now)
+        self._schedule(segment, now)
+        return self._tier.get(segment, _NORMAL)
 
-    def _leave(self, segment: Segment, lane: int) -> None:
-        """It is not used: its last use stays what it was."""
+    def _leave_tier(self, segment: Segment, tier: int) -> None:
+        """Move the segment to `tier` without an access: `touched` stays."""
         touched = segment.touched
-        self._lanes[segment.lane].remove(segment, touched, evicted=False)
-        self._put(segment, lane, touched)
-        # A policy may know of a later time, and take that.
+        self._tiers[self._tier.pop(segment, _NORMAL)].remove(segment, touched, evicted=False)
+        self._put(segment, tier, touched)
+        # A policy that knows a later time takes that as the time of the insert.
         segment.touched = touched
-        self._watch(segment, touched)
+        self._schedule(segment, touched)
 
-    def _watch(self, segment: Segment, now: float) -> None:
-        """Note when it leaves its lane unless it is used."""
+    def _schedule(self, segment: Segment, now: float) -> None:
+        """Note when the segment leaves its tier unless it is accessed before."""
+        tier = self._tier.get(segment, _NORMAL)
         stay_s = segment.hints.ttl_s
-        if segment.lane == _HIGH:
+        if tier == _HIGH:
             stay_s = min(stay_s or HIGH_S, HIGH_S)
-        if not stay_s or segment.lane == _OVERDUE:
-            self._until.pop(segment, None)
+        if not stay_s or tier == _EXPIRED:
+            self._deadlines.cancel(segment)
+        else:
+            self._deadlines.set(segment, now + stay_s)
+
+    def _pass_time(self, now: float) -> None:
+        """Move segments whose time in their tier is over."""
+        if not len(self._deadlines):
             return
-        known, until = self._until.get(segment), now + stay_s
-        self._until[segment] = until
-        if known is None or until < known:
-            heapq.heappush(self._due, (until, next(self._numbers), segment))
-            if len(self._due) > 2 * len(self._until) + LAPSES:
-                self._due = [(at, next(self._numbers), each) for each, at in self._until.items()]
-                heapq.heapify(self._due)
+        for segment in self._deadlines.passed(now):
+            # The same sum as in `_schedule`, so that it is rounded alike.
+            expired = segment.hints.ttl_s > 0 and segment.touched + segment.hints.ttl_s <= now
+            self._leave_tier(segment, _EXPIRED if expired else _NORMAL)
 
-    def _lapse(self, now: float) -> None:
-        for _ in range(LAPSES):
-            if not self._due or self._due[0][0] > now:
-                return
-            segment = heapq.heappop(self._due)[2]
-            until = self._until.get(segment)
-            if until is None:
-                continue
-            if until > now:
-                heapq.heappush(self._due, (until, next(self._numbers), segment))
-                continue
-            # The same sum as in `_watch`, so that it is rounded alike.
-            overdue = segment.hints.ttl_s > 0 and segment.touched + segment.hints.ttl_s <= now
-            del self._until[segment]
-            self._leave(segment, _OVERDUE if overdue else NORMAL)
+    def check_integrity(self) -> None:
+        """AssertionError when tiers are noted for other segments than those in order."""
+        for tier in (_LOW, _HIGH, _EXPIRED):
+            assert all(self._tier[segment] == tier for segment in self._tiers[tier])
+        assert len(self._tier) == len(self) - len(self._policy)
 
 
-def _lane_of(hints: Hints) -> int:
+def _tier_of(hints: Hints) -> int:
     return 1 + hints.priority

@@ -4,29 +4,26 @@
 
     (slot FREE) -> RESERVED -> READY -> GONE -> (slot FREE)
                       |                  ^
-                      +------------------+   abort, deadline, session gone
+                      +------------------+   abort, deadline, end of the session
 
-A segment is in the index while RESERVED or READY. GONE with pins is quarantine: somebody may still read or
-write the slot, so it has no new owner until the last pin goes.
+A segment is in the index of its tenant while it is RESERVED or READY. A segment that is GONE and pinned is in
+quarantine: a process may still read or write the slot, so the slot gets no other segment until the last pin goes.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from tokenlake.hints import NO_HINTS
-from tokenlake.identity import NodeId, SegmentKey
+from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.wire.slots import SlotRef
 
-if TYPE_CHECKING:
-    from tokenlake.store.pool import SlotPool
-
-__all__ = ["Kind", "Segment", "State"]
+__all__ = ["Kind", "PolicyState", "PoolId", "Segment", "State"]
 
 
 class State(IntEnum):
-    """Where in its life a segment is."""
+    """Stage in the life of a segment."""
 
     RESERVED = 0
     READY = 1
@@ -34,37 +31,50 @@ class State(IntEnum):
 
 
 class Kind(IntEnum):
-    """Why this node keeps the segment."""
+    """The reason for which this node keeps a segment."""
 
     DIRTY = 0
-    """Written here, not yet pushed: never a victim."""
+    """Written here, and the owner is not decided yet: never a victim."""
     CACHED = 1
-    """Kept because a local engine wrote or fetched it; first victim."""
+    """Kept because a local engine wrote or fetched it: the first victim."""
     PRIMARY = 2
-    """The copy the pool relies on; victim by policy."""
+    """The copy that counts: a victim by the policy of eviction."""
     REPLICA = 3
-    """An extra copy of a hot segment, on purpose: never a victim; it becomes CACHED when its directory node says so."""
+    """An extra copy of a hot segment: never a victim; it becomes CACHED when its directory node says so."""
+
+
+class PoolId(NamedTuple):
+    """Slots of one size for one tenant."""
+
+    tenant: TenantId
+    slot_bytes: int
+
+
+class PolicyState:
+    """Base of the record that a policy of eviction keeps of each segment."""
+
+    __slots__ = ()
 
 
 class Segment:
-    """Mutable; changed by `SegmentStore` alone, but for `checksums`, `missing_shards`, `source` and
-    `previous_owner`."""
+    """Mutable. Owners of the fields: `SegmentStore` changes `kind`, `state`, `pins` and `hints`; the pool and its
+    orders of eviction change `excluded`, `touched` and `policy_state`; the core changes `checksums`,
+    `missing_shards`, `source` and `previous_owner`. All other fields stay."""
 
     __slots__ = (
-        "aside",
         "checksums",
         "depth",
+        "excluded",
         "hints",
         "key",
         "kind",
-        "lane",
         "missing_shards",
         "packed",
         "pins",
         "place",
+        "policy_state",
         "pool",
         "previous_owner",
-        "record",
         "slot_bytes",
         "source",
         "state",
@@ -72,45 +82,36 @@ class Segment:
         "touched",
     )
 
-    def __init__(
-        self,
-        pool: SlotPool,
-        key: SegmentKey,
-        place: SlotRef,
-        kind: Kind,
-        depth: int,
-        now: float,
-    ) -> None:
+    def __init__(self, pool: PoolId, key: SegmentKey, place: SlotRef, kind: Kind, depth: int, now: float) -> None:
         self.pool = pool
         self.tenant = pool.tenant
         self.slot_bytes = pool.slot_bytes
         self.key = key
         self.place = place
         self.packed = place.pack()
-        """`place` as it goes over the wire, made once."""
+        """`place` as it goes over the wire."""
         self.kind = kind
         self.state = State.RESERVED
         self.depth = depth
         """Index of the segment in its prompt."""
         self.pins = 0
-        """Leases, writes, sends and receives that need the slot to stay what it is."""
-        self.aside = False
-        """READY, but out of the order of eviction until its last pin goes."""
+        """Leases, writes, sends and receives that use the slot."""
+        self.excluded = False
+        """READY, but in no order of eviction until the last pin goes."""
         self.touched = now
+        """Time of the last access, as the order of eviction counts it."""
         self.checksums = b""
         """8 bytes per shard once READY."""
         self.hints = NO_HINTS
-        """The newest word of those that wrote or read it."""
-        self.lane = 1
-        """Of `Retention`: 1 is the policy's."""
-        self.record: object = None
-        """What the policy of eviction of primary copies knows of it."""
+        """The newest hints of the requests that wrote or read the segment."""
+        self.policy_state: PolicyState | None = None
+        """Owned by the policy of eviction of primary copies; kept while the segment is in another order or in none."""
         self.missing_shards = 0
-        """Bit mask of the shards not committed yet."""
+        """Bit mask of the shards that are not committed yet."""
         self.previous_owner: NodeId | None = None
-        """Of a copy written here: the candidate that remembers it."""
+        """Of a copy written here: the candidate whose history has the key."""
         self.source: NodeId | None = None
-        """Of a cached copy or a replica: the node that keeps the primary copy."""
+        """Of a cached copy or a replica: the node that has the primary copy."""
 
     def __repr__(self) -> str:
         return (

@@ -13,56 +13,61 @@ from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters, Metric
 from tokenlake.placement import MAX_RETENTION_VALUE, Vacancy
 from tokenlake.store.eviction import POLICIES, EvictionPolicy, LeastRecentlyUsed
-from tokenlake.store.history import CACHED_RULE, CORRUPT_RULE, NOT_ADMITTED_RULE, RECLAIMED_RULE, Gone, History
-from tokenlake.store.places import Cursor, Places
 from tokenlake.store.pool import Budgets, SlotPool
-from tokenlake.store.quota import Quotas
 from tokenlake.store.region import RegionShape
-from tokenlake.store.segment import Kind, Segment, State
+from tokenlake.store.region_allocator import RegionAllocator
+from tokenlake.store.removals import (
+    CACHED_RULE,
+    CORRUPT_RULE,
+    NOT_ADMITTED_RULE,
+    RECLAIMED_RULE,
+    Removal,
+    RemovalLog,
+)
+from tokenlake.store.segment import Kind, PoolId, Segment, State
+from tokenlake.store.slot_table import Cursor, SlotTable
 from tokenlake.wire.codes import Code
 from tokenlake.wire.fields import MAX_SECONDS
 from tokenlake.wire.slots import SlotRef
 
-__all__ = ["Budgets", "SegmentStore"]
+__all__ = ["SegmentStore"]
 
-NOT_ADMITTED_RULE_NAME = Metric(
-    "tokenlake_unworthy_segments_total", "Segments not kept since what would have gone for them was worth more"
+NOT_ADMITTED = Metric(
+    "tokenlake_not_admitted_segments_total", "Segments rejected because the next victim had a higher retention value"
 )
-EVICTED = Metric("tokenlake_evicted_segments_total", "Segments that gave their slot to another, cached ones included")
+EVICTED = Metric("tokenlake_evicted_segments_total", "Segments evicted for want of memory, cached copies included")
 QUARANTINED = Metric(
-    "tokenlake_quarantined_segments_total",
-    "Segments that left the index while somebody could still touch the slot",
+    "tokenlake_quarantined_segments_total", "Segments that left the index while a process could still use the slot"
 )
 HEALED = Metric(
     "tokenlake_healed_segments_total",
-    "Segments of which a copy with wrong bytes was found here, and a sound copy is here since",
+    "Segments of which a copy with wrong bytes was found here, and a sound copy came later",
 )
 
-LOOKED_AT = 64
-"""Segments in search of the next victim's age."""
+MAX_VICTIM_SCAN = 64
+"""Segments to look at for the age of the next victim."""
 MAX_UNSERVED = 64
-"""Pools without memory that are remembered."""
-REMEMBERED = 64
-"""Pools that are gone, whose statistics are kept."""
+"""Pools without memory to remember."""
+MAX_LEARNED_POOLS = 64
+"""Pools without memory whose statistics are kept."""
 MAX_CORRUPT = 1 << 12
-"""Segments whose sound copies are waited for, to be counted."""
+"""Segments with wrong bytes to remember until a sound copy comes."""
 RECLAIM_SLOTS = 1024
-"""Segments that one call of `reclaim` looks at, or one region's if that is more."""
+"""Segments that one call of `reclaim` looks at, or those of one region if they are more."""
 RECLAIM_EVICTIONS = 128
 """Segments that one call of `reclaim` evicts."""
 
 _NO_SEGMENTS: dict[SegmentKey, Segment] = {}
 _GONE = State.GONE
-"""Looked up once: each access to a member of an enum costs Python 3.11 some 100 ns."""
+"""A constant: each access to a member of an enum costs Python 3.11 some 100 ns."""
 
 
 class SegmentStore:
-    """All changes are synchronous: a reservation takes a slot, evicting if it must, or is refused at once.
+    """All changes are synchronous: a reservation takes a slot, with an eviction if necessary, or is refused at once.
 
-    `reissued` and `evicted` collect what the caller has to make known (generations of slots that changed
-    hands, copies that left and that a directory node may think are here: primary copies, cached ones of which no owner
-    is
-    known, and whatever had wrong bytes); the caller empties them.
+    The store collects changes that the caller has to make known, and the caller empties both lists. `reissued`: slots
+    with a new generation. `evicted`: copies that left and that a directory node may still name: primary copies, cached
+    copies without a known owner, and every copy with wrong bytes.
     """
 
     def __init__(
@@ -73,10 +78,13 @@ class SegmentStore:
         counters: Counters,
         policy: Callable[[], EvictionPolicy] = LeastRecentlyUsed,
         quotas: Mapping[str, float] = MappingProxyType({}),
-        history: History | None = None,
+        removals: RemovalLog | None = None,
     ) -> None:
-        """`regions`: ids of the regions that exist, each of `region_bytes`. `quotas`: share of them by tenant."""
+        """`regions`: ids of the regions, each of `region_bytes`. `policy`: makes the policy of eviction of each pool.
+        `quotas`: shares of the memory by tenant. `removals`: where the store writes why segments left."""
         self.region_bytes = region_bytes
+        self.regions = RegionAllocator(regions, quotas)
+        """For other modules to read."""
         self.reissued: list[SlotRef] = []
         self.evicted: list[Segment] = []
         self.arrivals = 0
@@ -84,23 +92,17 @@ class SegmentStore:
         self._counters = counters
         self._budgets = budgets
         self._policy = policy
-        self._spare = list(regions)
-        self._regions = len(self._spare)
-        self._history = History() if history is None else history
         self._rule = next((name for name, make in POLICIES.items() if make is policy), "the policy")
-        self._quotas = Quotas(self._regions, quotas)
-        self._unserved: dict[tuple[TenantId, int], None] = {}
-        self._owned: dict[TenantId, int] = {}
-        """Regions by tenant; those with none are not in it."""
-        self._generations: dict[int, list[int]] = {}
+        self._removals = RemovalLog() if removals is None else removals
         self._index: dict[TenantId, dict[SegmentKey, Segment]] = {}
-        self._pools: dict[tuple[TenantId, int], SlotPool] = {}
+        self._pools: dict[PoolId, SlotPool] = {}
+        self._slots = SlotTable()
         self._quarantine: dict[SlotRef, Segment] = {}
-        self._places = Places()
+        self._unserved: dict[PoolId, None] = {}
         self._corrupt: OrderedDict[tuple[TenantId, SegmentKey], None] = OrderedDict()
-        """Found with wrong bytes here, and no sound copy came since. The oldest is forgotten first."""
-        self._learned: dict[tuple[TenantId, int], bytes] = {}
-        """Of pools that are gone, those that went last at the end."""
+        """Copies with wrong bytes were found here, and no sound copy came since."""
+        self._learned: dict[PoolId, bytes] = {}
+        """Statistics of pools without memory, the newest last."""
 
     # -- looking up
 
@@ -113,65 +115,71 @@ class SegmentStore:
         return self._index.get(tenant, _NO_SEGMENTS)
 
     def segments(self) -> Iterable[Segment]:
-        """Every indexed segment, in order of tenants and insertion."""
+        """All indexed segments, by tenant in order of insertion."""
         for index in self._index.values():
             yield from index.values()
 
     def walk(self, start: Cursor, slots: int) -> tuple[list[Segment], Cursor | None]:
-        """The segments in the next `slots` slots, those in quarantine too, and where to go on: None at the end.
-        Whatever comes and goes between two calls, a segment that stays is passed exactly once."""
-        return self._places.walk(start, slots)
+        """The segments in the next `slots` slots, those in quarantine included, and the cursor that continues the walk:
+        None at the end. A segment that stays is passed exactly once, however many come and go between two calls."""
+        return self._slots.walk(start, slots)
 
     def pool(self, tenant: TenantId, slot_bytes: int) -> SlotPool | None:
-        """The pool of that slot size, given a spare region if it has none. None when there is none to give, or the
+        """The pool of that slot size, with a spare region if it is new. None when there is no spare region, or the
         tenant has its quota."""
-        pool = self._pools.get((tenant, slot_bytes))
+        at = PoolId(tenant, slot_bytes)
+        pool = self._pools.get(at)
         if pool is None:
-            if not self._room(tenant) or not RegionShape(self.region_bytes, slot_bytes).slots:
+            region_slots = RegionShape(self.region_bytes, slot_bytes).slots
+            if not self.regions.room(tenant) or not region_slots:
                 return None
-            pool = self._pools[tenant, slot_bytes] = SlotPool(tenant, slot_bytes, self._budgets, self._policy)
-            pool.retention.restore(self._learned.pop((tenant, slot_bytes), b""))
+            pool = self._pools[at] = SlotPool(at, region_slots, self._budgets, self._policy)
+            pool.retention.restore(self._learned.pop(at, b""))
             self._grow(pool)
         return pool
 
     def pools(self) -> Iterable[SlotPool]:
-        """Every pool, in order of creation."""
+        """All pools with memory, in order of creation."""
         return self._pools.values()
 
     def region_owner(self, region: int) -> SlotPool | None:
         """The pool that a region belongs to."""
         return next((pool for pool in self._pools.values() if region in pool.regions), None)
 
-    def capacity(self, pool: SlotPool) -> int:
-        """Slots that `pool` has or can still get."""
-        return pool.slots + self._room(pool.tenant) * RegionShape(self.region_bytes, pool.slot_bytes).slots
+    def capacity(self, pool: PoolId) -> int:
+        """Slots that a pool with memory has or can still get."""
+        here = self._pools[pool]
+        return here.slots + self.regions.room(pool.tenant) * here.region_slots
 
-    def dirty_room(self, pool: SlotPool) -> int:
-        """How many more dirty copies `pool` may keep. Of what it can grow to: a fresh node's first region is no reason
-        to refuse."""
-        return max(0, pool.budget(pool.budgets.dirty, self.capacity(pool)) - pool.counts[Kind.DIRTY])
+    def dirty_room(self, pool: PoolId) -> int:
+        """Number of dirty copies that `pool` may still take, as a share of its capacity: the first region of a fresh
+        node is no reason to refuse."""
+        here = self._pools[pool]
+        return max(0, here.budget(here.budgets.dirty, self.capacity(pool)) - here.counts[Kind.DIRTY])
 
-    def replica_room(self, pool: SlotPool) -> int:
-        """How many more replicas `pool` may keep."""
-        return max(0, pool.budget(pool.budgets.replica, self.capacity(pool)) - pool.counts[Kind.REPLICA])
+    def replica_room(self, pool: PoolId) -> int:
+        """Number of replicas that `pool` may still take."""
+        here = self._pools[pool]
+        return max(0, here.budget(here.budgets.replica, self.capacity(pool)) - here.counts[Kind.REPLICA])
 
     def vacancy(self, now: float) -> Vacancy:
-        """Free memory, and of the primary copies that pools would evict next the greatest age and the least worth."""
-        total = self._regions * self.region_bytes
-        free = len(self._spare) * self.region_bytes
+        """The share of free memory, and of the next victims among primary copies, one per pool, the greatest age and
+        the least retention value."""
+        total = self.regions.total * self.region_bytes
+        free = self.regions.spare * self.region_bytes
         age, retention_value = 0.0, MAX_RETENTION_VALUE
         for pool in self._pools.values():
             free += len(pool.free) * pool.slot_bytes
-            if not len(order := pool.order[Kind.PRIMARY]):
+            if not len(order := pool.retention):
                 continue
-            # Only a look, with every answer to a peer: what is pinned on the way stays where it is in the order. A pool
-            # whose coldest segments are all in use has no victim to offer now.
-            coldest: Segment | None = order.coldest(now)
-            if coldest is not None and coldest.pins:
-                coldest = next((segment for segment in islice(order, LOOKED_AT) if not segment.pins), None)
-            if coldest is not None:
-                age = max(age, now - coldest.touched)
-                retention_value = min(retention_value, order.retention_value(coldest, now))
+            # This is part of each answer to a peer, so it changes no order: pinned segments stay where they are. A pool
+            # whose first segments are all pinned has no victim now.
+            victim: Segment | None = order.victim(now)
+            if victim is not None and victim.pins:
+                victim = next((segment for segment in islice(order, MAX_VICTIM_SCAN) if not segment.pins), None)
+            if victim is not None:
+                age = max(age, now - victim.touched)
+                retention_value = min(retention_value, order.retention_value(victim, now))
         return Vacancy(free / total if total else 0.0, min(MAX_SECONDS, max(0.0, age)), retention_value)
 
     # -- life of a segment
@@ -186,47 +194,47 @@ class SegmentStore:
         now: float,
         hints: Hints = NO_HINTS,
     ) -> Segment | Code:
-        """A slot for a new segment, RESERVED, indexed and pinned once for the caller; or the reason why not.
+        """A slot for a new segment, RESERVED, indexed and pinned once for the caller; or the reason of the refusal.
 
-        The key must not be indexed. Victims: cached copies beyond their budget, then primary copies by policy. A cached
-        copy within its budget takes a primary copy's slot first, else the budget would never fill; beyond it, only when
-        all cached copies are in use, else what is leased of a prompt could keep the rest of it from being read
-        (test_a_tail_that_is_here_keeps_nobody_from_reading_its_head).
+        The key must not be indexed. Victims are cached copies beyond their budget, then primary copies by policy. A
+        cached copy within the budget takes the slot of a primary copy first, so that the budget can fill; beyond the
+        budget, only when all cached copies are pinned, so that the leased part of a prompt does not keep the rest of it
+        from being read (test_a_tail_that_is_here_keeps_nobody_from_reading_its_head).
         """
         pool = self.pool(tenant, slot_bytes)
         if pool is None:
             if len(self._unserved) < MAX_UNSERVED:
-                self._unserved[tenant, slot_bytes] = None
+                self._unserved[PoolId(tenant, slot_bytes)] = None
             return self.refusal(tenant, Code.NO_REGION)
-        if kind is Kind.DIRTY and not self.dirty_room(pool):
+        if kind is Kind.DIRTY and not self.dirty_room(pool.id):
             return Code.WRITE_BUDGET
-        if kind is Kind.REPLICA and not self.replica_room(pool):
+        if kind is Kind.REPLICA and not self.replica_room(pool.id):
             return Code.REPLICA_BUDGET
-        if not pool.free and self._room(tenant):
+        if not pool.free and self.regions.room(tenant):
             self._grow(pool)
-        # Once, but for victims in a region that is to be given away: their slots are nobody's.
+        # Mostly one turn; the slots of victims in a region that is drained do not become free.
         while not pool.free:
             victim = self._victim(pool, kind, now)
             if victim is None:
                 return self.refusal(tenant, Code.NO_SLOT)
-            # Primary copies compete with primary copies; what an engine writes or reads needs a slot in any case.
+            # A new primary copy competes with the victim; an engine's write or read needs a slot in any case.
             if kind is victim.kind is Kind.PRIMARY and not self._admits(pool, key, hints, now):
                 return Code.NOT_ADMITTED
             self._evict(victim, now)
-        segment = Segment(pool, key, pool.take(self._generations), kind, depth, now)
+        segment = Segment(pool.id, key, self._slots.next_generation(*pool.free.pop()), kind, depth, now)
         segment.pins = 1
         segment.hints = hints
         pool.counts[kind] += 1
         self._index.setdefault(tenant, {})[key] = segment
-        self._places.of[segment.place.region][segment.place.slot] = segment
+        self._slots.put(segment)
         self.reissued.append(segment.place)
         return segment
 
     def admits_primary(self, segment: Segment, now: float) -> bool:
-        """Should this dirty copy become a primary copy here? Not where memory is full and what would go next is worth
-        more."""
-        pool = segment.pool
-        return bool(pool.free or self._room(pool.tenant)) or self._admits(pool, segment.key, segment.hints, now)
+        """Whether this dirty copy should become a primary copy here: memory is free, or the policy admits it."""
+        pool = self._pools[segment.pool]
+        free = bool(pool.free or self.regions.room(segment.tenant))
+        return free or self._admits(pool, segment.key, segment.hints, now)
 
     def publish(self, segment: Segment, checksums: bytes, now: float) -> None:
         """RESERVED -> READY. The caller's pin stays."""
@@ -234,15 +242,15 @@ class SegmentStore:
         segment.state = State.READY
         self.arrivals += 1
         segment.checksums = checksums
-        segment.pool.enter(segment, now)
+        self._pools[segment.pool].enter(segment, now)
         if self._corrupt and (segment.tenant, segment.key) in self._corrupt:
             del self._corrupt[segment.tenant, segment.key]
             self._counters.add(HEALED)
 
     def discard(self, segment: Segment, now: float, evicted: bool = False) -> None:
-        """Out of the index. The slot is free at once without pins, else quarantined until the last one goes.
-        `evicted`: for want of memory, which the policy remembers."""
-        pool = segment.pool
+        """Take the segment out of the index. Its slot is free at once if it is not pinned, else after the last pin.
+        `evicted`: the policy keeps a ghost, because the segment left for want of memory."""
+        pool = self._pools[segment.pool]
         if segment.state is State.READY:
             pool.leave(segment, now, evicted)
         segment.state = State.GONE
@@ -253,18 +261,18 @@ class SegmentStore:
             pool.quarantined += 1
             self._counters.add(QUARANTINED)
         else:
-            self._free(segment)
+            self._free(pool, segment)
 
     def drop(self, segment: Segment, now: float) -> None:
-        """The bytes of a READY segment are wrong: it leaves the index at once, whatever its kind and its pins, and
-        its directory node is told as of an eviction."""
+        """The bytes of a READY segment are wrong: it leaves the index at once, with any kind and any pins, and is in
+        `evicted`."""
         self.found_corrupt(segment.tenant, segment.key)
-        self._history.add(segment.tenant, segment.key, Gone(now, CORRUPT_RULE))
+        self._removals.add(segment.tenant, segment.key, Removal(now, CORRUPT_RULE))
         self.evicted.append(segment)
         self.discard(segment, now)
 
     def found_corrupt(self, tenant: TenantId, key: SegmentKey) -> None:
-        """A copy with wrong bytes was here, or came here: the next sound one is counted."""
+        """A copy with wrong bytes was here, or arrived here. `HEALED` counts the next sound copy."""
         self._corrupt[tenant, key] = None
         if len(self._corrupt) > MAX_CORRUPT:
             self._corrupt.popitem(last=False)
@@ -273,7 +281,7 @@ class SegmentStore:
         """Change the kind of an indexed segment."""
         if segment.kind is kind:
             return
-        pool = segment.pool
+        pool = self._pools[segment.pool]
         if segment.state is State.READY:
             pool.leave(segment, now)
         pool.counts[segment.kind] -= 1
@@ -283,126 +291,131 @@ class SegmentStore:
             pool.enter(segment, now)
 
     def pin(self, *segments: Segment) -> None:
-        """Their slots stay what they are until the matching `unpin`, one for each `pin`."""
+        """Keep the slots of the segments as they are until `unpin`, which each `pin` needs once."""
         for segment in segments:
             segment.pins += 1
 
     def unpin(self, *segments: Segment) -> None:
-        """Undo one `pin` each; frees a quarantined slot with the last."""
+        """Undo one `pin` of each segment. The last one frees a slot in quarantine."""
         for segment in segments:
             segment.pins -= 1
             if segment.pins:
                 continue
-            if segment.aside:
-                segment.pool.come_back(segment)
+            if segment.excluded:
+                self._pools[segment.pool].readmit(segment)
             elif segment.state is _GONE:
-                self._leave_quarantine(segment)
+                pool = self._pools[segment.pool]
+                del self._quarantine[segment.place]
+                pool.quarantined -= 1
+                self._free(pool, segment)
 
     def touch(self, segments: Sequence[Segment], now: float, hints: Hints | None = None) -> None:
-        """The READY segments of one prompt were read; given in prompt order, touched deepest first, so that a
-        parent outlives its children. `hints`: of the request that read them, if it gave any."""
+        """Count an access of READY segments of one prompt. They come in prompt order and are touched deepest first, so
+        that a parent outlives its children. `hints`: those of the request, if it gave any."""
+        if not segments:
+            return
         if hints is not None:
-            _take_word(segments, hints)
+            _apply_hints(segments, hints)
+        at = segments[0].pool
+        pool = self._pools[at]
         for segment in reversed(segments):
-            if segment.aside:
-                segment.pool.come_back(segment)
-            segment.pool.order[segment.kind].touch(segment, now)
+            if segment.pool is not at:
+                at = segment.pool
+                pool = self._pools[at]
+            if segment.excluded:
+                pool.readmit(segment)
+            pool.orders[segment.kind].touch(segment, now)
 
     def hint(self, segments: Sequence[Segment], hints: Hints, now: float) -> None:
-        """A word about the READY segments of one prompt that came late; no use."""
-        _take_word(segments, hints)
+        """Apply hints that came after the match to READY segments of one prompt; no access."""
+        _apply_hints(segments, hints)
         for segment in reversed(segments):
-            if not segment.aside:
-                segment.pool.order[segment.kind].hinted(segment, now)
+            if not segment.excluded:
+                self._pools[segment.pool].orders[segment.kind].hints_changed(segment, now)
 
-    # -- what was learned
+    # -- knowledge of the policies
 
-    def remembers(
+    def last_access(
         self, tenant: TenantId, keys: Sequence[SegmentKey], now: float
     ) -> tuple[int, AccessRecord, float] | None:
-        """Of the last of these keys that was evicted or refused and is not forgotten: its index, how it was used last,
-        and how long ago."""
+        """Of the last of these keys that was evicted or refused and is not forgotten: its index, its last access,
+        and the seconds since then."""
         if not keys:
             return None
-        # Mostly there is one; and no key has segments of two sizes.
-        pools = (pool for (owner, _), pool in self._pools.items() if owner == tenant)
-        told = [remembered for pool in pools if (remembered := pool.retention.remembers(keys, now)) is not None]
-        return max(told, default=None, key=operator.itemgetter(0))
+        # Mostly a tenant has one pool. Segments with the same key have the same size.
+        pools = (pool for pool in self._pools.values() if pool.tenant == tenant)
+        known = [access for pool in pools if (access := pool.retention.last_access(keys, now)) is not None]
+        return max(known, default=None, key=operator.itemgetter(0))
 
-    def learned(self) -> dict[tuple[TenantId, int], bytes]:
-        """By tenant and slot size: what the policies learned of their primary copies, also of pools that are gone."""
+    def learned(self) -> dict[PoolId, bytes]:
+        """Statistics that the policies of primary copies learned, also of pools that have no memory now."""
         live = {at: pool.retention.save() for at, pool in self._pools.items()}
         return {at: data for at, data in (self._learned | live).items() if data}
 
-    def absorb(self, learned: Mapping[tuple[TenantId, int], bytes]) -> None:
-        """What another node's stores learned just now, of pools that are here as well. Raises `ValueError`."""
+    def merge_learned(self, learned: Mapping[PoolId, bytes]) -> None:
+        """Merge the statistics of another node's store into the pools that are here as well. ValueError for data
+        that an equal policy did not save."""
         for at, data in learned.items():
             if at in self._pools:
-                self._pools[at].retention.absorb(data)
+                self._pools[at].retention.merge(data)
 
-    def remember(self, learned: Mapping[tuple[TenantId, int], bytes]) -> None:
-        """Pools that are yet to come begin with this, which `learned` gave to an equal policy."""
+    def restore_learned(self, learned: Mapping[PoolId, bytes]) -> None:
+        """Pools that are made later begin with these statistics, which `learned` gave for an equal policy."""
         for at, data in learned.items():
             self._learned.pop(at, None)
             self._learned[at] = data
-            while len(self._learned) > REMEMBERED:
+            while len(self._learned) > MAX_LEARNED_POOLS:
                 del self._learned[next(iter(self._learned))]
 
     # -- regions
 
     def refusal(self, tenant: TenantId, reason: Code) -> Code:
-        """`reason`, unless what stands in the way is the tenant's quota."""
-        return Code.QUOTA if self.has_quota(tenant) and self._regions > self._quotas.most(tenant) else reason
+        """`QUOTA` where the tenant's quota is the reason of a refusal, else `reason`."""
+        limited = self.regions.at_quota(tenant) and self.regions.total > self.regions.quota(tenant)
+        return Code.QUOTA if limited else reason
 
-    def has_quota(self, tenant: TenantId) -> bool:
-        """Has the tenant as much as it may have?"""
-        return self._owned.get(tenant, 0) >= self._quotas.most(tenant)
-
-    def take_unserved(self) -> list[tuple[TenantId, int]]:
-        """Tenants and slot sizes for which there was no region since this was last asked."""
+    def take_unserved(self) -> list[PoolId]:
+        """Pools for which there was no region since the last call."""
         taken, self._unserved = list(self._unserved), {}
         return taken
 
-    def is_short(self, tenant: TenantId, slot_bytes: int, among: Iterable[TenantId]) -> bool:
-        """Has the tenant less than its fair part among those tenants, and could use more for slots of this size?"""
-        pool = self._pools.get((tenant, slot_bytes))
-        if pool is not None and (pool.free or self._room(tenant)):
+    def below_fair_share(self, tenant: TenantId, slot_bytes: int, among: Iterable[TenantId]) -> bool:
+        """Whether the tenant has fewer regions than its fair share among those tenants, and could use one more for
+        slots of this size."""
+        pool = self._pools.get(PoolId(tenant, slot_bytes))
+        if pool is not None and (pool.free or self.regions.room(tenant)):
             return False
-        return self._owned.get(tenant, 0) < self._quotas.fair(tenant, among)
-
-    def has_too_much(self, tenant: TenantId, among: Iterable[TenantId]) -> bool:
-        """Has the tenant more than its fair part among those tenants?"""
-        return self._owned.get(tenant, 0) > self._quotas.fair(tenant, among)
+        return self.regions.taken(tenant) < self.regions.fair_share(tenant, among)
 
     def drain(self, pool: SlotPool, now: float) -> int | None:
-        """As `reclaim`, of a pool in use: one region is chosen, filled no more, and taken once all its pins have gone
-        and its dirty segments are pushed."""
+        """Like `reclaim`, for a pool in use. The first call chooses a region, which gets no new segments; the call that
+        finds it without pinned and dirty segments takes it away."""
         if pool.draining is None:
             looked, best, busiest = 0, pool.regions[0], RECLAIM_SLOTS
             for region in pool.regions:
-                inside = [segment for segment in self._places.of[region] if segment is not None]
-                busy = sum(segment.pins > 0 or segment.kind is Kind.DIRTY for segment in inside)
+                inside = self._slots.in_region(region)
+                busy = sum(map(_in_use, inside))
                 if busy < busiest:
                     best, busiest = region, busy
                 looked += len(inside)
                 if looked >= RECLAIM_SLOTS:
                     break
-            pool.drain(best, len(self._places.of[best]))
-        inside = [segment for segment in self._places.of[pool.draining or 0] if segment is not None]
-        idle = [segment for segment in inside if not segment.pins and segment.kind is not Kind.DIRTY]
-        for segment in idle[:RECLAIM_EVICTIONS]:
+            pool.drain(best)
+        inside = self._slots.in_region(pool.draining or 0)
+        idle = [segment for segment in inside if not _in_use(segment)][:RECLAIM_EVICTIONS]
+        for segment in idle:
             self._evict(segment, now, RECLAIMED_RULE)
-        return self._take_away(pool) if len(idle[:RECLAIM_EVICTIONS]) == len(inside) else None
+        return self._take_away(pool) if len(idle) == len(inside) else None
 
     def reclaim(self, pool: SlotPool, now: float) -> int | None:
-        """Empty one region of `pool` for somebody else and take it away; its id, or None while something in
-        each of them is pinned or dirty. None as well when there is more to look at, or to evict, than is done at
-        once: ask again. The caller replaces the memory, then calls `add_spare`."""
+        """Empty one region of `pool` and take it away; its id, or None while each region has pinned or dirty segments.
+        None also when there is more to look at or to evict than one call does: the caller calls again. The caller
+        replaces the memory of the region, then calls `add_spare`."""
         looked = 0
         for region in tuple(pool.regions):
-            inside = [segment for segment in self._places.of[region] if segment is not None]
-            if any(segment.pins or segment.kind is Kind.DIRTY for segment in inside):
-                # The next call begins with the others.
+            inside = self._slots.in_region(region)
+            if any(map(_in_use, inside)):
+                # The next call begins with the other regions.
                 pool.regions.append(pool.regions.pop(0))
                 looked += len(inside)
                 if looked >= RECLAIM_SLOTS:
@@ -413,124 +426,108 @@ class SegmentStore:
             if len(inside) > RECLAIM_EVICTIONS:
                 return None
             if pool.draining is None:
-                pool.drain(region, len(self._places.of[region]))
+                pool.drain(region)
             return self._take_away(pool)
         return None
 
     def _take_away(self, pool: SlotPool) -> int:
-        """The region that was drained, which is empty."""
+        """Take the drained region, which is empty, from the pool."""
         region = pool.draining
         assert region is not None
         pool.drop_region(region)
-        self._places.drop_region(region)
-        # All that `add_spare` needs of them.
-        self._generations[region] = [max(self._generations[region])]
-        self._owned[pool.tenant] -= 1
-        if not self._owned[pool.tenant]:
-            del self._owned[pool.tenant]
+        self._slots.drop_region(region)
+        self.regions.give_up(pool.tenant)
         if not pool.regions:
-            del self._pools[pool.tenant, pool.slot_bytes]
-            self.remember({(pool.tenant, pool.slot_bytes): pool.retention.save()})
+            del self._pools[pool.id]
+            self.restore_learned({pool.id: pool.retention.save()})
         return region
 
     def add_spare(self, region: int, claimed: tuple[TenantId, int] | None = None) -> None:
-        """`region` has fresh memory. Its generations go on from where they were, so that a reference to the
-        former memory fits no slot of the new one. `claimed`: the tenant and slot size that it was taken for."""
-        if claimed is None or self.has_quota(claimed[0]):
-            self._spare.append(region)
+        """`region` has fresh memory. `claimed`: the tenant and slot size for which it was taken, which get it unless
+        the tenant has its quota."""
+        granted = claimed is not None and not self.regions.at_quota(claimed[0])
+        self.regions.add_spare(region, first=granted)
+        if claimed is None or not granted:
             return
-        self._spare.insert(0, region)
-        pool = self._pools.get(claimed)
+        pool = self._pools.get(PoolId(*claimed))
         if pool is not None:
             self._grow(pool)
         else:
             self.pool(*claimed)
 
-    @property
-    def spare_regions(self) -> int:
-        """Regions that belong to nobody yet."""
-        return len(self._spare)
-
     # -- inside
 
-    def _leave_quarantine(self, segment: Segment) -> None:
-        del self._quarantine[segment.place]
-        segment.pool.quarantined -= 1
-        self._free(segment)
-
-    def _free(self, segment: Segment) -> None:
-        region, slot, _ = segment.place
-        self._places.of[region][slot] = None
-        segment.pool.give_back(region, slot)
-
-    def _room(self, tenant: TenantId) -> int:
-        """Spare regions that the tenant may take."""
-        return max(0, min(len(self._spare), self._quotas.most(tenant) - self._owned.get(tenant, 0)))
+    def _free(self, pool: SlotPool, segment: Segment) -> None:
+        self._slots.clear(segment.place)
+        pool.give_back(segment.place.region, segment.place.slot)
 
     def _grow(self, pool: SlotPool) -> None:
-        """By a spare region, which there is and which its tenant may take."""
-        region = self._spare.pop(0)
-        previous_owner = max(self._generations.get(region, [0]))
-        slots = RegionShape(self.region_bytes, pool.slot_bytes).slots
-        self._generations[region] = [previous_owner] * slots
-        self._places.add_region(region, slots)
-        self._owned[pool.tenant] = self._owned.get(pool.tenant, 0) + 1
-        pool.add_region(region, self.region_bytes)
+        """Give the pool a spare region, which there is and which its tenant may take."""
+        region = self.regions.take(pool.tenant)
+        self._slots.add_region(region, pool.region_slots)
+        pool.add_region(region)
 
     def _admits(self, pool: SlotPool, key: SegmentKey, hints: Hints, now: float) -> bool:
-        admitted = pool.order[Kind.PRIMARY].admits(key, hints, now)
-        self._counters.add(NOT_ADMITTED_RULE_NAME, not admitted)
+        admitted = pool.retention.admits(key, hints, now)
         if not admitted:
-            self._history.add(pool.tenant, key, Gone(now, NOT_ADMITTED_RULE))
+            self._counters.add(NOT_ADMITTED)
+            self._removals.add(pool.tenant, key, Removal(now, NOT_ADMITTED_RULE))
         return admitted
 
     def _victim(self, pool: SlotPool, kind: Kind, now: float) -> Segment | None:
-        """Which segment goes so that one of `kind` can come.
+        """The segment to evict for a new one of `kind`; None when all are pinned.
 
-        A primary copy displaces a cached one only where those are beyond their budget: else what other nodes push here
-        would drive out what this node's engines read, and each read would travel again.
+        A new primary copy displaces a cached one only where these are beyond their budget: otherwise the segments that
+        other nodes push here would evict those that the engines of this node read, and each read would transfer them
+        again.
         """
         room = pool.budget(pool.budgets.cached, pool.slots) - pool.counts[Kind.CACHED]
-        spares_cached = room > 0 if kind is Kind.CACHED else room >= 0 and kind is Kind.PRIMARY
-        primaries_first = spares_cached or pool.retention.overdue(now)
-        for victims in (Kind.PRIMARY, Kind.CACHED) if primaries_first else (Kind.CACHED, Kind.PRIMARY):
+        keep_cached = room > 0 if kind is Kind.CACHED else room >= 0 and kind is Kind.PRIMARY
+        primary_first = keep_cached or pool.retention.expired(now)
+        for victims in (Kind.PRIMARY, Kind.CACHED) if primary_first else (Kind.CACHED, Kind.PRIMARY):
             victim = pool.victim(victims, now)
             if victim is not None:
                 return victim
         return None
 
     def _evict(self, segment: Segment, now: float, rule: str = "") -> None:
+        """`rule`: the reason, if it is none of the order of eviction."""
         self._counters.add(EVICTED)
-        if not rule:
-            rule = segment.pool.retention.rule(segment) if segment.kind is Kind.PRIMARY else CACHED_RULE
-        gone = Gone(now, rule or self._rule, unused_s=max(0.0, now - segment.touched))
-        self._history.add(segment.tenant, segment.key, gone)
+        if not rule and segment.kind is Kind.PRIMARY:
+            rule = self._pools[segment.pool].retention.rule(segment) or self._rule
+        removal = Removal(now, rule or CACHED_RULE, unused_s=max(0.0, now - segment.touched))
+        self._removals.add(segment.tenant, segment.key, removal)
         if segment.kind is Kind.PRIMARY or (segment.kind is Kind.CACHED and segment.source is None):
             self.evicted.append(segment)
         self.discard(segment, now, evicted=True)
 
     def check_integrity(self) -> None:
-        """AssertionError when slots, pins, counts and index do not add up. Slow; for tests."""
-        for (tenant, slot_bytes), pool in self._pools.items():
-            segments = [s for s in self.segments() if (s.tenant, s.slot_bytes) == (tenant, slot_bytes)]
-            gone = [s for s in self._quarantine.values() if (s.tenant, s.slot_bytes) == (tenant, slot_bytes)]
+        """AssertionError when slots, pins, counts, regions and index do not add up. Slow; for tests."""
+        for at, pool in self._pools.items():
+            segments = [s for s in self.segments() if s.pool == at]
+            gone = [s for s in self._quarantine.values() if s.pool == at]
             pool.check_integrity(segments, gone)
+            pool.retention.check_integrity()
         for tenant, index in self._index.items():
             for key, segment in index.items():
                 assert (segment.tenant, segment.key) == (tenant, key)
                 assert segment.state is not State.GONE
-                assert segment.place.generation == self._generations[segment.place.region][segment.place.slot]
-        placed = [s for slots in self._places.of.values() for s in slots if s is not None]
-        assert {id(s) for s in placed} == {id(s) for s in [*self.segments(), *self._quarantine.values()]}
-        assert all(self._places.of[s.place.region][s.place.slot] is s for s in placed)
-        assert sum(len(p.regions) for p in self._pools.values()) + len(self._spare) <= self._regions
+        self._slots.check_integrity()
+        assert {id(s) for s in self._slots} == {id(s) for s in [*self.segments(), *self._quarantine.values()]}
+        self.regions.check_integrity(pool.tenant for pool in self._pools.values() for _ in pool.regions)
 
 
-def _take_word(segments: Sequence[Segment], hints: Hints) -> None:
-    """`hints` is the newest of these. Segments of one prompt mostly had the same word before: merged once for each."""
-    previous_owner, merged = NO_HINTS, hints
+def _in_use(segment: Segment) -> bool:
+    """Whether the segment keeps its region from being given away."""
+    return segment.pins > 0 or segment.kind is Kind.DIRTY
+
+
+def _apply_hints(segments: Sequence[Segment], hints: Hints) -> None:
+    """Merge `hints` over those of the segments. Segments of one prompt mostly had the same hints before, so that one
+    merge serves many."""
+    previous, merged = NO_HINTS, hints
     for segment in segments:
-        if segment.hints is not previous_owner:
-            previous_owner = segment.hints
-            merged = hints.over(previous_owner)
+        if segment.hints is not previous:
+            previous = segment.hints
+            merged = hints.merged_over(previous)
         segment.hints = merged

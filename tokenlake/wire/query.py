@@ -64,7 +64,7 @@ class OpenBuffer(_Message, frozen=True, tag=1):
 class OpenView(_Message, frozen=True, tag=2):
     """These segments, for queries of `heads` heads: the asker chooses the number `view`. Answered with `Viewed`.
 
-    `nodes` and `owners` say where each segment is leased, as `engine.Placed` does; between nodes both are empty,
+    `nodes` and `owners` say where each segment is leased, as `engine.Located` does; between nodes both are empty,
     for only what lies at the answerer is meant. `tenant` and `layout` are empty from an engine, whose connection has
     both."""
 

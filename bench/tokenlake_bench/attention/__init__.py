@@ -1,1 +1,1 @@
-"""`tokenlake bench attention`: attention over segments where they lie, each row beside its ceiling."""
+"""`tokenlake bench attention`: attention over segments in the pool, each row beside its ceiling."""

@@ -1,4 +1,4 @@
-"""What is timed, and what becomes of the times."""
+"""A measured case, and the row of the JSON computed from its samples."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["Case", "Row", "row_of"]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the JSON. `ratio`: the median over the turns of the time to the ceiling's time in the same turn.
-    `least_ratio`: of the least times of all turns, which other work on the machine disturbs less. `bytes`: over the
-    network per call, both ways; beside it what the formula says. 0 where nothing travels."""
+    """One row of the JSON. `ratio`: the median over the turns of the call's time to the ceiling's time in the same
+    turn. `least_ratio`: the ratio of the least times of all turns, which other work on the machine disturbs less.
+    `bytes`: bytes over the network per call, both ways, beside the formula's `bytes_formula`; 0 for a local row."""
 
     name: str
     p50_us: float
@@ -27,7 +27,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Case(Protocol):
-    """One row in the making."""
+    """One row to measure."""
 
     name: str
     bytes_formula: int
@@ -39,11 +39,11 @@ class Case(Protocol):
         """Seconds of the same work done the best way that the machine has."""
 
     def bytes(self) -> int:
-        """Over the network, of one call."""
+        """Bytes over the network of one call."""
 
 
 def row_of(case: Case, seconds: Sequence[float], ceilings: Sequence[float]) -> Row:
-    """`seconds[i]` and `ceilings[i]` are of one turn."""
+    """`seconds[i]` and `ceilings[i]` are from one turn."""
     p50, p99 = np.quantile(seconds, (0.5, 0.99)).tolist()
     return Row(
         name=case.name,

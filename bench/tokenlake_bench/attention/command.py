@@ -7,27 +7,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.attention.base import Case, Row, row_of
-from tokenlake_bench.report import format_duration
+from tokenlake_bench.report import format_duration, write_json
 
 __all__ = ["AttentionArguments", "run_attention"]
 
 LEAST_TURNS = 5
 MOST_TURNS = 200
 WARM_TURNS = 1
-"""Not counted."""
+"""Turns to warm up, not counted."""
 DTYPES = ("float32", "bfloat16")
 OWNERS = (1, 2, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionArguments:
-    """As on the command line."""
+    """Arguments of the command line. Raises ConfigurationError for a value out of range."""
 
     dtypes: str
     tokens: str
@@ -35,21 +34,21 @@ class AttentionArguments:
     seconds: float
     json_file: Path | None
     nodes: str = ""
-    """How many others a query engine asks, separated by commas; none: no daemons are started."""
+    """Numbers of other nodes that a query engine queries, separated by commas; empty: no daemons are started."""
     processor_time: bool = False
 
     def __post_init__(self) -> None:
         for dtype in self.dtypes.split(","):
             if dtype not in DTYPES:
-                raise ConfigurationError("dtypes", dtype, f"of {', '.join(DTYPES)}")
+                raise ConfigurationError("dtypes", dtype, f"names among {', '.join(DTYPES)}")
         if any(count % 256 for count in _numbers("tokens", self.tokens)):
             raise ConfigurationError("tokens", self.tokens, "multiples of 256, the tokens of a segment")
         _numbers("queries", self.queries)
         if not set(self._nodes()) <= set(OWNERS):
-            raise ConfigurationError("nodes", self.nodes, f"of {', '.join(map(str, OWNERS))}, or nothing")
+            raise ConfigurationError("nodes", self.nodes, f"numbers among {', '.join(map(str, OWNERS))}, or nothing")
 
     def cases(self) -> Iterator[Case]:
-        """In the order in which they run; each needs its memory only until the next is asked for."""
+        """The cases in the order in which they run; each needs its memory only until the next one is taken."""
         from tokenlake_bench.attention.local import local_cases
 
         yield from local_cases(
@@ -58,7 +57,7 @@ class AttentionArguments:
             _numbers("queries", self.queries),
             time.process_time if self.processor_time else time.perf_counter,
         )
-        # Processor time would be of this process alone.
+        # Processor time would be that of this process alone.
         if self.nodes and not self.processor_time:
             from tokenlake_bench.attention.remote import remote_cases
 
@@ -71,7 +70,7 @@ class AttentionArguments:
 
 
 def run_attention(arguments: AttentionArguments) -> list[Row]:
-    """Runs, prints, writes the file that was asked for. Raises TokenLakeError."""
+    """Run, print, and write the file that was asked for. Raises TokenLakeError."""
     console = Console()
     rows = []
     for case in arguments.cases():
@@ -80,13 +79,12 @@ def run_attention(arguments: AttentionArguments) -> list[Row]:
         console.print(f"{row.name}: {format_duration(row.p50_us / 1e6)}, {row.ratio:.2f} x the ceiling", markup=False)
     console.print(_table(rows))
     if arguments.json_file is not None:
-        encoded = msgspec.json.encode({"rows": rows})
-        arguments.json_file.write_bytes(msgspec.json.format(encoded, indent=2) + b"\n")
+        write_json({"rows": rows}, arguments.json_file)
     return rows
 
 
 def take_turns(case: Case, seconds: float) -> Row:
-    """Call and ceiling in turn, each first every other time, for about so long."""
+    """Time the call and the ceiling in turn, alternating which comes first, for about `seconds`."""
     taken: list[float] = []
     ceilings: list[float] = []
     until = time.monotonic() + seconds

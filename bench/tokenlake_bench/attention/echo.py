@@ -1,4 +1,4 @@
-"""Bare transfers to measure against: so many bytes to another process over TCP, so many back."""
+"""Bare transfers as a ceiling: bytes to another process over TCP, and bytes back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_BYTES: Final = 64 << 20
 
 
 class Echo:
-    """The other process; ends with `close`."""
+    """The other process; it ends with `close`."""
 
     def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -53,7 +53,7 @@ def _serve(address: tuple[str, int]) -> None:
 
 
 def _receive(sock: socket.socket, target: memoryview) -> bool:
-    """Fill it; False at the end of the stream."""
+    """Fill `target`. Returns False at the end of the stream."""
     done = 0
     while done < len(target):
         count = sock.recv_into(target[done:], 0, socket.MSG_WAITALL)

@@ -32,19 +32,19 @@ __all__ = ["LAYERS", "Q_HEADS", "SEGMENTS", "Fleet"]
 Q_HEADS: Final = 32
 LAYERS: Final = 2
 SEGMENTS: Final = 16
-"""Of a view, at most: 4,096 tokens."""
+"""Most segments of a view: 4,096 tokens."""
 NODES: Final = 5
 STORED: Final = 10 * SEGMENTS
-"""So many that each node has a view's worth."""
+"""Enough that each node owns the segments of a view."""
 START_S: Final = 60.0
 STEP_S: Final = 10.0
 LOAD_SEGMENTS: Final = 4
 
 
 class Fleet:
-    """Node 0 asks; every node has `keys` of its own. A context manager."""
+    """Five nodes, the first of which sends queries; every node owns its part of `keys`. A context manager."""
 
-    asking: Final = 0
+    reader: Final = 0
     others: Final = tuple(range(1, NODES))
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Fleet:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
-            # As many as a query engine has.
+            # As many threads as a query engine has.
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
             self.echo = stack.enter_context(contextlib.closing(Echo()))
             stack.enter_context(self._cluster)
@@ -80,30 +80,31 @@ class Fleet:
         self._stack.close()
 
     @property
-    def asker(self) -> Pool:
-        """A client of the node that asks."""
-        return self._pools[self.asking]
+    def pool(self) -> Pool:
+        """A client of the node that sends queries."""
+        return self._pools[self.reader]
 
     def slots(self, node: int, count: int) -> list[NDArray[np.uint8]]:
-        """The first segments of a node, where they lie."""
+        """The first segments of a node, in its memory."""
         with self._pools[node].match(self.keys[node][:count], deadline_s=STEP_S) as lease:
             return lease.fetch()
 
     def open_view(self, nodes: Sequence[int], each: int) -> View:
-        """Of so many segments of each node; waits for query engines that are starting."""
+        """A view of `each` segments of each node; waits for query engines that are starting."""
         keys = [key for node in nodes for key in self.keys[node][:each]]
         names = {self._cluster.nodes[node].name for node in nodes}
-        return _open_view(self.asker, keys, self.shape, names)
+        return _open_view(self.pool, keys, self.shape, names)
 
     @contextlib.contextmanager
     def load(self) -> Iterator[None]:
-        """Meanwhile an engine per node asks that node's query engine about segments there, without a pause."""
+        """Context in which an engine per node queries that node's query engine about segments there, without a
+        pause."""
         context = multiprocessing.get_context("spawn")
         stop = context.Event()
         busy = [context.Event() for _ in range(NODES)]
         engines = [
             context.Process(
-                target=_ask_on,
+                target=_query_repeatedly,
                 args=(self._cluster.nodes[node].socket, self.layout.encode(), self.keys[node][-LOAD_SEGMENTS:], stop,
                       busy[node]),
                 daemon=True,
@@ -123,7 +124,7 @@ class Fleet:
                 process.join()
 
     def _spread(self) -> list[list[SegmentKey]]:
-        """Store one long prompt; the keys that lie at each node."""
+        """Store one long prompt. Returns the keys by owner."""
         writer = self._pools[1]
         tokens = np.random.default_rng(0).integers(0, 1 << 17, STORED * self.layout.segment_tokens)
         keys = writer.prefix(tokens).keys
@@ -145,11 +146,11 @@ class Fleet:
             time.sleep(0.1)
 
     def _where(self, keys: Sequence[SegmentKey]) -> list[list[SegmentKey]]:
-        """By node, the keys that the asker is told lie there."""
+        """The keys by node, as a match of the first node returns them."""
         found: dict[str, list[SegmentKey]] = {node.name: [] for node in self._cluster.nodes}
-        # As many as one session may lease.
+        # One session may not lease more.
         for start in range(0, len(keys), SEGMENTS):
-            with self.asker.match(keys[start : start + SEGMENTS], deadline_s=STEP_S) as lease:
+            with self.pool.match(keys[start : start + SEGMENTS], deadline_s=STEP_S) as lease:
                 for key, node in zip(lease.keys, lease.nodes(), strict=False):
                     found[node].append(key)
         return list(found.values())
@@ -161,7 +162,7 @@ def _open_view(pool: Pool, keys: Sequence[SegmentKey], shape: AttentionShape, no
         lease = pool.match(keys, deadline_s=STEP_S)
         try:
             view = pool.open_view(lease, shape.q_heads, shape.scale)
-            # A owner that was late was passed over for another copy.
+            # A late owner may have been replaced by another copy.
             if view.hits == len(keys) and set(lease.nodes()) == nodes:
                 return view
             view.close()
@@ -172,8 +173,8 @@ def _open_view(pool: Pool, keys: Sequence[SegmentKey], shape: AttentionShape, no
         time.sleep(0.05)
 
 
-def _ask_on(path: Path, layout: bytes, keys: Sequence[SegmentKey], stop: Event, started: Event) -> None:
-    """In a process of its own, until `stop`."""
+def _query_repeatedly(path: Path, layout: bytes, keys: Sequence[SegmentKey], stop: Event, started: Event) -> None:
+    """The main function of an engine process, until `stop`."""
     end_with_parent()
     shape = AttentionShape.of(Layout.decode(layout), Q_HEADS)
     with contextlib.ExitStack() as stack:

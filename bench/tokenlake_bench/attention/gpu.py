@@ -26,7 +26,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def main() -> int:
-    """0 when all results were right, 1 when one was not, 2 where nothing could be measured."""
+    """Returns 0 when all results were right, 1 when one was not, 2 where nothing could be measured."""
     if not torch.cuda.is_available() or find_spec("triton") is None:
         print("no CUDA device or no Triton: not run", file=sys.stderr)
         return 2

@@ -20,16 +20,16 @@ __all__ = ["LocalCase", "local_cases"]
 
 Q_HEADS: Final = 32
 LAYERS: Final = 2
-"""Read in turn, so that a call does not find in the processor's cache what the one before it read."""
+"""Read in turn, so that a call does not find the previous call's layer in the processor's cache."""
 PATTERN: Final = 1 << 20
-"""Random elements, repeated through the memory."""
+"""Number of random elements, repeated through the memory."""
 TOLERANCE: Final = {"float32": 1e-4, "bfloat16": 3e-2}
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 Clock = Callable[[], float]
-"""Seconds."""
+"""Returns seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class LocalCase:
         self._slots = cache.scattered if scattered else cache.neighbours
         drawn = np.random.default_rng(queries).standard_normal((queries, Q_HEADS, layout.key_dim), np.float32)
         self._queries = from_float32(drawn, layout.dtype)
-        # The query heads of a KV head are its rows: what is fastest here too.
+        # The query heads of a KV head become rows, which is the fastest shape for the fused kernel, too.
         folded = np.ascontiguousarray(self._queries.swapaxes(0, 1)).reshape(1, layout.kv_heads, -1, layout.key_dim)
         self._folded = torch.from_numpy(folded).view(_DTYPES[layout.dtype])
         if not scattered:
@@ -78,7 +78,7 @@ class LocalCase:
         return self._clock() - began
 
     def bytes(self) -> int:
-        """See `Case`: nothing travels."""
+        """See `Case`: there is no transfer."""
         return 0
 
     def _attend(self, layer: int) -> Partial:
@@ -100,8 +100,8 @@ class LocalCase:
 def local_cases(
     dtypes: Sequence[str], tokens: Sequence[int], queries: Sequence[int], clock: Clock
 ) -> Iterator[LocalCase]:
-    """Every combination; the memory of one dtype and number of tokens at a time. Scattered slots for up to 16 queries:
-    more gather their segments first."""
+    """Every combination; the memory of one dtype and number of tokens exists at a time. Scattered slots are measured
+    for up to 16 queries: with more, the kernel gathers the segments first."""
     for dtype in dtypes:
         for length in tokens:
             cache = _cache(dtype, length)
@@ -138,7 +138,7 @@ def _filled(nbytes: int, dtype: str) -> NDArray[np.uint8]:
     memory = np.empty(nbytes // pattern.itemsize, pattern.dtype)
     for start in range(0, len(memory), PATTERN):
         part = memory[start : start + PATTERN]
-        # Shifted each time: equal segments would hide that one was read for another.
+        # Shifted each time: with equal segments, reading the wrong one would go unnoticed.
         part[:] = np.roll(pattern, start // PATTERN)[: len(part)]
     return memory.view(np.uint8)
 

@@ -1,8 +1,8 @@
-"""Attention over segments of other nodes: a query engine asks those of one, two or four others, over loopback.
+"""Attention over segments of other nodes: a query engine queries one, two or four others, over loopback.
 
 The ceiling is the same kernel over the same segments in one process, then the bare transfer of as many bytes there and
-back. All processes share this machine's processors: the nodes of a row compute at the same time only where there are
-enough of them.
+back. All processes share this machine's processors: the nodes of a row compute concurrently only where there are enough
+processors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["RemoteCase", "remote_cases"]
 
 PATIENT_S: Final = 10.0
 TOLERANCE: Final = 3e-2
-"""bfloat16."""
+"""The tolerance of bfloat16."""
 ITEM_BYTES: Final = 2
 
 
@@ -32,13 +32,13 @@ class RemoteCase:
 
     def __init__(self, fleet: Fleet, nodes: Sequence[int], each: int, tokens: int, name: str) -> None:
         self.name = name
-        away = [node for node in nodes if node != fleet.asking]
-        self.bytes_formula = len(away) * tokens * fleet.shape.query_bytes(ITEM_BYTES, ITEM_BYTES)
+        remote = [node for node in nodes if node != fleet.reader]
+        self.bytes_formula = len(remote) * tokens * fleet.shape.query_bytes(ITEM_BYTES, ITEM_BYTES)
         self._fleet = fleet
         self._sent = self._received = 0
         self._slots = [slot for node in nodes for slot in fleet.slots(node, each)]
         self._view: View = fleet.open_view(nodes, each)
-        self._buffer: QueryBuffer = fleet.asker.init_query([(self._view, tokens)])
+        self._buffer: QueryBuffer = fleet.pool.init_query([(self._view, tokens)])
         drawn = np.random.default_rng(tokens).standard_normal((tokens, Q_HEADS, fleet.layout.key_dim), np.float32)
         self._queries: Stored = from_float32(drawn, fleet.layout.dtype)
         self._buffer.queries[...] = self._queries
@@ -47,7 +47,7 @@ class RemoteCase:
     def sample(self, turn: int) -> float:
         """See `Case`: the round trip of an engine's query."""
         began = time.perf_counter()
-        answer = self._fleet.asker.query(self._buffer, turn % LAYERS, deadline_s=PATIENT_S).wait()
+        answer = self._fleet.pool.query(self._buffer, turn % LAYERS, deadline_s=PATIENT_S).wait()
         taken = time.perf_counter() - began
         if answer.lost:
             raise Unreachable(f"{self.name}: the query was lost")
@@ -67,7 +67,7 @@ class RemoteCase:
         return self._sent + self._received
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Close its buffer and its view."""
         self._buffer.close()
         self._view.close()
 
@@ -80,9 +80,9 @@ class RemoteCase:
 
 
 def remote_cases(counts: Sequence[int], queries: Sequence[int]) -> Iterator[RemoteCase]:
-    """Idle, then while an engine of every node asks its own query engine without a pause: segments of the asker's own
-    node, then of so many others. Of one segment the round trip is most of the time. The daemons run for as long as
-    cases are asked for."""
+    """Cases over segments of the reader's own node, then of 1, 2 or 4 others; first idle, then while an engine of every
+    node queries its own query engine without a pause. With one segment the round trip is most of the time. The daemons
+    run until the iteration ends."""
     with Fleet() as fleet:
         for busy in (False, True):
             with fleet.load() if busy else contextlib.nullcontext():
@@ -97,5 +97,5 @@ def remote_cases(counts: Sequence[int], queries: Sequence[int]) -> Iterator[Remo
 def _case(fleet: Fleet, count: int, segments: int, tokens: int, busy: bool) -> RemoteCase:
     where = f"remote{count}" if count else "here"
     name = f"query_{where}_{segments * fleet.layout.segment_tokens}_q{tokens}{'_busy' if busy else ''}"
-    nodes = fleet.others[:count] or [fleet.asking]
+    nodes = fleet.others[:count] or [fleet.reader]
     return RemoteCase(fleet, nodes, segments // len(nodes), tokens, name)

@@ -1,4 +1,4 @@
-"""How long an engine takes: a roofline over models and GPUs. The formulae and their sources: `docs/simulation.md`."""
+"""Durations of an engine's steps: a roofline over models and GPUs. Formulae and sources: `docs/simulation.md`."""
 
 from tokenlake_bench.engine_model.gpus import FITTED, GPUS, Gpu, gpu_named
 from tokenlake_bench.engine_model.models import MODELS, Model, model_named

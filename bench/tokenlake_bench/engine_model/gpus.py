@@ -1,4 +1,4 @@
-"""GPUs: what their data sheets say, and the constants fitted to published measurements at batch 1.
+"""GPUs: rates from their data sheets, and constants fitted to published measurements at batch 1.
 
 The fit, row by row: `docs/simulation.md`.
 """
@@ -18,7 +18,8 @@ __all__ = ["FITTED", "GPUS", "Gpu", "gpu_named"]
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Rates per GPU; bytes and flops per second, seconds. Efficiencies are shares of the data sheet's figure."""
+    """Rates per GPU in bytes and flops per second; times in seconds. Efficiencies are shares of the data sheet's
+    figure."""
 
     name: str
     memory_bytes: float
@@ -26,7 +27,7 @@ class Gpu:
     flops: float
     """bfloat16, dense."""
     fp8_flops: float
-    """As bfloat16 where the GPU has no FP8."""
+    """Equal to `flops` where the GPU has no FP8."""
     link_rate: float
     """NVLink, one direction."""
     network_rate: float
@@ -38,16 +39,16 @@ class Gpu:
     link_efficiency: float = 0.7
     network_efficiency: float = 0.8
     layer_s: float = 47e-6
-    """Of a pass, per layer, beyond memory and arithmetic: starts of kernels, normalisation, sampling."""
+    """Time of a pass per layer beyond memory and arithmetic: kernel launches, normalisation, sampling."""
     mixture_factor: float = 2.0
-    """A layer that chooses experts takes so many times `layer_s`."""
+    """A layer that chooses experts takes `mixture_factor` times `layer_s`."""
     reduce_s: float = 9e-6
-    """Of one all-reduce, beyond its bytes."""
+    """Time of one all-reduce beyond its bytes."""
 
     def scaled(self, factors: Mapping[str, float]) -> Gpu:
-        """Fitted constants multiplied: `{"memory_efficiency": 0.7}` is 30 % less.
+        """A GPU with fitted constants multiplied: `{"memory_efficiency": 0.7}` is 30 % less.
 
-        Raises ConfigurationError for a name that is not in `FITTED` or a factor that is not a number above 0.
+        Raises ConfigurationError for a name that is not in `FITTED` or a factor that is not a finite number above 0.
         """
         for name, factor in factors.items():
             if name not in FITTED:
@@ -68,7 +69,7 @@ FITTED: Final = (
     "mixture_factor",
     "reduce_s",
 )
-"""What `Gpu.scaled` varies."""
+"""The constants that `Gpu.scaled` varies."""
 
 _HOPPER: Final = {"flops": 989e12, "fp8_flops": 1979e12, "link_rate": 450e9, "network_rate": 50e9}
 
@@ -111,7 +112,7 @@ GPUS: Final[dict[str, Gpu]] = {
 
 
 def gpu_named(name: str) -> Gpu:
-    """Raises ConfigurationError for one that is not in `GPUS`."""
+    """The GPU of this name. Raises ConfigurationError for a name that is not in `GPUS`."""
     if name not in GPUS:
         raise ConfigurationError("gpu", name, " or ".join(GPUS))
     return GPUS[name]

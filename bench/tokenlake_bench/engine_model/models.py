@@ -1,4 +1,4 @@
-"""What a model weighs: parameters, cache per token, arithmetic per token. From the published configurations."""
+"""The size of models: parameters, cache per token, arithmetic per token. From the published configurations."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from tokenlake.errors import ConfigurationError
 __all__ = ["MODELS", "Attention", "FeedForward", "GroupedAttention", "LatentAttention", "Model", "model_named"]
 
 CACHE_BYTES: Final = 2
-"""Of an element of the cache: bfloat16."""
+"""Bytes of an element of the cache: bfloat16."""
 
 
 class Attention(Protocol):
-    """One layer's attention; a multiplication and an addition are two flops."""
+    """The attention of one layer; a multiplication and an addition are two flops."""
 
     @property
     def parameters(self) -> int:
-        """Of its projections."""
+        """Parameters of its projections."""
         ...
 
     @property
     def cache_elements(self) -> int:
-        """Per token."""
+        """Elements of cache per token."""
         ...
 
     @property
     def prefill_flops(self) -> int:
-        """Per pair of a new token and a token that it attends to."""
+        """Flops of a prefill per pair of a new token and a token that it attends to."""
         ...
 
     @property
     def decode_flops(self) -> int:
-        """The same in a decode step."""
+        """Flops of a decode step per pair of a new token and a token that it attends to."""
         ...
 
     def copies(self, gpus: int) -> int:
-        """How often a token's cache is held, in sum, by an instance with tensor parallelism over `gpus`."""
+        """Number of copies of a token's cache in an instance with tensor parallelism over `gpus`."""
         ...
 
 
@@ -52,7 +52,7 @@ class GroupedAttention:
 
     @property
     def parameters(self) -> int:
-        """Queries and output, keys and values."""
+        """Projections of queries, keys, values and output."""
         return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
 
     @property
@@ -71,7 +71,7 @@ class GroupedAttention:
         return self.prefill_flops
 
     def copies(self, gpus: int) -> int:
-        """KV heads are split; more GPUs than KV heads hold the same ones."""
+        """KV heads are split over the GPUs; with more GPUs than KV heads, several GPUs hold the same heads."""
         return max(1, gpus // self.kv_heads)
 
 
@@ -93,7 +93,7 @@ class LatentAttention:
 
     @property
     def parameters(self) -> int:
-        """Queries down and up, latent down and up, output."""
+        """Projections of queries (down and up), latent vectors (down and up) and output."""
         queries = self.query_rank * (self.hidden + self.heads * (self.nope_dim + self.rope_dim))
         cached = self.hidden * (self.latent + self.rope_dim)
         expansion = self.latent * self.heads * (self.nope_dim + self.value_dim)
@@ -106,22 +106,22 @@ class LatentAttention:
 
     @property
     def prefill_flops(self) -> int:
-        """Over expanded keys and values."""
+        """Computed on the expanded keys and values."""
         return 2 * self.heads * (self.nope_dim + self.rope_dim + self.value_dim)
 
     @property
     def decode_flops(self) -> int:
-        """Over latent vectors: scores over latent and rotated part, then a weighted latent vector."""
+        """Computed on the latent vectors: scores over latent and rotated part, then a weighted latent vector."""
         return 2 * self.heads * (2 * self.latent + self.rope_dim)
 
     def copies(self, gpus: int) -> int:
-        """All heads need the whole latent vector."""
+        """Every GPU holds the whole latent vector, as all heads need it."""
         return gpus
 
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """Gated (three matrices). Of `experts` routed ones a token takes `chosen`, and all `shared` ones.
+    """A gated network (three matrices). A token passes `chosen` of the `experts` routed and all `shared` ones.
 
     A dense layer is one shared expert.
     """
@@ -139,11 +139,11 @@ class FeedForward:
 
     @property
     def active(self) -> int:
-        """Parameters that a token is multiplied with, its share of the routing included."""
+        """Parameters that a token is multiplied with, the routing included."""
         return self.expert * (self.chosen + self.shared) + self.hidden * self.experts
 
     def read(self, tokens: int) -> float:
-        """Parameters read for a pass over `tokens` tokens that choose experts alike and independently."""
+        """Parameters read for a pass over `tokens` tokens whose choices of experts are independent and uniform."""
         routed = self.experts * (1 - (1 - self.chosen / self.experts) ** tokens) if self.experts else 0.0
         return self.expert * (routed + self.shared) + self.hidden * self.experts
 
@@ -161,32 +161,32 @@ class Model:
     dense: FeedForward
     mixture: FeedForward | None = None
     weight_bytes: int = 2
-    """Per parameter: 2 in bfloat16, 1 in FP8, where products run at the GPU's FP8 rate."""
+    """Bytes per parameter: 2 in bfloat16, 1 in FP8, where products run at the GPU's FP8 rate."""
 
     @property
     def mixture_layers(self) -> int:
-        """Layers with experts to choose from."""
+        """Number of layers with routed experts."""
         return self.layers - self.dense_layers
 
     @property
     def cache_bytes(self) -> int:
-        """KV cache of one token, all layers."""
+        """KV cache of one token over all layers."""
         return self.layers * self.attention.cache_elements * CACHE_BYTES
 
     @property
     def active_parameters(self) -> int:
-        """Of all layers, those that a token is multiplied with; without embedding and output layer."""
+        """Parameters of all layers that a token is multiplied with, without embedding and output layer."""
         mixture = self.mixture.active * self.mixture_layers if self.mixture else 0
         return self.layers * self.attention.parameters + self.dense.active * self.dense_layers + mixture
 
     @property
     def output_parameters(self) -> int:
-        """Of the output layer, which only a token that is sampled after passes."""
+        """Parameters of the output layer; only a token after which the model samples passes it."""
         return self.hidden * self.vocabulary
 
     @property
     def stored_parameters(self) -> int:
-        """All, the embedding included."""
+        """All parameters, the embedding included."""
         stored = self.dense.expert * (self.dense.experts + self.dense.shared) * self.dense_layers
         if self.mixture:
             each = self.mixture.expert * (self.mixture.experts + self.mixture.shared)
@@ -240,7 +240,7 @@ MODELS: Final[dict[str, Model]] = {
 
 
 def model_named(name: str) -> Model:
-    """Raises ConfigurationError for one that is not in `MODELS`."""
+    """The model of this name. Raises ConfigurationError for a name that is not in `MODELS`."""
     if name not in MODELS:
         raise ConfigurationError("model", name, " or ".join(MODELS))
     return MODELS[name]

@@ -1,5 +1,5 @@
 """Seconds of one forward pass: the slower of arithmetic and memory, for the layers' matrices and for attention, plus
-what tensor parallelism moves and a constant per layer. The formulae with their sources: `docs/simulation.md`."""
+the transfers of tensor parallelism and a constant per layer. The formulae with their sources: `docs/simulation.md`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tokenlake_bench.engine_model.models import CACHE_BYTES, Model
 __all__ = ["Chunk", "EngineModel"]
 
 RESERVED: Final = 0.10
-"""Share of a GPU's memory that is neither weights nor cache, as engines keep free by default."""
+"""Share of a GPU's memory that is neither weights nor cache; engines keep it free by default."""
 
 MOST_WEIGHTS: Final = 2 / 3
-"""Of the rest, what weights take where the number of GPUs is ours to choose."""
+"""`EngineModel.fitting` takes as many GPUs as keep the weights within this share of the rest."""
 
 
 class Chunk(NamedTuple):
@@ -25,7 +25,7 @@ class Chunk(NamedTuple):
     new: int
     cached: int
     last: bool = True
-    """A token is sampled after it."""
+    """The model samples a token after this chunk."""
 
 
 class EngineModel:
@@ -46,23 +46,16 @@ class EngineModel:
 
     @classmethod
     def fitting(cls, model: Model, gpu: Gpu) -> EngineModel:
-        """On the fewest GPUs whose memory the weights fill to at most two thirds."""
+        """An instance on the fewest GPUs whose memory the weights fill to at most two thirds."""
         gpus = 1
         while model.stored_parameters * model.weight_bytes > gpus * gpu.memory_bytes * (1 - RESERVED) * MOST_WEIGHTS:
             gpus *= 2
         return cls(model, gpu, gpus)
 
-    @property
-    def cache_tokens(self) -> int:
-        """Tokens whose cache fits beside the weights."""
-        room = self.gpus * self.gpu.memory_bytes * (1 - RESERVED)
-        free = room - self.model.stored_parameters * self.model.weight_bytes
-        return max(0, int(free // self._cache_bytes))
-
     def step_s(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float:
         """One pass over parts of prompts and, in the same batch, `decoding` requests with `context` tokens in sum.
 
-        0 for an empty batch.
+        Returns 0 for an empty batch.
         """
         tokens = sum(chunk.new for chunk in chunks) + decoding
         if not tokens:
@@ -80,7 +73,7 @@ class EngineModel:
         return self.step_s((), decoding, context)
 
     def transfer_s(self, tokens: int) -> float:
-        """The cache of `tokens` tokens from one instance to another, over all NICs."""
+        """The transfer of the cache of `tokens` tokens from one instance to another, over all NICs."""
         rate = self.gpus * self.gpu.network_rate * self.gpu.network_efficiency
         return tokens * self.model.cache_bytes / rate
 
@@ -94,7 +87,7 @@ class EngineModel:
         attention, layers = self.model.attention, self.model.layers
         seconds = 0.0
         for new, cached, _ in chunks:
-            # A new token attends to the cached ones, to those before it and to itself.
+            # A new token attends to the cached tokens, to the new tokens before it and to itself.
             pairs = new * cached + new * (new + 1) / 2
             flops = layers * attention.prefill_flops * pairs
             seconds += max(flops / self._attention_flops, self._cache_s(cached + new))
@@ -107,7 +100,7 @@ class EngineModel:
         return tokens * self._cache_bytes / self._memory_rate
 
     def _reduce_s(self, tokens: int) -> float:
-        """Two all-reduces of the hidden state per layer, each a ring: 2 (t - 1) / t of the bytes per GPU."""
+        """Two ring all-reduces of the hidden state per layer: 2 (t - 1) / t of the bytes per GPU."""
         if self.gpus == 1:
             return 0.0
         nbytes = tokens * self.model.hidden * CACHE_BYTES * 2 * (self.gpus - 1) / self.gpus

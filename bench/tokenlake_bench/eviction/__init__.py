@@ -1,1 +1,1 @@
-"""`tokenlake bench eviction`: which policy keeps what will be read again, beside what nobody can beat."""
+"""`tokenlake bench eviction`: the hit rates of eviction policies beside the bounds that no policy can exceed."""

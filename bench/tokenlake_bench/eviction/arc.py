@@ -1,35 +1,35 @@
-"""ARC: a queue of what was used once and one of what was used again; what each let go moves the border between them.
+"""ARC: a queue of segments accessed once and a queue of segments accessed again. Ghosts of both move the border between
+them.
 
-Megiddo and Modha, "ARC: A self-tuning, low overhead replacement cache", FAST 2003. The capacity is how many segments
-are in order when one is evicted.
+Megiddo and Modha, "ARC: A self-tuning, low overhead replacement cache", FAST 2003. The capacity is the number of
+segments in order when one is evicted.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
 
-from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import SegmentKey
-from tokenlake.store.eviction.base import SAME_ACCESS_S, recency, refuse
-from tokenlake.store.segment import Segment
+from tokenlake.store.eviction import SAME_ACCESS_S, EvictionPolicy
+from tokenlake.store.segment import PolicyState, Segment
 
 __all__ = ["AdaptiveReplacement"]
 
 
-class _Record:
-    """What the policy knows of a segment, also while it is out of order."""
+class _Record(PolicyState):
+    """Kept while the segment is out of order."""
 
     __slots__ = ("again",)
 
     def __init__(self, again: bool) -> None:
         self.again = again
-        """Used more than once."""
+        """Accessed more than once."""
 
 
-class AdaptiveReplacement:
-    """Whatever is new comes in, to the young end of those used once."""
+class AdaptiveReplacement(EvictionPolicy):
+    """Admits every new segment, to the young end of those accessed once."""
 
     def __init__(self) -> None:
         self._once: OrderedDict[Segment, None] = OrderedDict()
@@ -37,18 +37,18 @@ class AdaptiveReplacement:
         self._ghosts_once: OrderedDict[SegmentKey, None] = OrderedDict()
         self._ghosts_again: OrderedDict[SegmentKey, None] = OrderedDict()
         self._for_once = 0.0
-        """How many segments used once are to be kept."""
+        """Number of segments accessed once that should be kept."""
 
     def insert(self, segment: Segment, now: float) -> None:
         """See `EvictionPolicy`."""
-        record = segment.record
+        record = segment.policy_state
         if not isinstance(record, _Record):
-            record = segment.record = _Record(again=self._was_here(segment.key))
+            record = segment.policy_state = _Record(again=self._was_here(segment.key))
         segment.touched = now
         (self._again if record.again else self._once)[segment] = None
 
     def _was_here(self, key: SegmentKey) -> bool:
-        """Was it evicted lately? Then the queue that let it go deserves more room."""
+        """Whether the key has a ghost. If so, the queue that evicted it gets more room."""
         once, again = len(self._ghosts_once), len(self._ghosts_again)
         if key in self._ghosts_once:
             del self._ghosts_once[key]
@@ -68,14 +68,11 @@ class AdaptiveReplacement:
         elif counts:
             del self._once[segment]
             self._again[segment] = None
-            segment.record = _Record(again=True)
+            segment.policy_state = _Record(again=True)
         else:
             self._once.move_to_end(segment)
         if counts:
             segment.touched = now
-
-    def hinted(self, segment: Segment, now: float) -> None:
-        """Hints changes nothing here."""
 
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
         """See `EvictionPolicy`."""
@@ -89,7 +86,7 @@ class AdaptiveReplacement:
             while len(self._ghosts_once) + len(self._ghosts_again) > capacity and self._ghosts_again:
                 self._ghosts_again.popitem(last=False)
 
-    def coldest(self, now: float) -> Segment:
+    def victim(self, now: float) -> Segment:
         """See `EvictionPolicy`."""
         for segment in self._once if self._once_first() else self._again:
             return segment
@@ -98,36 +95,8 @@ class AdaptiveReplacement:
     def _once_first(self) -> bool:
         return bool(self._once) and (not self._again or len(self._once) > self._for_once)
 
-    def retention_value(self, segment: Segment, now: float) -> float:
-        """See `EvictionPolicy`."""
-        return recency(segment, now)
-
-    def retention_value_of_new(self, key: SegmentKey, hints: Hints, now: float) -> float:
-        """See `EvictionPolicy`."""
-        return 1.0
-
-    def admits(self, key: SegmentKey, hints: Hints, now: float) -> bool:
-        """See `EvictionPolicy`."""
-        return True
-
-    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, AccessRecord, float] | None:
-        """Not how it was used."""
-        return None
-
     def __len__(self) -> int:
         return len(self._once) + len(self._again)
 
     def __iter__(self) -> Iterator[Segment]:
         return chain(self._once, self._again) if self._once_first() else chain(self._again, self._once)
-
-    def save(self) -> bytes:
-        """Nothing is learned."""
-        return b""
-
-    def absorb(self, learned: bytes) -> None:
-        """See `EvictionPolicy`."""
-        refuse(learned)
-
-    def restore(self, learned: bytes) -> None:
-        """See `EvictionPolicy`."""
-        refuse(learned)

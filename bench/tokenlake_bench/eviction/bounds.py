@@ -1,15 +1,16 @@
-"""What no policy can beat: a cache that never evicts, and one of a given size that knows the future.
+"""Bounds on any policy: a cache that never evicts, and a cache of a given size that knows the future.
 
-The clairvoyant cache is Belady's MIN with bypass on prefix trees. A segment's next use is never before its parent's, so
-"furthest next use goes first, of one prompt the deepest, and what is never used again is not stored" keeps a parent as
-long as its child. What is held then is a union of prefixes, every held segment of a prompt is found, and MIN's bound,
-which knows no prefixes, is reached: no order of eviction finds more.
+The clairvoyant cache is Belady's MIN with bypass on prefix trees. It evicts the segment with the furthest next use
+first, among segments of one prompt the deepest first, and does not store segments that are never used again. A
+segment's next use is never before its parent's, so a parent stays at least as long as its child. Therefore the cache
+always holds a union of prefixes, every held segment of a prompt is found, and the cache reaches MIN's bound, which
+ignores prefixes: no order of eviction finds more.
 
     Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 5(2), 1966
 
-So the cache need not know its segments, only how many of those next used by each later request it holds: of what a
-request touches, `count` segments wait for request `later`; when the capacity is exceeded, those go whose request is
-latest. A request finds all that waited for it.
+The computation needs no segments, only the number of held segments by the request that uses them next: after a request,
+`count` of its segments wait for request `later`; when the capacity is exceeded, segments of the latest request are
+evicted. A request finds all segments that waited for it.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ class Bounds:
 
     accesses: Accesses
     waiting: list[list[tuple[int, int]]]
-    """Of what each request touches, by the next request that uses it: (that request, segments)."""
+    """Per request, its segments by the next request that uses them: (that request, number of segments)."""
 
     def infinite(self) -> HitCount:
-        """One cache for all that never evicts."""
+        """The hits of one cache for all requests that never evicts."""
         return self._count(sum(count for later in self.waiting for _, count in later))
 
     def clairvoyant(self, segments: int) -> HitCount:
-        """One cache of `segments` that knows what comes."""
+        """The hits of one cache of `segments` that knows the future."""
         held = [0] * len(self.waiting)
-        """By the request that uses them next."""
+        """Held segments by the request that uses them next."""
         total = hits = 0
         latest: list[int] = []
-        """Minus the requests that something waits for, and some that nothing waits for any more."""
+        """A heap of negated requests; it may contain requests for which no segment waits any more."""
         for index, later in enumerate(self.waiting):
             hits += held[index]
             total -= held[index]
@@ -66,12 +67,12 @@ class Bounds:
 
 
 def bounds_of(accesses: Accesses) -> Bounds:
-    """Reads the chains once."""
+    """Find the next use of every segment of every request."""
     prompts = accesses.prompts
     lengths = [len(prompt.chain) for prompt in prompts]
     segments = np.fromiter((segment for prompt in prompts for segment in prompt.chain), np.int64, sum(lengths))
     request = np.repeat(np.arange(len(prompts)), lengths)
-    # The uses of one segment beside each other, in order of time.
+    # Sort the uses by segment, then by time.
     order = np.argsort(segments, kind="stable")
     again = np.diff(segments[order]) == 0
     first, second = request[order][:-1][again], request[order][1:][again]

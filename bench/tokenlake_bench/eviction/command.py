@@ -7,19 +7,20 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.baselines import Accesses, intern_segments
 from tokenlake_bench.eviction.bounds import bounds_of
-from tokenlake_bench.eviction.picture import check_plot, plot_study
+from tokenlake_bench.eviction.picture import plot_study
 from tokenlake_bench.eviction.policies import STUDIED
 from tokenlake_bench.eviction.results import Ceiling, Cell, StudyResult, result_of
 from tokenlake_bench.eviction.show import show
 from tokenlake_bench.eviction.stores import slots_per_node
 from tokenlake_bench.eviction.study import Plan, ceiling_of, run_cells
+from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.progress import LiveProgress
+from tokenlake_bench.report import write_json
 from tokenlake_bench.sessions import SessionTrace
 from tokenlake_bench.trace_formats import read_trace
 from tokenlake_bench.workload import BuiltinSettings, builtin_workload
@@ -35,7 +36,7 @@ BUILTIN_CAPACITIES = (12_000, 24_000, 48_000)
 
 @dataclass(frozen=True, kw_only=True)
 class EvictionArguments:
-    """As on the command line."""
+    """Arguments of the command line. Raises ConfigurationError for a value out of range."""
 
     traces: tuple[Path, ...] = ()
     capacity_tokens: str | None = None
@@ -56,19 +57,19 @@ class EvictionArguments:
             raise ConfigurationError("limit", self.limit, "at least 1")
 
     def plan(self) -> Plan:
-        """What is run on each trace."""
+        """The runs to make on each trace."""
         policies = list(STUDIED) if self.policies is None else self.policies.split(",")
         if unknown := [name for name in policies if name not in STUDIED]:
-            raise ConfigurationError("policy", unknown[0], f"names out of {', '.join(STUDIED)}, separated by commas")
+            raise ConfigurationError("policy", unknown[0], f"names among {', '.join(STUDIED)}, separated by commas")
         nodes = _numbers("nodes", self.nodes)
         return Plan(policies=policies, nodes=nodes, hint_accuracy=self.hint_accuracy, seed=self.seed)
 
     def capacities(self, default: tuple[int, ...]) -> tuple[int, ...]:
-        """Those that were asked for, else `default`."""
+        """The capacities of the command line, else `default`."""
         return default if self.capacity_tokens is None else _numbers("capacity_tokens", self.capacity_tokens)
 
     def sources(self) -> list[_Source]:
-        """The traces, or the built-in workload where there is none."""
+        """The traces, or the built-in workload without any."""
         if not self.traces:
             settings = BuiltinSettings(requests=self.limit or BuiltinSettings.requests, seed=self.seed)
             asked = intern_segments(builtin_workload(settings), BUILTIN_SEGMENT_TOKENS)
@@ -90,8 +91,8 @@ class _Source:
 
 
 def run_eviction(arguments: EvictionArguments) -> StudyResult:
-    """Runs, prints, writes the files that were asked for, the JSON after every cell. KeyboardInterrupt ends it early.
-    Raises TokenLakeError."""
+    """Run the study, print it, and write the files that were asked for, the JSON after every cell. KeyboardInterrupt
+    ends it early. Raises TokenLakeError."""
     check_plot(arguments.plot_file)
     console = Console()
     sources = arguments.sources()
@@ -99,7 +100,7 @@ def run_eviction(arguments: EvictionArguments) -> StudyResult:
         for nodes, capacity in itertools.product(arguments.plan().nodes, source.capacities):
             slots_per_node(source.accesses, nodes, capacity)
         if source.malformed:
-            console.print(f"{source.name}: {source.malformed} malformed lines passed over")
+            console.print(f"{source.name}: {source.malformed} malformed lines skipped")
     study = _Study(arguments, sources)
     complete = True
     try:
@@ -125,7 +126,7 @@ class _Study:
         self._done = 0
 
     def run(self, console: Console) -> None:
-        """Every cell; those that are done stay when it is interrupted."""
+        """Run every cell; after an interruption the finished cells stay."""
         total = sum(len(each.accesses.prompts) * self._plan.cells(each.capacities) for each in self._sources)
         with LiveProgress(console, "serving", total) as progress:
             for source in self._sources:
@@ -142,7 +143,7 @@ class _Study:
         progress.update(self._done, name.split(".")[0] + latest)
 
     def result(self, complete: bool) -> StudyResult:
-        """Of what is done."""
+        """The results so far."""
         return result_of(
             self._ceilings,
             self._cells,
@@ -153,10 +154,10 @@ class _Study:
         )
 
     def write(self, result: StudyResult) -> None:
-        """To the JSON file, if one was asked for."""
+        """Write the JSON file, if one was asked for."""
         path = self._arguments.json_file
         if path is not None:
-            path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+            write_json(result, path)
 
 
 def _numbers(field: str, text: str) -> tuple[int, ...]:

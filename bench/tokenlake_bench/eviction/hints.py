@@ -1,5 +1,5 @@
-"""What is said of each request. By the engine, without being asked: how long its answer was. By a client that gives
-hints: that its conversation goes on, or that it is over; and how often it is right."""
+"""The hints of each request: from the engine, the length of the answer; from a client that gives hints, whether its
+conversation goes on or is over, right with a given probability."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["hints"]
 
 
 def hints(prompts: Sequence[Prompt], accuracy: float | None, seed: int) -> list[Hints]:
-    """One for each prompt: the length of the answer where the trace has it, and a hint that is true with probability
-    `accuracy`, as `seed` draws; None: no hint.
+    """One entry per prompt: the length of the answer where the trace has it, and an outlook that is right with
+    probability `accuracy`, drawn by `seed`; None: no outlook.
 
     A conversation goes on when a later prompt has its number.
     """

@@ -1,39 +1,26 @@
-"""Hit rate over capacity, one picture per trace."""
+"""Hit rate over capacity, one panel per trace."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tokenlake.errors import ConfigurationError
 from tokenlake_bench.eviction.results import StudyResult
 
-__all__ = ["check_plot", "plot_study"]
-
-
-def check_plot(path: Path | None) -> None:
-    """Raises ConfigurationError, before anything is run, where the picture could not be drawn."""
-    if path is None:
-        return
-    if path.suffix != ".png":
-        raise ConfigurationError("plot", str(path), "a file name ending in .png")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ConfigurationError("plot", str(path), "matplotlib: pip install tokenlake-bench") from None
+__all__ = ["plot_study"]
 
 
 def plot_study(result: StudyResult, path: Path) -> None:
-    """Writes a PNG with a panel per trace; solid lines are one cache, dashed ones several nodes."""
+    """Write a PNG with a panel per trace; solid lines are one cache, dashed lines several nodes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     traces = list(dict.fromkeys(ceiling.trace for ceiling in result.ceilings))
     figure = Figure(figsize=(5 * max(1, len(traces)), 4.2), layout="constrained")
     panels = figure.subplots(1, max(1, len(traces)), squeeze=False)[0]
-    runs = list(dict.fromkeys((cell.policy, cell.nodes) for cell in result.cells))
-    policies = list(dict.fromkeys(policy for policy, _ in runs))
+    lines = list(dict.fromkeys((cell.policy, cell.nodes) for cell in result.cells))
+    policies = list(dict.fromkeys(policy for policy, _ in lines))
     for panel, trace in zip(panels, traces, strict=False):
-        for policy, nodes in runs:
+        for policy, nodes in lines:
             mine = [cell for cell in result.cells if (cell.trace, cell.policy, cell.nodes) == (trace, policy, nodes)]
             panel.plot(
                 [cell.capacity_tokens / 1e6 for cell in mine],

@@ -1,4 +1,4 @@
-"""The policies that the study compares: those of the daemons, and published ones that are here to compare with."""
+"""The policies that the study compares: those that daemons offer, and published ones."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from tokenlake_bench.eviction.s3fifo import S3Fifo
 __all__ = ["PUBLISHED", "STUDIED"]
 
 PUBLISHED: Final[Mapping[str, Callable[[], EvictionPolicy]]] = {"s3fifo": S3Fifo, "arc": AdaptiveReplacement}
-"""No daemon offers these."""
+"""Policies for comparison only; daemons do not offer them."""
 STUDIED: Final[Mapping[str, Callable[[], EvictionPolicy]]] = {**POLICIES, **PUBLISHED}
 """By the name that `bench eviction --policy` takes."""

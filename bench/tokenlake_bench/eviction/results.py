@@ -1,4 +1,4 @@
-"""What the study found, as it is written to JSON, and the figures that follow from it."""
+"""Results of the study: its JSON, and the comparisons computed from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LRU = "lru"
 
 
 class Ceiling(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one trace and capacity: token hit rates that no policy can beat."""
+    """Token hit rates that no policy can exceed, for one trace and capacity."""
 
     trace: str
     capacity_tokens: int
@@ -22,31 +22,32 @@ class Ceiling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. The last four follow from other runs of the same study, None where those were not made."""
+    """One run. The last four fields compare it with other runs of the same study, and are None where those were not
+    made."""
 
     trace: str
     capacity_tokens: int
     nodes: int
     policy: str
     hit_rate: float
-    """Of all prompt tokens, those behind the last full segment included."""
+    """Share of all prompt tokens, those beyond the last full segment included."""
     orphan_share: float
-    """Of the segments held, those whose parent is not; mean over samples."""
+    """Share of the held segments whose parent is not held; mean over samples."""
     copies_per_segment: float
     serve_us: float
-    """Processor time per segment of a prompt, with all that serving it takes here."""
+    """Processor time per segment of a prompt, for everything that serving it takes in the study."""
     policy_us: float
-    """The policy's part of it."""
+    """The part of `serve_us` that the policy takes."""
     of_clairvoyant: float | None = None
     of_lru: float | None = None
     of_one_node: float | None = None
-    """Against the same policy and capacity on one node."""
+    """Relative to the same policy and capacity on one node."""
     policy_of_lru: float | None = None
-    """Of the policy's time."""
+    """The policy's time relative to LRU's."""
 
 
 class Mean(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one policy over all traces and capacities."""
+    """One policy over all traces and capacities."""
 
     policy: str
     nodes: int
@@ -57,7 +58,7 @@ class Mean(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StudyResult(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it. Not `complete`: interrupted, and the rest was not run."""
+    """The whole study. Not `complete`: it was interrupted, and the remaining cells were not run."""
 
     segment_tokens: int
     hint_accuracy: float | None
@@ -77,7 +78,7 @@ def result_of(
     seed: int,
     complete: bool,
 ) -> StudyResult:
-    """The cells with what follows from comparing them."""
+    """Add the comparisons to the cells."""
     compared = _compared(ceilings, cells)
     return StudyResult(
         segment_tokens=segment_tokens,
@@ -119,7 +120,7 @@ def _means(cells: Sequence[Cell]) -> list[Mean]:
         mine = [cell for cell in cells if (cell.policy, cell.nodes) == (policy, nodes)]
         shares = [cell.of_clairvoyant for cell in mine if cell.of_clairvoyant is not None]
         against = [cell.of_lru for cell in mine if cell.of_lru is not None]
-        # A policy that finds nothing somewhere has a mean of nothing.
+        # The geometric mean of a policy with a hit rate of 0 is 0.
         mean = math.exp(math.fsum(map(math.log, shares)) / len(shares)) if shares and min(shares) > 0 else 0.0
         worst = min(against, default=None)
         means.append(Mean(policy=policy, nodes=nodes, cells=len(mine), of_clairvoyant=mean, worst_of_lru=worst))

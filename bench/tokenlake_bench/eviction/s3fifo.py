@@ -1,4 +1,4 @@
-"""S3-FIFO: a small queue on probation, a main queue, and the memory of what the small one let go.
+"""S3-FIFO: a small queue on probation, a main queue, and ghosts of the small one.
 
 Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
 """
@@ -6,37 +6,36 @@ Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
 
-from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import SegmentKey
-from tokenlake.store.eviction.base import SAME_ACCESS_S, recency, refuse
-from tokenlake.store.segment import Segment
+from tokenlake.store.eviction import SAME_ACCESS_S, EvictionPolicy
+from tokenlake.store.segment import PolicyState, Segment
 
 __all__ = ["S3Fifo"]
 
 SMALL_SHARE = 0.1
-"""Of all segments, on probation; those beyond it go first."""
+"""Share of all segments on probation; those beyond it are evicted first."""
 MAX_ACCESSES = 3
-"""Counted; as many rounds a segment stays in the main queue without another."""
+"""Accesses that count. A segment stays in the main queue for as many rounds without another access."""
 MOST_PASSED = 1024
-"""Segments that were used and are passed over in search of one that was not: each costs some 200 ns."""
+"""Accessed segments that one search for a victim moves at most: each costs some 200 ns."""
 
 
-class _Record:
-    """What the policy knows of a segment, also while it is out of order."""
+class _Record(PolicyState):
+    """Kept while the segment is out of order."""
 
     __slots__ = ("accesses", "main")
 
     def __init__(self, main: bool) -> None:
         self.main = main
         self.accesses = 0
-        """Since it came or went round, at most `MAX_ACCESSES`."""
+        """Accesses since the segment came or was moved, at most `MAX_ACCESSES`."""
 
 
-class S3Fifo:
-    """Whatever is new comes in, mostly on probation."""
+class S3Fifo(EvictionPolicy):
+    """Admits every new segment; one without a ghost is on probation."""
 
     def __init__(self) -> None:
         self._small: OrderedDict[Segment, _Record] = OrderedDict()
@@ -45,24 +44,21 @@ class S3Fifo:
 
     def insert(self, segment: Segment, now: float) -> None:
         """See `EvictionPolicy`."""
-        record = segment.record
+        record = segment.policy_state
         if not isinstance(record, _Record):
             known = segment.key in self._ghosts
             if known:
                 del self._ghosts[segment.key]
-            record = segment.record = _Record(main=known)
+            record = segment.policy_state = _Record(main=known)
         segment.touched = now
         (self._main if record.main else self._small)[segment] = record
 
     def touch(self, segment: Segment, now: float) -> None:
-        """See `EvictionPolicy`. Changes no order."""
+        """See `EvictionPolicy`. Does not change the order."""
         if now - segment.touched >= SAME_ACCESS_S:
             segment.touched = now
             record = self._main.get(segment) or self._small[segment]
             record.accesses = min(record.accesses + 1, MAX_ACCESSES)
-
-    def hinted(self, segment: Segment, now: float) -> None:
-        """Hints changes nothing here."""
 
     def remove(self, segment: Segment, now: float, evicted: bool) -> None:
         """See `EvictionPolicy`."""
@@ -73,8 +69,8 @@ class S3Fifo:
             while len(self._ghosts) > len(self._main) + len(self._small):
                 self._ghosts.popitem(last=False)
 
-    def coldest(self, now: float) -> Segment:
-        """See `EvictionPolicy`. Those that come first and were used go round, or from probation to the main queue."""
+    def victim(self, now: float) -> Segment:
+        """See `EvictionPolicy`. Accessed segments before it move to the end of the main queue."""
         passed = 0
         while self._small or self._main:
             on_probation = not self._main or len(self._small) > SMALL_SHARE * len(self)
@@ -91,36 +87,8 @@ class S3Fifo:
                 self._main.move_to_end(segment)
         raise KeyError("no segment")
 
-    def retention_value(self, segment: Segment, now: float) -> float:
-        """See `EvictionPolicy`."""
-        return recency(segment, now)
-
-    def retention_value_of_new(self, key: SegmentKey, hints: Hints, now: float) -> float:
-        """See `EvictionPolicy`."""
-        return 1.0
-
-    def admits(self, key: SegmentKey, hints: Hints, now: float) -> bool:
-        """See `EvictionPolicy`."""
-        return True
-
-    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, AccessRecord, float] | None:
-        """Not how it was used."""
-        return None
-
     def __len__(self) -> int:
         return len(self._small) + len(self._main)
 
     def __iter__(self) -> Iterator[Segment]:
         return chain(self._small, self._main)
-
-    def save(self) -> bytes:
-        """Nothing is learned."""
-        return b""
-
-    def absorb(self, learned: bytes) -> None:
-        """See `EvictionPolicy`."""
-        refuse(learned)
-
-    def restore(self, learned: bytes) -> None:
-        """See `EvictionPolicy`."""
-        refuse(learned)

@@ -11,7 +11,7 @@ __all__ = ["show"]
 
 
 def show(console: Console, result: StudyResult) -> None:
-    """Hit rates of each trace, then what every policy costs and loses."""
+    """Print the hit rates of each trace, then the costs of every policy."""
     for trace in dict.fromkeys(ceiling.trace for ceiling in result.ceilings):
         for nodes in dict.fromkeys(cell.nodes for cell in result.cells):
             console.print(_rates(result, trace, nodes))
@@ -42,7 +42,7 @@ def _rate(cell: Cell) -> str:
 
 
 def _means(result: StudyResult) -> Table:
-    table = Table(title="over all of them", title_justify="left")
+    table = Table(title="over all traces and capacities", title_justify="left")
     titles = ("nodes", "mean of bound", "least / LRU", "least / 1 node", "orphans", "policy us", "/ LRU")
     table.add_column("policy")
     for title in titles:

@@ -1,12 +1,13 @@
-"""The segments of some nodes without their bytes: the daemons' stores, eviction and placement, asked prompt by prompt.
+"""Replays prompts on the daemons' stores, eviction policies and placement, without messages, bytes or simulated time.
 
-Prompts are served one at a time, each as the nodes would: what is found is pinned while the rest is computed; each
-segment that is not there asks its owner for a slot, which evicts or refuses; what got one is published, deepest first;
-then what was found is unpinned and touched, deepest first. What lies beyond the first missing segment was computed
-again although it is here: it is touched as well.
+The study compares policies on millions of accesses, which whole nodes (`NodeCore`) would take hours for; it shares the
+store, the ring and the placement with them. Prompts are served one at a time, in the order of a node's steps: found
+segments are pinned while the rest is computed; each missing segment takes a slot at its owner, which evicts or refuses;
+new segments are published, deepest first; then the found segments are unpinned and touched, deepest first. Held
+segments beyond the first missing one are computed again; they are touched as well.
 
-Left out: dirty and cached copies, and time. Bytes are where they belong at once, and every node knows how full the
-others are.
+Left out: dirty and cached copies, and delays. A new segment is at its owner at once, and every node knows the others'
+vacancies.
 """
 
 from __future__ import annotations
@@ -45,21 +46,21 @@ class NodeStores:
         self._keys = [_key(segment) for segment in range(len(self._parents))]
         self._ids = {key: segment for segment, key in enumerate(self._keys)}
         self._held: list[Segment | None] = [None] * len(self._keys)
-        """By id, wherever it is."""
+        """By id, at whichever node it is."""
         self._node: list[int] = [0] * len(self._keys)
-        """That holds it, or did last."""
+        """By id, the node that holds the segment, or held it last."""
         self._names = [NodeId(f"node-{node}") for node in range(nodes)]
         self._previous_owner: list[NodeId | None] = [None] * len(self._keys)
-        """That had it, or refused it, last: as the directory node tells a writer."""
+        """By id, the node that held or refused the segment last, as the directory node tells a writer."""
         self._numbers = {name: number for number, name in enumerate(self._names)}
-        self._told_at, self._turn = 0.0, 0
+        self._shared_at, self._rounds = 0.0, 0
         self._ring = Ring(dict.fromkeys(self._names, slots), default_run_length(nodes))
         self._candidates = self._ring.candidates(b"".join(self._keys))
 
     def serve(self, prompt: Prompt, hints: Hints) -> int:
-        """How many segments of the prompt were found: its longest prefix."""
+        """Serve one prompt. Returns the length of its longest prefix that was found, in segments."""
         now, chain, held = prompt.at_s, prompt.chain, self._held
-        self._tell_each_other(now)
+        self._share_learned(now)
         hits = next((depth for depth, segment in enumerate(chain) if held[segment] is None), len(chain))
         hints = with_access(hints, self._access(chain, hits, now))
         found = self._by_node(chain[:hits])
@@ -77,7 +78,8 @@ class NodeStores:
         return hits
 
     def _access(self, chain: tuple[int, ...], hits: int, now: float) -> AccessRecord:
-        """As a match learns it from whoever has the deepest known segment, or remembers it."""
+        """The access record of this request, as a match gets it: from the node with the deepest known segment, or from
+        a policy that remembers that segment."""
         for index in range(len(chain) - 1, -1, -1):
             segment = self._held[chain[index]]
             if segment is not None:
@@ -88,31 +90,31 @@ class NodeStores:
         return access_after([], len(chain), hits)
 
     def _remembered(self, segment: int, now: float) -> list[tuple[int, AccessRecord, float]]:
-        """By its candidates."""
+        """Access records of an evicted segment that the policies of its candidates remember."""
         asked = [self._stores[self._numbers[name]] for name in dict.fromkeys(self._candidates[segment])]
-        told = [store.remembers(_TENANT, [self._keys[segment]], now) for store in asked]
+        told = [store.last_access(_TENANT, [self._keys[segment]], now) for store in asked]
         return [each for each in told if each is not None]
 
-    def _tell_each_other(self, now: float) -> None:
-        """What they learned, each to one other in turn, as daemons do."""
-        if len(self._stores) == 1 or now < self._told_at + SEND_S:
+    def _share_learned(self, now: float) -> None:
+        """Each store sends what its policy learned to one other store, in rotation, as daemons do."""
+        if len(self._stores) == 1 or now < self._shared_at + SEND_S:
             return
-        self._told_at = now
-        self._turn += 1
+        self._shared_at = now
+        self._rounds += 1
         for number, store in enumerate(self._stores):
-            other = (number + 1 + self._turn % (len(self._stores) - 1)) % len(self._stores)
-            self._stores[other].absorb(store.learned())
+            other = (number + 1 + self._rounds % (len(self._stores) - 1)) % len(self._stores)
+            self._stores[other].merge_learned(store.learned())
 
     def held(self) -> int:
-        """Segments that some node holds."""
+        """Number of segments that some node holds."""
         return sum(segment is not None for segment in self._held)
 
     def copies(self) -> int:
-        """Segments that the nodes hold, each counted where it is."""
+        """Number of copies over all nodes."""
         return sum(len(store.index(_TENANT)) for store in self._stores)
 
     def orphans(self) -> int:
-        """Held segments whose parent is not: nobody finds them until it comes back."""
+        """Number of held segments whose parent is not held: no prompt finds them until the parent is stored again."""
         return sum(
             parent >= 0 and self._held[parent] is None
             for segment, parent in zip(self._held, self._parents, strict=True)
@@ -120,7 +122,7 @@ class NodeStores:
         )
 
     def check_integrity(self) -> None:
-        """AssertionError when what is known here is not what the stores hold. Slow; for tests."""
+        """Raises AssertionError when this object's maps differ from the stores. Slow; for tests."""
         for store in self._stores:
             store.check_integrity()
         here = {(node, id(segment)) for node, store in enumerate(self._stores) for segment in store.segments()}
@@ -129,14 +131,14 @@ class NodeStores:
         }
 
     def _store_new(self, chain: tuple[int, ...], hits: int, hints: Hints, now: float) -> list[tuple[int, Segment]]:
-        """Slots for what is not there, in prompt order: (node, segment), pinned once."""
+        """Reserve slots for the missing segments, in prompt order: (node, segment), each pinned once."""
         missing = [depth for depth in range(hits, len(chain)) if self._held[chain[depth]] is None]
-        # As a writer does: asked once for all that it stores of a prompt.
+        # A writer asks for vacancies once for all segments that it stores of a prompt.
         vacancies = self._vacancies(now) if missing else {}
         created: list[tuple[int, Segment]] = []
-        for run in runs(missing, self._ring.run_length):
-            owner = self._owner(chain[missing[run.start]], vacancies)
-            for index in run:
+        for sequence in runs(missing, self._ring.run_length):
+            owner = self._owner(chain[missing[sequence.start]], vacancies)
+            for index in sequence:
                 depth = missing[index]
                 made = self._reserve(owner, chain[depth], depth, hints, now)
                 if made is not None:
@@ -170,7 +172,7 @@ class NodeStores:
         return made
 
     def _by_node(self, numbers: Iterable[int]) -> dict[int, list[Segment]]:
-        """Those that are held, in the same order."""
+        """The held segments by node, in the same order."""
         grouped: dict[int, list[Segment]] = {}
         for number in numbers:
             segment = self._held[number]
@@ -180,7 +182,7 @@ class NodeStores:
 
 
 def slots_per_node(accesses: Accesses, nodes: int, capacity_tokens: int) -> int:
-    """Segments of an even share. Raises ConfigurationError where that is none."""
+    """Segments of an even share. Raises ConfigurationError where not one fits."""
     if nodes < 1:
         raise ConfigurationError("nodes", nodes, "at least 1")
     slots = capacity_tokens // nodes // accesses.segment_tokens
@@ -200,10 +202,10 @@ def _key(segment: int) -> SegmentKey:
 
 
 def _parents(accesses: Accesses) -> list[int]:
-    """By id: the segment before it in every prompt that has it; -1 for a first one."""
+    """By id, the segment before it in every prompt that contains it; -1 for a first segment."""
     parents: dict[int, int] = {}
     for prompt in accesses.prompts:
-        # Whatever has a parent already was seen with all that lies before it.
+        # A segment with a parent was seen before, with all segments before it.
         for depth in range(len(prompt.chain) - 1, -1, -1):
             if prompt.chain[depth] in parents:
                 break

@@ -1,4 +1,4 @@
-"""Policy x capacity x nodes on one trace after the other, beside the bounds."""
+"""Runs every policy at every capacity and number of nodes on each trace."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tokenlake_bench.eviction.timed import Timed
 __all__ = ["Plan", "ceiling_of", "run_cells"]
 
 SAMPLES = 16
-"""Times that orphans and copies are counted, evenly over the second half of a run."""
+"""Number of times that orphans and copies are counted, evenly over the second half of a run."""
 STEP = 200
 """Prompts between two reports of progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is run on each trace."""
+    """The runs to make on each trace."""
 
     policies: Sequence[str]
     nodes: Sequence[int]
@@ -34,12 +34,12 @@ class Plan:
     seed: int
 
     def cells(self, capacities: Sequence[int]) -> int:
-        """How many runs one trace takes."""
+        """Number of runs that one trace takes."""
         return len(self.policies) * len(self.nodes) * len(capacities)
 
 
 def ceiling_of(trace: str, bounds: Bounds, capacity_tokens: int) -> Ceiling:
-    """What no policy can beat."""
+    """The hit rates that no policy can exceed."""
     return Ceiling(
         trace=trace,
         capacity_tokens=capacity_tokens,
@@ -51,21 +51,22 @@ def ceiling_of(trace: str, bounds: Bounds, capacity_tokens: int) -> Ceiling:
 def run_cells(
     trace: str, accesses: Accesses, capacities: Sequence[int], plan: Plan, advance: Callable[[int], None]
 ) -> Iterator[Cell]:
-    """One after the other, capacities in order; `advance` is told how many prompts more are done."""
-    said = hints(accesses.prompts, plan.hint_accuracy, plan.seed)
+    """Run one cell after the other, capacities in order; `advance` is called with the number of prompts served since
+    its last call."""
+    given = hints(accesses.prompts, plan.hint_accuracy, plan.seed)
     for capacity in capacities:
         for nodes in plan.nodes:
             for policy in plan.policies:
                 run = _Run(accesses, nodes, capacity, policy)
                 for start in range(0, len(accesses.prompts), STEP):
                     stop = min(start + STEP, len(accesses.prompts))
-                    run.serve(said, start, stop)
+                    run.serve(given, start, stop)
                     advance(stop - start)
                 yield run.cell(trace)
 
 
 class _Run:
-    """One policy on so many nodes of one size: what was counted so far."""
+    """One policy, capacity and number of nodes, with its counts so far."""
 
     def __init__(self, accesses: Accesses, nodes: int, capacity_tokens: int, policy: str) -> None:
         self._accesses = accesses
@@ -84,11 +85,11 @@ class _Run:
         self._policies.append(Timed(STUDIED[self._name]()))
         return self._policies[-1]
 
-    def serve(self, said: Sequence[Hints], start: int, stop: int) -> None:
-        """Some prompts more."""
+    def serve(self, hints_given: Sequence[Hints], start: int, stop: int) -> None:
+        """Serve the prompts from `start` to `stop`."""
         prompts = self._accesses.prompts
         cpu, wall = time.process_time(), time.perf_counter()
-        self._hits += sum(map(self._stores.serve, prompts[start:stop], said[start:stop]))
+        self._hits += sum(map(self._stores.serve, prompts[start:stop], hints_given[start:stop]))
         self._cpu_s += time.process_time() - cpu
         self._wall_s += time.perf_counter() - wall
         self._touches += sum(len(prompt.chain) for prompt in prompts[start:stop])
@@ -99,8 +100,9 @@ class _Run:
             self._held += self._stores.held()
 
     def cell(self, trace: str) -> Cell:
-        """When all are served."""
-        # Whoever else used the machine meanwhile took as much of the policy's time as of all time.
+        """The results, once all prompts are served."""
+        # Other processes of the machine delay the policy and the rest alike: apply the policy's share of the wall time
+        # to the processor time.
         share = sum(policy.taken_ns for policy in self._policies) * 1e-9 / max(1e-9, self._wall_s)
         each_us = self._cpu_s * 1e6 / max(1, self._touches)
         return Cell(

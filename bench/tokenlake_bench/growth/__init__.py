@@ -1,1 +1,1 @@
-"""`bench growth`: what a key costs with more keys in a call, more clients, more segments held."""
+"""`bench growth`: cost of a key with more keys per call, more clients, more segments held."""

@@ -1,4 +1,4 @@
-"""A client process of `bench growth`: matches when it is told to."""
+"""A client process of `bench growth`: matches on command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenlake_client import Pool
 __all__ = ["LAYOUT", "PROMPT_KEYS", "Matching", "held_keys"]
 
 PROMPT_KEYS: Final = 1024
-"""Keys that were stored one after the other: the longest match asks for that many."""
+"""Keys that were stored one after the other: the longest match has that many."""
 DEADLINE_S: Final = 5.0
 LAYOUT: Final = Layout(
     model_id="bench-growth",
@@ -31,7 +31,7 @@ LAYOUT: Final = Layout(
     position="none",
     segment_tokens=16,
 )
-"""4 KiB and 8 shards per segment: as many checksums as a large one has, in memory that holds 100,000 of them."""
+"""4 KiB and 8 shards per segment: as many checksums as a large segment has, in memory that holds 100,000 segments."""
 
 
 def held_keys(number: int, count: int) -> list[SegmentKey]:
@@ -40,10 +40,10 @@ def held_keys(number: int, count: int) -> list[SegmentKey]:
 
 
 class Matching:
-    """Matches keys that the daemon holds, of one prompt after the other."""
+    """Matches keys that the daemon holds, of randomly drawn prompts."""
 
     def __init__(self, pool: Pool, segments: int, seed: int) -> None:
-        """`segments`: held by the daemon, whole prompts of `PROMPT_KEYS`, or less than one."""
+        """`segments`: number held by the daemon, whole prompts of `PROMPT_KEYS`, or less than one."""
         self._pool = pool
         self._draw = random.Random(seed)
         self._prompts = [
@@ -51,7 +51,7 @@ class Matching:
         ]
 
     def run(self, keys: int, calls: int) -> list[float]:
-        """Seconds of each of `calls` matches of `keys` consecutive keys; what was leased is released in between. All
+        """Seconds of each of `calls` matches of `keys` consecutive keys; the lease is released after each. All keys
         must be found."""
         return [self._once(self._some(keys)) for _ in range(calls)]
 
@@ -71,7 +71,7 @@ class Matching:
 
 
 def main(socket: str, segments: str, seed: str) -> None:
-    """The process."""
+    """The main function of the process."""
     with Pool.connect(socket, LAYOUT) as pool:
         matching = Matching(pool, int(segments), int(seed))
         serve({"run": matching.run})

@@ -13,13 +13,14 @@ from rich.console import Console
 from tokenlake.config import format_size, parse_size
 from tokenlake.errors import ConfigurationError, Unreachable
 from tokenlake_bench.growth.daemons import GrowthDaemon, start_seconds
-from tokenlake_bench.growth.results import GrowthResult, Memory, Start, tables, write_growth
+from tokenlake_bench.growth.results import GrowthResult, Memory, Start, tables
 from tokenlake_bench.growth.rows import HELD, matches, measure, stores
+from tokenlake_bench.report import write_json
 
 __all__ = ["GrowthArguments", "run_growth"]
 
 FEWEST_SEGMENTS: Final = 200
-"""Room for one call of 128 keys among those that are being written."""
+"""Leaves room for one call of 128 keys among the segments being written."""
 FIXED_BYTES: Final = 200 << 20
 PER_SEGMENT_BYTES: Final = 2 << 10
 """The design's bound of a daemon's memory beyond the arena."""
@@ -27,7 +28,7 @@ PER_SEGMENT_BYTES: Final = 2 << 10
 
 @dataclass(frozen=True, kw_only=True)
 class GrowthArguments:
-    """As on the command line."""
+    """Arguments of the command line. Raises ConfigurationError for a value out of range."""
 
     rounds: int
     segments: str
@@ -48,18 +49,18 @@ class GrowthArguments:
                 raise ConfigurationError("arenas", word, str(error)) from None
 
     def numbers(self, name: str) -> list[int]:
-        """Of `segments` or `clients`."""
+        """The numbers of `segments` or `clients`."""
         return [int(word) for word in getattr(self, name).split(",")]
 
     def sizes(self) -> list[int]:
-        """Of the arenas, in bytes."""
+        """Sizes of the arenas, in bytes."""
         return [parse_size(word) for word in self.arenas.split(",") if word]
 
 
 def run_growth(arguments: GrowthArguments) -> GrowthResult:
-    """Runs, prints, writes the file that was asked for. Raises TokenLakeError."""
+    """Run, print, and write the file that was asked for. Raises TokenLakeError."""
     console = Console()
-    # Before anything else takes memory.
+    # Before other daemons take memory.
     starts = _starts(arguments.sizes(), console)
     with ExitStack() as stack:
         numbers = sorted({*arguments.numbers("segments"), HELD})
@@ -80,12 +81,12 @@ def run_growth(arguments: GrowthArguments) -> GrowthResult:
     for table in tables(result):
         console.print(table)
     if arguments.json_file is not None:
-        write_growth(result, arguments.json_file)
+        write_json(result, arguments.json_file)
     return result
 
 
 def _starts(sizes: Sequence[int], console: Console) -> list[Start]:
-    """Of the sizes for which this machine has memory now."""
+    """Start times of the sizes for which this machine has memory now."""
     starts = []
     for size in sizes:
         try:

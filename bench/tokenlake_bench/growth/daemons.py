@@ -1,4 +1,4 @@
-"""Daemons of `bench growth`: filled with segments, or only started; what they cost."""
+"""Daemons of `bench growth`: filled with segments, or only started; their memory and processor time."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class GrowthDaemon:
     memory less shared memory before and after they were stored."""
 
     def __init__(self, segments: int) -> None:
-        """Started and filled. Raises TokenLakeError."""
+        """Start the daemon and fill it. Raises TokenLakeError."""
         self.segments = segments
         self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-")
         memory, region = _sizes(segments)
-        # No call is refused for its size.
+        # With these shares no call is refused for its size.
         shares = {"dirty_share": "0.8", "session_reserve_share": "1", "session_lease_share": "1"}
         self._node = _node(self._directory.name, memory, region, **shares)
         self._open = ExitStack()
@@ -59,16 +59,16 @@ class GrowthDaemon:
 
     @property
     def socket(self) -> Path:
-        """For further clients."""
+        """The socket for further clients."""
         return self._node.socket
 
     def memory(self) -> float:
-        """Resident bytes but the arena's."""
+        """Resident bytes without the arena."""
         assert self._node.process is not None
         return process_gauges(self._node.process.pid)["memory"]
 
     def processor_s(self) -> float:
-        """Processor time that the daemon has used, of all its threads."""
+        """Processor time that all threads of the daemon have used."""
         assert self._node.process is not None
         # The clock of another process: see clock_getcpuclockid(3), which Python does not have.
         return time.clock_gettime((~self._node.process.pid << 3) | 2)
@@ -79,7 +79,7 @@ class GrowthDaemon:
 
 
 def store(pool: Pool, keys: Sequence[SegmentKey]) -> None:
-    """All at once. Raises TokenLakeError unless all are committed."""
+    """Store all keys in one call. Raises TokenLakeError unless all are committed."""
     with pool.store(keys, patience=PATIENCE_S) as write:
         for index, slot in write.slots:
             slot[:] = index & 0xFF
@@ -88,7 +88,7 @@ def store(pool: Pool, keys: Sequence[SegmentKey]) -> None:
 
 
 def start_seconds(memory: int) -> float:
-    """From the start of the process until it serves an engine, all memory touched; some 20 ms of it pass in
+    """Time from the start of the process until it serves an engine, with all memory touched; some 20 ms of it pass in
     `start_child`. Raises TokenLakeError."""
     with tempfile.TemporaryDirectory(prefix="tokenlake-") as directory:
         node = _node(directory, memory, min(64 << 20, memory))

@@ -1,9 +1,8 @@
-"""What `bench growth` finds: the JSON, and tables for a terminal."""
+"""Results of `bench growth`: the JSON, and tables for a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -13,17 +12,17 @@ from rich.text import Text
 from tokenlake.config import format_size
 from tokenlake_bench.report import format_bytes, format_duration
 
-__all__ = ["GrowthResult", "Memory", "Row", "Start", "tables", "write_growth"]
+__all__ = ["GrowthResult", "Memory", "Row", "Start", "tables"]
 
 GROWS: Final = 1.2
-"""A ratio above it is more than what equal rows differ by here."""
+"""Equal rows differ by less than this ratio here."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """`p50_us` and `p99_us`: of one call. `us_per_key`: the 10th percentile of the calls, which other programs disturb
-    least, over the keys; with several clients that of the turns, all their keys together. `daemon_us_per_key`:
-    processor time of the daemon. The ratios are to the cheapest of the smaller rows of the series: above 1, the cost
-    grows."""
+    least, over the keys; with several clients the percentile of the turns over all their keys together.
+    `daemon_us_per_key`: processor time of the daemon. The ratios are to the cheapest of the smaller rows of the series:
+    above 1, the cost grows."""
 
     series: str
     name: str
@@ -45,7 +44,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """From the start of the process until it serves."""
+    """Time from the start of the process until it serves."""
 
     arena_bytes: int
     seconds: float
@@ -59,13 +58,8 @@ class GrowthResult(msgspec.Struct, frozen=True):
     starts: list[Start]
 
 
-def write_growth(result: GrowthResult, path: Path) -> None:
-    """One JSON object, indented by two."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
-
-
 def tables(result: GrowthResult) -> Iterator[Table]:
-    """For a terminal."""
+    """Tables for a terminal."""
     table = _table("per call and per key; ratios to the cheapest of the rows before", "row", "p50", "p99", *_PER_KEY)
     series = ""
     for row in result.rows:

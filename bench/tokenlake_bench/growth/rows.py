@@ -1,4 +1,4 @@
-"""The rows of `bench growth`, and how they are taken."""
+"""The rows of `bench growth`, and their measurement."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ __all__ = ["HELD", "Kind", "Taken", "matches", "measure", "row_of", "stores"]
 
 KEYS: Final = (1, 128, 1024)
 MIDDLE: Final = 128
-"""Keys per call of the rows about something else."""
+"""Keys per call in the rows that vary something else."""
 HELD: Final = 10_000
-"""Segments of the daemon that the rows about something else ask."""
+"""Segments of the daemon in the rows that vary something else."""
 KEYS_PER_TURN: Final = 4096
-"""Of each row in each turn."""
+"""Keys of each row in each turn."""
 FEWEST_CALLS: Final = 4
 MOST_CALLS: Final = 200
 CLIENT_CALLS: Final = 256
-"""In a turn of the rows with several clients."""
+"""Calls per turn in the rows with several clients."""
 WARM_TURNS: Final = 1
 UNDISTURBED: Final = 0.1
-"""Quantile of the calls, or of the turns, that tells what one takes when other programs let it run."""
+"""Quantile of the calls, or of the turns, that estimates the cost without other programs."""
 
 
 @dataclass
 class Taken:
-    """Of one row, over all counted turns: seconds of each call; per turn, seconds per key that passed, and that the
-    daemon used."""
+    """Samples of one row over all counted turns: seconds of each call; per turn, seconds per key that passed, and that
+    the daemon used."""
 
     calls: list[float] = field(default_factory=list)
     per_key: list[float] = field(default_factory=list)
@@ -54,8 +54,8 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A row. `run` makes the calls of a turn and returns the seconds of each; `keys` in each of them; `together`:
-    client processes make them at the same time."""
+    """A row. `run` makes the calls of a turn and returns the seconds of each; each call has `keys`; `together`: several
+    client processes call at the same time."""
 
     series: str
     name: str
@@ -68,7 +68,7 @@ class Kind:
 def matches(
     daemons: Mapping[int, GrowthDaemon], segments: Sequence[int], clients: Sequence[int], stack: ExitStack
 ) -> Iterator[Kind]:
-    """Of segments that are there. `stack`: ends the client processes."""
+    """Rows of matches of held segments. `stack` ends the client processes."""
 
     def matching(daemon: GrowthDaemon, keys: int) -> Callable[[], list[float]]:
         client = Matching(daemon.pool, daemon.segments, seed=1)
@@ -92,7 +92,7 @@ def matches(
 
 
 def stores(daemons: Mapping[int, GrowthDaemon], segments: Sequence[int]) -> Iterator[Kind]:
-    """Each call stores keys of its own and displaces as many: the daemons are full."""
+    """Rows of stores. Each call stores new keys and displaces as many, as the daemons are full."""
     fresh = itertools.count()
 
     def storing(daemon: GrowthDaemon, keys: int) -> Callable[[], list[float]]:
@@ -122,14 +122,14 @@ def _store(daemon: GrowthDaemon, keys: Sequence[SegmentKey]) -> float:
 
 
 def _together(threads: ThreadPoolExecutor, workers: Sequence[Worker]) -> list[float]:
-    """As many calls in all, whatever the number of clients, but at least a few of each."""
+    """The same number of calls in all for any number of clients, but at least a few per client."""
     calls = max(FEWEST_CALLS, CLIENT_CALLS // len(workers))
     parts = threads.map(lambda worker: worker.call("run", keys=MIDDLE, calls=calls), workers)
     return [took for part in parts for took in part]
 
 
 def measure(kinds: Sequence[Kind], rounds: int, title: str, console: Console) -> list[Row]:
-    """All rows in turn, `rounds` times, so that what else this machine does meets all of them."""
+    """Run all rows in turn, `rounds` times, so that other work on the machine affects all of them."""
     taken: dict[str, Taken] = defaultdict(Taken)
     with LiveProgress(console, title, rounds + WARM_TURNS) as progress:
         for turn in range(rounds + WARM_TURNS):
@@ -147,7 +147,7 @@ def measure(kinds: Sequence[Kind], rounds: int, title: str, console: Console) ->
 
 
 def row_of(kind: Kind, taken: Taken, cheapest: dict[str, tuple[float, float]]) -> Row:
-    """`cheapest`: per series, what a key cost at least in the rows so far."""
+    """`cheapest`: per series, the least cost of a key in the rows so far; this row is added."""
     p50, p99 = np.quantile(taken.calls, (0.5, 0.99)).tolist()
     costs = taken.per_key if kind.together else [took / kind.keys for took in taken.calls]
     per_key, daemon_per_key = float(np.quantile(costs, UNDISTURBED)), median(taken.daemon_per_key)

@@ -1,1 +1,2 @@
-"""`bench planner`: every way to use a cached prefix, timed over shaped links, and which the planner chooses."""
+"""`bench planner`: times of every way to use a cached prefix over shaped links, and the regret of the planner's
+choices."""

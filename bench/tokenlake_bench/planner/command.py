@@ -11,19 +11,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from tokenlake.errors import ConfigurationError, TokenLakeError
 from tokenlake.identity import NodeId
 from tokenlake.planner import Model, Rates
+from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.planner.judging import Prediction, Result, Row, Totals, predict, result_of, row_of
 from tokenlake_bench.planner.measuring import measure
-from tokenlake_bench.planner.picture import check_plot, plot_regions
-from tokenlake_bench.planner.rig import OWNER, READER, SEGMENT_TOKENS, AccessRecord, Rig, Timed, Work
+from tokenlake_bench.planner.picture import plot_regions
+from tokenlake_bench.planner.rig import OWNER, READER, SEGMENT_TOKENS, PrefixUse, Rig, Timed, Work
 from tokenlake_bench.planner.shaping import Shape
-from tokenlake_bench.report import format_bytes
+from tokenlake_bench.report import format_bytes, write_json
 
 __all__ = ["PlannerArguments", "run_planner"]
 
@@ -35,11 +35,11 @@ LEARNT = (
     Work(768, 96, 24, 3),
     Work(3840, 64, 12, 1),
 )
-"""What the inputs are measured with: no batch of the grid."""
+"""Batches for measuring the inputs; none of them is in the grid."""
 LEARNING_TURNS = 2
 REMEMBERED = 4 * len(LEARNT)
 DOCUMENT = Work(2048, 24, 4, 1)
-"""As the demo's second part asks about its documents."""
+"""A document of the demo's second part."""
 QUESTIONS = 6
 MISSES = 4
 """Fetches that may miss their deadline while a daemon learns how slow a link has become."""
@@ -47,7 +47,7 @@ MISSES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerArguments:
-    """As on the command line."""
+    """Arguments of the command line. Raises ConfigurationError for a value out of range."""
 
     bandwidths: str
     delays: str
@@ -57,7 +57,7 @@ class PlannerArguments:
     sharing: str
     turns: int
     minutes: float = 60.0
-    """At most, beyond what the inputs of each link take to measure."""
+    """Time limit, without the measurement of each link's inputs."""
     json_file: Path | None = None
     plot_file: Path | None = None
 
@@ -82,13 +82,13 @@ class PlannerArguments:
         return [Shape(rate * 1e6, delay / 1e3) for rate in rates for delay in delays]
 
     def works(self) -> list[Work]:
-        """The grid."""
+        """The grid of batches."""
         fields = ("prefixes", "new", "decode", "sharing")
         return [Work(*each) for each in itertools.product(*(_numbers(name, getattr(self, name)) for name in fields))]
 
 
 def run_planner(arguments: PlannerArguments) -> Result:
-    """Runs, prints, writes the files that were asked for. Raises TokenLakeError."""
+    """Run, print, and write the files that were asked for. Raises TokenLakeError."""
     check_plot(arguments.plot_file)
     console = Console()
     works = arguments.works()
@@ -105,7 +105,7 @@ def run_planner(arguments: PlannerArguments) -> Result:
             rates = bench.learn_link(link)
             documents += bench.documents(link, rates)
             until = began + arguments.minutes * 60 * number / len(links)
-            # Whatever the time does not suffice for is left out by chance.
+            # The order is random, so that the batches left out at the time limit are a random sample.
             for index, work in enumerate(random.Random(number).sample(works, len(works))):
                 if index and time.monotonic() > until:
                     break
@@ -121,7 +121,7 @@ def run_planner(arguments: PlannerArguments) -> Result:
         result = result_of(rows, documents, coefficients, bench.unequal)
     _show(console, result)
     if arguments.json_file is not None:
-        arguments.json_file.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+        write_json(result, arguments.json_file)
     if arguments.plot_file is not None:
         plot_regions(result.rows, arguments.plot_file)
     return result
@@ -131,62 +131,62 @@ class _Bench:
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
         self._model = Model.of(rig.layout, rig.attention)
-        self._here: deque[Timed] = deque(maxlen=REMEMBERED)
-        """What does not depend on a link: the newest."""
+        self._local_samples: deque[Timed] = deque(maxlen=REMEMBERED)
+        """The newest samples that do not depend on a link."""
         self.unequal = 0
         """Turns in which not all ways gave the same tokens."""
 
     def learn_here(self) -> None:
-        """What does not depend on a link."""
-        # The first also sets up torch and the connections.
-        self._turn(LEARNT[0], (AccessRecord.LOCAL, AccessRecord.RECOMPUTE))
+        """Measure the inputs that do not depend on a link."""
+        # The first turn also sets up torch and the connections.
+        self._turn(LEARNT[0], (PrefixUse.LOCAL, PrefixUse.RECOMPUTE))
         for work in LEARNT * LEARNING_TURNS:
-            self._here += self._turn(work, (AccessRecord.LOCAL, AccessRecord.RECOMPUTE)).values()
+            self._local_samples += self._turn(work, (PrefixUse.LOCAL, PrefixUse.RECOMPUTE)).values()
 
     def learn_link(self, link: Shape) -> Rates:
-        """All inputs, those of the peer measured over `link`, which is as it is from now on."""
+        """Shape all links as `link` and measure all inputs over it."""
         self._rig.shape(link)
         for _ in range(MISSES):
-            if self._turn(DOCUMENT, (AccessRecord.FETCH,))[AccessRecord.FETCH].served:
+            if self._turn(DOCUMENT, (PrefixUse.FETCH,))[PrefixUse.FETCH].served:
                 break
         timed: list[Timed] = []
         for work in LEARNT * LEARNING_TURNS:
-            timed += self._turn(work, (AccessRecord.FETCH, AccessRecord.SHIP)).values()
+            timed += self._turn(work, (PrefixUse.FETCH, PrefixUse.SHIP)).values()
         rates = Rates()
-        measure(rates, self._model, [*self._here, *timed])
+        measure(rates, self._model, [*self._local_samples, *timed])
         return rates
 
     def judge(self, link: Shape, work: Work, rates: Rates, turns: int) -> list[Row]:
-        """Two rows: for a prefix at the other node, and for one here. Chosen by what `rates` said before; what is
-        measured here is added afterwards, as an engine adds what it serves."""
+        """Two rows: for a prefix at the other node, and for one at this node. The planner chooses by `rates` as they
+        were before; the batch's own samples are added afterwards, as an engine adds them."""
         predictions = [predict(work, self._rig.keys(work), at, self._model, rates) for at in (OWNER, READER)]
         timed: list[Timed] = []
         for turn in range(turns):
-            # Whoever is first finds other caches warm than the next.
-            uses = list(AccessRecord)[turn % 4 :] + list(AccessRecord)[: turn % 4]
+            # The first way of a turn finds other processor caches than the next: rotate the order.
+            uses = list(PrefixUse)[turn % 4 :] + list(PrefixUse)[: turn % 4]
             taken = self._turn(work, uses)
             self.unequal += len({one.tokens for one in taken.values()}) > 1
             timed += taken.values()
-        seconds = {use: [one.seconds for one in timed if one.use is use] for use in AccessRecord}
-        self._here += [one for one in timed if one.use in (AccessRecord.LOCAL, AccessRecord.RECOMPUTE)]
+        seconds = {use: [one.seconds for one in timed if one.use is use] for use in PrefixUse}
+        self._local_samples += [one for one in timed if one.use in (PrefixUse.LOCAL, PrefixUse.RECOMPUTE)]
         measure(rates, self._model, timed)
         rows = []
         for prediction in predictions:
-            ways = [AccessRecord(way) for way in prediction.seconds]
+            ways = [PrefixUse(way) for way in prediction.seconds]
             unserved = sum(not one.served for one in timed if one.use in ways)
             rows.append(row_of((link.bytes_per_s, link.delay_s), work, prediction, seconds, unserved))
         return rows
 
     def documents(self, link: Shape, rates: Rates) -> Iterator[Totals]:
-        """The demo's documents: always fetched, always shipped, and as the planner chooses."""
+        """The demo's documents: always fetched, always shipped, and by the planner's choice."""
         prediction: Prediction = predict(DOCUMENT, self._rig.keys(DOCUMENT), OWNER, self._model, rates)
-        taken: dict[AccessRecord, list[Timed]] = {}
+        taken: dict[PrefixUse, list[Timed]] = {}
         for _ in range(QUESTIONS):
-            for use, one in self._turn(DOCUMENT, {AccessRecord.FETCH, AccessRecord.SHIP, prediction.chosen}).items():
+            for use, one in self._turn(DOCUMENT, {PrefixUse.FETCH, PrefixUse.SHIP, prediction.chosen}).items():
                 taken.setdefault(use, []).append(one)
         for name, use in (
-            ("fetch only", AccessRecord.FETCH),
-            ("ship only", AccessRecord.SHIP),
+            ("fetch only", PrefixUse.FETCH),
+            ("ship only", PrefixUse.SHIP),
             ("planner", prediction.chosen),
         ):
             yield Totals(
@@ -198,7 +198,7 @@ class _Bench:
                 ways={use.value: QUESTIONS},
             )
 
-    def _turn(self, work: Work, uses: Sequence[AccessRecord] | set[AccessRecord]) -> dict[AccessRecord, Timed]:
+    def _turn(self, work: Work, uses: Sequence[PrefixUse] | set[PrefixUse]) -> dict[PrefixUse, Timed]:
         suffixes = [self._rig.draw(work.new) for _ in range(work.sharing)]
         ordered = sorted(uses, key=lambda use: use.value) if isinstance(uses, set) else uses
         return {use: self._rig.run(use, work, suffixes) for use in ordered}
@@ -237,7 +237,7 @@ def _show(console: Console, result: Result) -> None:
         rows = list(grouped)
         counts = [
             str(sum(row.best == way.value for row in rows))
-            for way in (AccessRecord.FETCH, AccessRecord.SHIP, AccessRecord.RECOMPUTE)
+            for way in (PrefixUse.FETCH, PrefixUse.SHIP, PrefixUse.RECOMPUTE)
         ]
         mean, worst = statistics.mean(row.regret for row in rows), max(row.regret for row in rows)
         name = f"{link[0]:.0f} MB/s, {link[1]:g} ms"

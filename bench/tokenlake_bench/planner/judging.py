@@ -1,4 +1,4 @@
-"""Whether the planner chose well: one row per link and batch."""
+"""The regret of the planner's choices: one row per link and batch."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ import msgspec
 
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.planner import Batch, Costs, Model, PrefixTree, Rates, Request, choose, grow
-from tokenlake_bench.planner.rig import OWNER, READER, SEGMENT_TOKENS, AccessRecord, Work
+from tokenlake_bench.planner.rig import OWNER, READER, SEGMENT_TOKENS, PrefixUse, Work
 
 __all__ = ["Prediction", "Result", "Row", "Totals", "predict", "result_of", "row_of"]
 
 BOUND = 1.05
-"""A request takes at most so many times what recomputing takes, and the deadline."""
+"""The promise: a request takes at most this many times the time of recomputing, plus the deadline."""
 DEADLINE_S = 0.050
-"""The constant part of a fetch's deadline: what a request may lose to a node that does not answer, beyond what the
-fetch was predicted to take."""
+"""The constant part of a fetch's deadline: the time that a request may lose to a node that does not answer, beyond the
+predicted time of the fetch."""
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """Of one batch whose prefix lies at one node."""
+    """The planner's choice for one batch whose prefix lies at one node."""
 
-    chosen: AccessRecord
+    chosen: PrefixUse
     seconds: dict[str, float]
-    """Per way, from the request to the last token."""
+    """Predicted seconds per way, from the request to the last token."""
 
     @property
     def regret(self) -> float:
-        """By its own figures: of the way chosen, against the best."""
+        """Regret by the prediction itself: the chosen way against the best."""
         return self.seconds[self.chosen.value] / min(self.seconds.values()) - 1
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One link and batch; the prefix lies at another node, or here."""
+    """One link and batch; the prefix lies at another node, or at this one."""
 
     megabytes_per_s: float
     delay_ms: float
@@ -46,13 +46,13 @@ class Row(msgspec.Struct, frozen=True):
     chosen: str
     best: str
     measured_ms: dict[str, float]
-    """Per way, medians."""
+    """Medians per way."""
     predicted_ms: dict[str, float]
     regret: float
     model_regret: float
     promise_held: bool
     unserved: int
-    """Runs in which the prefix did not come as it was meant to, their times included."""
+    """Runs in which the prefix did not arrive in the intended way; their times are included."""
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -65,20 +65,20 @@ class Totals(msgspec.Struct, frozen=True):
     ttft_ms: float
     """Median."""
     ways: dict[str, int]
-    """How many requests were served in which way."""
+    """Number of requests by the way they were served."""
 
 
 class Result(msgspec.Struct, frozen=True):
-    """Of `--json`. The first three are over rows whose prefix lies at another node."""
+    """The JSON of the command. The first three fields are over rows whose prefix lies at another node."""
 
     planner_mean_regret: float
     planner_max_regret: float
     model_regret: float
-    """Greatest."""
+    """The greatest over the rows."""
     here_mean_regret: float
     here_max_regret: float
     promise_rows: int
-    """Rows, of all, in which the way chosen took at most 1.05 x recomputing, and the deadline."""
+    """Rows, of all, in which the chosen way took at most 1.05 times recomputing plus the deadline."""
     tokens_equal: bool
     """Every way gave the same tokens in every turn."""
     unequal_turns: int
@@ -89,7 +89,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 def predict(work: Work, keys: Sequence[SegmentKey], at: str, model: Model, rates: Rates) -> Prediction:
-    """What the planner at the reader's node would choose for a batch whose prefix `keys` lies at the node `at`."""
+    """The planner's choice at the reader's node for a batch whose prefix `keys` lies at the node `at`."""
     requests = [
         Request(name=str(row), keys=tuple(keys), tokens=work.prefix + work.new, answer_tokens=work.decode)
         for row in range(work.sharing)
@@ -101,17 +101,17 @@ def predict(work: Work, keys: Sequence[SegmentKey], at: str, model: Model, rates
     whole = work.sharing * rates.prefill.seconds(work.prefix + work.new, 0)
     whole += work.decode * rates.decode.seconds(work.sharing, work.prefix + work.new + work.decode / 2)
     ways = {way.value: whole + cost - recomputed for way, cost in _costs(tree, costs, at).items()}
-    return Prediction(AccessRecord(decision.way.value), ways)
+    return Prediction(PrefixUse(decision.way.value), ways)
 
 
-def _costs(tree: PrefixTree, costs: Costs, at: str) -> dict[AccessRecord, float]:
-    """Of each way for the whole of it."""
-    found = {AccessRecord.RECOMPUTE: costs.recompute(0) + costs.attention(0)}
+def _costs(tree: PrefixTree, costs: Costs, at: str) -> dict[PrefixUse, float]:
+    """Costs of the whole prefix, by way."""
+    found = {PrefixUse.RECOMPUTE: costs.recompute(0) + costs.attention(0)}
     if at == READER:
-        found[AccessRecord.LOCAL] = costs.local(0)
+        found[PrefixUse.LOCAL] = costs.local(0)
     else:
-        found[AccessRecord.FETCH] = costs.fetch(0, NodeId(OWNER)) + costs.local(0)
-        found[AccessRecord.SHIP] = costs.ship(0, NodeId(OWNER)) + costs.round_trips(NodeId(OWNER))
+        found[PrefixUse.FETCH] = costs.fetch(0, NodeId(OWNER)) + costs.local(0)
+        found[PrefixUse.SHIP] = costs.ship(0, NodeId(OWNER)) + costs.round_trips(NodeId(OWNER))
     return found
 
 
@@ -119,11 +119,11 @@ def row_of(
     link: tuple[float, float],
     work: Work,
     prediction: Prediction,
-    measured: Mapping[AccessRecord, Sequence[float]],
+    measured: Mapping[PrefixUse, Sequence[float]],
     unserved: int,
 ) -> Row:
-    """`link`: (bytes per second, delay in seconds). `measured`: seconds of each turn; ways that `prediction` does not
-    know are left out."""
+    """`link`: (bytes per second, delay in seconds). `measured`: seconds of each turn; ways that `prediction` lacks are
+    left out."""
     seconds = {use.value: statistics.median(measured[use]) for use in measured if use.value in prediction.seconds}
     best = min(seconds, key=lambda way: seconds[way])
     chosen = seconds[prediction.chosen.value]
@@ -134,14 +134,14 @@ def row_of(
         new=work.new,
         decode=work.decode,
         sharing=work.sharing,
-        here=AccessRecord.LOCAL.value in seconds,
+        here=PrefixUse.LOCAL.value in seconds,
         chosen=prediction.chosen.value,
         best=best,
         measured_ms={way: value * 1e3 for way, value in seconds.items()},
         predicted_ms={way: value * 1e3 for way, value in prediction.seconds.items()},
         regret=chosen / seconds[best] - 1,
         model_regret=prediction.regret,
-        promise_held=chosen <= BOUND * seconds[AccessRecord.RECOMPUTE.value] + DEADLINE_S,
+        promise_held=chosen <= BOUND * seconds[PrefixUse.RECOMPUTE.value] + DEADLINE_S,
         unserved=unserved,
     )
 

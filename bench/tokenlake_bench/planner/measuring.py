@@ -1,4 +1,4 @@
-"""From what served batches took to the planner's inputs, as an engine that serves would add them."""
+"""Turns the times of served batches into the planner's inputs, as a serving engine does."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from collections.abc import Sequence
 from tokenlake.identity import NodeId
 from tokenlake.planner import Model, Rates
 from tokenlake_bench.planner.passes import Pass, mean_pass
-from tokenlake_bench.planner.rig import OWNER, SEGMENT_TOKENS, AccessRecord, Timed
+from tokenlake_bench.planner.rig import OWNER, SEGMENT_TOKENS, PrefixUse, Timed
 
 __all__ = ["measure"]
 
 
 def measure(rates: Rates, model: Model, timed: Sequence[Timed]) -> None:
-    """Add what was measured; what did not come as it was meant to is left out.
+    """Add samples; runs whose prefix did not arrive in the intended way are left out.
 
-    What a fetch and a query to a peer take longer is what is left when this node's own part is taken away, so
-    samples of reading here and of prefills come first.
+    The cost of a fetch or a query is its time minus this node's own part, so samples of local reads and of prefills are
+    added first.
     """
     whole = [one for one in timed if one.served]
     for one in whole:
-        if one.use is not AccessRecord.SHIP:
+        if one.use is not PrefixUse.SHIP:
             _own(rates, one)
-        if one.use is AccessRecord.LOCAL:
+        if one.use is PrefixUse.LOCAL:
             rates.copy.add(_nbytes(model, one, 1), one.pool_s / one.work.sharing, time.monotonic())
     peer = rates.peer(NodeId(OWNER))
     for one in whole:
-        if one.use is AccessRecord.FETCH:
+        if one.use is PrefixUse.FETCH:
             here = rates.copy.seconds(_nbytes(model, one, one.work.sharing), one.work.sharing)
             peer.fetch.add(_nbytes(model, one, 1), one.pool_s - here, time.monotonic())
-        elif one.use is AccessRecord.SHIP:
+        elif one.use is PrefixUse.SHIP:
             peer.open_s.add(one.pool_s, time.monotonic())
             prefill, decode = _passes(one)
             if prefill is not None:
@@ -44,7 +44,7 @@ def measure(rates: Rates, model: Model, timed: Sequence[Timed]) -> None:
 def _own(rates: Rates, one: Timed) -> None:
     """Forward passes over the engine's own cache."""
     prefill, decode = _passes(one)
-    # A prefill of several rows at once is what no integration does.
+    # No integration prefills several rows at once.
     if prefill is not None and prefill.rows == 1:
         rates.prefill.add(round(prefill.tokens), round(prefill.cached), prefill.seconds, time.monotonic())
     if decode is not None:

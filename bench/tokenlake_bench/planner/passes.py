@@ -1,4 +1,4 @@
-"""What each forward pass of a model took, as an engine would report it."""
+"""Times of a model's forward passes, as an engine would report them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Pass(NamedTuple):
 
     rows: float
     tokens: float
-    """New ones of each row."""
+    """New tokens of each row."""
     cached: float
-    """Before them, of each row."""
+    """Cached tokens of each row, before the new ones."""
     seconds: float
 
 
 class PassClock:
-    """Within it, all forward passes of `model` are noted in `passes`."""
+    """A context manager that records all forward passes of `model` in `passes`."""
 
     def __init__(self, model: Any) -> None:
         self.passes: list[Pass] = []
@@ -54,7 +54,7 @@ class PassClock:
 
 
 def mean_pass(passes: Sequence[Pass]) -> Pass | None:
-    """None of none."""
+    """None for no passes."""
     if not passes:
         return None
     return Pass(*(sum(column) / len(passes) for column in zip(*passes, strict=True)))

@@ -1,4 +1,4 @@
-"""Where each way wins: predicted beside measured."""
+"""The fastest way of each link and batch: predicted beside measured."""
 
 from __future__ import annotations
 
@@ -6,29 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from tokenlake.errors import ConfigurationError
 from tokenlake_bench.planner.judging import Row
 
-__all__ = ["check_plot", "plot_regions"]
+__all__ = ["plot_regions"]
 
 WAYS: Final = {"fetch": "tab:blue", "ship": "tab:orange", "recompute": "tab:gray"}
 
 
-def check_plot(path: Path | None) -> None:
-    """Raises ConfigurationError, before anything is measured, where the picture could not be drawn."""
-    if path is None:
-        return
-    if path.suffix != ".png":
-        raise ConfigurationError("plot", str(path), "a file name ending in .png")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ConfigurationError("plot", str(path), "matplotlib: pip install tokenlake-bench") from None
-
-
 def plot_regions(rows: Sequence[Row], path: Path) -> None:
-    """Writes a PNG of the rows whose prefix lies at another node: a line per link, a column per batch; the upper half
-    of a cell is what was predicted, the lower what was measured, and a cross marks a regret above 10 %."""
+    """Write a PNG of the rows whose prefix lies at another node: a line per link, a column per batch; the upper half of
+    a cell shows the predicted way, the lower half the measured one, and a cross marks a regret above 10 %."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch, Rectangle

@@ -1,9 +1,9 @@
-"""Two daemons with query engines behind shaped links, one model, and documents whose cache lies where we want it.
+"""Two daemons with query engines behind shaped links, one model, and documents whose cache lies at a chosen node.
 
-The engine is at node 1. Documents at node 0 are fetched from there or asked there; those at node 1 are read in place.
-What was fetched stays at node 1 as a copy while there is room. So that node is full but for a little, and there are
-several copies of each document under keys of their own (a salt): the one that was used longest ago has been evicted
-when its turn comes again.
+The engine is at node 1. Documents at node 0 are fetched or queried there; documents at node 1 are read in place. A
+fetched document stays at node 1 as a cached copy while there is room. Therefore node 1 is nearly full, and each
+document has several copies under keys of their own (a salt): the copy that was used longest ago has been evicted when
+its turn comes again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, Final, Literal, Self
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -31,40 +32,41 @@ from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix, TokenIds
 from tokenlake.layout import Layout
 from tokenlake.wire import Code
-from tokenlake_bench.engine_process import TINY, FirstToken
+from tokenlake_bench.demo_engine import TINY, FirstToken
 from tokenlake_bench.load_meter import settle
 from tokenlake_bench.planner.passes import Pass, PassClock
 from tokenlake_bench.planner.shaping import Route, Shape, Shaping
 from tokenlake_client import Pool
 from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
 from tokenlake_client.engines.transformers.cache import RoomyCache, RoomyLayer, allocate
-from tokenlake_client.engines.transformers.layout import cache_shape
-from tokenlake_client.engines.transformers.slots import LayerPair, write_segment
+from tokenlake_client.engines.transformers.identity import cache_shape
+from tokenlake_client.engines.transformers.segment_copy import LayerPair, write_segment
 from tokenlake_client.lease import Lease
+from tokenlake_client.match import DEFAULT_MATCH, MatchOptions
 from tokenlake_testing.cluster import Cluster, Node, free_port
 from tokenlake_testing.tiny_model import save_tiny_model
 
-__all__ = ["OWNER", "READER", "SEGMENT_TOKENS", "Rig", "Timed", "AccessRecord", "Work"]
+__all__ = ["OWNER", "READER", "SEGMENT_TOKENS", "Rig", "Timed", "PrefixUse", "Work"]
 
 OWNER: Final = "node0"
 READER: Final = "node1"
 SEGMENT_TOKENS: Final = 256
 CACHED_BYTES: Final = 16 << 20
-"""Copies that the reader's node keeps: more than the longest document, or its end would evict its beginning."""
+"""Room for cached copies at the reader's node: more than the longest document, or its end would evict its beginning."""
 MEMORY: Final = 384 << 20
 REGIONS: Final = 8
 FILLING: Final = 8
-"""Segments at a time."""
+"""Segments stored at a time."""
 PATIENCE_S: Final = 10.0
 RETRY_S: Final = 0.1
 PATIENT_S: Final = 1.0
-"""For a match: on a busy machine what is late must not look like a miss."""
+"""Deadline of a match: on a busy machine a late reply must not look like a miss."""
 LONGEST: Final = 4864
 SEED: Final = 5
 
 
-class AccessRecord(Enum):
-    """How a cached prefix is used."""
+class PrefixUse(Enum):
+    """A way to use a cached prefix."""
 
     LOCAL = "local"
     FETCH = "fetch"
@@ -77,32 +79,32 @@ class Work:
     """One batch."""
 
     prefix: int
-    """Cached tokens, the same of all rows."""
+    """Cached tokens, shared by all rows."""
     new: int
-    """Tokens behind them, of each row."""
+    """Tokens behind the prefix, of each row."""
     decode: int
     """Tokens that each row generates."""
     sharing: int
-    """Rows."""
+    """Number of rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
     """One batch served in one way."""
 
-    use: AccessRecord
+    use: PrefixUse
     work: Work
     seconds: float
-    """To the last token."""
+    """Time to the last token."""
     ttft_s: float
     passes: tuple[Pass, ...]
     pool_s: float
     """Matching, fetching, copying, opening views; not attention."""
     moved_bytes: int
-    """Between the nodes: segments, queries, outputs."""
+    """Bytes between the nodes: segments, queries, outputs."""
     tokens: tuple[tuple[int, ...], ...]
     served: bool
-    """All of the prefix came as it was meant to."""
+    """The whole prefix arrived in the intended way."""
 
 
 class _SaltedPool:
@@ -123,18 +125,10 @@ class _SaltedPool:
     def node(self) -> str:
         return self._pool.node
 
-    def match(
-        self,
-        keys: Sequence[SegmentKey],
-        *,
-        request: str | None = None,
-        hints: Hints | None = None,
-        tokens: int = 0,
-        in_flight_wait_s: float = 0.0,
-        in_flight_wait_per_segment_s: float = 0.0,
-    ) -> Lease:
-        # Nothing that is computed is stored here, so nobody is waited for.
-        return self._pool.match(keys, deadline_s=PATIENT_S, request=request, hints=hints, tokens=tokens)
+    def match(self, keys: Sequence[SegmentKey], options: MatchOptions = DEFAULT_MATCH) -> Lease:
+        # These engines store nothing, so a match does not wait for another engine.
+        options = replace(options, in_flight_wait_s=0.0)
+        return self._pool.match(keys, options, deadline_s=PATIENT_S)
 
     def prefix(self, tokens: TokenIds = (), *, adapter: str | None = None, salt: str | None = None) -> Prefix:
         return self._pool.prefix(tokens, adapter=adapter, salt=self.salt)
@@ -149,7 +143,7 @@ class _SaltedPool:
         request: str | None = None,
         hints: Hints | None = None,
     ) -> bytes:
-        # What a request adds would be evicted by nobody and stand in the way of the documents.
+        # Stored segments would never be evicted and would take the documents' slots.
         return bytes([Code.EXISTS]) * len(keys)
 
     def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
@@ -164,7 +158,7 @@ class _SaltedPool:
 
 @dataclass
 class _Document:
-    """Copies of one prefix, by where they are: salts, the one that was used longest ago first."""
+    """Salts of the copies of one prefix, by node; the one that was used longest ago comes first."""
 
     tokens: list[int]
     cache: list[LayerPair]
@@ -173,10 +167,10 @@ class _Document:
 
 
 class Rig:
-    """As a context manager: everything runs inside, and ends after."""
+    """A context manager: starts all processes, and ends them at the exit."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        """`lengths`: of the documents, in tokens, multiples of `SEGMENT_TOKENS`."""
+        """`lengths`: lengths of the documents in tokens, multiples of `SEGMENT_TOKENS`."""
         if any(length % SEGMENT_TOKENS or not SEGMENT_TOKENS <= length <= LONGEST for length in lengths):
             raise ValueError(f"documents of {list(lengths)} tokens; expected multiples of 256 up to {LONGEST}")
         torch.set_num_threads(1)
@@ -223,9 +217,9 @@ class Rig:
             via,
             query_engine="true",
             suspect_ms=str(round(PATIENT_S * 5e3)),
-            # Beyond it copies take free room only, and no primary copy's.
+            # Beyond this share cached copies take free slots only, and evict no primary copy.
             cached_share=str(CACHED_BYTES / 2 / MEMORY),
-            # One owner for all of a document.
+            # One owner for a whole document.
             run_length=str(LONGEST // SEGMENT_TOKENS),
         )
         self._stack.callback(self.cluster.close)
@@ -235,7 +229,8 @@ class Rig:
         owner, reader = self.cluster.nodes
         reader.start()
         self._reader = self._stack.enter_context(self.cluster.connect(1, self.layout))
-        # Alone, it keeps what is written there; once it is full, the other one keeps what is written at the other.
+        # While it is alone, the reader's node owns everything stored there; once it is full, the other node owns what
+        # it stores.
         for document in self._documents.values():
             self._store(self._reader, document, "here")
         self._fill(reader)
@@ -243,16 +238,16 @@ class Rig:
         self.cluster.wait_ready()
         self._writer = self._stack.enter_context(self.cluster.connect(0, self.layout))
         for document in self._documents.values():
-            # So many that all but the first fill what the reader's node keeps.
+            # As many copies as fill, without the first, the room for cached copies.
             room = CACHED_BYTES + 2 * FILLING * self.layout.segment_bytes
             document.there += [f"there {number}" for number in range(2 + room // self._nbytes(document))]
             for salt in document.there:
                 self._store(self._writer, document, salt)
         self._pool = _SaltedPool(self._reader)
         digest = self.layout.weights_digest
-        modes: tuple[tuple[AccessRecord, Literal["fetch", "ship"]], ...] = (
-            (AccessRecord.FETCH, "fetch"),
-            (AccessRecord.SHIP, "ship"),
+        modes: tuple[tuple[PrefixUse, Literal["fetch", "ship"]], ...] = (
+            (PrefixUse.FETCH, "fetch"),
+            (PrefixUse.SHIP, "ship"),
         )
         self._engines = {
             use: self._stack.enter_context(
@@ -264,10 +259,10 @@ class Rig:
             )
             for use, mode in modes
         }
-        self._engines[AccessRecord.LOCAL] = self._engines[AccessRecord.FETCH]
+        self._engines[PrefixUse.LOCAL] = self._engines[PrefixUse.FETCH]
 
     def shape(self, shape: Shape) -> None:
-        """All links, from now on."""
+        """Shape all links from now on."""
         self._shaping.shape(shape)
 
     def _store(self, pool: Pool, document: _Document, salt: str) -> None:
@@ -282,7 +277,7 @@ class Rig:
         settle(self.cluster)
 
     def _fill(self, node: Node) -> None:
-        """Store noise until so much is free as copies may take."""
+        """Store noise until only the room for cached copies is free."""
         draw = np.random.default_rng(SEED)
         size = self.layout.segment_bytes
         noise = draw.standard_normal((FILLING, size // 4), np.float32).view(np.uint8)
@@ -303,15 +298,16 @@ class Rig:
             return bytes(lease.codes)
 
     def keys(self, work: Work) -> tuple[SegmentKey, ...]:
-        """Of the prefix of `work`, as any copy of it."""
+        """Keys of the prefix of `work`, as of any copy of it."""
         return tuple(self._keys(self._documents[work.prefix], ""))
 
-    def run(self, use: AccessRecord, work: Work, suffixes: Sequence[Sequence[int]]) -> Timed:
-        """Serve one batch, whose rows end with `suffixes`. Raises TokenLakeError where no copy lies where it has to."""
+    def run(self, use: PrefixUse, work: Work, suffixes: Sequence[Sequence[int]]) -> Timed:
+        """Serve one batch, whose rows end with `suffixes`. Raises TokenLakeError where no copy lies at the required
+        node."""
         document = self._documents[work.prefix]
-        wanted = Code.LOCAL if use is AccessRecord.LOCAL else Code.REMOTE
-        if use is not AccessRecord.RECOMPUTE:
-            self._pool.salt = self._copy(document, wanted)
+        place = Code.LOCAL if use is PrefixUse.LOCAL else Code.REMOTE
+        if use is not PrefixUse.RECOMPUTE:
+            self._pool.salt = self._copy(document, place)
         ids = torch.tensor([[*document.tokens, *suffix] for suffix in suffixes])
         first = FirstToken()
         arguments: dict[str, Any] = {
@@ -338,7 +334,7 @@ class Rig:
             counts = engine.counts
             pool_s = counts.pool_seconds - before.pool_seconds
             queries = counts.bytes_sent + counts.bytes_received - before.bytes_sent - before.bytes_received
-            name = "tokens_shipped" if use is AccessRecord.SHIP else "tokens_hit"
+            name = "tokens_shipped" if use is PrefixUse.SHIP else "tokens_hit"
             served = getattr(counts, name) - getattr(before, name) == work.prefix * work.sharing
         return Timed(
             use=use,
@@ -352,19 +348,19 @@ class Rig:
             served=served,
         )
 
-    def _copy(self, document: _Document, wanted: Code) -> str:
-        salts = document.here if wanted is Code.LOCAL else document.there
+    def _copy(self, document: _Document, place: Code) -> str:
+        salts = document.here if place is Code.LOCAL else document.there
         until = time.monotonic() + PATIENCE_S
         while True:
             found: Counter[str] = Counter()
             for index, salt in enumerate(salts):
                 codes = self._where(document, salt)
-                if set(codes) == {wanted}:
+                if set(codes) == {place}:
                     salts.append(salts.pop(index))
                     return salt
                 found.update(Code(code).name for code in codes)
             if time.monotonic() > until:
-                named = f"the document of {len(document.tokens)} tokens is {wanted.name}: {dict(found)}"
+                named = f"the document of {len(document.tokens)} tokens is {place.name}: {dict(found)}"
                 raise TokenLakeError(f"no copy of {named}")
             time.sleep(RETRY_S)
 
@@ -373,5 +369,5 @@ class Rig:
 
 
 def _held(node: Node) -> int:
-    """Segments at a node."""
+    """Number of segments at a node."""
     return int(sum(value for name, value in node.metrics().items() if name.startswith("tokenlake_segments{")))

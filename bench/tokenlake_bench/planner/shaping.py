@@ -1,12 +1,12 @@
-"""Links of a given bandwidth and delay between daemons on one machine: TCP connections through a process of ours.
+"""Links of a given bandwidth and delay between daemons on one machine: TCP connections through a proxy process.
 
 ::
 
     node a -- connect --> port of (a, b) ==[ link a>b: first in, first out ]==> listen address of b
                                          <=[ link b>a ]=======================
 
-All connections between two nodes share the two links between them, in either direction one. Bytes leave a link in the
-order in which they entered it, no faster than its bandwidth, and no sooner than its delay after they were read.
+All connections between two nodes share the two links between them, one per direction. Bytes leave a link in the order
+in which they entered it, no faster than its bandwidth, and no sooner than its delay after they were read.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ __all__ = ["FREE", "Line", "Route", "Shape", "Shaper", "Shaping"]
 
 CHUNK = 256 << 10
 QUEUE_S = 0.005
-"""What a link holds before it stops reading: what the queue of a switch may hold."""
+"""The link stops reading when it holds this much: the queue of a switch."""
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """Of all links, in each direction."""
+    """The shape of all links, in each direction."""
 
     bytes_per_s: float
     delay_s: float
@@ -43,7 +43,7 @@ FREE = Shape(1e12, 0.0)
 
 
 class Route(msgspec.Struct, frozen=True):
-    """Connections to `port` go on to `target`, both on loopback."""
+    """Connections to `port` are forwarded to `target`, both on loopback."""
 
     client: str
     server: str
@@ -52,19 +52,19 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class Line:
-    """One direction between two nodes: when what enters may leave. Does no I/O."""
+    """One direction between two nodes: computes when bytes may leave. Does no I/O."""
 
     def __init__(self) -> None:
         self.shape = FREE
         self._free_at = 0.0
 
     def enter(self, nbytes: int, now: float) -> float:
-        """When the last of `nbytes` that enter now has arrived at the other end."""
+        """When the last of `nbytes` that enter now arrives at the other end."""
         self._free_at = max(self._free_at, now) + nbytes / self.shape.bytes_per_s
         return self._free_at + self.shape.delay_s
 
     def full(self, now: float) -> bool:
-        """Should what wants to enter wait?"""
+        """Whether the queue is full, so that the source must wait."""
         return self._free_at - now > QUEUE_S
 
 
@@ -74,20 +74,20 @@ class _Flow:
     def __init__(self, source: socket.socket, sink: socket.socket, line: Line) -> None:
         self.source, self.sink, self.line = source, sink, line
         self.waiting: deque[tuple[float, memoryview]] = deque()
-        """When each may leave. An empty one: the source has ended."""
+        """Chunks with the time at which each may leave. An empty chunk: the source has ended."""
         self.blocked = False
         self.ended = False
 
     def read(self, now: float) -> None:
-        """What the source has. Raises OSError."""
-        # So little that a slow link's queue is not one chunk.
+        """Read a chunk from the source. Raises OSError."""
+        # Small chunks: one must not fill a slow link's queue.
         size = int(min(CHUNK, max(4096.0, self.line.shape.bytes_per_s * QUEUE_S / 4)))
         part = self.source.recv(size)
         self.waiting.append((self.line.enter(len(part), now), memoryview(part)))
         self.ended = not part
 
     def write(self, now: float) -> None:
-        """What may leave by now. Raises OSError."""
+        """Send the chunks that may leave by now. Raises OSError."""
         self.blocked = False
         while self.waiting and self.waiting[0][0] <= now:
             at, part = self.waiting[0]
@@ -107,7 +107,7 @@ class _Flow:
 
 
 class Shaper:
-    """The loop of the process. One thread."""
+    """The loop of the process, in one thread."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self._lines: dict[tuple[str, str], Line] = {}
@@ -121,7 +121,7 @@ class Shaper:
             self._lines[route.server, route.client] = Line()
 
     def shape(self, shape: Shape) -> None:
-        """From now on, all links."""
+        """Shape all links from now on."""
         for line in self._lines.values():
             line.shape = shape
 
@@ -172,7 +172,7 @@ class Shaper:
         self._flows.append(_Flow(server, client, self._lines[route.server, route.client]))
 
     def _end(self, broken: _Flow) -> None:
-        """Both directions of its connection."""
+        """End both directions of the connection."""
         ends = {broken.source, broken.sink}
         for sock in ends:
             sock.close()
@@ -180,7 +180,7 @@ class Shaper:
 
 
 class Shaping:
-    """The process, from outside. Close it."""
+    """The proxy process, from its parent. Close it."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self._process = start_child(
@@ -192,7 +192,7 @@ class Shaping:
         self.shape(FREE)
 
     def shape(self, shape: Shape) -> None:
-        """Of all links, from the return of this call on."""
+        """Shape all links, from the return of this call on."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(msgspec.json.encode(shape) + b"\n")
@@ -201,7 +201,7 @@ class Shaping:
             raise RuntimeError("the shaping process ended")
 
     def close(self) -> None:
-        """End it, and with it all connections. Idempotent."""
+        """End the process, and with it all connections. Idempotent."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with contextlib.suppress(OSError):
@@ -211,6 +211,6 @@ class Shaping:
 
 if __name__ == "__main__":
     shaper = Shaper(msgspec.json.decode(sys.argv[1], type=list[Route]))
-    # Unbuffered: a line that waits in a buffer would not be seen by select.
+    # Unbuffered: select would not see a line that waits in a buffer.
     with open(0, "rb", buffering=0, closefd=False) as orders:
         shaper.run(orders, sys.stdout.buffer)

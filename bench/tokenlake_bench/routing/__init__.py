@@ -1,4 +1,4 @@
-"""Other systems on the same memory and the same engine model: routers, caches, instances (`docs/simulation.md`)."""
+"""The other systems, with equal memory and engine model: routers, caches, instances (`docs/simulation.md`)."""
 
 from tokenlake_bench.routing.fleet_run import FleetOptions, at_rate, run_system
 from tokenlake_bench.routing.outcome import Answered, SystemRow, row_of

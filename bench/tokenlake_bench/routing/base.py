@@ -1,4 +1,4 @@
-"""What a router sees, what it says, and what it may know."""
+"""The interface of routers: their input, their decisions, and their knowledge of the caches."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import NamedTuple, Protocol
 
 from tokenlake_bench.engine_model import EngineModel
 
-__all__ = ["Ask", "Choice", "Fetch", "Fleet", "Knowledge", "Router", "least"]
+__all__ = ["RoutedRequest", "Choice", "Fetch", "Fleet", "Knowledge", "Router", "least"]
 
 
-class Ask(NamedTuple):
-    """A request as it arrives: how long its answer will be is not known yet."""
+class RoutedRequest(NamedTuple):
+    """A request as it arrives; the length of its answer is not known yet."""
 
     number: int
-    """In order of arrival."""
+    """Position in order of arrival."""
     tokens: int
-    """Of the prompt."""
+    """Length of the prompt."""
     chain: tuple[int, ...]
     """One id per full segment; equal ids mean equal tokens up to the segment's end."""
 
 
 class Fetch(NamedTuple):
-    """Before the prefill the first `segments` of the prompt are copied from instance `source`."""
+    """Copy the first `segments` of the prompt from instance `source` before the prefill."""
 
     source: int
     segments: int
 
 
 class Choice(NamedTuple):
-    """Instances, from 0. `decode` is `prefill` where the two phases are not split."""
+    """Indices of instances. `decode` equals `prefill` where one instance does both phases."""
 
     prefill: int
     decode: int
@@ -39,28 +39,28 @@ class Choice(NamedTuple):
 
 
 class Knowledge(Protocol):
-    """What a router believes that the instances' caches hold, in segments."""
+    """A router's view of the instances' caches, in segments."""
 
     def depths(self, chain: tuple[int, ...]) -> list[int]:
         """Length of the longest prefix of `chain` at each instance."""
         ...
 
     def sizes(self) -> list[int]:
-        """Segments held by each instance."""
+        """Number of segments held by each instance."""
         ...
 
     def coldest(self, instance: int) -> Iterator[int]:
-        """What would go first, in order."""
+        """Segments of an instance in the order of eviction, the first one next."""
         ...
 
     def sent(self, chain: tuple[int, ...], instance: int) -> None:
-        """A prompt was sent there, or copied there."""
+        """The router sent a prompt to the instance, or had it copied there."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What every router is made from. `instances` have `capacity` segments of cache each; ties are drawn by `rng`."""
+    """Parameters of every router. `instances` have `capacity` segments of cache each; ties are drawn from `rng`."""
 
     instances: int
     capacity: int
@@ -71,23 +71,23 @@ class Fleet:
 
 
 class Router(Protocol):
-    """Called in time order. Sees answers go by, nothing else."""
+    """Called in time order. A router observes answers and nothing else of the instances."""
 
-    def choose(self, ask: Ask, now: float) -> Choice:
-        """Where the request goes; it goes there at once."""
+    def choose(self, request: RoutedRequest, now: float) -> Choice:
+        """Choose the instances of a request, which is sent at once."""
         ...
 
-    def first_token(self, ask: Ask, choice: Choice, now: float) -> None:
-        """The first token of the answer went by."""
+    def first_token(self, request: RoutedRequest, choice: Choice, now: float) -> None:
+        """The first token of the answer passed the router."""
         ...
 
-    def finished(self, ask: Ask, choice: Choice, output_tokens: int, now: float) -> None:
-        """The last token went by; a `first_token` came before."""
+    def finished(self, request: RoutedRequest, choice: Choice, output_tokens: int, now: float) -> None:
+        """The last token passed the router, after `first_token`."""
         ...
 
 
 def least(costs: Sequence[float], among: Sequence[int], rng: random.Random) -> int:
-    """The index of `among` with the least cost; of equals, one drawn."""
+    """The index of `among` with the least cost; ties are drawn from `rng`."""
     lowest = min(costs[index] for index in among)
     ties = [index for index in among if costs[index] == lowest]
     return ties[0] if len(ties) == 1 else rng.choice(ties)

@@ -1,23 +1,24 @@
-"""Cache-aware routing as SGLang's router does it.
+"""Cache-aware routing as in SGLang's router.
 
 Source: sgl-project/sglang, `docs/router/router.md` and the comment of `Router::CacheAware` in the router's Rust code.
 While the load is even, a prompt goes to the worker with the longest matching prefix if that is more than
-`cache_threshold` of the prompt, else to the one with the smallest tree; while it is uneven, to the shortest queue. Load
-is the router's own count of requests sent and not answered.
+`cache_threshold` of the prompt, else to the worker with the smallest tree; while the load is uneven, to the shortest
+queue. Load is the router's own count of requests sent and not answered.
 
-Ours: of equal workers the one with fewer requests, then one drawn; SGLang takes whichever its map gives.
+A difference: among equal workers this router takes one with the fewest requests, then one drawn by the seed; SGLang
+takes the first of its map.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenlake_bench.routing.base import Ask, Choice, Fleet, least
+from tokenlake_bench.routing.base import Choice, Fleet, RoutedRequest, least
 
 __all__ = ["TREE_TOKENS", "CacheAware", "CacheAwareSettings"]
 
 TREE_TOKENS = (1 << 24) // 4
-"""What the router remembers per worker: `max_tree_size` is 2^24 characters, some four to a token."""
+"""Tokens that the router remembers per worker: `max_tree_size` is 2^24 characters, about four per token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,30 +38,30 @@ class CacheAware:
         self._settings = settings or CacheAwareSettings()
         self._pending = [0] * fleet.instances
 
-    def choose(self, ask: Ask, now: float) -> Choice:
+    def choose(self, request: RoutedRequest, now: float) -> Choice:
         """See `Router`."""
-        instance = self._instance(ask)
+        instance = self._instance(request)
         self._pending[instance] += 1
-        self._fleet.knowledge.sent(ask.chain, instance)
+        self._fleet.knowledge.sent(request.chain, instance)
         return Choice(instance, instance)
 
-    def first_token(self, ask: Ask, choice: Choice, now: float) -> None:
+    def first_token(self, request: RoutedRequest, choice: Choice, now: float) -> None:
         """See `Router`."""
 
-    def finished(self, ask: Ask, choice: Choice, output_tokens: int, now: float) -> None:
+    def finished(self, request: RoutedRequest, choice: Choice, output_tokens: int, now: float) -> None:
         """See `Router`."""
         self._pending[choice.decode] -= 1
 
-    def _instance(self, ask: Ask) -> int:
+    def _instance(self, request: RoutedRequest) -> int:
         fleet, settings, pending = self._fleet, self._settings, self._pending
-        everyone = range(fleet.instances)
+        instances = range(fleet.instances)
         most, fewest = max(pending), min(pending)
         if most - fewest > settings.balance_abs_threshold and most > settings.balance_rel_threshold * fewest:
-            return least(pending, everyone, fleet.rng)
-        depths = fleet.knowledge.depths(ask.chain)
+            return least(pending, instances, fleet.rng)
+        depths = fleet.knowledge.depths(request.chain)
         longest = max(depths)
-        if longest * fleet.segment_tokens > settings.cache_threshold * ask.tokens:
-            return least(pending, [i for i in everyone if depths[i] == longest], fleet.rng)
+        if longest * fleet.segment_tokens > settings.cache_threshold * request.tokens:
+            return least(pending, [i for i in instances if depths[i] == longest], fleet.rng)
         sizes = fleet.knowledge.sizes()
         smallest = min(sizes)
-        return least(pending, [i for i in everyone if sizes[i] == smallest], fleet.rng)
+        return least(pending, [i for i in instances if sizes[i] == smallest], fleet.rng)

@@ -1,4 +1,4 @@
-"""An instance on a simulated clock, which wakes it when it has something to do."""
+"""An instance on a simulated clock, which calls `advance` when an event of the instance is due."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable
 
 from tokenlake_bench.routing.instance import Instance, InstanceOptions, Job, Steps
-from tokenlake_bench.simulation.clock import Clock
+from tokenlake_testing.clock import Clock
 
 __all__ = ["ClockedInstance"]
 
 
 class ClockedInstance:
-    """`begin` and `first` as in `Instance`; `finished(job, now)` with the last token."""
+    """`begin` and `first` as in `Instance`; `finished(job, now)` is called with the last token."""
 
     def __init__(
         self,
@@ -28,10 +28,10 @@ class ClockedInstance:
         self._instance = Instance(engine, options, begin=begin, first=first)
         self._finished = finished
         self._armed = math.inf
-        """The next time it is woken; what was asked for earlier and is not that is passed over."""
+        """The time of the next wake-up; earlier ones that the clock still holds have no effect."""
 
     def submit(self, job: Job) -> None:
-        """From now on."""
+        """Add a job now."""
         self._instance.submit(job, self._clock.now)
         self._arm()
 

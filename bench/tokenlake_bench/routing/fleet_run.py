@@ -1,4 +1,4 @@
-"""A workload through one system: router, caches and instances on one time line."""
+"""Runs a workload through one system: router, caches and instances on one clock."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tokenlake.errors import ConfigurationError
 from tokenlake_bench.balance import ReadLog
 from tokenlake_bench.baselines import Accesses, Prompt
 from tokenlake_bench.engine_model import EngineModel
-from tokenlake_bench.routing.base import Ask, Choice, Fetch, Fleet
+from tokenlake_bench.routing.base import Choice, Fetch, Fleet, RoutedRequest
 from tokenlake_bench.routing.clocked import ClockedInstance
 from tokenlake_bench.routing.instance import InstanceOptions, Job
 from tokenlake_bench.routing.knowledge import OwnRecord, TrackedCaches
 from tokenlake_bench.routing.outcome import Answered, SystemRow, row_of
 from tokenlake_bench.routing.systems import System
-from tokenlake_bench.simulation.clock import Clock
+from tokenlake_testing.clock import Clock
 
 __all__ = ["FleetOptions", "at_rate", "run_system"]
 
@@ -27,7 +27,7 @@ _PROGRESS = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """`capacity_tokens`: KV cache of all instances together, split evenly; the same in every system."""
+    """`capacity_tokens`: KV cache of all instances together, split evenly; equal in every system."""
 
     instances: int
     capacity_tokens: int
@@ -36,7 +36,7 @@ class FleetOptions:
     seed: int = 0
 
     def capacity(self, segment_tokens: int) -> int:
-        """Segments per instance. Raises ConfigurationError where there is room for none."""
+        """Segments per instance. Raises ConfigurationError where not one fits."""
         segments = self.capacity_tokens // max(1, self.instances) // segment_tokens
         if segments < 1:
             smallest = self.instances * segment_tokens
@@ -45,7 +45,7 @@ class FleetOptions:
 
 
 def at_rate(accesses: Accesses, rate: float) -> Accesses:
-    """The same requests, faster or slower, `rate` per second on average. Raises ConfigurationError."""
+    """The same requests, faster or slower: `rate` per second on average. Raises ConfigurationError."""
     if not 0 < rate < math.inf:
         raise ConfigurationError("rate", rate, "a finite number of requests per second above 0")
     prompts = accesses.prompts
@@ -65,7 +65,7 @@ def run_system(
     options: FleetOptions,
     progress: Callable[[int], None] = lambda done: None,
 ) -> SystemRow:
-    """Deterministic. `progress` is called with the requests sent so far. Raises ConfigurationError."""
+    """Deterministic. `progress` is called with the number of requests sent so far. Raises ConfigurationError."""
     least = 1 if system.phases is None else 2
     if options.instances < least:
         raise ConfigurationError("nodes", options.instances, f"at least {least} for {system.name}")
@@ -76,15 +76,15 @@ def run_system(
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """One request on its way."""
+    """One request under way."""
 
     prompt: Prompt
-    ask: Ask
+    routed: RoutedRequest
     choice: Choice
     fetched: int = 0
-    """Segments that the prefill instance has of it when what is copied there has arrived."""
+    """Segments of the prompt that the prefill instance has once the copies have arrived."""
     moved: int = 0
-    """Of these, the last so many, which were copied: they were read at the source."""
+    """Number of copied segments, the last ones of `fetched`: they were read at the source."""
     hit_tokens: int = 0
     began_s: float = 0.0
     first_s: float = 0.0
@@ -104,7 +104,7 @@ class _Run:
         knowledge = self._caches if system.perfect else OwnRecord(instances, record)
         rng = random.Random(options.seed)
         self._router = system.router(Fleet(instances, self._capacity, self._segment, self._engine, knowledge, rng))
-        # Where requests under way take no memory from the caches they have all that they need.
+        # In `-perfect` systems requests have all the memory they need beside the caches.
         memory = None if system.perfect else self._capacity * self._segment
         limits = InstanceOptions(chunk_tokens=options.chunk_tokens, memory_tokens=memory)
         self._clock = Clock()
@@ -120,14 +120,14 @@ class _Run:
             for i in range(instances)
         ]
         self._held = [0] * instances
-        """Tokens of memory that requests under way have beside the cache."""
+        """Tokens of memory beside the cache that requests under way take, by instance."""
         self._requests: list[_Request] = []
         self._answers: list[Answered] = []
         self._reads = ReadLog(instances)
         self._moved_tokens = 0
 
     def run(self, progress: Callable[[int], None]) -> SystemRow:
-        """All requests, to the last token."""
+        """Run all requests to the last token."""
         for index, prompt in enumerate(self._accesses.prompts):
             self._clock.run_until(prompt.at_s)
             self._arrive(index, prompt)
@@ -146,42 +146,42 @@ class _Run:
 
     def _arrive(self, index: int, prompt: Prompt) -> None:
         now = prompt.at_s
-        ask = Ask(index, prompt.tokens, prompt.chain)
-        choice = self._router.choose(ask, now)
-        self._caches.promise(ask.chain, choice.prefill)
-        request = _Request(prompt, ask, choice)
+        routed = RoutedRequest(index, prompt.tokens, prompt.chain)
+        choice = self._router.choose(routed, now)
+        self._caches.promise(routed.chain, choice.prefill)
+        request = _Request(prompt, routed, choice)
         self._requests.append(request)
         ready_s = now
         if choice.fetch is not None:
             ready_s += self._fetch(request, choice.fetch, now)
-        # A prefill instance is done with the first token; the rest is made where the request is handed over to.
+        # A prefill instance is done with the first token; the instance that decodes produces the rest.
         output = max(1, prompt.output_tokens) if choice.prefill == choice.decode else 1
         self._instances[choice.prefill].submit(Job(index, prompt.tokens, output, ready_s=ready_s))
 
     def _fetch(self, request: _Request, fetch: Fetch, now: float) -> float:
-        """Copies what the source really has of it; seconds until it is there."""
-        chain = request.ask.chain
-        there = min(fetch.segments, self._caches.match(chain, fetch.source))
-        missing = there - self._caches.match(chain, request.choice.prefill)
+        """Copy the prefix as far as the source really has it. Returns the seconds until it has arrived."""
+        chain = request.routed.chain
+        copied = min(fetch.segments, self._caches.match(chain, fetch.source))
+        missing = copied - self._caches.match(chain, request.choice.prefill)
         if missing <= 0:
             return 0.0
-        request.fetched, request.moved = there, missing
-        self._caches.touch(chain[:there], fetch.source)
-        self._read(chain[there - missing : there], fetch.source, now)
+        request.fetched, request.moved = copied, missing
+        self._caches.touch(chain[:copied], fetch.source)
+        self._read(chain[copied - missing : copied], fetch.source, now)
         self._moved_tokens += missing * self._segment
         return self._engine.transfer_s(missing * self._segment)
 
-    # -- what instances do
+    # -- callbacks of the instances
 
     def _begins(self, instance: int) -> Callable[[Job, float], None]:
         def begin(job: Job, now: float) -> None:
             request = self._requests[job.number]
             if not job.handed_over:
-                chain = request.ask.chain
+                chain = request.routed.chain
                 depth = max(self._caches.match(chain, instance), request.fetched)
                 job.cached = request.hit_tokens = depth * self._segment
                 request.began_s = now
-                # What is read must not go while it is: it counts as used now.
+                # Count the prefix as used now, so that it is not evicted while it is read.
                 self._caches.touch(chain[:depth], instance)
                 here = chain[: request.fetched - request.moved] + chain[request.fetched : depth]
                 self._read(here, instance, now)
@@ -192,16 +192,16 @@ class _Run:
     def _first(self, job: Job, now: float) -> None:
         request = self._requests[job.number]
         request.first_s = now
-        chain, instance = request.ask.chain, request.choice.prefill
-        # The computed segments become cache: the same memory under another name.
+        chain, instance = request.routed.chain, request.choice.prefill
+        # The computed segments become cache: their memory changes its owner.
         self._hold(instance, job.cached - len(chain) * self._segment)
         self._caches.keep(chain, instance)
-        self._router.first_token(request.ask, request.choice, now)
+        self._router.first_token(request.routed, request.choice, now)
 
     def _finishes(self, instance: int) -> Callable[[Job, float], None]:
         def finish(job: Job, now: float) -> None:
             request = self._requests[job.number]
-            cached = 0 if job.handed_over else len(request.ask.chain) * self._segment
+            cached = 0 if job.handed_over else len(request.routed.chain) * self._segment
             self._hold(instance, cached - job.prompt - job.output)
             prompt, choice = request.prompt, request.choice
             if instance == choice.prefill != choice.decode:
@@ -224,19 +224,21 @@ class _Run:
             finished_s=now,
         )
         self._answers.append(answer)
-        self._router.finished(request.ask, request.choice, answer.output_tokens, now)
+        self._router.finished(request.routed, request.choice, answer.output_tokens, now)
 
     def _hand_over(self, request: _Request, now: float) -> None:
-        """The cache goes over layer by layer while the prefill runs."""
+        """The cache is handed over layer by layer while the prefill runs."""
         prompt = request.prompt
         there_s = max(now, request.began_s + self._engine.transfer_s(prompt.tokens))
-        job = Job(request.ask.number, prompt.tokens, prompt.output_tokens - 1, prompt.tokens, there_s, handed_over=True)
+        job = Job(
+            request.routed.number, prompt.tokens, prompt.output_tokens - 1, prompt.tokens, there_s, handed_over=True
+        )
         self._instances[request.choice.decode].submit(job)
 
     # -- memory
 
     def _hold(self, instance: int, tokens: int) -> None:
-        """So many more tokens of memory are taken by requests under way."""
+        """Requests under way take `tokens` more (or less) memory of the instance; its cache gets the rest."""
         self._held[instance] += tokens
         if self._system.perfect or instance not in self._caching:
             return

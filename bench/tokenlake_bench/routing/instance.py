@@ -1,12 +1,13 @@
-"""One engine instance as a queue: prompts first come, first served, in chunks, together with the decoding batch.
+"""One engine instance as a queue: prompts are computed first come, first served, in chunks, together with the decoding
+batch.
 
-Driven from outside, on any clock: `submit`, then whenever the time is `next_event()`, `advance`.
+The caller drives it on any clock: `submit`, then `advance` whenever the time is `next_event()`.
 
     waiting -> (ready, memory) -> prefill, chunk by chunk -> first token -> decoding -> finished
 
-A step computes up to `chunk_tokens` tokens: one for each decoding request, then of the prompts, oldest first. Steps in
-which nothing but decoding happens are taken together, at the length of the one in the middle, and cut short at a step's
-end when a prompt arrives.
+A step computes up to `chunk_tokens` tokens: one for each decoding request, then tokens of prompts, oldest first.
+Consecutive steps without prompt tokens are taken together, each as long as the middle one; an arriving prompt cuts such
+a sequence at the end of the step under way.
 """
 
 from __future__ import annotations
@@ -24,33 +25,33 @@ from tokenlake_bench.engine_model import Chunk
 
 __all__ = ["Instance", "InstanceOptions", "Job", "Steps"]
 
-_RUN: Final = 64
+_MAX_STEPS: Final = 64
 """Decode steps taken together, at most."""
 
 
 class Steps(Protocol):
-    """How long a step takes; `EngineModel` is one."""
+    """Durations of steps; `EngineModel` is one implementation."""
 
     def step_s(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float:
-        """See `EngineModel.step_s`; above 0 for what is not empty."""
+        """See `EngineModel.step_s`; above 0 for a batch that is not empty."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request at one instance. Times are the clock's; those not yet known are NaN."""
+    """One request at one instance. Times are the clock's; unknown times are NaN."""
 
     number: int
-    """The caller's."""
+    """The caller's identifier."""
     prompt: int
-    """Tokens."""
+    """Tokens of the prompt."""
     output: int
-    """Tokens, at least 1, the first one included."""
+    """Tokens of the answer, at least 1, the first token included."""
     cached: int = 0
-    """Tokens of the prompt that are not computed; `begin` may set it. With all of them cached and `handed_over`, the
-    first token was made elsewhere: `output` are those that are left."""
+    """Tokens of the prompt that are not computed; `begin` may set it. A job with all of them cached and `handed_over`
+    got its first token elsewhere, and `output` counts the remaining tokens."""
     ready_s: float = 0.0
-    """Not to begin before."""
+    """Earliest time to begin."""
     handed_over: bool = False
     began_s: float = math.nan
     first_s: float = math.nan
@@ -60,14 +61,14 @@ class Job:
 
     @property
     def new(self) -> int:
-        """Tokens of the prompt to compute: at least the last one, unless it was handed over."""
+        """Tokens of the prompt to compute: at least the last one, except for a job that was handed over."""
         return 0 if self.handed_over else max(1, self.prompt - self.cached)
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceOptions:
-    """`memory_tokens`: of the prompts and answers under way; None for no bound. A request that needs more than all of
-    it runs alone."""
+    """`memory_tokens`: bound on the prompts and answers under way, None for no bound. A request that needs more than
+    the bound runs alone. Raises ConfigurationError for a value out of range."""
 
     chunk_tokens: int = 2048
     batch: int = 256
@@ -82,8 +83,8 @@ class InstanceOptions:
 
 
 class Instance:
-    """`begin(job, now)` is called when a job's prefill begins, `first(job, now)` with its first token; both before
-    `advance` returns, in time order."""
+    """`begin(job, now)` is called when a job's prefill begins, `first(job, now)` with its first token; both are called
+    within `advance`, in time order."""
 
     def __init__(
         self,
@@ -99,82 +100,82 @@ class Instance:
         self._first = first
         self._order = itertools.count()
         self._later: list[tuple[float, int, Job]] = []
-        """Not ready yet."""
+        """Jobs that are not ready yet."""
         self._waiting: deque[Job] = deque()
         self._prefilling: deque[Job] = deque()
         self._decoding: list[tuple[int, int, Job]] = []
-        """By the step with which they finish."""
+        """(step with which the job finishes, order, job)."""
         self._steps = 0
         """Decode steps done."""
         self._context = 0
         """Tokens that the decoding requests attend to in the next step."""
         self._under_way = 0
-        """Tokens of prompts and answers of all that began."""
+        """Tokens of prompts and answers of all jobs that began."""
         self._chunks: list[tuple[Job, int]] = []
         self._started_s = 0.0
         self._each_s = 0.0
-        self._run = 0
-        """Steps under way, 0 when idle. More than 1 only without chunks."""
+        self._taken = 0
+        """Steps under way, taken together; 0 when idle, more than 1 only without chunks."""
 
     @property
     def pending(self) -> int:
-        """Jobs that are not finished."""
+        """Number of jobs that are not finished."""
         return len(self._later) + len(self._waiting) + len(self._prefilling) + len(self._decoding)
 
     def submit(self, job: Job, now: float) -> None:
-        """`now` does not go back, and what `next_event` says is due was advanced over."""
+        """Add a job. `now` never decreases, and `advance` was called for everything due before it."""
         if job.ready_s > now:
             heapq.heappush(self._later, (job.ready_s, next(self._order), job))
         else:
             self._waiting.append(job)
             self._interrupt(now)
-        if not self._run:
+        if not self._taken:
             self._next_step(now)
 
     def next_event(self) -> float:
-        """When `advance` has something to do; infinity when nothing is under way."""
-        ends = self._started_s + self._run * self._each_s if self._run else math.inf
+        """The next time at which to call `advance`; infinity when nothing is under way."""
+        ends = self._started_s + self._taken * self._each_s if self._taken else math.inf
         ready = self._later[0][0] if self._later else math.inf
         return min(ends, ready)
 
     def advance(self, now: float) -> list[Job]:
-        """Do what is due by `now`; the jobs that finished, in order."""
+        """Process everything due by `now`. Returns the jobs that finished, in order."""
         finished: list[Job] = []
         while (due := self.next_event()) <= now:
             while self._later and self._later[0][0] <= due:
                 self._waiting.append(heapq.heappop(self._later)[2])
                 self._interrupt(due)
-            if self._run and self._started_s + self._run * self._each_s <= due:
+            if self._taken and self._started_s + self._taken * self._each_s <= due:
                 self._end_step(due, finished)
-                self._run = 0
-            if not self._run:
+                self._taken = 0
+            if not self._taken:
                 self._next_step(due)
         return finished
 
     # -- steps
 
     def _interrupt(self, now: float) -> None:
-        """A run of decode steps ends with the step that is under way, so that what waits can begin."""
-        if self._run > 1:
+        """End the decode steps under way with the present one, so that a waiting job can begin."""
+        if self._taken > 1:
             done = math.ceil((now - self._started_s) / self._each_s - 1e-9)
-            self._run = min(self._run, max(1, done))
+            self._taken = min(self._taken, max(1, done))
 
     def _next_step(self, now: float) -> None:
         self._chunks = chunks = self._fill(now)
         self._started_s = now
         decoding = len(self._decoding)
         if not chunks and not decoding:
-            self._run = 0
+            self._taken = 0
             return
-        self._run = 1 if chunks else min(_RUN, self._decoding[0][0] - self._steps)
-        # Over a run the contexts grow by one token per request and step: the middle one is the mean.
-        context = self._context + decoding * (self._run - 1) // 2
+        self._taken = 1 if chunks else min(_MAX_STEPS, self._decoding[0][0] - self._steps)
+        # Contexts grow by one token per request and step: the middle step has the mean context.
+        context = self._context + decoding * (self._taken - 1) // 2
         parts = [Chunk(new, job.prompt - job.new + job.computed, job.computed + new == job.new) for job, new in chunks]
         self._each_s = self._engine.step_s(parts, decoding, context)
 
     def _end_step(self, now: float, finished: list[Job]) -> None:
-        self._steps += self._run
-        self._context += self._run * len(self._decoding)
+        self._steps += self._taken
+        self._context += self._taken * len(self._decoding)
         while self._decoding and self._decoding[0][0] <= self._steps:
             job = heapq.heappop(self._decoding)[2]
             self._context -= job.prompt + job.output
@@ -188,8 +189,8 @@ class Instance:
                 self._decode(job, job.output - 1, now, finished)
 
     def _fill(self, now: float) -> list[tuple[Job, int]]:
-        """Tokens of prompts for the next step. What waits begins only when it gets some: so it finds all that the
-        prompts before it left in the cache."""
+        """Choose the prompt tokens of the next step. A waiting job begins only when it gets tokens, so that it finds
+        every segment that earlier prompts left in the cache."""
         budget = self._options.chunk_tokens - len(self._decoding)
         chunks: list[tuple[Job, int]] = []
         unfinished = iter(tuple(self._prefilling))
@@ -204,7 +205,7 @@ class Instance:
         return chunks
 
     def _admit(self, now: float) -> Job | None:
-        """Begin with the next that waits, if there is one and room for it."""
+        """Begin the next waiting job, if there is one and it fits."""
         options = self._options
         if not self._waiting or len(self._prefilling) + len(self._decoding) >= options.batch:
             return None
@@ -224,7 +225,7 @@ class Instance:
         return job
 
     def _decode(self, job: Job, steps: int, now: float, finished: list[Job]) -> None:
-        """Join the batch for so many more tokens."""
+        """Add a job to the batch for so many more tokens."""
         if not steps:
             self._finish(job, now, finished)
             return

@@ -1,4 +1,4 @@
-"""What routers know of caches: everything, or only what they sent where."""
+"""Routers' knowledge of caches: exact, or only a record of the requests that were sent."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ __all__ = ["OwnRecord", "TrackedCaches"]
 
 
 class TrackedCaches:
-    """LRU caches of many instances, and which of them hold a segment, or will once they computed what they were sent.
-    A `Knowledge` that is always right.
+    """LRU caches of the instances, with an index of the instances that hold each segment or will have computed it. It
+    is exact knowledge.
 
-    An id's parents may be held or not: like the engines' own, a cache finds the contiguous prefix only.
+    A segment's parents may be evicted before it: like the engines' own caches, a cache finds the contiguous prefix
+    only.
     """
 
     def __init__(self, capacities: Sequence[int]) -> None:
         self._caches = [Lru(capacity) for capacity in capacities]
         self._promised: list[Counter[int]] = [Counter() for _ in capacities]
-        """Per instance, how many of the prompts that it has still to compute have a segment."""
+        """Per instance, the number of its uncomputed prompts that contain each segment."""
         self._owners: dict[int, int] = {}
-        """Bit set of the instances that hold a segment or were promised it; no entry without a bit."""
+        """By segment, a bit set of the instances that hold it or will compute it; no entry is 0."""
 
     def match(self, chain: tuple[int, ...], instance: int) -> int:
-        """Segments of the longest prefix at one instance; does not touch."""
+        """Length of the longest prefix at one instance, in segments; does not touch."""
         return self._caches[instance].match(chain)
 
     def touch(self, chain: tuple[int, ...], instance: int) -> None:
-        """Hold all of it there, its first segment as the most recent."""
+        """Hold the whole chain at the instance; its first segment becomes the most recent."""
         self._note_owner(chain, instance)
         self._drop(self._caches[instance].touch(chain), instance)
 
     def promise(self, chain: tuple[int, ...], instance: int) -> None:
-        """The instance is going to compute what it does not hold of it."""
+        """The instance will compute the segments of the chain that it does not hold."""
         self._promised[instance].update(chain)
         self._note_owner(chain, instance)
 
     def keep(self, chain: tuple[int, ...], instance: int) -> None:
-        """It has: what was promised is touched."""
+        """The instance computed the chain, which was promised before; the chain is touched."""
         promised = self._promised[instance]
         promised.subtract(chain)
         for segment in chain:
@@ -48,11 +49,11 @@ class TrackedCaches:
         self.touch(chain, instance)
 
     def resize(self, instance: int, capacity: int) -> None:
-        """Segments that one instance has room for from now on."""
+        """Set the number of segments that fit at one instance."""
         self._drop(self._caches[instance].resize(capacity), instance)
 
     def copies_per_segment(self) -> float:
-        """Mean over the segments that are held; 0 when none is."""
+        """Mean number of copies over the held segments; 0 without any."""
         held = sum(len(cache) for cache in self._caches)
         return held / len(self._owners) if self._owners else 0.0
 
@@ -79,7 +80,7 @@ class TrackedCaches:
         return iter(self._caches[instance])
 
     def sent(self, chain: tuple[int, ...], instance: int) -> None:
-        """The caches themselves tell."""
+        """The caches are tracked themselves: a sent prompt adds nothing."""
 
     def _note_owner(self, chain: Iterable[int], instance: int) -> None:
         bit = 1 << instance
@@ -99,8 +100,8 @@ class TrackedCaches:
 
 
 class OwnRecord(TrackedCaches):
-    """What was sent where, as if it were cached from then on; evictions go unseen. At most `remembered` segments per
-    instance, least recently sent forgotten first."""
+    """The record of sent prompts, each counted as cached from then on; evictions are not seen. It keeps at most
+    `remembered` segments per instance and forgets the least recently sent first."""
 
     def __init__(self, instances: int, remembered: int) -> None:
         super().__init__([remembered] * instances)
@@ -111,7 +112,7 @@ class OwnRecord(TrackedCaches):
 
 
 def _note(depths: list[int], instances: int, depth: int) -> None:
-    """Sets the depth of each instance whose bit is set."""
+    """Set `depth` for each instance whose bit is set."""
     while instances:
         bit = instances & -instances
         depths[bit.bit_length() - 1] = depth

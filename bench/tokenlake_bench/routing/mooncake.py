@@ -1,20 +1,20 @@
-"""Prefill and decode apart, with hot prefixes fetched from other instances, as Mooncake's conductor does it.
+"""Prefill and decode on separate instances, with hot prefixes fetched from other instances, as in Mooncake's conductor.
 
-Source: Qin et al., *Mooncake* (FAST '25, arXiv 2407.00079), algorithm 1 and sections 5 and 6. Of the prefill instances
-that whose expected time to the first token is least: what is queued there, plus the prefill, plus, where the best
-prefix elsewhere is at least `balancing_threshold` times as long as its own, the time to fetch that prefix (and then the
-prefill is that much shorter, and the copy stays). Queued time is the sum of expected prefills (the authors, issue 749).
-The decode instance is the one with the fewest tokens in its answers' contexts.
+Source: Qin et al., *Mooncake* (FAST '25, arXiv 2407.00079), algorithm 1 and sections 5 and 6. The prefill instance is
+the one with the least expected time to the first token: queued prefills, plus the prefill itself, plus, where the best
+prefix elsewhere is at least `balancing_threshold` times as long as the instance's own, the time to fetch that prefix
+(which then shortens the prefill, and the copy stays). Queued time is the sum of expected prefills (the authors, issue
+749). The decode instance is the one with the fewest tokens in its answers' contexts.
 
 Left out: refusing requests that would miss their objective; the paper's trace replays that way to keep an overloaded
-cluster alive. The threshold's value is not published; 2 is ours.
+cluster alive. The threshold's value is not published; 2 is our choice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenlake_bench.routing.base import Ask, Choice, Fetch, Fleet, least
+from tokenlake_bench.routing.base import Choice, Fetch, Fleet, RoutedRequest, least
 
 __all__ = ["BALANCING_THRESHOLD", "Mooncake", "split"]
 
@@ -22,7 +22,7 @@ BALANCING_THRESHOLD = 2.0
 
 
 def split(instances: int, prefill_parts: int, decode_parts: int) -> tuple[range, range]:
-    """(prefill instances, decode instances), at least one of each, in about the proportion given."""
+    """(prefill instances, decode instances), at least one of each, in about the given proportion."""
     prefill = round(instances * prefill_parts / (prefill_parts + decode_parts))
     prefill = min(max(1, prefill), instances - 1)
     return range(prefill), range(prefill, instances)
@@ -44,44 +44,44 @@ class Mooncake:
         self._threshold = balancing_threshold
         self._queued_s = [0.0] * fleet.instances
         self._queued: list[dict[int, float]] = [{} for _ in range(fleet.instances)]
-        """Expected prefill of each request without a first token, by its number."""
+        """Expected prefill of each request without a first token, by the request's number."""
         self._contexts = [0] * fleet.instances
 
-    def choose(self, ask: Ask, now: float) -> Choice:
+    def choose(self, request: RoutedRequest, now: float) -> Choice:
         """See `Router`."""
-        depths = self._fleet.knowledge.depths(ask.chain)
+        depths = self._fleet.knowledge.depths(request.chain)
         source = least([-depth for depth in depths], self._prefill, self._fleet.rng)
         missing = {depth: self._to_fetch(depth, depths[source]) for depth in dict.fromkeys(depths)}
-        prefill_s = {depth: self._prefill_s(ask, depth + missing[depth]) for depth in missing}
+        prefill_s = {depth: self._prefill_s(request, depth + missing[depth]) for depth in missing}
         ready_s = {depth: self._fetch_s(missing[depth]) + prefill_s[depth] for depth in missing}
         costs = [queued_s + ready_s[depth] for queued_s, depth in zip(self._queued_s, depths, strict=True)]
         prefill = least(costs, self._prefill, self._fleet.rng)
         decode = least(self._contexts, self._decode, self._fleet.rng)
-        self._queued[prefill][ask.number] = prefill_s[depths[prefill]]
+        self._queued[prefill][request.number] = prefill_s[depths[prefill]]
         self._queued_s[prefill] += prefill_s[depths[prefill]]
-        self._contexts[decode] += ask.tokens
-        self._fleet.knowledge.sent(ask.chain, prefill)
+        self._contexts[decode] += request.tokens
+        self._fleet.knowledge.sent(request.chain, prefill)
         fetch = Fetch(source, depths[source]) if missing[depths[prefill]] else None
         return Choice(prefill, decode, fetch)
 
-    def first_token(self, ask: Ask, choice: Choice, now: float) -> None:
+    def first_token(self, request: RoutedRequest, choice: Choice, now: float) -> None:
         """See `Router`."""
         queued = self._queued[choice.prefill]
-        done_s = queued.pop(ask.number)
-        # An empty queue is exactly 0: otherwise idle instances would differ by what rounding left.
+        done_s = queued.pop(request.number)
+        # An empty queue is exactly 0: rounding errors would make idle instances differ.
         self._queued_s[choice.prefill] = self._queued_s[choice.prefill] - done_s if queued else 0.0
 
-    def finished(self, ask: Ask, choice: Choice, output_tokens: int, now: float) -> None:
+    def finished(self, request: RoutedRequest, choice: Choice, output_tokens: int, now: float) -> None:
         """See `Router`."""
-        self._contexts[choice.decode] -= ask.tokens
+        self._contexts[choice.decode] -= request.tokens
 
     def _to_fetch(self, depth: int, best: int) -> int:
-        """Segments that an instance which holds `depth` of them gets from the best."""
+        """Segments that an instance with `depth` of them fetches from the instance with the best prefix."""
         return best - depth if best >= self._threshold * depth else 0
 
-    def _prefill_s(self, ask: Ask, depth: int) -> float:
+    def _prefill_s(self, request: RoutedRequest, depth: int) -> float:
         cached = depth * self._fleet.segment_tokens
-        return self._fleet.engine.prefill_s(max(1, ask.tokens - cached), cached)
+        return self._fleet.engine.prefill_s(max(1, request.tokens - cached), cached)
 
     def _fetch_s(self, segments: int) -> float:
         return self._fleet.engine.transfer_s(segments * self._fleet.segment_tokens)

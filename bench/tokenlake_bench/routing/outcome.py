@@ -1,4 +1,4 @@
-"""What became of requests, as rows of the comparison."""
+"""Outcomes of requests, and the row of a system in the comparison."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tokenlake_bench.engine_model import EngineModel
 __all__ = ["SLO_FACTOR", "Answered", "SystemRow", "row_of"]
 
 SLO_FACTOR: Final = 10.0
-"""A request meets its objective when both its first token and its time per further token took at most so many times as
-long as alone on an idle instance without a cache (TokenLake, arXiv 2508.17219, section 7)."""
+"""A request meets its objective when both its first token and its time per further token took at most this many times
+as long as alone on an idle instance without a cache (TokenLake, arXiv 2508.17219, section 7)."""
 
 
 class Answered(msgspec.Struct, frozen=True, gc=False):
-    """One request that is done. Times in seconds of the workload."""
+    """One finished request. Times in seconds of the workload."""
 
     at_s: float
     prompt_tokens: int
@@ -32,19 +32,19 @@ class Answered(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def ttft_s(self) -> float:
-        """From the arrival to the first token."""
+        """Time from the arrival to the first token."""
         return self.first_s - self.at_s
 
     @property
     def tpot_s(self) -> float:
-        """Between two further tokens, on average; 0 for an answer of one token."""
+        """Mean time between two further tokens; 0 for an answer of one token."""
         return (self.finished_s - self.first_s) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
 
 class SystemRow(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of `systems` in the JSON of `tokenlake bench cache-hit --mode simulate`.
 
-    The load is that of `balance`; `duplication` is copies per held segment at the end; `goodput_rps` counts requests
+    The load is defined in `balance`; `duplication` is copies per held segment at the end; `goodput_rps` counts requests
     within their objective per second of arrivals, `slo_attainment` is their share; `bytes_moved` went between
     instances, the hand-over from prefill to decode included.
     """
@@ -63,7 +63,7 @@ class SystemRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def within_objective(answered: Answered, engine: EngineModel) -> bool:
-    """Against the same engine at batch 1."""
+    """Whether a request met its objective, against the same engine at batch 1."""
     prompt, output = answered.prompt_tokens, answered.output_tokens
     first = answered.ttft_s <= SLO_FACTOR * engine.prefill_s(prompt)
     return first and answered.tpot_s <= SLO_FACTOR * engine.decode_s(1, prompt + output // 2)

@@ -1,14 +1,15 @@
-"""Routing by exploitation and exploration as Preble does it (E2).
+"""Routing by exploitation and exploration (E2) as in Preble.
 
 Source: Srivatsa et al., *Preble* (ICLR 2025, arXiv 2407.00023), and `global_scheduler_with_time.py` of WukLab/preble. A
-prompt whose cached part is longer than the rest goes where that part is (exploit), to the least loaded of those; any
-other goes where the cost is least (explore): the load of the last three minutes, plus what would be recomputed for what
-must be evicted, plus its own prefill.
+prompt whose cached part is longer than the rest goes to the least loaded of the instances with that part (exploit); any
+other prompt goes to the instance of least cost (explore): its load of the last three minutes, plus the recomputation of
+the segments that must be evicted, plus the prompt's own prefill.
 
 Left out: moving prefixes away from an instance whose load is many times the lightest (the code has it, turned off),
 splitting a prefix over two instances when its queue doubles, and the order of requests within an instance.
-Load is prefill plus decode seconds by the engine model, with the mean length and time per token of the answers that
-went by, as Preble fits both.
+
+Load is prefill plus decode seconds by the engine model, with the mean length and the mean time per token of the answers
+so far, as Preble fits both.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from itertools import islice
 
-from tokenlake_bench.routing.base import Ask, Choice, Fleet, least
+from tokenlake_bench.routing.base import Choice, Fleet, RoutedRequest, least
 
 __all__ = ["Preble"]
 
 WINDOW_S = 180.0
-"""Of the load that counts."""
-_NEWS = 0.05
+"""Length of the window over which load is counted."""
+_NEW_ANSWER_WEIGHT = 0.05
 """Weight of a new answer in the running means."""
 
 
@@ -43,76 +44,76 @@ class Preble:
         self._window: deque[_Sent] = deque()
         self._load = [0.0] * fleet.instances
         self._requests = [0] * fleet.instances
-        self._uses: list[Counter[int]] = [Counter() for _ in range(fleet.instances)]
+        self._accesses: list[Counter[int]] = [Counter() for _ in range(fleet.instances)]
         self._segment_s = fleet.engine.prefill_s(fleet.segment_tokens)
         self._began: dict[int, float] = {}
-        """First token of each answer that is not finished, by the request's number."""
+        """Time of the first token of each unfinished answer, by the request's number."""
         self._output_tokens = 0.0
         self._token_s = 0.0
 
-    def choose(self, ask: Ask, now: float) -> Choice:
+    def choose(self, request: RoutedRequest, now: float) -> Choice:
         """See `Router`."""
         self._forget(now - WINDOW_S)
-        depths = self._fleet.knowledge.depths(ask.chain)
-        instance = self._instance(ask, depths)
-        seconds = self._prefill_s(ask, depths[instance]) + self._output_tokens * self._token_s
-        self._window.append(_Sent(now, instance, seconds, ask.chain))
+        depths = self._fleet.knowledge.depths(request.chain)
+        instance = self._instance(request, depths)
+        seconds = self._prefill_s(request, depths[instance]) + self._output_tokens * self._token_s
+        self._window.append(_Sent(now, instance, seconds, request.chain))
         self._load[instance] += seconds
         self._requests[instance] += 1
-        self._uses[instance].update(ask.chain)
-        self._fleet.knowledge.sent(ask.chain, instance)
+        self._accesses[instance].update(request.chain)
+        self._fleet.knowledge.sent(request.chain, instance)
         return Choice(instance, instance)
 
-    def first_token(self, ask: Ask, choice: Choice, now: float) -> None:
+    def first_token(self, request: RoutedRequest, choice: Choice, now: float) -> None:
         """See `Router`."""
-        self._began[ask.number] = now
+        self._began[request.number] = now
 
-    def finished(self, ask: Ask, choice: Choice, output_tokens: int, now: float) -> None:
+    def finished(self, request: RoutedRequest, choice: Choice, output_tokens: int, now: float) -> None:
         """See `Router`."""
-        took = now - self._began.pop(ask.number)
+        took = now - self._began.pop(request.number)
         first = not self._output_tokens
-        weight = 1.0 if first else _NEWS
+        weight = 1.0 if first else _NEW_ANSWER_WEIGHT
         self._output_tokens += weight * (output_tokens - self._output_tokens)
         if output_tokens > 1:
             self._token_s += weight * (took / (output_tokens - 1) - self._token_s)
 
-    def _instance(self, ask: Ask, depths: list[int]) -> int:
+    def _instance(self, request: RoutedRequest, depths: list[int]) -> int:
         fleet, load = self._fleet, self._load
-        everyone = range(fleet.instances)
+        instances = range(fleet.instances)
         longest = max(depths)
         cached = longest * fleet.segment_tokens
-        if cached > ask.tokens - cached:
-            return least(load, [i for i in everyone if depths[i] == longest], fleet.rng)
-        prefill_s = {depth: self._prefill_s(ask, depth) for depth in dict.fromkeys(depths)}
-        costs = [load[i] + prefill_s[depths[i]] for i in everyone]
-        room = fleet.capacity - len(ask.chain)
+        if cached > request.tokens - cached:
+            return least(load, [i for i in instances if depths[i] == longest], fleet.rng)
+        prefill_s = {depth: self._prefill_s(request, depth) for depth in dict.fromkeys(depths)}
+        costs = [load[i] + prefill_s[depths[i]] for i in instances]
+        room = fleet.capacity - len(request.chain)
         for instance, size in enumerate(fleet.knowledge.sizes()):
             excess = size - depths[instance] - room
             if excess > 0:
                 costs[instance] += self._eviction_s(instance, excess)
-        return least(costs, everyone, fleet.rng)
+        return least(costs, instances, fleet.rng)
 
-    def _prefill_s(self, ask: Ask, depth: int) -> float:
+    def _prefill_s(self, request: RoutedRequest, depth: int) -> float:
         cached = depth * self._fleet.segment_tokens
-        return self._fleet.engine.prefill_s(max(1, ask.tokens - cached), cached)
+        return self._fleet.engine.prefill_s(max(1, request.tokens - cached), cached)
 
     def _eviction_s(self, instance: int, segments: int) -> float:
-        """Recomputing what would go, as often as it is asked for per request."""
+        """Seconds to recompute the segments that would be evicted, weighted by their accesses per request."""
         if not self._requests[instance]:
             return 0.0
-        uses = self._uses[instance]
+        accesses = self._accesses[instance]
         coldest = islice(self._fleet.knowledge.coldest(instance), segments)
-        return self._segment_s * sum(uses[segment] for segment in coldest) / self._requests[instance]
+        return self._segment_s * sum(accesses[segment] for segment in coldest) / self._requests[instance]
 
     def _forget(self, before_s: float) -> None:
         while self._window and self._window[0].at_s < before_s:
             sent = self._window.popleft()
             self._requests[sent.instance] -= 1
-            # Sums that should be 0 again are: otherwise equal loads would differ by what rounding left.
+            # An empty sum is exactly 0: rounding errors would make equal loads differ.
             busy = self._requests[sent.instance] > 0
             self._load[sent.instance] = self._load[sent.instance] - sent.seconds if busy else 0.0
-            uses = self._uses[sent.instance]
-            uses.subtract(sent.chain)
+            accesses = self._accesses[sent.instance]
+            accesses.subtract(sent.chain)
             for segment in sent.chain:
-                if not uses[segment]:
-                    del uses[segment]
+                if not accesses[segment]:
+                    del accesses[segment]

@@ -1,25 +1,25 @@
-"""Private caches behind round robin: what a load balancer does that knows nothing of caches."""
+"""Private caches behind round robin: a load balancer that ignores caches."""
 
 from __future__ import annotations
 
-from tokenlake_bench.routing.base import Ask, Choice, Fleet
+from tokenlake_bench.routing.base import Choice, Fleet, RoutedRequest
 
 __all__ = ["RoundRobin"]
 
 
 class RoundRobin:
-    """Request i goes to instance i modulo their number."""
+    """Request i goes to instance i modulo the number of instances."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._instances = fleet.instances
 
-    def choose(self, ask: Ask, now: float) -> Choice:
+    def choose(self, request: RoutedRequest, now: float) -> Choice:
         """See `Router`."""
-        instance = ask.number % self._instances
+        instance = request.number % self._instances
         return Choice(instance, instance)
 
-    def first_token(self, ask: Ask, choice: Choice, now: float) -> None:
+    def first_token(self, request: RoutedRequest, choice: Choice, now: float) -> None:
         """See `Router`."""
 
-    def finished(self, ask: Ask, choice: Choice, output_tokens: int, now: float) -> None:
+    def finished(self, request: RoutedRequest, choice: Choice, output_tokens: int, now: float) -> None:
         """See `Router`."""

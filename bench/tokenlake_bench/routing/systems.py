@@ -1,7 +1,7 @@
-"""The systems compared, by name: a router, what it knows, and whether prefill and decode are apart.
+"""The systems compared, by name: a router, its knowledge, and whether prefill and decode run on separate instances.
 
-`-perfect`: the router knows every cache, and requests under way take no memory from them. `-real`: it knows what it
-sent, and the caches share their memory with the requests under way.
+`-perfect`: the router knows every cache, and requests under way take no memory from the caches. `-real`: the router
+knows only the requests it sent, and the caches share their memory with the requests under way.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ __all__ = ["SYSTEMS", "System", "systems_named"]
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """`phases`: prefill instances to decode instances, None where each does both."""
+    """`phases`: the proportion of prefill instances to decode instances, None where each instance does both."""
 
     name: str
     router: Callable[[Fleet], Router]
     perfect: bool
     phases: tuple[int, int] | None = None
     record_tokens: int | None = None
-    """What a router that does not see the caches remembers per instance; None: as much as they have room for."""
+    """Tokens that a `-real` router remembers per instance; None: the capacity of the instance."""
 
     def prefill_instances(self, instances: int) -> Sequence[int]:
-        """Those that have caches."""
+        """The instances that have caches."""
         return range(instances) if self.phases is None else split(instances, *self.phases)[0]
 
 
@@ -65,12 +65,12 @@ SYSTEMS: Final[dict[str, System]] = {
 
 
 def systems_named(names: str) -> list[System]:
-    """`all`, or names separated by commas. Raises ConfigurationError for one that is not in `SYSTEMS`."""
+    """`all`, or names separated by commas. Raises ConfigurationError for a name that is not in `SYSTEMS`."""
     if names == "all":
         return list(SYSTEMS.values())
     chosen = []
     for name in names.split(","):
         if name not in SYSTEMS:
-            raise ConfigurationError("baselines", name, "all, or some of " + ", ".join(SYSTEMS))
+            raise ConfigurationError("baselines", name, "all, or names among " + ", ".join(SYSTEMS))
         chosen.append(SYSTEMS[name])
     return chosen

@@ -1,6 +1,7 @@
-"""Requests as the simulated engines get them: segments by number, keys made from the numbers.
+"""Requests of the simulated engines: prompts as chains of segment numbers, and the keys made from the numbers.
 
-A number stands for all tokens up to a segment's end, as in `baselines.Accesses`; equal numbers share a prefix.
+A number stands for all tokens up to its segment's end, as in `baselines.Accesses`; prompts with equal numbers share a
+prefix.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ __all__ = ["Arrival", "accesses_of", "arrivals_of", "flash_crowd", "keys_of", "m
 
 _KEY_WORDS = 4
 _COPY = 1 << 40
-"""Apart from each other lie the numbers of two copies of a workload."""
+"""Distance between the numbers of two copies of a workload."""
 _BEHIND = 1 << 56
-"""Below all other numbers: what follows the prefix of a flash crowd."""
+"""Offset below all other numbers, for the segments that follow the prefix of a flash crowd."""
 
 
 class Arrival(NamedTuple):
@@ -32,11 +33,11 @@ class Arrival(NamedTuple):
 
     at_s: float
     tokens: int
-    """Of the prompt, those beyond the last full segment included."""
+    """Length of the prompt, tokens beyond the last full segment included."""
     chain: NDArray[np.int64]
     """Number of each full segment, in order."""
     output_tokens: int = 0
-    """Of the answer; 0 where the source does not have it."""
+    """Length of the answer; 0 where the source does not have it."""
 
 
 def arrivals_of(accesses: Accesses) -> list[Arrival]:
@@ -48,7 +49,7 @@ def arrivals_of(accesses: Accesses) -> list[Arrival]:
 
 
 def accesses_of(arrivals: Iterable[Arrival], segment_tokens: int) -> Accesses:
-    """The inverse: as other systems get them."""
+    """The inverse of `arrivals_of`: the workload as the other systems take it."""
     return Accesses(
         segment_tokens,
         [Prompt(each.tokens, tuple(each.chain.tolist()), each.at_s, each.output_tokens) for each in arrivals],
@@ -56,17 +57,17 @@ def accesses_of(arrivals: Iterable[Arrival], segment_tokens: int) -> Accesses:
 
 
 def keys_of(chain: NDArray[np.int64], seed: int) -> bytes:
-    """The keys of a chain, 32 bytes each, uniform over the ring; a function of number and seed."""
+    """The keys of a chain, 32 bytes each, uniform over the ring; equal numbers and seeds give equal keys."""
     lanes = np.arange(_KEY_WORDS, dtype=np.uint64) + np.uint64(key_of(seed & WORD))
     words: NDArray[np.uint64] = chain.astype(np.uint64)[:, None] * np.uint64(_KEY_WORDS) + lanes
     return mix64(mix64(words)).tobytes()
 
 
 def merged(arrivals: Sequence[Arrival], copies: int, *, common_share: float = 0.01) -> Iterator[Arrival]:
-    """`copies` of a workload at the same time: as much load on each of `copies` times the nodes.
+    """Run `copies` of a workload side by side, which is the same load on each of `copies` times as many nodes.
 
-    Each copy begins at another point of the workload and goes round. Its segments are its own, but for those that at
-    least `common_share` of the requests have: templates, which all copies share.
+    Each copy begins at another point of the workload and wraps around at its end. The copies share the segments that at
+    least `common_share` of the requests contain (templates); every other segment belongs to one copy.
     """
     if copies < 1:
         raise ConfigurationError("copies", copies, "at least 1")
@@ -93,8 +94,8 @@ def _copy(arrivals: Sequence[Arrival], common: NDArray[np.int64], copy: int, beg
 
 
 def flash_crowd(arrivals: Iterable[Arrival], from_s: float, segment_tokens: int, seed: int) -> Iterator[Arrival]:
-    """The same requests, but from `from_s` on `FLASH_SHARE` of them, drawn by `seed`, come behind a prefix of
-    `FLASH_SEGMENTS` that nobody asked for before. What follows it is new as well."""
+    """Turn a share of the requests into a flash crowd: from `from_s` on, `FLASH_SHARE` of them, drawn by `seed`, begin
+    with one new prefix of `FLASH_SEGMENTS`. The segments behind that prefix are new as well."""
     draw = random.Random(seed)
     prefix = -np.arange(1, FLASH_SEGMENTS + 1, dtype=np.int64)
     for arrival in arrivals:

@@ -1,4 +1,4 @@
-"""`bench cache-hit --mode simulate`: a workload through the pool and the other systems, on simulated clocks."""
+"""The command `bench cache-hit --mode simulate`: a workload through the pool and the other systems."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tokenlake.errors import ConfigurationError
 from tokenlake.store.eviction import POLICIES
 from tokenlake_bench.baselines import Accesses, intern_segments
 from tokenlake_bench.engine_model import EngineModel, gpu_named, model_named
+from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.progress import LiveProgress
 from tokenlake_bench.report import write_json
 from tokenlake_bench.routing import FleetOptions, System, SystemRow, at_rate, run_system, systems_named
@@ -30,7 +31,7 @@ __all__ = ["MODEL", "SimulateArguments", "run_simulate", "simulate"]
 MODEL, GPU = "llama-3-8b", "a100-80g"
 BASELINES = "cache-aware-perfect"
 JITTER_S: Final = 3.0
-"""To whole multiples of which the traces' times are rounded."""
+"""Traces round their times to multiples of this many seconds; an even delay up to it spreads the requests again."""
 BUILTIN_SEGMENT_TOKENS, BUILTIN_CAPACITY_TOKENS = 64, 24_000
 TRACE_SEGMENT_TOKENS, TRACE_CAPACITY_TOKENS = 512, 3_000_000
 LEAST_LOADED, ROUND_ROBIN = "least-loaded", "round-robin"
@@ -38,8 +39,9 @@ LEAST_LOADED, ROUND_ROBIN = "least-loaded", "round-robin"
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateArguments:
-    """As on the command line. `rate`: requests per second of all copies together, None for the trace's own. `copies` of
-    the trace run side by side, shifted, with templates in common."""
+    """Arguments of the command line. `rate`: requests per second of all copies together, None for the trace's own.
+    `copies`: so many copies of the trace run side by side, shifted, with shared templates. Raises ConfigurationError
+    for a value out of range."""
 
     trace: Path | None = None
     nodes: int = 3
@@ -63,9 +65,11 @@ class SimulateArguments:
 
     def __post_init__(self) -> None:
         if self.speed:
-            raise ConfigurationError("speed", self.speed, "none: simulated time passes as fast as it is computed")
+            raise ConfigurationError("speed", self.speed, "0: simulated time passes as fast as it is computed")
         if self.shipped_deadlines:
-            raise ConfigurationError("shipped_deadlines", True, "none: a simulated node always has them")
+            raise ConfigurationError(
+                "shipped_deadlines", True, "absent: simulated nodes always have the shipped deadlines"
+            )
         if self.route not in (None, LEAST_LOADED, ROUND_ROBIN):
             raise ConfigurationError("route", self.route, f"{LEAST_LOADED} or {ROUND_ROBIN} when simulated")
         if self.eviction is not None and self.eviction not in POLICIES:
@@ -77,12 +81,11 @@ class SimulateArguments:
         for name in ("nodes", "limit", "copies"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigurationError(name, value, "at least 1")
-        if self.plot_file is not None and self.plot_file.suffix != ".png":
-            raise ConfigurationError("plot", str(self.plot_file), "a file name ending in .png")
+        check_plot(self.plot_file)
 
     @property
     def size(self) -> tuple[int, int]:
-        """Capacity of the whole pool and length of a segment, in tokens."""
+        """(capacity of the whole pool, length of a segment), in tokens."""
         capacity = BUILTIN_CAPACITY_TOKENS if self.trace is None else TRACE_CAPACITY_TOKENS
         segment = BUILTIN_SEGMENT_TOKENS if self.trace is None else TRACE_SEGMENT_TOKENS
         return (
@@ -91,15 +94,15 @@ class SimulateArguments:
         )
 
     def engine(self) -> EngineModel:
-        """Of an instance."""
+        """The engine model of one instance."""
         return EngineModel.fitting(model_named(self.model or MODEL), gpu_named(self.gpu or GPU))
 
     def systems(self) -> list[System]:
-        """To compare with."""
+        """The systems to compare the pool with."""
         return systems_named(BASELINES if self.baselines is None else self.baselines)
 
     def workload(self, tell: Callable[[str], object]) -> tuple[str, list[Arrival]]:
-        """A name and the requests. `tell` gets to know of malformed lines."""
+        """(name of the workload, its requests). `tell` is called with a note on malformed lines."""
         segment_tokens = self.size[1]
         if self.trace is None:
             plain = builtin_workload(BuiltinSettings(requests=self.limit or BuiltinSettings.requests, seed=self.seed))
@@ -109,7 +112,7 @@ class SimulateArguments:
             if note := passed_over(trace.malformed):
                 tell(note)
             name, accesses = trace.name, trace.accesses(segment_tokens)
-        # The first request comes at once.
+        # The first request arrives at time 0.
         start_s = accesses.prompts[0].at_s
         arrivals = [each._replace(at_s=each.at_s - start_s) for each in arrivals_of(accesses)]
         if self.copies is not None and self.copies > 1:
@@ -123,7 +126,7 @@ class SimulateArguments:
 
 @dataclass(eq=False)
 class _Study:
-    """What is done of a comparison."""
+    """A comparison and the results it has so far."""
 
     arguments: SimulateArguments
     engine: EngineModel
@@ -136,7 +139,7 @@ class _Study:
     complete: bool = False
 
     def run(self) -> None:
-        """Every system in turn. KeyboardInterrupt ends it: what is done stays."""
+        """Run every system in turn. KeyboardInterrupt ends the run and keeps the results so far."""
         try:
             self._run_pool(POOL)
             if any(not system.perfect for system in self.systems):
@@ -146,7 +149,7 @@ class _Study:
                 self._run_other(system, accesses)
             self.complete = True
         except KeyboardInterrupt:
-            self.console.print("interrupted: what follows is about what was done", soft_wrap=True)
+            self.console.print("interrupted: the results so far follow", soft_wrap=True)
 
     def _run_pool(self, name: str) -> None:
         arguments = self.arguments
@@ -186,7 +189,7 @@ class _Study:
         self.write()
 
     def result(self) -> SimulatedResult | None:
-        """Of what is done; None before the first request is."""
+        """The results so far; None before the first request is done."""
         if self.view is None:
             return None
         return result_of(
@@ -198,13 +201,14 @@ class _Study:
         )
 
     def write(self) -> None:
-        """The JSON file, if one was asked for and there is something to write."""
+        """Write the results so far to the JSON file, if one was asked for and there are any."""
         if self.arguments.json_file is not None and (result := self.result()) is not None:
             write_json(result, self.arguments.json_file)
 
 
 def simulate(arguments: SimulateArguments, console: Console) -> tuple[SimulatedResult | None, PoolView | None]:
-    """Runs, prints, writes the JSON file after every system; None where nothing was done. Raises TokenLakeError."""
+    """Run the comparison, print it, and write the JSON file after every system. Returns None where nothing was done.
+    Raises TokenLakeError."""
     engine, systems = arguments.engine(), arguments.systems()
     name, arrivals = arguments.workload(console.print)
     if arguments.trace is None:
@@ -226,7 +230,7 @@ def simulate(arguments: SimulateArguments, console: Console) -> tuple[SimulatedR
 
 
 def run_simulate(arguments: SimulateArguments) -> bool:
-    """As `simulate`, and draws the picture that was asked for. False when it was interrupted."""
+    """As `simulate`, and draw the picture that was asked for. Returns False when the run was interrupted."""
     result, view = simulate(arguments, Console())
     if arguments.plot_file is not None and result is not None and view is not None:
         plot_simulated(result, view, arguments.plot_file)

@@ -1,7 +1,7 @@
-"""A simulated engine: one process at one node, which serves requests side by side.
+"""A simulated engine: one process at one node, which serves requests concurrently.
 
-Each request does what `live_client.LiveClient` does, on simulated time: match, fetch and release a window at a time,
-then compute and store the rest a window at a time.
+Each request takes the steps of `live_client.LiveClient` on simulated time: it matches, fetches and releases a window at
+a time, then computes and stores the rest a window at a time.
 """
 
 from __future__ import annotations
@@ -10,55 +10,54 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from tokenlake.core import events
 from tokenlake.keys import KEY_BYTES
 from tokenlake.wire import Code, engine
 from tokenlake_bench.live_client import PATIENCE_S, WINDOW
 from tokenlake_bench.simulation.arrivals import Arrival, keys_of
-from tokenlake_bench.simulation.node import CHECKSUM
+from tokenlake_bench.simulation.node import CHECKSUM, SimNode
+from tokenlake_bench.simulation.options import SimulationOptions
 
-if TYPE_CHECKING:
-    from tokenlake_bench.simulation.node import SimNode
-
-__all__ = ["SOCKET_S", "Engine", "Served", "Steps"]
+__all__ = ["SOCKET_S", "SimulatedEngine", "RequestOutcome", "Steps"]
 
 SOCKET_S = 20e-6
-"""From an engine to its daemon, and back."""
+"""Time of a message from an engine to its daemon, or back."""
 RETRY_S = 0.002
 LONGEST_RETRY_S = 0.05
-"""Between two tries of a store that the write budget refuses, doubled each time up to this, as the client does."""
+"""Pause between two attempts of a store that the write budget refuses: `RETRY_S`, doubled after each refusal up to
+`LONGEST_RETRY_S`, as in the client."""
 TENANT = "default"
 _Step = engine.EngineRequest | float
-"""A request that is answered, or seconds to wait."""
+"""A request to the daemon, or seconds to wait."""
 Steps = Generator[_Step, engine.EngineReply | None, None]
 
 
 @dataclass(slots=True, eq=False)
-class Served:
-    """What became of one request. Counts are of segments."""
+class RequestOutcome:
+    """The outcome of one request. Counts are numbers of segments."""
 
     arrival: Arrival
     node: int
     hits: int = 0
-    """Read from the pool, from the first on without a gap."""
+    """Segments read from the pool: the contiguous prefix."""
     remote: int = 0
-    """Of these, from other nodes."""
+    """Segments among `hits` that came from other nodes."""
     cut_by: Code | None = None
     stored: Counter[Code] = field(default_factory=Counter)
     read_s: float = 0.0
-    """From the match to the last byte of the prefix."""
+    """Time from the match to the last byte of the prefix."""
 
 
-class Engine:
-    """Joins its daemon when made. `finished` is called with each request that is done."""
+class SimulatedEngine:
+    """Joins its daemon when constructed. `finished` is called with each request that is done."""
 
-    def __init__(self, node: SimNode, window: int, finished: Callable[[Served], None]) -> None:
-        cluster = node.cluster
+    def __init__(
+        self, node: SimNode, options: SimulationOptions, window: int, finished: Callable[[RequestOutcome], None]
+    ) -> None:
         self._node = node
-        self._clock = cluster.clock
-        self._options = cluster.options
+        self._clock = node.clock
+        self._options = options
         self._window = max(1, min(WINDOW, window))
         self._finished = finished
         self._numbers = itertools.count(1)
@@ -66,19 +65,19 @@ class Engine:
         self.connection = 1
         self.joined = False
         self.open = 0
-        """Requests under way."""
+        """Number of requests under way."""
         node.engines[self.connection] = self
-        layout = cluster.size.layout
+        layout = options.segment_layout
         node.deliver(events.Joined(self.connection, 0, TENANT, layout.segment_bytes, 1, layout.segment_tokens, 0, 0))
-        self._beat(None)
+        self._beat()
 
     def serve(self, arrival: Arrival) -> None:
         """Begin a request."""
         self.open += 1
-        self._go_on(self._request(Served(arrival, self._node.index)), None)
+        self._advance(self._request(RequestOutcome(arrival, self._node.index)), None)
 
     def hear(self, message: engine.EngineReply) -> None:
-        """The daemon answered."""
+        """A reply of the daemon left the node; it arrives after `SOCKET_S`."""
         self._clock.after(SOCKET_S, self._answered, message)
 
     # -- steps
@@ -86,29 +85,26 @@ class Engine:
     def _answered(self, message: engine.EngineReply) -> None:
         steps = self._waiting.pop(message.id, None)
         if steps is not None:
-            self._go_on(steps, message)
+            self._advance(steps, message)
 
-    def _go_on(self, steps: Steps, message: engine.EngineReply | None) -> None:
-        step = next(steps, None) if message is None else _send(steps, message)
+    def _advance(self, steps: Steps, message: engine.EngineReply | None) -> None:
+        step = next(steps, None) if message is None else _resume(steps, message)
         if isinstance(step, float):
-            self._clock.after(step, self._woken, steps)
+            self._clock.after(step, self._advance, steps, None)
         elif step is not None:
             self._waiting[step.id] = steps  # type: ignore[union-attr]
-            self._tell(step)
+            self._send(step)
 
-    def _woken(self, steps: Steps) -> None:
-        self._go_on(steps, None)
-
-    def _tell(self, message: engine.EngineRequest) -> None:
+    def _send(self, message: engine.EngineRequest) -> None:
         self._clock.after(SOCKET_S, self._node.deliver, events.Requested(self.connection, message))
 
-    def _beat(self, _: None) -> None:
-        self._tell(engine.Heartbeat(next(self._numbers)))
+    def _beat(self) -> None:
+        self._send(engine.Heartbeat(next(self._numbers)))
         self._clock.after(self._node.core.config.lease_s / 3, self._beat)
 
     # -- a request
 
-    def _request(self, served: Served) -> Steps:
+    def _request(self, served: RequestOutcome) -> Steps:
         keys = keys_of(served.arrival.chain, self._options.seed)
         began = self._clock.now
         if keys:
@@ -119,8 +115,9 @@ class Engine:
         self.open -= 1
         self._finished(served)
 
-    def _read(self, served: Served, keys: bytes) -> Steps:
-        # Whoever computes the same began earlier; what it has to tell comes a little later than it is done.
+    def _read(self, served: RequestOutcome, keys: bytes) -> Steps:
+        # Another engine that computes the same prefix began earlier, and its notice travels a little longer than the
+        # computation.
         in_flight_wait_s = 1.5 * self._compute_s(len(keys) // KEY_BYTES)
         matched = yield engine.Match(next(self._numbers), keys, 0.0, False, in_flight_wait_s=in_flight_wait_s)
         assert isinstance(matched, engine.Matched)
@@ -128,28 +125,28 @@ class Engine:
             served.cut_by = Code(matched.codes[matched.hits])
         while served.hits < matched.hits:
             start, stop = served.hits, min(served.hits + self._window, matched.hits)
-            codes = there = matched.codes[start:stop]
+            codes = matched_codes = matched.codes[start:stop]
             if Code.REMOTE in codes:
                 fetched = yield engine.Fetch(next(self._numbers), matched.lease, start, stop, 0.0, False)
                 assert isinstance(fetched, engine.Fetched)
                 codes = fetched.codes
             arrived = len(codes) - len(codes.lstrip(_LOCAL))
-            here = b"".join(
+            local = b"".join(
                 keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
-                for at, code in enumerate(there[:arrived], start)
+                for at, code in enumerate(matched_codes[:arrived], start)
                 if code == Code.LOCAL
             )
-            self._node.cluster.meter.read(self._clock.now, self._node.index, self._node.index, here)
+            self._node.meter.read(self._clock.now, self._node.index, self._node.index, local)
             served.hits += arrived
-            served.remote += there[:arrived].count(Code.REMOTE)
-            self._tell(engine.Release(((matched.lease, start, stop),)))
+            served.remote += matched_codes[:arrived].count(Code.REMOTE)
+            self._send(engine.Release(((matched.lease, start, stop),)))
             if served.hits < stop:
                 served.cut_by = Code.LOST
                 if stop < matched.hits:
-                    self._tell(engine.Release(((matched.lease, stop, matched.hits),)))
+                    self._send(engine.Release(((matched.lease, stop, matched.hits),)))
                 return
 
-    def _store(self, served: Served, keys: bytes) -> Steps:
+    def _store(self, served: RequestOutcome, keys: bytes) -> Steps:
         first, count = served.hits, len(keys) // KEY_BYTES
         pause, until = RETRY_S, self._clock.now + PATIENCE_S
         while first < count:
@@ -174,7 +171,7 @@ class Engine:
             first += done
 
     def _write(self, prepared: engine.Prepared, codes: bytearray) -> Steps:
-        """Compute and commit what is RESERVED of `codes`, which then say what became of it."""
+        """Compute and commit the RESERVED segments of `codes`, and replace their codes by the outcome."""
         reserved = tuple(at for at, code in enumerate(codes) if code == Code.RESERVED)
         if compute_s := self._compute_s(len(reserved)):
             yield compute_s
@@ -191,7 +188,7 @@ class Engine:
 _LOCAL = bytes([Code.LOCAL])
 
 
-def _send(steps: Steps, message: engine.EngineReply) -> _Step | None:
+def _resume(steps: Steps, message: engine.EngineReply) -> _Step | None:
     try:
         return steps.send(message)
     except StopIteration:

@@ -1,5 +1,5 @@
-"""How much a fleet can take: the highest rate at which 90 % of the requests meet their objective, and how it depends
-on the engine model's fitted constants.
+"""Goodput of a fleet: the highest rate at which 90 % of the requests meet their objective, and its sensitivity to the
+fitted constants of the engine model.
 
 python -m tokenlake_bench.simulation.goodput --trace FILE --nodes 8 --limit 1000 --systems pool,cache-aware-real --vary
 """
@@ -29,17 +29,18 @@ from tokenlake_bench.simulation.pooled import POOL, POOL_REAL, PooledRun, pool_o
 __all__ = ["Goodput", "goodput", "highest_rate", "main", "variants"]
 
 SHARE: Final = 0.9
-"""Of the requests, in their objective."""
+"""Share of the requests that have to meet their objective."""
 STEP: Final = 1.05
-"""Between two rates that are told apart."""
+"""Ratio of two neighbouring rates of the search."""
 VARIED: Final = (0.7, 1.3)
 LOWEST, HIGHEST = 1 / 64, 1024.0
-"""Times the workload's own rate, at which the search ends."""
+"""Bounds of the search, as multiples of the workload's own rate."""
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
-    """`rates`: requests per second, by system and then by what is varied ("" for nothing), or 0 where no rate was low
-    enough. `shares`: of requests within their objective at each rate that was tried, in the same order of names."""
+    """`rates`: requests per second by system, then by varied constant ("" for the engine as fitted); 0 where no rate
+    was low enough. `shares`: the share of requests that met their objective at each tried rate, in the same structure.
+    """
 
     model: str
     gpu: str
@@ -51,8 +52,8 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def highest_rate(share_at: Callable[[int], float], start: int = 0) -> int | None:
-    """The highest step at which `share_at` is `SHARE` or more, where one step up it is not; None below `LOWEST`. Where
-    the share does not fall from step to step it is one such step, near `start` rather than far."""
+    """The highest step at which `share_at` is at least `SHARE` while it is lower one step up; None where that is below
+    `LOWEST`. Where the share is not monotonic, the result is one such step, rather near `start`."""
     lowest, highest = (math.floor(math.log(bound, STEP)) for bound in (LOWEST, HIGHEST))
     good = bad = None
     at, stride = start, 1
@@ -76,8 +77,8 @@ def highest_rate(share_at: Callable[[int], float], start: int = 0) -> int | None
 
 
 def variants(engine: EngineModel) -> Iterator[tuple[str, EngineModel]]:
-    """The engine as it is, then with each fitted constant that has a part in its times 30 % lower and higher. The
-    objectives are relative to the engine, so they vary with it."""
+    """The engine as fitted, then with each fitted constant that affects its times 30 % lower and 30 % higher. The
+    objectives are relative to the engine and vary with it."""
 
     def times(each: EngineModel) -> tuple[float, ...]:
         return each.prefill_s(2048), each.prefill_s(1), each.decode_s(16, 65_536), each.transfer_s(512)
@@ -107,7 +108,7 @@ def _run(name: str, arrivals: Sequence[Arrival], arguments: SimulateArguments, e
 def goodput(
     arguments: SimulateArguments, systems: Sequence[str], *, vary: bool, say: Callable[[str], object]
 ) -> Goodput:
-    """Of every system. `say` gets a line for each rate that was tried. Raises ConfigurationError."""
+    """Search the goodput of every system. `say` is called with a line per tried rate. Raises ConfigurationError."""
     for name in systems:
         if name not in (POOL, POOL_REAL, *SYSTEMS):
             raise ConfigurationError("systems", name, "some of " + ", ".join((POOL, POOL_REAL, *SYSTEMS)))
@@ -135,7 +136,7 @@ def goodput(
     for varied, model in variants(engine) if vary else [("", engine)]:
         for name in systems:
             result.shares[name][varied] = []
-            # What a constant changes moves the rate by little.
+            # A varied constant changes the rate by little: start at the unvaried engine's rate.
             usual = result.rates[name].get("")
             start = round(math.log(usual / own_rate, STEP)) if usual else 0
             best = highest_rate(partial(share_at, name, varied, model), start)
@@ -146,9 +147,9 @@ def goodput(
 
 
 def table(result: Goodput) -> Table:
-    """For a terminal: a row per system, a column per variation."""
+    """A table for a terminal: a row per system, a column per variation."""
     shown = Table(
-        title=f"{result.requests:,} requests, {result.nodes} nodes: highest requests/s with {SHARE:.0%} in time"
+        title=f"{result.requests:,} requests, {result.nodes} nodes: most requests/s with {SHARE:.0%} within objective"
     )
     shown.add_column("system")
     names = list(next(iter(result.rates.values())))
@@ -160,20 +161,27 @@ def table(result: Goodput) -> Table:
 
 
 @click.command()
-@click.option("--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="As of bench cache-hit.")
+@click.option(
+    "--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A trace, as bench cache-hit reads."
+)
 @click.option("--nodes", default=8, show_default=True)
 @click.option("--capacity-tokens", type=int)
-@click.option("--limit", type=int, default=1000, show_default=True, help="Requests from the trace's begin.")
+@click.option(
+    "--limit", type=int, default=1000, show_default=True, help="Number of requests, from the trace's beginning."
+)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--model")
 @click.option("--gpu")
 @click.option("--systems", default=f"{POOL},cache-aware-perfect", show_default=True)
-@click.option("--vary", is_flag=True, help="Each fitted constant 30 % lower and higher, too.")
+@click.option("--vary", is_flag=True, help="Repeat with each fitted constant 30 % lower and higher.")
 @click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Written after every search."
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Result file, written after every search.",
 )
 def main(systems: str, vary: bool, **arguments: Any) -> None:
-    """The highest rate that each system holds."""
+    """Search the highest rate at which 90 % of the requests meet their objective, for each system."""
     console = Console()
     try:
         result = goodput(SimulateArguments(**arguments), systems.split(","), vary=vary, say=console.print)

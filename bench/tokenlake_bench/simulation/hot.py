@@ -1,4 +1,4 @@
-"""Hot prefixes on many nodes: balance in steady traffic and in a flash crowd, with the hot set off and on.
+"""Balance with the hot set off and on, in steady traffic and in a flash crowd.
 
 python -m tokenlake_bench.simulation.hot --trace TRACE --nodes 64 --hot off,on --json FILE
 """
@@ -19,9 +19,10 @@ from rich.table import Table
 from tokenlake.errors import ConfigurationError, TokenLakeError
 from tokenlake_bench.balance import WINDOW_S
 from tokenlake_bench.progress import LiveProgress
+from tokenlake_bench.report import write_json
 from tokenlake_bench.simulation.arrivals import Arrival, arrivals_of, flash_crowd, merged
-from tokenlake_bench.simulation.cluster import SimulationOptions
 from tokenlake_bench.simulation.meter import WindowLoad
+from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.run import Measured, Simulation, Totals
 from tokenlake_bench.traces import read_mooncake
 
@@ -30,17 +31,17 @@ __all__ = ["HotArguments", "HotResult", "HotRow", "main", "run_hot"]
 MODES = ("off", "observe", "on")
 SEGMENT_TOKENS = 512
 TRACE_NODES = 8
-"""A copy of the trace is the load of so many nodes."""
+"""The trace is the load of this many nodes."""
 JITTER_S = 3.0
-"""To whole multiples of which the traces' times are rounded."""
+"""Traces round their times to multiples of this many seconds; an even delay up to it spreads the requests again."""
 PREFILL_TOKENS_PER_S = 20_000.0
-"""Of an engine, so that a segment that many want at once is under way for some time."""
+"""Prefill speed of an engine, so that a segment that many engines request at once is in flight for some time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HotArguments:
-    """As on the command line; seconds are of the workload. `rate`: requests per node, times those of the trace on
-    `TRACE_NODES`."""
+    """Arguments of the command line; seconds are those of the workload. `rate`: requests per node, as a multiple of the
+    trace's on `TRACE_NODES`. Raises ConfigurationError for a value out of range."""
 
     trace: Path
     nodes: int = 64
@@ -64,7 +65,7 @@ class HotArguments:
             raise ConfigurationError("steady_s", self.steady_s, f"at least {WINDOW_S:g} seconds")
         for mode in self.hot:
             if mode not in MODES:
-                raise ConfigurationError("hot", mode, f"some of {', '.join(MODES)}")
+                raise ConfigurationError("hot", mode, f"names among {', '.join(MODES)}")
         if not 0 < self.rate < 1000:
             raise ConfigurationError("rate", self.rate, "above 0 and below 1000")
         if self.nodes < 1:
@@ -72,17 +73,17 @@ class HotArguments:
 
     @property
     def crowd_from_s(self) -> float:
-        """When the flash crowd comes."""
+        """When the flash crowd begins."""
         return self.warm_s + self.steady_s
 
     @property
     def ends_s(self) -> float:
-        """Of the run."""
+        """When the run ends."""
         return self.crowd_from_s + self.crowd_s
 
 
 class HotRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One mode of the hot set. `crowd`: the windows of the flash crowd, its first one first."""
+    """The run with one mode of the hot set. `crowd`: the windows of the flash crowd, in order."""
 
     hot: str
     steady: Measured
@@ -105,14 +106,14 @@ class HotResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def workload(arguments: HotArguments, arrivals: list[Arrival]) -> Iterator[Arrival]:
-    """Copies of the trace, so many that the load per node is that of the trace on `TRACE_NODES`; then the crowd."""
+    """As many copies of the trace as give each node the trace's load on `TRACE_NODES`; then the flash crowd."""
     many = merged(arrivals, max(1, round(arguments.rate * arguments.nodes / TRACE_NODES)))
     stream = flash_crowd(many, arguments.crowd_from_s, SEGMENT_TOKENS, arguments.seed)
     return takewhile(lambda arrival: arrival.at_s < arguments.ends_s, stream)
 
 
 def run_hot(arguments: HotArguments, console: Console) -> HotResult:
-    """Simulates each mode in turn. Raises TokenLakeError."""
+    """Simulate each mode in turn. Raises TokenLakeError."""
     trace = read_mooncake(arguments.trace, seed=arguments.seed, jitter_s=JITTER_S)
     arrivals = arrivals_of(trace.accesses(SEGMENT_TOKENS))
     total = sum(1 for _ in workload(arguments, arrivals))
@@ -156,9 +157,9 @@ def _row(arguments: HotArguments, mode: str, simulation: Simulation) -> HotRow:
 
 
 def table(result: HotResult) -> Table:
-    """For a terminal."""
+    """A table for a terminal."""
     title = f"{result.trace}: {result.nodes} nodes, rate {result.rate:g}, loads {result.load_delay_s:g} s late"
-    caption = "at best: own reads as they are, and what travels as even as can be"
+    caption = "at best: reads from the own node unchanged, all other reads as even as possible"
     shown = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
     shown.add_column("")
     for row in result.rows:
@@ -174,7 +175,7 @@ def _lines(rows: list[HotRow]) -> Iterator[tuple[str, list[str]]]:
     yield "token hit rate, steady", [f"{each.token_hit_rate:.1%}" for each in steady]
     yield "hits from another node", [f"{each.remote_share:.1%}" for each in steady]
     yield "load CV, steady (at best)", [f"{each.load_cv:.3f} ({each.load_cv_at_best:.3f})" for each in steady]
-    yield "- of the readers", [f"{each.readers_cv:.3f}" for each in steady]
+    yield "- by reading node", [f"{each.readers_cv:.3f}" for each in steady]
     yield "- floor", [f"{each.load_cv_floor:.3f}" for each in steady]
     yield "max / mean, steady (at best)", [_most(each) for each in steady]
     yield (
@@ -196,20 +197,33 @@ def _most(each: Measured) -> str:
 
 
 @click.command()
-@click.option("--trace", required=True, type=click.Path(dir_okay=False, path_type=Path), help="In Mooncake's format.")
+@click.option(
+    "--trace", required=True, type=click.Path(dir_okay=False, path_type=Path), help="A trace in Mooncake's format."
+)
 @click.option("--nodes", default=HotArguments.nodes, show_default=True)
 @click.option("--node-tokens", default=HotArguments.node_tokens, show_default=True, help="Capacity of one node.")
-@click.option("--rate", default=HotArguments.rate, show_default=True, help="Times the load per node of the trace on 8.")
+@click.option(
+    "--rate",
+    default=HotArguments.rate,
+    show_default=True,
+    help="Load per node, as a multiple of the trace's on 8 nodes.",
+)
 @click.option("--hot", default=",".join(HotArguments.hot), show_default=True, help="Modes of the hot set, in turn.")
-@click.option("--warm-s", default=HotArguments.warm_s, show_default=True, help="Left out of what is measured.")
-@click.option("--steady-s", default=HotArguments.steady_s, show_default=True, help="Before the flash crowd comes.")
-@click.option("--crowd-s", default=HotArguments.crowd_s, show_default=True, help="Of the flash crowd.")
-@click.option("--load-delay-s", default=HotArguments.load_delay_s, show_default=True, help="Age of reported loads.")
-@click.option("--gossip-s", default=HotArguments.gossip_s, show_default=True, help="Between two pings to a peer.")
+@click.option("--warm-s", default=HotArguments.warm_s, show_default=True, help="Warm-up, not measured.")
+@click.option(
+    "--steady-s", default=HotArguments.steady_s, show_default=True, help="Measured time before the flash crowd."
+)
+@click.option("--crowd-s", default=HotArguments.crowd_s, show_default=True, help="Length of the flash crowd.")
+@click.option(
+    "--load-delay-s", default=HotArguments.load_delay_s, show_default=True, help="Age of the loads that nodes report."
+)
+@click.option(
+    "--gossip-s", default=HotArguments.gossip_s, show_default=True, help="Interval of the reports to each peer."
+)
 @click.option("--seed", default=HotArguments.seed, show_default=True)
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the result here.")
 def main(hot: str, **options: object) -> None:
-    """Balance of many simulated nodes: copies of a trace side by side, then a prefix that is suddenly in 30 % of the
+    """Balance of a simulated pool under copies of a trace, then under a prefix that suddenly occurs in 30 % of the
     requests."""
     console = Console()
     try:
@@ -219,7 +233,7 @@ def main(hot: str, **options: object) -> None:
         raise click.ClickException(str(error)) from error
     console.print(table(result))
     if arguments.json_file is not None:
-        arguments.json_file.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+        write_json(result, arguments.json_file)
 
 
 if __name__ == "__main__":

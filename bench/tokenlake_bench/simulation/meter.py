@@ -1,44 +1,37 @@
-"""What the simulated arenas were read for, and the extra copies that were made of hot segments."""
+"""Reads of the simulated arenas over time, and the extra copies made of hot segments."""
 
 from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenlake.core.instructions import StartFetch
-from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
-from tokenlake.store import Kind
-from tokenlake.wire import Code
 from tokenlake_bench.balance import WINDOW_S, ReadLog, Spread, spread
-
-if TYPE_CHECKING:
-    from tokenlake_bench.simulation.node import SimNode
 
 __all__ = ["Meter", "WindowLoad", "filled"]
 
 
 @dataclass(frozen=True, slots=True)
 class WindowLoad:
-    """Segments read in one window."""
+    """The segments read in one window."""
 
     from_s: float
     mean: float
-    """Per node."""
+    """Mean over the nodes."""
     max_over_mean: float
     cv: float
 
 
 class Meter:
-    """A read is counted where the bytes lay: by the engine of that node, or sent to be read elsewhere. What another
-    node pulls to keep it (a push, a replica) is no read. Times are of the workload."""
+    """A read is counted at the node whose arena the bytes were in, whether an engine of that node read them or another
+    node fetched them for one of its engines. Transfers of primary copies and replicas are not reads. Times are those of
+    the workload."""
 
     def __init__(self, nodes: int, segment_bytes: int, begins_s: float) -> None:
-        """`begins_s`: of the clock, when the workload's time is 0."""
+        """`begins_s`: time of the clock at which the workload's time is 0."""
         self._nodes = nodes
         self._segment_bytes = segment_bytes
         self._begins_s = begins_s
@@ -47,46 +40,37 @@ class Meter:
         self._reader = array("q")
         self._segment = array("q")
         self.replicas_made = array("d")
-        """When each began."""
+        """The time at which the transfer of each replica began."""
 
     def read(self, now: float, node: int, reader: int, keys: bytes) -> None:
-        """From the arena of `node`, by the engine of `reader`."""
+        """Count segments read from the arena of `node` by an engine of node `reader`."""
         count = len(keys) // KEY_BYTES
-        # A key is uniform: 8 bytes of it tell segments apart.
+        # Keys are uniform: their first 8 bytes identify a segment.
         self._segment.frombytes(np.frombuffer(keys, dtype="<i8")[:: KEY_BYTES // 8].tobytes())
         self._at_s.extend([now - self._begins_s] * count)
         self._node.extend([node] * count)
         self._reader.extend([reader] * count)
 
-    def sent(self, now: float, node: int, receiver: SimNode, order: StartFetch, codes: bytes) -> None:
-        """`node` sends what `order` of the `receiver` asked for."""
-        if not order.background:
-            keys = order.keys
-            if codes.count(Code.LOCAL) < len(codes):
-                parts = (keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at, c in enumerate(codes) if c == Code.LOCAL)
-                keys = b"".join(parts)
-            self.read(now, node, receiver.index, keys)
-            return
-        kept = receiver.store.get(TenantId(order.tenant), SegmentKey(order.keys[:KEY_BYTES]))
-        if kept is not None and kept.kind is Kind.REPLICA:
-            self.replicas_made.extend([now - self._begins_s] * codes.count(Code.LOCAL))
+    def replicated(self, now: float, segments: int) -> None:
+        """Count replicas whose transfer begins now."""
+        self.replicas_made.extend([now - self._begins_s] * segments)
 
     def log(self, start_s: float, stop_s: float) -> ReadLog:
-        """The reads of this time, by the node they were from."""
+        """The reads between two times, by the node whose arena was read."""
         return self._log(start_s, stop_s, np.array(self._node), np.ones(len(self._node), dtype=np.bool_))
 
     def log_of_readers(self, start_s: float, stop_s: float) -> ReadLog:
-        """The same, by the node whose engine read: as even as the requests are."""
+        """The reads between two times, by the node whose engine read. This is as even as the requests are."""
         return self._log(start_s, stop_s, np.array(self._reader), np.ones(len(self._node), dtype=np.bool_))
 
     def log_of_sent(self, start_s: float, stop_s: float) -> ReadLog:
-        """The reads by engines of other nodes alone, by the node they were from."""
+        """The reads that crossed the network between two times, by the node whose arena was read."""
         node = np.array(self._node)
         return self._log(start_s, stop_s, node, node != np.array(self._reader))
 
     def at_best(self, start_s: float, stop_s: float) -> Spread:
-        """The spread, were what travelled in each window read from the nodes with least to do, and what engines read at
-        their own nodes read there all the same: no choice of copies gets below this."""
+        """A lower bound of the spread for any placement of copies. Reads of an engine from its own node stay where they
+        were; in each window all other reads are distributed to the least loaded nodes."""
         at_s, node, reader = np.array(self._at_s), np.array(self._node), np.array(self._reader)
         chosen = (at_s >= start_s) & (at_s < stop_s)
         window, own = np.floor(at_s[chosen] / WINDOW_S), (node == reader)[chosen]
@@ -107,7 +91,7 @@ class Meter:
         return log
 
     def windows(self, window_s: float = WINDOW_S) -> list[WindowLoad]:
-        """Each window from time 0 on, the last one as far as it went."""
+        """The load of each window from time 0 on; the last window may be incomplete."""
         at_s, node = np.array(self._at_s), np.array(self._node)
         if not len(at_s):
             return []
@@ -125,11 +109,12 @@ class Meter:
 
 
 def filled(own: NDArray[np.int64], more: int) -> NDArray[np.float64]:
-    """`own` with `more` poured in where it is lowest: max(own, level), the sum of which is that of both."""
+    """Distribute `more` over the lowest entries of `own` (water filling): the entries become max(own, level) for the
+    one level at which their sum is that of `own` plus `more`."""
     ascending = np.sort(own).astype(np.float64)
     counts = np.arange(1, len(own) + 1)
     levels = (np.cumsum(ascending) + more) / counts
-    # The level of the first k nodes is right when it does not reach the next one.
+    # The level computed from the lowest k nodes is right when it does not exceed the next node's load.
     following = np.append(ascending[1:], np.inf)
     level: np.float64 = levels[np.argmax(levels <= following)]
     return np.maximum(own.astype(np.float64), level)

@@ -1,25 +1,28 @@
-"""Links that take time.
+"""The simulated network: latency, bandwidth and queues.
 
-A frame takes its link's latency; frames of one link have one latency, so they arrive in order. Segments queue at the
-node that sends them, then at the one that receives them::
+A frame takes its link's latency. All frames of a link have the same latency, so they arrive in order. Transfers queue
+at the sending node, then at the receiving node::
 
     sender    |== transfer 1 ==|== transfer 2 ==|
-    receiver            latency |== transfer 1 ==|  (behind what comes from elsewhere)
+    receiver            latency |== transfer 1 ==|  (behind transfers from other senders)
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tokenlake.errors import ConfigurationError
+from tokenlake.wire import peer
+from tokenlake_bench.simulation.late_load import LateLoad
 
 __all__ = ["Link", "Network", "NetworkShape"]
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction between two nodes: seconds, and bytes per second."""
+    """One direction between two nodes: latency in seconds, bandwidth in bytes per second."""
 
     latency_s: float = 50e-6
     bandwidth: float = 12.5e9
@@ -33,29 +36,39 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class NetworkShape:
-    """`usual`: a node's own connection, in either direction, and every link that `links` does not name by its
-    (sender, receiver). 100 Gbit/s in one switch unless told otherwise."""
+    """`links`: the links that differ, by (sender, receiver). `usual`: every other link, and each node's own connection
+    in either direction; by default 100 Gbit/s through one switch."""
 
     usual: Link = field(default_factory=Link)
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
 
 
 class Network:
-    """When what is sent arrives. `transfers` and `nbytes` count what was sent so far."""
+    """The links between `nodes` nodes: computes when a transfer ends, and counts frames and bytes."""
 
-    def __init__(self, shape: NetworkShape, nodes: int) -> None:
+    def __init__(self, shape: NetworkShape, nodes: int, load_delay_s: float = 0.0) -> None:
+        """`load_delay_s`: the age of the load in frames that carry their sender's load; 0: the load as it is."""
         self._shape = shape
         self._sends_until = [0.0] * nodes
         self._receives_until = [0.0] * nodes
+        self._late_load = LateLoad(load_delay_s, nodes) if load_delay_s else None
+        self.messages: Counter[type] = Counter()
+        """Frames sent so far, by type of message."""
         self.transfers = 0
         self.nbytes = 0
+        """Bytes of segments sent so far."""
 
     def link(self, sender: int, receiver: int) -> Link:
-        """From one node to another."""
+        """The link from one node to another."""
         return self._shape.links.get((sender, receiver), self._shape.usual)
 
+    def frame(self, now: float, sender: int, message: peer.PeerMessage) -> peer.PeerMessage:
+        """Count a frame that `sender` sends now. Returns the message as its receiver gets it."""
+        self.messages[type(message)] += 1
+        return message if self._late_load is None else self._late_load.pass_on(now, sender, message)
+
     def transfer(self, now: float, sender: int, receiver: int, nbytes: int) -> tuple[float, float]:
-        """(when the sender is done, when the last byte is there) of `nbytes` that are ready to go."""
+        """Queue a transfer of `nbytes`. Returns when the sender has sent the last byte and when it arrives."""
         link = self.link(sender, receiver)
         took = nbytes / min(link.bandwidth, self._shape.usual.bandwidth)
         starts = max(now, self._sends_until[sender])

@@ -1,179 +1,162 @@
-"""One simulated daemon: carries out what its rules say and decides nothing."""
+"""One simulated node: the rules of a daemon, on a network and a memory of which only sizes and times exist."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Protocol
 
 from tokenlake.core import NodeCore, events, instructions
+from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
 from tokenlake.store import Kind, SegmentStore
-from tokenlake.wire import Code
-from tokenlake_bench.simulation.network import Link
+from tokenlake.wire import Code, engine
+from tokenlake_bench.simulation.meter import Meter
+from tokenlake_bench.simulation.network import Link, Network
+from tokenlake_testing.clock import Clock
+from tokenlake_testing.driver import NodeDriver, Pull
 
-if TYPE_CHECKING:
-    from tokenlake_bench.simulation.cluster import Cluster
-    from tokenlake_bench.simulation.engine import Engine
-
-__all__ = ["CHECKSUM", "SimNode"]
+__all__ = ["CHECKSUM", "Process", "SimNode"]
 
 CHECKSUM = b"checksum"
-"""Of every segment: there are no bytes."""
+"""The checksum of every segment and shard: segments have no bytes here."""
 
 
-class _Pull:
-    """One `StartFetch` under way; `order` is None once its `FetchDone` is out."""
+class Process(Protocol):
+    """An engine process that joined a node."""
 
-    __slots__ = ("codes", "order", "receiver", "sender", "stream")
+    joined: bool
 
-    def __init__(self, receiver: SimNode, sender: SimNode, order: instructions.StartFetch, stream: int) -> None:
-        self.receiver = receiver
-        self.sender = sender
-        self.order: instructions.StartFetch | None = order
-        self.stream = stream
-        self.codes = b""
-        """Of what was sent."""
+    def hear(self, message: engine.EngineReply) -> None:
+        """Take a reply of the node; it leaves the node now."""
+
+
+class _SizedPull(Pull):
+    """A transfer whose duration the network computes from its size."""
+
+    def __init__(self, source: SimNode, target: SimNode, order: instructions.StartFetch, stream: int) -> None:
+        super().__init__(target.driver, order, stream)
+        self._source = source
+        self._target = target
+        self._codes = b""
+
+    def begin(self) -> None:
+        """The order reached the sender."""
+        if not self.returned:
+            self.ask(self._source.driver)
+
+    def send(self, bulk: instructions.SendBulk) -> None:
+        """See `Pull`."""
+        self._codes = bulk.codes
+        source, target = self._source, self._target
+        clock, nbytes = source.clock, bulk.codes.count(Code.LOCAL) * bulk.slot_bytes
+        sent, arrived = source.network.transfer(clock.now, source.index, target.index, nbytes)
+        if not self.returned:
+            self._count(bulk.codes)
+        clock.at(sent, self.end_sending)
+        clock.at(arrived, self._return_codes)
+
+    def abort(self) -> None:
+        """See `Pull`."""
+        self._target.clock.after(0.0, self._return_nothing)
+
+    def _return_nothing(self) -> None:
+        self._codes = bytes([Code.LOST]) * (len(self.order.keys) // KEY_BYTES)
+        self._return_codes()
+
+    def _return_codes(self) -> None:
+        if self.returned:
+            return
+        shards = self.order.shards
+        missing = bytes(len(CHECKSUM) * shards)
+        self.end_receiving(
+            self._codes, b"".join(CHECKSUM * shards if code == Code.LOCAL else missing for code in self._codes)
+        )
+
+    def _count(self, codes: bytes) -> None:
+        """A transfer for an engine is a read of the sender's arena; one for a replica is an extra copy made; one that
+        moves a primary copy is neither."""
+        order, source, target = self.order, self._source, self._target
+        now, meter = source.clock.now, source.meter
+        if order.background:
+            kept = target.store.get(TenantId(order.tenant), SegmentKey(order.keys[:KEY_BYTES]))
+            if kept is not None and kept.kind is Kind.REPLICA:
+                meter.replicated(now, codes.count(Code.LOCAL))
+            return
+        keys = order.keys
+        if codes.count(Code.LOCAL) < len(codes):
+            parts = (keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at, code in enumerate(codes) if code == Code.LOCAL)
+            keys = b"".join(parts)
+        meter.read(now, source.index, target.index, keys)
 
 
 class SimNode:
-    """A `NodeCore`, its timers, and where its instructions go."""
+    """A `NodeDriver`, and the engines, the network and the memory that it drives."""
 
-    def __init__(self, cluster: Cluster, index: int, core: NodeCore) -> None:
-        self.cluster = cluster
+    def __init__(self, index: int, nodes: int, core: NodeCore, clock: Clock, network: Network, meter: Meter) -> None:
+        """`index`: this node's number among the `nodes` of the cluster."""
         self.index = index
         self.name = core.config.node
         self.core = core
-        self.engines: dict[int, Engine] = {}
+        self.clock = clock
+        self.network = network
+        self.meter = meter
+        self.engines: dict[int, Process] = {}
         """By connection."""
-        self._clock = cluster.clock
-        self._handle = core.handle
-        self._next_wake = core.next_wake
-        self._armed = float("inf")
-        self._links: dict[str, tuple[SimNode, Link]] = {}
-        self._receives: dict[int, _Pull] = {}
-        """By fetch."""
-        self._sends: dict[int, _Pull] = {}
-        """By stream."""
+        self.driver = NodeDriver(core, clock, engines=self, network=self, memory=self)
+        self.deliver = self.driver.deliver
+        self._nodes = nodes
+        self._peers: dict[str, tuple[SimNode, Link]] = {}
         self._streams = 0
-        self._carry: dict[type, Callable[[Any], None]] = {
-            instructions.Answer: self._answer,
-            instructions.Welcomed: self._welcome,
-            instructions.SendToPeer: self._say,
-            instructions.StartFetch: self._start_fetch,
-            instructions.AbortFetch: self._abort_fetch,
-            instructions.SendBulk: self._send_bulk,
-            instructions.CheckSlot: self._check_slot,
-            # There is no memory to stamp, and nobody reads the log.
-            instructions.Stamp: lambda i: None,
-            instructions.Note: lambda i: None,
-        }
 
     @property
     def store(self) -> SegmentStore:
-        """To look at."""
+        """The segments that lie here."""
         return self.core.store
 
     def replicas(self) -> int:
-        """Extra copies of hot segments that it has now."""
+        """Extra copies of hot segments that lie here now."""
         return sum(pool.counts[Kind.REPLICA] for pool in self.store.pools())
 
-    def start(self) -> None:
-        """Begin the rules' timers; all other nodes exist."""
-        for other in self.cluster.nodes:
-            if other is not self:
-                self._links[other.name] = other, self.cluster.network.link(self.index, other.index)
-        self.core.start(self._clock.now)
-        self._arm()
+    def connect(self, nodes: Iterable[SimNode]) -> None:
+        """Learn of the other nodes. Call it before `driver.start`."""
+        others = (node for node in nodes if node is not self)
+        self._peers = {other.name: (other, self.network.link(self.index, other.index)) for other in others}
 
-    def deliver(self, event: events.Event) -> None:
-        """Something happened."""
-        carry = self._carry
-        for instruction in self._handle(event, self._clock.now):
-            carry[type(instruction)](instruction)
-        wake = self._next_wake()
-        if wake is not None and wake < self._armed:
-            self._armed = wake
-            self._clock.at(wake, self._tick, wake)
+    # -- engines
 
-    def _arm(self) -> None:
-        wake = self._next_wake()
-        if wake is not None and wake < self._armed:
-            self._armed = wake
-            self._clock.at(wake, self._tick, wake)
-
-    def _tick(self, wake: float) -> None:
-        if wake != self._armed:
-            return
-        self._armed = float("inf")
-        due = self._next_wake()
-        if due is not None and due <= self._clock.now:
-            self.deliver(events.Tick())
-        else:
-            self._arm()
-
-    # -- instructions
-
-    def _answer(self, order: instructions.Answer) -> None:
+    def answer(self, order: instructions.Answer) -> None:
+        """See `tokenlake_testing.driver.Engines`."""
         self.engines[order.connection].hear(order.message)
 
-    def _welcome(self, order: instructions.Welcomed) -> None:
+    def welcome(self, order: instructions.Welcomed) -> None:
+        """See `tokenlake_testing.driver.Engines`."""
         self.engines[order.connection].joined = True
 
-    def _say(self, order: instructions.SendToPeer) -> None:
-        other, link = self._links[order.node]
-        message = self.cluster.on_the_wire(self.index, order.message)
-        self._clock.after(link.latency_s, other.deliver, events.PeerSent(self.name, message))
+    # -- network
 
-    def _start_fetch(self, order: instructions.StartFetch) -> None:
-        sender, link = self._links[order.node]
+    def say(self, order: instructions.SendToPeer) -> None:
+        """See `tokenlake_testing.driver.Network`."""
+        other, link = self._peers[order.node]
+        message = self.network.frame(self.clock.now, self.index, order.message)
+        self.clock.after(link.latency_s, other.deliver, events.PeerSent(self.name, message))
+
+    def pull(self, order: instructions.StartFetch) -> Pull:
+        """See `tokenlake_testing.driver.Network`."""
+        source, link = self._peers[order.node]
         self._streams += 1
-        pull = _Pull(self, sender, order, self._streams * self.cluster.size.nodes + self.index)
-        self._receives[order.fetch] = pull
-        self._clock.after(link.latency_s, self._ask, pull)
+        pull = _SizedPull(source, self, order, self._streams * self._nodes + self.index)
+        self.clock.after(link.latency_s, pull.begin)
+        return pull
 
-    def _ask(self, pull: _Pull) -> None:
-        order = pull.order
-        if order is not None:
-            pull.sender._sends[pull.stream] = pull
-            asked = events.PullRequested(pull.stream, self.name, order.tenant, order.keys, order.background)
-            pull.sender.deliver(asked)
+    # -- memory
 
-    def _send_bulk(self, bulk: instructions.SendBulk) -> None:
-        pull = self._sends[bulk.stream]
-        pull.codes = bulk.codes
-        now, nbytes = self._clock.now, bulk.codes.count(Code.LOCAL) * bulk.slot_bytes
-        sent, arrived = self.cluster.network.transfer(now, self.index, pull.receiver.index, nbytes)
-        if pull.order is not None:
-            self.cluster.meter.sent(now, self.index, pull.receiver, pull.order, bulk.codes)
-        self._clock.at(sent, self._sent, bulk.stream)
-        self._clock.at(arrived, self._arrived, pull)
+    def stamp(self, order: instructions.Stamp) -> None:
+        """There is no memory to stamp."""
 
-    def _sent(self, stream: int) -> None:
-        del self._sends[stream]
-        self.deliver(events.SendDone(stream))
+    def check(self, order: instructions.CheckSlot) -> None:
+        """There are no bytes that could be wrong."""
+        self.clock.after(0.0, self.deliver, events.SlotChecked(order.check, True))
 
-    @staticmethod
-    def _arrived(pull: _Pull) -> None:
-        if pull.order is not None:
-            pull.receiver._return(pull, pull.codes)
-
-    def _abort_fetch(self, order: instructions.AbortFetch) -> None:
-        if order.fetch in self._receives:
-            self._clock.after(0.0, self._aborted, self._receives[order.fetch])
-
-    def _aborted(self, pull: _Pull) -> None:
-        if pull.order is not None:
-            self._return(pull, bytes([Code.LOST]) * (len(pull.order.keys) // KEY_BYTES))
-
-    def _check_slot(self, order: instructions.CheckSlot) -> None:
-        """There are no bytes to be wrong."""
-        self._clock.after(0.0, self.deliver, events.SlotChecked(order.check, True))
-
-    def _return(self, pull: _Pull, codes: bytes) -> None:
-        """The receiver returns: nothing lands any more."""
-        order, pull.order = pull.order, None
-        assert order is not None
-        del self._receives[order.fetch]
-        nothing = bytes(len(CHECKSUM) * order.shards)
-        checksums = b"".join(CHECKSUM * order.shards if code == Code.LOCAL else nothing for code in codes)
-        self.deliver(events.FetchDone(order.fetch, codes, checksums))
+    def replace(self, order: instructions.ReplaceRegion) -> None:
+        """There is no memory to close."""
+        self.clock.after(0.0, self.deliver, events.RegionReady(order.fresh))

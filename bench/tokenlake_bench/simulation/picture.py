@@ -6,20 +6,19 @@ from pathlib import Path
 
 import numpy as np
 
-from tokenlake.errors import ConfigurationError
 from tokenlake_bench.balance import WINDOW_S
+from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.simulation.results import PoolView, SimulatedResult
 
 __all__ = ["plot_simulated"]
 
 
 def plot_simulated(result: SimulatedResult, view: PoolView, path: Path) -> None:
-    """Writes a PNG at `path`, without a display. ConfigurationError where matplotlib is missing."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigurationError("plot", str(path), "matplotlib: pip install tokenlake-bench") from None
+    """Write a PNG to `path`, without a display. Raises ConfigurationError where matplotlib is missing."""
+    check_plot(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     names = list(result.systems)
     colours = ["tab:blue" if name.startswith("pool") else "tab:gray" for name in names]
     figure = Figure(figsize=(15, 1.5 + max(3.0, 0.35 * len(names))), layout="constrained")

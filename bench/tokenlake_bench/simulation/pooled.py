@@ -1,11 +1,13 @@
-"""The pool under engines that take time: `NodeCore`s and the instances of the other systems on one clock.
+"""The pool beneath engines that take time: the nodes' `NodeCore`s and the engine instances of the other systems on one
+clock.
 
 ::
 
-    arrives -> waits for its turn -> match, fetch -> instance: prefill ............. decode -> finished
-                (`AHEAD` before it)  (links)         begins: memory is taken   `- stores what it computed
+    arrives -> queues -> match, fetch -> instance: prefill ............. decode -> finished
+           (at most `AHEAD`   (links)     takes memory   `- stores the computed segments
+            read ahead)
 
-What reaches an instance is what a router sends it that knows how much each has to do, and of the caches nothing.
+The router knows the load of each instance and nothing of the caches.
 """
 
 from __future__ import annotations
@@ -27,24 +29,26 @@ from tokenlake_bench.routing.clocked import ClockedInstance
 from tokenlake_bench.routing.instance import InstanceOptions, Job
 from tokenlake_bench.routing.outcome import Answered, SystemRow, row_of
 from tokenlake_bench.simulation.arrivals import Arrival, keys_of
-from tokenlake_bench.simulation.cluster import BEGINS_S, Route, SimulationOptions
-from tokenlake_bench.simulation.engine import TENANT, Engine, Served, Steps
+from tokenlake_bench.simulation.cluster import BEGINS_S, Route
+from tokenlake_bench.simulation.engine import TENANT, RequestOutcome, SimulatedEngine, Steps
 from tokenlake_bench.simulation.network import Link, NetworkShape
 from tokenlake_bench.simulation.node import SimNode
+from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.simulation.run import Simulation
 
 __all__ = ["POOL", "POOL_REAL", "PooledRun", "engine_layout", "pool_options"]
 
 POOL, POOL_REAL = "pool", "pool-real"
-"""Requests under way take no memory from the pool, as beside routers of perfect knowledge; or they do."""
+"""`pool`: requests under way take no memory from the pool, as in the `-perfect` systems. `pool-real`: they take memory.
+"""
 AHEAD = 4
-"""Requests of an instance that read their prefix while those before them are computed."""
+"""Requests of an instance that may have read their prefix and not begun to compute."""
 DRAIN_S = 86_400.0
-"""At most, after the last arrival."""
+"""The longest time that a run goes on after the last arrival."""
 
 
 def engine_layout(engine: EngineModel, segment_tokens: int) -> Layout:
-    """Segments of as many bytes as the model's; nothing else of it is looked at."""
+    """A layout whose segments have as many bytes as the model's; its other fields have no effect."""
     elements = engine.model.attention.cache_elements
     return Layout(
         model_id=engine.model.name,
@@ -68,8 +72,8 @@ def pool_options(
     seed: int,
     rules: dict[str, str],
 ) -> SimulationOptions:
-    """A node is an instance: all its NICs are one connection. Where a node's memory is one region, its slots are what
-    the instance has of cache in the other systems."""
+    """Options of a pool whose nodes are instances: all NICs of an instance are one connection. As a node's memory is
+    one region, it has as many slots as an instance of the other systems has cache."""
     bandwidth = engine.gpus * engine.gpu.network_rate * engine.gpu.network_efficiency
     return SimulationOptions(
         nodes=nodes,
@@ -84,43 +88,50 @@ def pool_options(
 
 @dataclass(slots=True, eq=False)
 class _Memory:
-    """Of one request, prompt and answer: `slots`, as far as they could be had."""
+    """Memory of one request, prompt and answer: `slots` slots, or fewer where the store has no more."""
 
     slots: int
     shared: list[Segment] = field(default_factory=list)
-    """The pool's own, pinned."""
+    """Segments of the pool, pinned."""
     own: list[Segment] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
-class _Turn:
+class _PooledRequest:
     """One request at its instance."""
 
-    served: Served
+    served: RequestOutcome
     keys: bytes
     first_s: float = 0.0
     answered: bool = False
     stored: bool = False
 
 
-class PooledEngine(Engine):
-    """An `Engine` whose requests go through an instance between reading and storing."""
+class PooledEngine(SimulatedEngine):
+    """A `SimulatedEngine` whose requests pass through an instance between reading and storing."""
 
-    def __init__(self, node: SimNode, window: int, finished: Callable[[Served], None], run: PooledRun) -> None:
-        super().__init__(node, window, finished)
+    def __init__(
+        self,
+        node: SimNode,
+        options: SimulationOptions,
+        window: int,
+        finished: Callable[[RequestOutcome], None],
+        run: PooledRun,
+    ) -> None:
+        super().__init__(node, options, window, finished)
         self._run = run
-        self._turns: dict[int, _Turn] = {}
-        """Those that read, or are at the instance, by number."""
-        self._waiting_turns: deque[_Turn] = deque()
+        self._requests: dict[int, _PooledRequest] = {}
+        """Requests that read or are at the instance, by number."""
+        self._queue: deque[_PooledRequest] = deque()
         self._ahead = 0
-        """Those that read or have read, and have not begun to compute."""
+        """Requests that read or have read, and have not begun to compute."""
         self._memory: dict[int, _Memory] = {}
-        """Of requests under way, by number."""
+        """Memory of requests under way, by number."""
         self.backlog = 0
-        """Tokens of prompts that have no first token yet."""
+        """Tokens of the prompts without a first token."""
         memory = run.node_tokens if run.counts_memory else None
         self._instance = ClockedInstance(
-            node.cluster.clock,
+            node.clock,
             run.engine,
             InstanceOptions(memory_tokens=memory),
             begin=self._begin,
@@ -129,25 +140,25 @@ class PooledEngine(Engine):
         )
 
     def serve(self, arrival: Arrival) -> None:
-        """See `Engine`."""
+        """See `SimulatedEngine`."""
         self.open += 1
         self.backlog += arrival.tokens
-        served = Served(arrival, self._node.index)
-        self._waiting_turns.append(_Turn(served, keys_of(arrival.chain, self._options.seed)))
+        served = RequestOutcome(arrival, self._node.index)
+        self._queue.append(_PooledRequest(served, keys_of(arrival.chain, self._options.seed)))
         self._read_ahead()
 
     def _read_ahead(self) -> None:
-        while self._waiting_turns and self._ahead < AHEAD:
+        while self._queue and self._ahead < AHEAD:
             self._ahead += 1
-            turn = self._waiting_turns.popleft()
+            request = self._queue.popleft()
             number = self._run.next_number()
-            self._turns[number] = turn
-            self._go_on(self._fetch_and_submit(number, turn), None)
+            self._requests[number] = request
+            self._advance(self._fetch_and_submit(number, request), None)
 
-    def _fetch_and_submit(self, number: int, turn: _Turn) -> Steps:
-        served, began = turn.served, self._clock.now
-        if turn.keys:
-            yield from self._read(served, turn.keys)
+    def _fetch_and_submit(self, number: int, request: _PooledRequest) -> Steps:
+        served, began = request.served, self._clock.now
+        if request.keys:
+            yield from self._read(served, request.keys)
         served.read_s = self._clock.now - began
         arrival = served.arrival
         hit = served.hits * self._options.segment_tokens
@@ -156,43 +167,43 @@ class PooledEngine(Engine):
     def _begin(self, job: Job, now: float) -> None:
         self._ahead -= 1
         if self._run.counts_memory:
-            turn = self._turns[job.number]
+            request = self._requests[job.number]
             memory = self._memory[job.number] = _Memory(-(-(job.prompt + job.output) // self._options.segment_tokens))
-            self._share(memory, turn.keys[: turn.served.hits * KEY_BYTES])
+            self._share(memory, request.keys[: request.served.hits * KEY_BYTES])
             self._hold(memory)
-        # Not within the instance's step: to read is to call on the node, which may call back.
-        self._clock.after(0.0, lambda _: self._read_ahead())
+        # Reading calls the node, which may call back: it must not happen within the instance's step.
+        self._clock.after(0.0, self._read_ahead)
 
     def _first(self, job: Job, now: float) -> None:
-        turn = self._turns[job.number]
-        turn.first_s = now
+        request = self._requests[job.number]
+        request.first_s = now
         self.backlog -= job.prompt
-        self._clock.after(0.0, lambda _: self._go_on(self._store_computed(job.number, turn), None))
+        self._clock.after(0.0, self._advance, self._store_computed(job.number, request), None)
 
-    def _store_computed(self, number: int, turn: _Turn) -> Steps:
-        new = turn.keys[turn.served.hits * KEY_BYTES :]
+    def _store_computed(self, number: int, request: _PooledRequest) -> Steps:
+        new = request.keys[request.served.hits * KEY_BYTES :]
         memory = self._memory.get(number)
         if memory is not None:
-            # The computed segments become the pool's: the same memory under another name.
+            # The computed segments become the pool's: their memory changes its owner.
             self._release(memory.own, len(new) // KEY_BYTES)
         if new:
-            yield from self._store(turn.served, turn.keys)
-        if memory is not None and not turn.answered:
+            yield from self._store(request.served, request.keys)
+        if memory is not None and not request.answered:
             self._share(memory, new)
             self._hold(memory)
-        turn.stored = True
-        self._close(number, turn)
+        request.stored = True
+        self._close(number, request)
 
     def _answered_all(self, job: Job, now: float) -> None:
-        turn = self._turns[job.number]
-        arrival = turn.served.arrival
+        request = self._requests[job.number]
+        arrival = request.served.arrival
         self._run.answers.append(
             Answered(
                 at_s=arrival.at_s,
                 prompt_tokens=arrival.tokens,
                 output_tokens=job.output,
-                hit_tokens=turn.served.hits * self._options.segment_tokens,
-                first_s=turn.first_s - BEGINS_S,
+                hit_tokens=request.served.hits * self._options.segment_tokens,
+                first_s=request.first_s - BEGINS_S,
                 finished_s=now - BEGINS_S,
             )
         )
@@ -201,19 +212,19 @@ class PooledEngine(Engine):
             self._release(memory.own, len(memory.own))
             self._release(memory.shared, len(memory.shared))
         self._run.done.append(arrival)
-        turn.answered = True
-        self._close(job.number, turn)
+        request.answered = True
+        self._close(job.number, request)
 
-    def _close(self, number: int, turn: _Turn) -> None:
-        if turn.answered and turn.stored:
-            del self._turns[number]
+    def _close(self, number: int, request: _PooledRequest) -> None:
+        if request.answered and request.stored:
+            del self._requests[number]
             self.open -= 1
-            self._finished(turn.served)
+            self._finished(request.served)
 
     # -- memory of requests under way
 
     def _share(self, memory: _Memory, keys: bytes) -> None:
-        """Those of these segments that are here stay here: the request computes on them."""
+        """Pin those of the segments that this node has: the request computes on them."""
         index = self._node.store.index(TenantId(TENANT))
         for at in range(0, len(keys), KEY_BYTES):
             segment = index.get(SegmentKey(keys[at : at + KEY_BYTES]))
@@ -222,10 +233,11 @@ class PooledEngine(Engine):
                 memory.shared.append(segment)
 
     def _hold(self, memory: _Memory) -> None:
-        """Takes slots for the rest out of the pool, or all that can be had. Outside the index from the start, they are
-        what a slot is whose segment is gone while somebody still reads it."""
+        """Take slots for the rest of the request out of the pool, as many as the store gives. A slot is reserved and
+        its segment discarded at once, so that it is in no index, like the slot of an evicted segment that a reader
+        still pins."""
         store, now = self._node.store, self._clock.now
-        slot_bytes = self._node.cluster.size.layout.segment_bytes
+        slot_bytes = self._options.segment_layout.segment_bytes
         self._release(memory.own, len(memory.own) + len(memory.shared) - memory.slots)
         while len(memory.own) + len(memory.shared) < memory.slots:
             key = SegmentKey(self._run.next_number().to_bytes(KEY_BYTES, "big"))
@@ -234,7 +246,7 @@ class PooledEngine(Engine):
                 break
             store.discard(segment, now)
             memory.own.append(segment)
-        # The node tells others of what went.
+        # On the next event the node reports the evictions to its peers.
         self._node.deliver(events.Tick())
 
     def _release(self, segments: list[Segment], most: int) -> None:
@@ -243,7 +255,7 @@ class PooledEngine(Engine):
 
 
 class PooledRun:
-    """One workload through the pool. Deterministic."""
+    """One run of a workload through the pool. Deterministic."""
 
     def __init__(self, options: SimulationOptions, engine: EngineModel, *, counts_memory: bool) -> None:
         """`counts_memory`: requests under way take memory from the pool."""
@@ -251,7 +263,7 @@ class PooledRun:
         self.counts_memory = counts_memory
         self.answers: list[Answered] = []
         self.done: list[Arrival] = []
-        """Requests that were answered, in this order."""
+        """The answered requests, in order of their answers."""
         self.node_tokens = options.capacity_tokens // options.nodes // options.segment_tokens * options.segment_tokens
         self._numbers = count(1)
         self._draw = random.Random(options.seed)
@@ -259,16 +271,18 @@ class PooledRun:
         self.simulation = Simulation(options, self._make)
 
     def next_number(self) -> int:
-        """Never the same again."""
+        """A number that is never returned again."""
         return next(self._numbers)
 
-    def _make(self, node: SimNode, window: int, finished: Callable[[Served], None]) -> Engine:
-        engine = PooledEngine(node, window, finished, self)
+    def _make(
+        self, node: SimNode, options: SimulationOptions, window: int, finished: Callable[[RequestOutcome], None]
+    ) -> SimulatedEngine:
+        engine = PooledEngine(node, options, window, finished, self)
         self._engines.append(engine)
         return engine
 
     def least_loaded(self, number: int, arrival: Arrival) -> int:
-        """The node with the fewest prompt tokens to compute, then the fewest requests; of equals, one drawn."""
+        """The node with the fewest prompt tokens to compute, then the fewest requests; ties are drawn by the seed."""
         loads = [(each.backlog, each.open) for each in self._engines]
         least = min(loads)
         return self._draw.choice([node for node, load in enumerate(loads) if load == least])
@@ -279,13 +293,14 @@ class PooledRun:
         progress: Callable[[int], None] = lambda done: None,
         route: Route | None = None,
     ) -> None:
-        """To the last token. `route`: `least_loaded` unless given. Raises ConfigurationError for no requests."""
+        """Run to the last token. `route`: `least_loaded` by default. Raises ConfigurationError where there are no
+        requests."""
         if not arrivals:
             raise ConfigurationError("requests", 0, "at least one")
         self.simulation.run(arrivals, progress, route or self.least_loaded, DRAIN_S)
 
     def row(self) -> SystemRow:
-        """Of all requests that are done, which must be one at least."""
+        """The row of all answered requests; there must be at least one."""
         simulation = self.simulation
         totals = simulation.totals()
         return row_of(

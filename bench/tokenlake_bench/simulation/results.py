@@ -26,10 +26,10 @@ FLASH_WINDOWS = 2
 class SimulatedResult(CacheHitResult, frozen=True, kw_only=True):
     """The JSON of `tokenlake bench cache-hit --mode simulate`.
 
-    What live mode has as well is of the pool beside which requests under way take no memory, as there; no bytes exist
-    that could be wrong. `systems`: that pool, and every other system by name. An instance is `gpus` GPUs.
-    `rate`: requests per second that arrived. `messages_per_request`: between nodes, for the pool. `complete`: not
-    interrupted.
+    The fields it shares with live mode describe the pool in which requests under way take no memory, as in live mode;
+    `wrong_bytes` is 0 because segments have no bytes. `systems`: that pool and every other system, by name. An instance
+    is `gpus` GPUs. `rate`: arriving requests per second. `messages_per_request`: frames between nodes of the pool.
+    `complete`: the run was not interrupted.
     """
 
     systems: dict[str, SystemRow]
@@ -45,24 +45,24 @@ class SimulatedResult(CacheHitResult, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolView:
-    """What a run of the pool leaves to look at."""
+    """Figures of one run of the pool, kept after its cluster is gone."""
 
     measured: Measured
     totals: Totals
     reads: ReadLog
     done: Accesses
-    """The requests that were answered, in order of arrival."""
+    """The answered requests, in order of arrival."""
     seed: int
     nodes: int
     segment_tokens: int
     capacity_tokens: int
     read_s: tuple[float, float]
-    """Of the requests that found something, from the match to the last byte: median and 99th percentile."""
+    """Median and 99th percentile of the time from the match to the last byte, over requests that read something."""
     seconds: float
 
     @classmethod
     def of(cls, run: PooledRun) -> PoolView:
-        """At its end, or where it was interrupted."""
+        """The figures of a run at its end, or where it was interrupted."""
         simulation = run.simulation
         cluster = simulation.cluster
         seconds = max(answer.at_s for answer in run.answers)
@@ -88,7 +88,7 @@ def result_of(
     flash_at: float | None,
     complete: bool,
 ) -> SimulatedResult:
-    """Of the pool as in `view`, and all systems that are done."""
+    """Combine the pool's figures with the rows of all systems that are done."""
     measured, totals, seed, prompts = view.measured, view.totals, view.seed, view.done.prompts
     compared = baselines(view.done, nodes=view.nodes, capacity_tokens=view.capacity_tokens, seed=seed)
     flash = [] if flash_at is None else balance.max_over_mean_from(view.reads, flash_at, FLASH_WINDOWS)
@@ -127,7 +127,7 @@ def result_of(
 
 
 def pool_table(result: SimulatedResult, view: PoolView, workload: str) -> Table:
-    """For a terminal: of the pool alone."""
+    """A table of the pool alone, for a terminal."""
     title = f"{workload}: {result.requests:,} requests, {result.nodes} nodes, seed {result.seed}"
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column()
@@ -143,14 +143,14 @@ def pool_table(result: SimulatedResult, view: PoolView, workload: str) -> Table:
         table.add_row(f"the same in window {number} of the flash crowd", f"{ratio:.3f} (floor {least:.3f})")
     copies, made = result.hot_copies_per_node, result.hot_copies_per_node_minute
     table.add_row("hot copies per node, made per minute", f"{copies:.1f}, {made:.2f}")
-    table.add_row("to read a prefix, p50 / p99", " / ".join(map(format_duration, view.read_s)))
+    table.add_row("time to read a prefix, p50 / p99", " / ".join(map(format_duration, view.read_s)))
     table.add_row("messages between nodes per request", f"{result.messages_per_request:.1f}")
     table.add_row("processor time", format_duration(result.processor_s))
     return table
 
 
 def systems_table(result: SimulatedResult) -> Table:
-    """For a terminal: a row per system."""
+    """A table for a terminal: a row per system."""
     per = f"{result.gpus} x {result.gpu}" if result.gpus > 1 else result.gpu
     title = f"{result.model}, {per} per instance, {result.rate:.2f} requests/s; p50 / p99"
     table = Table(title=title, title_justify="left")

@@ -1,4 +1,4 @@
-"""A workload on a simulated cluster, and what came of it between two times."""
+"""Runs a workload on a simulated cluster and measures it between two times."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from tokenlake.store import State
 from tokenlake.wire import Code
 from tokenlake_bench import balance
 from tokenlake_bench.simulation.arrivals import Arrival
-from tokenlake_bench.simulation.cluster import SETTLE_S, Cluster, EngineMaker, Route, SimulationOptions
-from tokenlake_bench.simulation.engine import Engine, Served
+from tokenlake_bench.simulation.cluster import SETTLE_S, EngineMaker, Route, SimulatedCluster
+from tokenlake_bench.simulation.engine import RequestOutcome, SimulatedEngine
 from tokenlake_bench.simulation.meter import WindowLoad
+from tokenlake_bench.simulation.options import SimulationOptions
 
 __all__ = ["Measured", "Simulation", "Totals"]
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """From `from_s` to `to_s` of the workload. Rates are shares; the load is that of `balance`; replicas are extra
-    copies of hot segments, as they were at the end of each window.
+    """Figures of the time from `from_s` to `to_s` of the workload. Rates are shares; the load is defined in `balance`;
+    replicas are counted at the end of each window.
 
-    Engines read what is in their own node there, so a part of the load follows the requests, and no rule of the pool
-    can move it. `at_best`: with that part as it was, and the rest as even as can be. `sent_cv`: of the rest alone.
-    `readers`: of all reads by the node whose engine read.
+    Engines read segments that their own node holds from there, so a part of the load follows the requests, and no rule
+    of the pool can move it. `at_best`: the load with that part unchanged and the other reads as even as possible.
+    `sent_cv`: the load of the other reads alone. `readers`: the load by the node whose engine read.
     """
 
     from_s: float
@@ -53,8 +54,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a whole run. `messages` go between nodes, `events` are what the simulated clock had to do, `bytes_moved` what
-    nodes sent each other of segments, `duplication` copies per segment that is held at the end."""
+    """Figures of a whole run. `messages` are frames between nodes, `events` callbacks of the simulated clock,
+    `bytes_moved` bytes of segments sent between nodes, `duplication` copies per distinct segment at the end."""
 
     requests: int
     duplication: float
@@ -69,15 +70,15 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Simulation:
-    """One run; `cluster` may be looked at afterwards."""
+    """One run of a workload. `cluster` may be inspected afterwards."""
 
-    def __init__(self, options: SimulationOptions, engine: EngineMaker = Engine) -> None:
+    def __init__(self, options: SimulationOptions, engine: EngineMaker = SimulatedEngine) -> None:
         self.options = options
         self.done = 0
-        """Requests so far."""
+        """Requests finished so far."""
         self.cut_by: Counter[Code] = Counter()
         self.stored: Counter[Code] = Counter()
-        self.cluster = Cluster(options, self._finished, engine)
+        self.cluster = SimulatedCluster(options, self._finished, engine)
         self._at_s = array("d")
         self._tokens = array("q")
         self._hits = array("q")
@@ -93,16 +94,17 @@ class Simulation:
         route: Route | None = None,
         settle_s: float = SETTLE_S,
     ) -> None:
-        """Serve all of them, as `Cluster.run` does. `progress` is called with the number done, once per window."""
+        """Serve all arrivals, as `SimulatedCluster.run` does. `progress` is called once per window with the number of
+        finished requests."""
 
-        def look() -> None:
+        def sample() -> None:
             self._replicas.append((self.cluster.now_s, [node.replicas() for node in self.cluster.nodes]))
             progress(self.done)
 
         began = time.process_time()
         try:
             with _rare_collections():
-                self.cluster.run(arrivals, look, route, settle_s)
+                self.cluster.run(arrivals, sample, route, settle_s)
         finally:
             self._processor_s += time.process_time() - began
 
@@ -111,7 +113,7 @@ class Simulation:
         return self.cluster.meter.windows()
 
     def measure(self, from_s: float, to_s: float) -> Measured:
-        """Requests that arrived, and reads that happened, in this time."""
+        """Figures of the requests that arrived, and of the reads that happened, between two times."""
         at_s = np.array(self._at_s)
         chosen = (at_s >= from_s) & (at_s < to_s)
         tokens, hits, remote = (
@@ -122,7 +124,7 @@ class Simulation:
         spread, floor = balance.spread(log), balance.floor(log, self.options.seed)
         best = meter.at_best(from_s, to_s)
         readers = balance.spread(meter.log_of_readers(from_s, to_s))
-        seen = [counts for at, counts in self._replicas if from_s < at <= to_s]
+        replicas = [counts for at, counts in self._replicas if from_s < at <= to_s]
         made = np.array(meter.replicas_made)
         made_here = int(((made >= from_s) & (made < to_s)).sum())
         return Measured(
@@ -140,34 +142,34 @@ class Simulation:
             sent_cv=balance.spread(meter.log_of_sent(from_s, to_s)).cv,
             readers_cv=readers.cv,
             readers_max_over_mean=readers.max_over_mean,
-            replicas_per_node=float(np.mean(seen)) if seen else 0.0,
-            most_replicas_on_a_node=int(np.max(seen)) if seen else 0,
+            replicas_per_node=float(np.mean(replicas)) if replicas else 0.0,
+            most_replicas_on_a_node=int(np.max(replicas)) if replicas else 0,
             replicas_made_per_node_minute=made_here / self.options.nodes / ((to_s - from_s) / 60),
         )
 
     def read_s(self, quantile: float) -> float:
-        """Of the requests that read something: from the match to the last byte of the prefix."""
+        """A quantile of the time from the match to the last byte of the prefix, over requests that read something."""
         return float(np.quantile(np.array(self._read_s), quantile)) if self._read_s else 0.0
 
     def totals(self) -> Totals:
-        """Of all requests so far."""
+        """Figures of all requests so far."""
         cluster, done = self.cluster, max(1, self.done)
         return Totals(
             requests=self.done,
             duplication=_copies_per_segment(cluster),
             bytes_moved=cluster.network.nbytes,
-            messages_per_request=cluster.messages.total() / done,
+            messages_per_request=cluster.network.messages.total() / done,
             messages_per_request_by_type={
-                kind.__name__: round(count / done, 2) for kind, count in cluster.messages.most_common()
+                kind.__name__: round(count / done, 2) for kind, count in cluster.network.messages.most_common()
             },
-            events=cluster.clock.asked,
+            events=cluster.clock.scheduled,
             replicas_made=len(cluster.meter.replicas_made),
             processor_s=self._processor_s,
             stored={code.name: self.stored[code] for code in sorted(self.stored)},
             cut_by={code.name: self.cut_by[code] for code in sorted(self.cut_by)},
         )
 
-    def _finished(self, served: Served) -> None:
+    def _finished(self, served: RequestOutcome) -> None:
         self.done += 1
         self._at_s.append(served.arrival.at_s)
         self._tokens.append(served.arrival.tokens)
@@ -182,8 +184,8 @@ class Simulation:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """A cluster is a few million objects that stay: to look through them for garbage as often as Python does by itself
-    takes as long as the run."""
+    """Collect garbage rarely. A cluster consists of a few million long-lived objects; scanning them as often as Python
+    does by default takes as long as the run itself."""
     usual = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -195,7 +197,7 @@ def _rare_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _copies_per_segment(cluster: Cluster) -> float:
+def _copies_per_segment(cluster: SimulatedCluster) -> float:
     copies: Counter[SegmentKey] = Counter()
     for node in cluster.nodes:
         copies.update(segment.key for segment in node.store.segments() if segment.state is State.READY)

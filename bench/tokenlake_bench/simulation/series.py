@@ -1,4 +1,4 @@
-"""Several results of `bench cache-hit --mode simulate` as one picture: over the rate, the capacity or the nodes.
+"""Draws several results of `bench cache-hit --mode simulate` as one picture: over the rate, the capacity or the nodes.
 
 python -m tokenlake_bench.simulation.series --over rate --plot FILE.png RESULT.json ...
 """
@@ -14,6 +14,7 @@ import click
 import msgspec
 
 from tokenlake.errors import ConfigurationError, TokenLakeError
+from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.routing import SystemRow
 from tokenlake_bench.simulation.pooled import POOL
 from tokenlake_bench.simulation.results import SimulatedResult
@@ -22,12 +23,12 @@ __all__ = ["main", "plot_series"]
 
 
 class Panel(NamedTuple):
-    """`value` of each system that has one, of the result and the system's row."""
+    """`value(result, system, row)` is plotted for each system that has one."""
 
     label: str
     value: Callable[[SimulatedResult, str, SystemRow], float | None]
     line: float | None = None
-    """Drawn across."""
+    """Height of a horizontal line."""
 
 
 PANELS: Final[dict[str, tuple[Panel, ...]]] = {
@@ -44,22 +45,19 @@ PANELS: Final[dict[str, tuple[Panel, ...]]] = {
         Panel("load CV per 10 s", lambda result, name, row: row.load_cv),
     ),
 }
-"""What is drawn over each field of a result."""
+"""The panels to draw, by the field of a result on the horizontal axis."""
 
 
 def plot_series(results: Sequence[SimulatedResult], over: str, path: Path) -> None:
-    """Writes a PNG at `path`, without a display. Raises ConfigurationError."""
+    """Write a PNG to `path`, without a display. Raises ConfigurationError."""
     if over not in PANELS:
         raise ConfigurationError("over", over, " or ".join(PANELS))
-    if path.suffix != ".png":
-        raise ConfigurationError("plot", str(path), "a file name ending in .png")
     if not results:
         raise ConfigurationError("results", 0, "at least one")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigurationError("plot", str(path), "matplotlib: pip install tokenlake-bench") from None
+    check_plot(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     ordered = sorted(results, key=lambda result: float(getattr(result, over)))
     figure = Figure(figsize=(6.5 * len(PANELS[over]), 4), layout="constrained")
     names = list(dict.fromkeys(name for result in ordered for name in result.systems))
@@ -70,7 +68,7 @@ def plot_series(results: Sequence[SimulatedResult], over: str, path: Path) -> No
                 for result in ordered
                 if name in result.systems and (value := panel.value(result, name, result.systems[name])) is not None
             ]
-            # One point of several results says nothing about what differs.
+            # A system with one point among several results shows no dependence.
             if len(points) >= min(2, len(ordered)):
                 axes.plot(*zip(*points, strict=True), marker="o", label=name, linewidth=3 if name == POOL else 1)
         if panel.line is not None:

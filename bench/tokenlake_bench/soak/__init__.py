@@ -1,1 +1,1 @@
-"""`bench soak`: mixed load with kills and stops, every byte compared, and what must stay flat meanwhile."""
+"""`bench soak`: mixed load with kills and stops, every byte compared, and gauges that must stay flat."""

@@ -1,4 +1,4 @@
-"""The command `bench soak`: load and faults for a time, then what must be so afterwards, then the verdict."""
+"""The command `bench soak`: load and faults for a time, then checks of the end state, then the verdict."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from rich.console import Console
 from tokenlake.errors import ConfigurationError, TokenLakeError
 from tokenlake_bench.load_meter import settle
 from tokenlake_bench.progress import LiveProgress
+from tokenlake_bench.report import write_json
 from tokenlake_bench.soak.faults import schedule
 from tokenlake_bench.soak.fleet import EVICTED, Fleet
 from tokenlake_bench.soak.gauges import HELD
 from tokenlake_bench.soak.refill import Refilled, displace, refill
-from tokenlake_bench.soak.results import Claim, SoakResult, flat_claims, gauges_of, series_of, write_result
+from tokenlake_bench.soak.results import Claim, SoakResult, flat_claims, gauges_of, series_of
 from tokenlake_bench.soak.show import claim_table, gauge_table, page
 
 __all__ = ["SoakArguments", "run_soak"]
 
 SAMPLES: Final = 240
-"""Most samples of a run; short ones have one a second."""
+"""Most samples of a run; short runs take one per second."""
 DRAIN_S: Final = 60.0
-"""For everything to be given back: a lease, a reservation and a few seconds of a busy machine."""
+"""Time for everything to be given back: a lease, a reservation and a few seconds of a busy machine."""
 LOG_CHARACTERS: Final = 4000
 POLL_S: Final = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoakArguments:
-    """As on the command line."""
+    """Arguments of the command line. Raises ConfigurationError for a value out of range."""
 
     minutes: float
     seed: int
@@ -58,11 +59,11 @@ class SoakArguments:
 
     @property
     def seconds(self) -> float:
-        """Of load."""
+        """Seconds of load."""
         return self.minutes * 60
 
     def command(self) -> str:
-        """What repeats the run."""
+        """The command line that repeats the run."""
         return (
             f"tokenlake bench soak --minutes {self.minutes:g} --seed {self.seed} --nodes {self.nodes} "
             f"--rate {self.rate:g} --fault-every {self.fault_every:g}"
@@ -70,8 +71,8 @@ class SoakArguments:
 
 
 def run_soak(arguments: SoakArguments, console: Console | None = None) -> SoakResult:
-    """Runs, prints, writes the files that were asked for. An interruption ends the load early; a second one also what
-    is checked afterwards. Raises TokenLakeError."""
+    """Run, print, and write the files that were asked for. A first interruption ends the load early, a second one the
+    checks afterwards. Raises TokenLakeError."""
     console = console or Console()
     console.print(arguments.command(), soft_wrap=True)
     with (
@@ -89,7 +90,7 @@ def run_soak(arguments: SoakArguments, console: Console | None = None) -> SoakRe
     for name, log in result.logs.items():
         console.print(f"the end of {name}'s log:\n{log}", markup=False, soft_wrap=True)
     if arguments.json_file is not None:
-        write_result(result, arguments.json_file)
+        write_json(result, arguments.json_file)
     if arguments.page_file is not None:
         arguments.page_file.write_text(page(result, arguments.command()))
     return result
@@ -97,20 +98,21 @@ def run_soak(arguments: SoakArguments, console: Console | None = None) -> SoakRe
 
 @contextmanager
 def _interruptible(run: _Run) -> Iterator[None]:
-    """SIGTERM is an interruption as well, and SIGINT where it is ignored, as in the background of a shell."""
-    former = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    """Treat SIGTERM as an interruption as well, and SIGINT even where it is ignored, as in the background of a
+    shell."""
+    previous = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     except KeyboardInterrupt:
         run.interrupted = True
     finally:
-        for number, handler in former.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 @dataclass
 class _Run:
-    """One run. `drained` and the like are None as long as nobody looked."""
+    """One run. Results of the checks are None until the check was made."""
 
     arguments: SoakArguments
     fleet: Fleet
@@ -162,7 +164,7 @@ class _Run:
         )
 
     def afterwards(self) -> None:
-        """The load has ended: what is held is given back, and the memory takes anything."""
+        """After the load: check that all held slots are given back, and that every slot takes a new segment."""
         fleet = self.fleet
         fleet.recover()
         self.engines_gave_back = fleet.drain(DRAIN_S)
@@ -183,7 +185,7 @@ class _Run:
             self.trouble.append(f"refill: {error}")
 
     def result(self) -> SoakResult:
-        """What is known now."""
+        """The results so far."""
         fleet = self.fleet
         survivors = [target.name for target in fleet.targets() if not target.mortal]
         gauges, unknown = gauges_of(fleet.recorder, survivors)
@@ -216,7 +218,7 @@ class _Run:
         stirred = min(done["segments from other nodes"], fleet.counted(EVICTED), sum(fleet.faults.values()))
         claims = [
             Claim(
-                "the load was one",
+                "the load used every mechanism",
                 f"{compared:,} segments compared, {done['segments from other nodes']:,} came from other nodes, "
                 f"{fleet.counted(EVICTED):,} evicted; {_counts(fleet.faults)}",
                 stirred > 0,
@@ -225,7 +227,7 @@ class _Run:
                 "wrong bytes: 0", f"{nbytes:,} in {segments:,} of {compared:,} segments", compared > 0 and nbytes == 0
             ),
             Claim(
-                "no process ended that nobody killed",
+                "no process ended unless it was killed",
                 f"{len(ended)}; {'; '.join([*ended[:2], *self.trouble])}".removesuffix("; "),
                 not ended and not self.trouble,
             ),
@@ -234,21 +236,21 @@ class _Run:
                 "quarantine drains to 0 with the engines still there",
                 "not reached"
                 if held is None
-                else f"{held['quarantined']:.0f} slots, {held['holds']:.0f} leases and the like",
+                else f"{held['quarantined']:.0f} slots, {held['holds']:.0f} leases and other holds",
                 held is not None and self.engines_gave_back and not any(held.values()),
             ),
             Claim(
-                "no engine's process is remembered after they left",
+                "the daemons forget processes that left",
                 "not reached" if self.left_processes is None else f"{self.left_processes:.0f}",
                 self.left_processes == 0,
             ),
             Claim(
-                "free slots and segments are all slots",
+                "free slots and segments add up to all slots",
                 "not reached" if self.slots_missing is None else f"{self.slots_missing:.0f} missing",
                 self.slots_missing == 0,
             ),
             Claim(
-                "everything can be stored again",
+                "as many segments as slots can be stored again",
                 "not reached"
                 if again is None
                 else f"{again.stored:,} of {again.asked:,} segments read back {again.stuck}",
@@ -268,7 +270,7 @@ def _counts(counted: Counter[str]) -> str:
 
 
 def _wait_for_none(look: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """What is left when it is nothing, or after `DRAIN_S`."""
+    """Wait until all values are 0, for `DRAIN_S` at the longest. Returns the last values."""
     until = time.monotonic() + DRAIN_S
     while any((found := look()).values()) and time.monotonic() < until:
         time.sleep(POLL_S)

@@ -1,6 +1,6 @@
-"""An engine process of the soak: does what engines do and what they do wrong, and compares every byte it reads.
+"""An engine process of the soak: well-behaved and faulty engine actions, with every byte that it reads compared.
 
-What it finds wrong it writes into a file at once, so that nothing is forgotten when it is killed.
+Wrong bytes are recorded in a file at once, so that the record survives a kill.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ CONNECT_S: Final = 60.0
 MATCH_S: Final = 0.2
 FETCH_S: Final = 1.0
 KEPT: Final = 12
-"""Things held at a time; bounds what one engine takes from the others."""
+"""Most objects held at a time; bounds the memory that one engine takes from the others."""
 LONGEST_HOLD_S: Final = 15.0
-"""Several leases long, of sessions that are alive, and longer than a reservation."""
+"""Several leases long, for sessions that are alive, and longer than a reservation."""
 JUNK: Final = 0xEE
-"""Written where nothing may ever be read."""
+"""Written into slots that must never be read."""
 
 
 @dataclass(slots=True)
 class _Held:
-    """Until `until`: views to compare again, a lease to release late, or a write to finish late."""
+    """Held until `until`: views to compare again, a lease to release late, or a write to finish late."""
 
     until: float
     lease: Lease | None = None
@@ -51,7 +51,7 @@ class _Held:
 
 
 class SoakEngine:
-    """One process of one session, of one group. Paced: `rate` actions a second on average."""
+    """One process of one session of one group. Paced: `rate` actions a second on average."""
 
     def __init__(self, pool: Pool, seed: int, name: str, rate: float, wrong_file: Path) -> None:
         self._pool = pool
@@ -76,7 +76,7 @@ class SoakEngine:
         }
 
     def work(self, seconds: float) -> dict[str, int]:
-        """What was done meanwhile, by name; the next call counts from 0."""
+        """Run actions for a time. Returns their counts by name; the next call counts from 0."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self._end_due()
@@ -136,7 +136,7 @@ class SoakEngine:
         self._counts["writes aborted"] += 1
 
     def _commit_late(self, prompt: Prompt) -> None:
-        """Most in time, some after the reservation's deadline. The slots hold junk meanwhile."""
+        """Most commits are in time, some come after the reservation's deadline. The slots hold junk meanwhile."""
         digests = prompt.digests(self._identity)
         write = self._pool.store(self._pool.prefix(prompt.tokens).keys)
         for _, slot in write.slots:
@@ -226,7 +226,7 @@ def _connect(socket: str, token: str, group: int) -> Pool:
 
 
 def main(socket: str, token: str, group: str, seed: str, name: str, rate: str, wrong_file: str) -> None:
-    """The process: does what it is told once its daemon, which may still be starting, has taken it in."""
+    """The process: serve calls once its daemon, which may still be starting, has accepted the connection."""
     pool = _connect(socket, token, int(group))
     engine = SoakEngine(pool, int(seed), name, float(rate), Path(wrong_file))
     serve({"work": engine.work, "drain": engine.drain})

@@ -1,4 +1,4 @@
-"""Which process is killed or stopped when: drawn from a seed before anything runs."""
+"""The schedule of kills and stops, drawn from a seed before the run."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Final
 __all__ = ["Fault", "FaultKind", "Target", "schedule"]
 
 FIRST_S: Final = 5.0
-"""Nothing happens before: processes start and fill the memory."""
+"""No fault happens before this: processes start and fill the memory."""
 QUIET_S: Final = 5.0
-"""Nor at the end: what was stopped or killed is back by then."""
+"""No fault ends later than this before the end of the load."""
 REST_S: Final = 10.0
-"""Between two faults of one process, so that it is back at work before the next."""
+"""Least time between two faults of one process."""
 SHORTEST_S: Final = 0.05
 LONGEST_S: Final = 6.0
-"""Three times the lease of the daemons here, so that some of those that were stopped wake up to an expired session."""
+"""Three times the daemons' lease here, so that some stopped engines wake up to an expired session."""
 
 
 class FaultKind(StrEnum):
-    """What is done to a process."""
+    """What happens to a process."""
 
     KILL = "kill -9"
     STOP = "SIGSTOP"
@@ -31,8 +31,8 @@ class FaultKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A process, by its place. One that is not `mortal` is only stopped: it lives as long as the run, so that whatever
-    grows in it shows."""
+    """A process, by name. A process that is not `mortal` is stopped but never killed: it lives as long as the run, so
+    that a leak in it shows."""
 
     name: str
     mortal: bool
@@ -40,7 +40,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`for_s`: until it is started again or continued."""
+    """`for_s`: time until the process is started again or continued."""
 
     at_s: float
     target: str
@@ -49,8 +49,8 @@ class Fault:
 
 
 def schedule(targets: Sequence[Target], seconds: float, every_s: float, seed: int) -> list[Fault]:
-    """In order of time, one every `every_s` seconds on average; those of different processes may overlap. Lengths are
-    drawn evenly on a logarithmic scale."""
+    """Faults in order of time, one every `every_s` seconds on average; faults of different processes may overlap.
+    Durations are drawn uniformly on a logarithmic scale."""
     draw = random.Random(f"faults {seed}")
     faults: list[Fault] = []
     free_from = dict.fromkeys((target.name for target in targets), FIRST_S)

@@ -1,9 +1,9 @@
-"""Does a gauge grow? The later half of a process's life against the earlier, after it has warmed up.
+"""Whether a gauge grows: compares the later half of a process's life with the earlier half, after a warm-up.
 
-Medians, because a gauge jumps when another process is killed, when a page of metrics is asked for, when an allocator
-gives back: that moves few samples, while a leak moves all that come after it. A difference below the tolerance is not
-told from the noise; what that means as a leak per hour is reported beside the verdict, and shrinks with the length of
-the run.
+Medians are compared, because a gauge jumps when another process is killed, when the metrics page is read, or when an
+allocator returns memory: that moves few samples, while a leak moves all later ones. A difference below the tolerance
+cannot be distinguished from noise; the corresponding leak per hour is reported beside the verdict, and shrinks with the
+length of the run.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Final
 __all__ = ["FEWEST", "Flatness", "Tolerance", "flatness"]
 
 WARM_SHARE: Final = 1 / 3
-"""Of a life: memory fills, pools of threads reach their size, the allocator finds its level."""
+"""Share of a life that is warm-up: memory fills, thread pools reach their size, the allocator its level."""
 FEWEST: Final = 5
-"""Samples in each half."""
+"""Least number of samples in each half."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Tolerance:
 @dataclass(frozen=True, slots=True)
 class Flatness:
     """`earlier`, `later`: medians of the halves; `allowed`: most by which the later may exceed the earlier;
-    `least_rate`: growth per second that would have been noticed."""
+    `least_rate`: smallest growth per second that the comparison detects."""
 
     earlier: float
     later: float
@@ -41,12 +41,12 @@ class Flatness:
 
     @property
     def flat(self) -> bool:
-        """The later half does not lie above the earlier by more than is allowed."""
+        """The later median exceeds the earlier by at most `allowed`."""
         return self.later - self.earlier <= self.allowed
 
 
 def flatness(samples: Sequence[tuple[float, float]], tolerance: Tolerance) -> Flatness | None:
-    """Of (seconds, value), in order of time. None when there are too few."""
+    """Compare samples of (seconds, value) in order of time. None with too few samples."""
     if not samples:
         return None
     first, last = samples[0][0], samples[-1][0]

@@ -1,4 +1,4 @@
-"""The daemons and engines of a soak, the faults that are done to them, and the samples that are taken."""
+"""The daemons and engines of a soak, their faults, and the samples taken of them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from tokenlake_testing.cluster import Cluster, Node
 __all__ = ["EVICTED", "Fleet"]
 
 ENGINES: Final = 3
-"""Per node."""
+"""Engines per node."""
 SLOT_GROUPS: Final = ((0,), (0, 1), (2, 3))
-"""By an engine's number at its node: the groups its lives belong to. The first of each node is never killed."""
+"""By an engine's number at its node: the groups that its lives belong to, in turn. The first engine of each node is
+never killed."""
 MEMORY: Final = "8MiB"
 REGION: Final = "1MiB"
 LEASE_S: Final = "2"
@@ -49,7 +50,7 @@ tokens = ["{blue_token}"]
 
 
 class Fleet:
-    """As a context manager: all started inside, all ended after."""
+    """A context manager: starts all processes, and ends them at the exit."""
 
     def __init__(self, nodes: int, seed: int, rate: float, directory: Path) -> None:
         config = directory / "tokenlake.toml"
@@ -59,11 +60,11 @@ class Fleet:
         self.wrong_file = directory / "wrong.jsonl"
         self.recorder = Recorder()
         self.faults: Counter[str] = Counter()
-        """By kind and whom it struck."""
+        """Faults by kind and by kind of process."""
         self._ended: list[str] = []
         self.counters: Counter[str] = Counter()
-        """Of the daemons, of all their lives, as of the last sample of each."""
-        # With another policy what is worth more stays, and no claim could be made that each slot takes another segment.
+        """Counters of the daemons, summed over all their lives as of each life's last sample."""
+        # Other policies keep valuable segments, so that a new segment need not displace every old one.
         rules = {"lease_s": LEASE_S, "reservation_s": RESERVATION_S, "eviction": "lru"}
         self.cluster = Cluster(nodes, MEMORY, REGION, config=str(config), **rules)
         self.engines = {
@@ -88,24 +89,24 @@ class Fleet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for engine in self.engines.values():
-            # All at once: leaving takes each of them a moment.
+            # Drain all of them at once: leaving takes each engine a moment.
             engine.drain()
         for engine in self.engines.values():
             engine.leave()
         self.cluster.close()
 
     def targets(self) -> list[Target]:
-        """The first daemon and the first engine of each node live as long as the run."""
+        """The first daemon and the first engine of each node are not mortal."""
         nodes = [Target(name, number > 0) for number, name in enumerate(self.nodes)]
         return nodes + [Target(name, not name.endswith(".0")) for name in self.engines]
 
     def begin(self, fault: Fault) -> None:
-        """Kill or stop."""
+        """Kill or stop the target."""
         target: Node | EngineSlot = self.nodes.get(fault.target) or self.engines[fault.target]
         if isinstance(target, Node) and not target.running:
             return
-        whom = "daemon" if isinstance(target, Node) else "engine"
-        self.faults[f"{fault.kind} {whom}"] += 1
+        process_kind = "daemon" if isinstance(target, Node) else "engine"
+        self.faults[f"{fault.kind} {process_kind}"] += 1
         if fault.kind is FaultKind.KILL:
             self._down.add(fault.target)
             self._forget(fault.target)
@@ -115,7 +116,7 @@ class Fleet:
             target.freeze()
 
     def end(self, fault: Fault) -> None:
-        """Start again or continue."""
+        """Start the target again, or continue it."""
         target: Node | EngineSlot = self.nodes.get(fault.target) or self.engines[fault.target]
         if fault.target in self._stopped:
             self._stopped.discard(fault.target)
@@ -125,7 +126,7 @@ class Fleet:
             target.start() if isinstance(target, Node) else target.revive()
 
     def tend(self) -> None:
-        """Start daemons again that ended although nobody killed them, and remember why."""
+        """Restart daemons that ended without being killed, and record the end of their log."""
         for name, node in self.nodes.items():
             if name not in self._down and not node.running:
                 self._ended.append(f"{name}: {node.log.read_text()[-500:]}")
@@ -133,7 +134,7 @@ class Fleet:
                 node.start()
 
     def sample(self, at_s: float) -> None:
-        """Of every process that runs and is not stopped."""
+        """Sample every process that runs and is not stopped."""
         for name, node in self.nodes.items():
             if name in self._stopped or not node.running:
                 continue
@@ -151,37 +152,37 @@ class Fleet:
                     self.recorder.add(at_s, name, pid, process_gauges(pid))
 
     def counted(self, metric: str) -> int:
-        """Of all daemons and their lives, as far as samples show."""
+        """A counter over all daemons and their lives, as of the last samples."""
         return self.counters[metric] + sum(last[metric] for last in self._last.values())
 
     def done(self) -> Counter[str]:
-        """What all engines did."""
+        """Actions of all engines, by name."""
         return sum((engine.done for engine in self.engines.values()), Counter())
 
     def ended(self) -> list[str]:
-        """Processes that nobody killed, and why they ended."""
+        """Processes that ended without being killed, with the reason."""
         return [*self._ended, *(line for engine in self.engines.values() for line in engine.ended_by_themselves)]
 
     def failures(self) -> list[str]:
-        """In the logs of the daemons: what was caught at an edge and goes on, the last lines of each traceback."""
+        """Errors that daemons caught and logged: the end of each traceback."""
         found: list[str] = []
         for name, log in self.logs().items():
             found += (f"{name}: {_end(text)}" for text in log.split(_TRACEBACK)[1:])
         return found
 
     def logs(self) -> dict[str, str]:
-        """Of the daemons, all their lives."""
+        """Logs of the daemons over all their lives."""
         return {name: node.log.read_text(errors="replace") for name, node in self.nodes.items() if node.log.exists()}
 
     def drain(self, limit_s: float) -> bool:
-        """End the load; False when an engine did not give everything back in time."""
+        """End the load. Returns False when an engine did not give everything back in time."""
         for engine in self.engines.values():
             engine.drain()
         until = time.monotonic() + limit_s
         return all(engine.drained.wait(max(0.0, until - time.monotonic())) for engine in self.engines.values())
 
     def recover(self) -> None:
-        """Undo what is left of the faults, and wait until all daemons serve. Raises Unreachable."""
+        """End the faults under way, and wait until all daemons serve. Raises Unreachable."""
         for name in sorted(self._stopped):
             (self.nodes.get(name) or self.engines[name]).thaw()
         for name in sorted(self._down):
@@ -209,14 +210,14 @@ class Fleet:
         return slots - free - segments
 
     def wrong(self) -> tuple[int, int]:
-        """(segments, bytes) that were not what their tokens stand for."""
+        """(segments, bytes) that differed from their expected content."""
         if not self.wrong_file.exists():
             return 0, 0
         lines = [json.loads(line) for line in self.wrong_file.read_text().splitlines()]
         return sum(line["segments"] for line in lines), sum(line["bytes"] for line in lines)
 
     def held(self) -> dict[str, float]:
-        """What is pinned or in quarantine now, over all nodes."""
+        """Pinned and quarantined slots over all nodes, by kind."""
         pages = [held(node.metrics()) for node in self.nodes.values()]
         return {name: sum(page[name] for page in pages) for name in HELD}
 
@@ -225,7 +226,7 @@ class Fleet:
 
 
 def _end(traceback: str) -> str:
-    """Its last call and the error."""
+    """The last call and the error of a traceback."""
     lines = [line for line in traceback.splitlines()[1:] if line.strip()]
     size = next((at for at, line in enumerate(lines) if not line.startswith(" ")), len(lines) - 1)
     return " ".join(line.strip() for line in lines[max(0, size - 2) : size + 1])

@@ -1,4 +1,4 @@
-"""What the kernel and the daemons say about the processes, sample by sample."""
+"""Samples of the processes from the kernel and from the daemons' metrics."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["HELD", "Life", "Recorder", "entries", "held", "process_gauges", "tot
 HOLDS: Final = ("leases", "writes", "leases to peers", "transfers", "segments in transfer", "sends", "matches")
 """Maps of a daemon whose entries hold segments."""
 MEMORIES: Final = ("explained requests", "segments they missed", "segments that went")
-"""Maps that fill up to a bound of their own and stay full: not expected to be flat before."""
+"""Maps that fill up to a bound of their own and stay full: they are not flat before."""
 HELD: Final = ("quarantined", "holds")
-"""Of a daemon: slots, and entries of `HOLDS`."""
+"""Gauges of a daemon that must return to 0: slots, and entries of `HOLDS`."""
 
 
 @dataclass
@@ -29,13 +29,13 @@ class Life:
 
 
 class Recorder:
-    """Lives by the name of their place, in order."""
+    """Lives by the name of the process, in order."""
 
     def __init__(self) -> None:
         self.lives: dict[str, list[Life]] = {}
 
     def add(self, at_s: float, name: str, pid: int, values: Mapping[str, float]) -> None:
-        """A sample; another `pid` than before begins a life."""
+        """Add a sample; a new `pid` begins a life."""
         lives = self.lives.setdefault(name, [])
         if not lives or lives[-1].pid != pid:
             lives.append(Life(name, len(lives), pid))
@@ -43,13 +43,13 @@ class Recorder:
             lives[-1].samples.setdefault(gauge, []).append((at_s, value))
 
     def peak(self, gauge: str) -> float:
-        """Of all lives."""
+        """The largest value over all lives."""
         samples = (life.samples.get(gauge, []) for lives in self.lives.values() for life in lives)
         return max((value for values in samples for _, value in values), default=0.0)
 
 
 def process_gauges(pid: int) -> dict[str, float]:
-    """Resident bytes but those of shared memory (the arena), open descriptors, threads. OSError when it is gone."""
+    """Resident bytes without shared memory (the arena), open descriptors, threads. OSError when the process is gone."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     if "VmRSS" not in fields:
         raise ProcessLookupError(f"process {pid} has ended")
@@ -62,7 +62,7 @@ def process_gauges(pid: int) -> dict[str, float]:
 
 
 def held(metrics: Mapping[str, float]) -> dict[str, float]:
-    """What a daemon's page says about `HELD`."""
+    """The values of `HELD` from a daemon's metrics."""
     return {
         "quarantined": total(metrics, "tokenlake_quarantined_slots"),
         "holds": sum(metrics[f'tokenlake_map_entries{{map="{name}"}}'] for name in HOLDS),
@@ -70,7 +70,7 @@ def held(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def entries(metrics: Mapping[str, float]) -> float:
-    """Of a daemon's maps but `MEMORIES`."""
+    """Entries of all maps of a daemon except `MEMORIES`."""
     remembered = sum(metrics[f'tokenlake_map_entries{{map="{name}"}}'] for name in MEMORIES)
     return total(metrics, "tokenlake_map_entries") - remembered
 

@@ -1,4 +1,4 @@
-"""What engines ask for: prompts that share heads, of several tenants and layouts, far more than the memory holds."""
+"""The prompts of the engines: shared heads, several tenants and layouts, far more than the memory holds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEADS: Final = 10
 HEAD_SEGMENTS: Final = 4
 MOST_SEGMENTS: Final = 20
 _POPULAR: Final = 20.0
-"""Prompts are drawn with weight 1 / (rank + this): some are read again soon, others long after they were evicted."""
+"""Prompts are drawn with weight 1 / (rank + this): some are read again soon, others long after their eviction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Group:
 
     @property
     def credential(self) -> str:
-        """Of its tenant, as the daemons' settings have it."""
+        """The tenant's credential in the daemons' settings."""
         return f"{self.tenant}-token-0123456789"
 
 
@@ -45,11 +45,11 @@ class Prompt:
 
     @property
     def segments(self) -> int:
-        """How many."""
+        """Number of segments."""
         return len(self.tokens) // SEGMENT_TOKENS
 
     def digests(self, identity: PayloadIdentity) -> list[bytes]:
-        """What its segments must hold: see `payload`."""
+        """The expected content of its segments: see `payload`."""
         return identity.digests(self.tokens, SEGMENT_TOKENS)
 
 
@@ -70,12 +70,12 @@ def _layout(name: str, layers: int, kv_heads: int) -> Layout:
 SMALL: Final = _layout("soak-small", 2, 4)
 """16 KiB per segment, 4 shards."""
 LARGE: Final = _layout("soak-large", 4, 8)
-"""64 KiB, 8 shards."""
+"""64 KiB per segment, 8 shards."""
 GROUPS: Final = (Group("red", SMALL), Group("blue", SMALL), Group("red", LARGE), Group("blue", LARGE))
 
 
 def prompt(seed: int, number: int) -> Prompt:
-    """The same in every process. One in ten of the prompts has the same head."""
+    """The prompt of this number, equal in every process. One in ten prompts has the same head."""
     head = np.random.default_rng((seed, 0, number % HEADS))
     tail = np.random.default_rng((seed, 1, number))
     segments = int(tail.integers(1, MOST_SEGMENTS - HEAD_SEGMENTS + 1))
@@ -87,13 +87,13 @@ def prompt(seed: int, number: int) -> Prompt:
 
 
 def draw_prompt(seed: int, draw: random.Random) -> Prompt:
-    """A popular one more often."""
+    """Draw a prompt, popular ones more often."""
     ranks = range(PROMPTS)
     return prompt(seed, draw.choices(ranks, [1 / (rank + _POPULAR) for rank in ranks])[0])
 
 
 def fresh_prompt(seed: int, number: int, segments: int) -> Prompt:
-    """One that no engine asks for."""
+    """A prompt that no engine requests."""
     return Prompt(
         number,
         np.random.default_rng((seed, 2, number)).integers(0, 1 << 17, segments * SEGMENT_TOKENS, dtype=np.uint32),

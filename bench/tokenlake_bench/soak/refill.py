@@ -1,8 +1,8 @@
-"""After the load: does every slot still take a segment?
+"""After the load: checks that every slot still takes a segment.
 
-As many fresh segments are stored as there are slots, through every node; each is read again and compared. Then the
-first daemon, which lived as long as the run, is alone and takes as many as it has slots: nothing that was there before
-may be left, as a segment that somebody holds forever would be.
+As many fresh segments are stored as there are slots, through every node; each is read back and compared. Then the first
+daemon, which lived as long as the run, is alone and stores as many segments as it has slots: none of the earlier
+segments may be left, as a segment that is pinned forever would be.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tokenlake.identity import SegmentKey
+from tokenlake.store import Kind
 from tokenlake.wire import Code
 from tokenlake_bench.live_client import LiveClient
 from tokenlake_bench.soak.load import GROUPS, PROMPTS, Group, Prompt, fresh_prompt, prompt
@@ -23,12 +24,12 @@ from tokenlake_testing.cluster import Cluster, Node
 __all__ = ["Refilled", "displace", "refill"]
 
 SEGMENTS: Final = 2
-"""Of a fresh prompt: no more than the least budget of cached copies. With more, the lease of the last ones, cached
-here, could hold the places that the first ones need to be fetched into."""
+"""Segments of a fresh prompt: no more than the least budget of cached copies. With more, the lease of the last
+segments, cached here, could occupy the slots that the first ones need for their fetch."""
 LIMIT_S: Final = 15.0
-"""For one prompt. A write budget that is used up, or a region that changes hands, makes a store wait."""
+"""Deadline of one prompt. A used-up write budget, or a region that changes its tenant, delays a store."""
 DEAD_S: Final = 60.0
-"""For the first daemon to notice that the others are gone."""
+"""Time for the first daemon to notice that the others are gone."""
 _REFILL: Final = 1
 _DISPLACE: Final = 1_000_000
 """First numbers of fresh prompts."""
@@ -42,11 +43,11 @@ class Refilled:
     stored: int = 0
     wrong_bytes: int = 0
     stuck: str = ""
-    """What became of the prompt that could not be stored and read back, if there was one."""
+    """The outcome of the first prompt that could not be stored and read back."""
 
 
 def refill(cluster: Cluster, seed: int) -> Refilled:
-    """Of all groups, through every node. Raises TokenLakeError when a daemon does not answer."""
+    """Store prompts of all groups through every node. Raises TokenLakeError when a daemon does not answer."""
     result = Refilled()
     for group in GROUPS:
         with ExitStack() as stack:
@@ -58,8 +59,8 @@ def refill(cluster: Cluster, seed: int) -> Refilled:
 
 
 def displace(node: Node, seed: int) -> int:
-    """How many of the segments that it had are still there after it took as many others as it has slots. The other
-    nodes have ended, so that it keeps all it is given. Raises TokenLakeError when it does not answer."""
+    """Number of earlier segments that are left after the node stored as many others as it has slots. The other nodes
+    have ended, so that it owns all of them. Raises TokenLakeError when it does not answer."""
     _await_primary_copies(node)
     stayed = 0
     for group in GROUPS:
@@ -73,25 +74,27 @@ def displace(node: Node, seed: int) -> int:
 
 
 def _await_primary_copies(node: Node) -> None:
-    """Copies of what others hold are no victims of what is stored; they become primary copies once the others are taken
-    for dead. What does not become one within the limit stays, and is found."""
+    """Wait until cached copies and replicas have become primary copies, which happens once their owners count as dead;
+    stores do not evict them before. Copies left at the deadline are counted by the caller."""
     until = time.monotonic() + DEAD_S
     while time.monotonic() < until:
         metrics = node.metrics()
-        if not any(count for name, count in metrics.items() if name.startswith("tokenlake_segments{") and _copy(name)):
+        if not any(
+            count for name, count in metrics.items() if name.startswith("tokenlake_segments{") and _is_copy(name)
+        ):
             return
         time.sleep(0.1)
 
 
-def _copy(name: str) -> bool:
-    return 'kind="staged"' in name or 'kind="replica"' in name
+def _is_copy(name: str) -> bool:
+    return any(f'kind="{kind.name.lower()}"' in name for kind in (Kind.CACHED, Kind.REPLICA))
 
 
 def _store_many(pools: Sequence[Pool], seed: int, first: int, segments: int, result: Refilled) -> None:
     clients = [LiveClient(pool, seed, window=1) for pool in pools]
     for number in range(-(-segments // SEGMENTS)):
         if not _store_one(clients[number % len(clients)], seed, first + number, result):
-            # What has failed cannot be made good, and each further try would take as long.
+            # A failed prompt fails again, and each further one would take as long.
             return
 
 
@@ -102,7 +105,7 @@ def _found(pool: Pool, prompt: Prompt) -> list[SegmentKey]:
 
 
 def _store_one(client: LiveClient, seed: int, number: int, result: Refilled) -> bool:
-    """Served again and again until all of it is read back, as an engine does. False when it takes too long."""
+    """Serve the prompt repeatedly until all of it is read back, as an engine does. False at the deadline."""
     tokens = fresh_prompt(seed, number, SEGMENTS).tokens
     until = time.monotonic() + LIMIT_S
     result.asked += SEGMENTS

@@ -1,9 +1,8 @@
-"""What a soak found: claims that hold or fail, and the figures behind them."""
+"""Results of a soak: claims that hold or fail, and their figures."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -12,30 +11,30 @@ from tokenlake_bench.report import format_bytes
 from tokenlake_bench.soak.flat import Tolerance, flatness
 from tokenlake_bench.soak.gauges import Life, Recorder
 
-__all__ = ["Claim", "Gauge", "SoakResult", "gauges_of", "write_result"]
+__all__ = ["Claim", "Gauge", "SoakResult", "gauges_of"]
 
 _MEMORY: Final = Tolerance(2 * (1 << 20), 0.02)
-"""The allocator keeps arenas per thread; a page of metrics or a burst of restarts moves the median by about 1 MiB
-between equal halves."""
+"""The allocator keeps arenas per thread; reading the metrics page or a burst of restarts moves the median by about 1
+MiB between equal halves."""
 DAEMON: Final = {
     "memory": _MEMORY,
     "descriptors": Tolerance(16),
     "threads": Tolerance(8),
     "entries": Tolerance(100, 0.1),
 }
-"""A daemon keeps up to four bulk connections open per peer and direction, those to it with a thread each, made when the
-load first needs so many at a time. Entries: the directory follows what fits into the memory."""
+"""A daemon keeps up to four bulk connections open per peer and direction, incoming ones with a thread each, made when
+the load first needs so many at a time. Entries: the directory follows the number of segments in the memory."""
 ENGINE: Final = {
     "memory": _MEMORY,
     "descriptors": Tolerance(16),
     "threads": Tolerance(2),
 }
-"""An engine maps each of the eight regions when it first reads and when it first writes there, again after each restart
-of its daemon."""
+"""An engine maps each of the eight regions at its first read and at its first write there, again after each restart of
+its daemon."""
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """`holds`: None where the run was too short to tell, which is no success either."""
+    """`holds`: None where the run was too short to decide, which is no success either."""
 
     text: str
     found: str
@@ -44,7 +43,7 @@ class Claim(msgspec.Struct, frozen=True):
 
 class Gauge(msgspec.Struct, frozen=True, kw_only=True):
     """One gauge of one process that lived as long as the run: medians of the earlier and the later half after warm-up,
-    what the later may exceed the earlier by, and the growth per hour that would have been noticed."""
+    the allowed difference, and the smallest growth per hour that the comparison detects."""
 
     process: str
     gauge: str
@@ -56,8 +55,8 @@ class Gauge(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SoakResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of `tokenlake bench soak`. `series`: by process and gauge, (seconds, value) at most 60 of them. `logs`:
-    the end of each daemon's, where a claim fails."""
+    """The JSON of `tokenlake bench soak`. `series`: by process and gauge, at most 60 samples of (seconds, value).
+    `logs`: the end of each daemon's log, where a claim fails."""
 
     seconds: float
     seed: int
@@ -79,7 +78,7 @@ class SoakResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gauges_of(recorder: Recorder, survivors: Iterable[str]) -> tuple[list[Gauge], list[str]]:
-    """Of the processes that lived as long as the run; and the names of those of which too little is known."""
+    """Gauges of the processes that lived as long as the run; and the names of gauges with too few samples."""
     gauges: list[Gauge] = []
     unknown: list[str] = []
     for name in survivors:
@@ -104,7 +103,7 @@ def gauges_of(recorder: Recorder, survivors: Iterable[str]) -> tuple[list[Gauge]
 
 
 def flat_claims(gauges: list[Gauge], unknown: list[str]) -> list[Claim]:
-    """One per gauge: it does not grow in any process that lived as long as the run."""
+    """One claim per gauge: it does not grow in any process that lived as long as the run."""
     claims = []
     for name in DAEMON:
         of_kind = [gauge for gauge in gauges if gauge.gauge == name]
@@ -125,7 +124,7 @@ NAMES: Final = {
 
 
 def format_value(gauge: str, value: float) -> str:
-    """As people read it."""
+    """The value in the gauge's unit."""
     return format_bytes(value) if gauge == "memory" else f"{value:,.0f}"
 
 
@@ -137,7 +136,7 @@ def _growth(gauge: Gauge) -> str:
 def series_of(
     recorder: Recorder, survivors: Iterable[str], most: int = 60
 ) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Thinned to `most` samples each."""
+    """Samples of the survivors, thinned to at most `most` each."""
     return {
         life.name: {gauge: _thin(values, most) for gauge, values in life.samples.items()}
         for life in _first_lives(recorder.lives, survivors)
@@ -151,8 +150,3 @@ def _first_lives(lives: Mapping[str, list[Life]], survivors: Iterable[str]) -> l
 def _thin(values: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:
     step = -(-len(values) // most)
     return [(round(at, 1), value) for at, value in values[::step]]
-
-
-def write_result(result: SoakResult, path: Path) -> None:
-    """One JSON object, indented by two."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")

@@ -13,11 +13,11 @@ from tokenlake_bench.soak.results import Claim, Gauge, SoakResult, format_value
 
 __all__ = ["claim_table", "gauge_table", "page"]
 
-_WORDS = {True: "holds", False: "FAILS", None: "NOT TOLD"}
+_WORDS = {True: "holds", False: "FAILS", None: "UNDECIDED"}
 
 
 def claim_table(result: SoakResult) -> Table:
-    """One line per claim, the verdict in the title."""
+    """One line per claim, with the verdict in the title."""
     verdict = "passed" if result.passed else "FAILED"
     cut = ", interrupted" if result.interrupted else ""
     table = Table(title=f"soak of {format_duration(result.seconds)}{cut}: {verdict}", title_justify="left")
@@ -29,7 +29,7 @@ def claim_table(result: SoakResult) -> Table:
 
 
 def gauge_table(gauges: Sequence[Gauge]) -> Table:
-    """Processes that lived as long as the run."""
+    """One line per gauge of each process that lived as long as the run."""
     table = Table(title="medians after warm-up", title_justify="left")
     table.add_column("process")
     for title in _GAUGE_COLUMNS[1:]:
@@ -39,7 +39,7 @@ def gauge_table(gauges: Sequence[Gauge]) -> Table:
     return table
 
 
-_GAUGE_COLUMNS = ("process", "gauge", "earlier half", "later half", "allowed", "told from")
+_GAUGE_COLUMNS = ("process", "gauge", "earlier half", "later half", "allowed", "detects")
 
 
 def _gauge_row(gauge: Gauge) -> tuple[str, ...]:
@@ -48,12 +48,12 @@ def _gauge_row(gauge: Gauge) -> tuple[str, ...]:
 
 
 def page(result: SoakResult, command: str) -> str:
-    """Markdown: the tables between what `_HEAD` and `_METHOD` say."""
+    """A Markdown page: the tables with explanations."""
     verdict = "every claim holds" if result.passed else "a claim fails"
     lines = [
         _HEAD.format(command=command),
-        f"{format_duration(result.seconds)} of load on {os.cpu_count()} processor cores, beside whatever else the "
-        f"machine did: **{verdict}**.",
+        f"{format_duration(result.seconds)} of load on {os.cpu_count()} processor cores, beside other processes of the "
+        f"machine: **{verdict}**.",
         "",
         *_table(("claim", "", "found"), (_claim_row(claim) for claim in result.claims)),
         "",
@@ -63,8 +63,8 @@ def page(result: SoakResult, command: str) -> str:
         "",
         *_table(("engines, all lives", "count"), ((name, f"{number:,}") for name, number in result.done.items())),
         "",
-        f"Most slots in quarantine at a node at a time: {result.peaks['quarantined']:.0f}; most leases and the "
-        f"like: {result.peaks['holds']:.0f}.",
+        f"Most slots in quarantine at a node at a time: {result.peaks['quarantined']:.0f}; most leases and other "
+        f"holds: {result.peaks['holds']:.0f}.",
         "",
         "## What stays flat",
         "",
@@ -91,16 +91,16 @@ _HEAD = """# Soak: load with kills and stops
 ```
 
 Three engine processes at each node store, match, fetch, copy, hold views, release late, abort, commit too late; two
-tenants and two layouts share a memory of 8 MiB per node, a tenth of what is asked for. Engines and daemons are killed
-(`kill -9`) and started again, stopped (SIGSTOP) and continued, at moments drawn from the seed. Every byte read is
-compared with what its tokens stand for; a view that was held is compared again before it is let go. The first daemon
-and the first engine of each node are stopped but never killed, so that whatever grows in them shows.
+tenants and two layouts share a memory of 8 MiB per node, a tenth of the requested segments. Engines and daemons are
+killed (`kill -9`) and started again, stopped (SIGSTOP) and continued, at moments drawn from the seed. Every byte read
+is compared with its expected value; a view that was held is compared again before its release. The first daemon and the
+first engine of each node are stopped but never killed, so that a leak in them shows.
 """
 
 _METHOD = """The first third of the run is warm-up. The rest is cut in two halves; a gauge is flat if the median of the
-later half exceeds that of the earlier by no more than is allowed: 2 MiB and 2 % of memory; of a daemon 16 descriptors
-and 8 threads (four bulk connections per peer and direction are kept once the load needed them), 100 and 10 % of map
-entries; of an engine 16 descriptors (two per region it has mapped since its daemon started) and 2 threads. Medians,
-because a restart or a page of metrics moves few samples and a leak all that follow. `told from`: a growth of that size
-would have failed. Memory is resident memory less shared memory (the arena).
+later half exceeds that of the earlier by at most the allowed amount: 2 MiB and 2 % of memory; of a daemon 16
+descriptors and 8 threads (four bulk connections per peer and direction are kept once the load needed them), 100 and 10
+% of map entries; of an engine 16 descriptors (two per region it has mapped since its daemon started) and 2 threads.
+Medians, because a restart or a page of metrics moves few samples and a leak all that follow. `detects`: a growth of
+that size would have failed. Memory is resident memory less shared memory (the arena).
 """

@@ -1,4 +1,4 @@
-"""A place for an engine: a process that is there again after it was killed, and what all its lives did."""
+"""A slot for an engine: restarts its process after a kill, and sums up the work of all its lives."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tokenlake_bench.transfer.worker import Worker
 __all__ = ["EngineSlot"]
 
 SLICE_S: Final = 1.0
-"""Of work between two reports: what a killed process did since the last is forgotten."""
+"""Work between two reports: a killed process loses its counts since the last report."""
 END_S: Final = 120.0
 
 
 class EngineSlot(threading.Thread):
-    """Runs until `leave`. `groups`: what its lives belong to, in turn."""
+    """Runs until `leave`. `groups`: the groups of its lives, in turn."""
 
     def __init__(
         self, name: str, socket: Path, groups: tuple[int, ...], seed: int, rate: float, wrong_file: Path
@@ -31,7 +31,7 @@ class EngineSlot(threading.Thread):
         self.done: Counter[str] = Counter()
         self.lives = 0
         self.ended_by_themselves: list[str] = []
-        """Why, of processes that nobody killed."""
+        """Reasons of processes that ended without being killed."""
         self.drained = threading.Event()
         self._socket = socket
         self._groups = groups
@@ -48,7 +48,7 @@ class EngineSlot(threading.Thread):
 
     @property
     def pid(self) -> int | None:
-        """None while there is no process."""
+        """The process id; None while there is no process."""
         with self._lock:
             return None if self._worker is None else self._worker.pid
 
@@ -60,7 +60,7 @@ class EngineSlot(threading.Thread):
             self._send(signal.SIGKILL)
 
     def revive(self) -> None:
-        """After `kill`."""
+        """Start the next life, after `kill`."""
         self._may_start.set()
 
     def freeze(self) -> None:
@@ -74,7 +74,7 @@ class EngineSlot(threading.Thread):
             self._send(signal.SIGCONT)
 
     def drain(self) -> None:
-        """End the load; `drained` says when everything was given back. The process stays."""
+        """End the load; `drained` is set when everything was given back. The process stays."""
         self._ending.set()
         self._may_start.set()
 
@@ -90,7 +90,7 @@ class EngineSlot(threading.Thread):
         while not self.drained.is_set():
             self._may_start.wait()
             if self._ending.is_set() and self.lives:
-                # Killed, and not back yet when the load ended: there is nothing to give back.
+                # Killed, and not restarted when the load ended: there is nothing to give back.
                 self.drained.set()
                 return
             worker = self._start()
@@ -104,7 +104,7 @@ class EngineSlot(threading.Thread):
                 with self._lock:
                     if not self._killed:
                         self.ended_by_themselves.append(f"{self.name}: {error}")
-                # One that fails over and over does so no faster than it reports.
+                # Bound the rate at which a process that fails again and again is restarted.
                 self._leaving.wait(SLICE_S)
             finally:
                 with self._lock:
@@ -123,7 +123,7 @@ class EngineSlot(threading.Thread):
         return worker
 
     def _send(self, number: signal.Signals) -> None:
-        # The process is not waited for before `_worker` is forgotten, so the number is still its own.
+        # The process is not reaped before `_worker` is cleared, so the id is still its own.
         if self._worker is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._worker.pid, number)

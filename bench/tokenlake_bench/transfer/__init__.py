@@ -1,1 +1,1 @@
-"""`tokenlake bench transfer`: what the pool costs per call, beside the machine's ceilings and beside other pools."""
+"""`tokenlake bench transfer`: cost of the pool's calls, beside the machine's own rates and beside other stores."""

@@ -1,4 +1,4 @@
-"""What is measured, and who is measured at it."""
+"""The rows of the benchmark, the sizes of segments, and the interface of the measured systems."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["FAST", "HASH_MANY", "HASH_NEW", "MATCH", "MATCH_KEYS", "SIZES", "WIN
 
 MATCH_KEYS: Final = 128
 WINDOWS: Final = 9
-"""Sets of segments that the rows go through in turn: 9 x 128 MiB, so that no cache holds what comes next."""
+"""Sets of segments that the rows use in rotation: 9 x 128 MiB, so that no processor cache holds the next one."""
 FAST: Final = 20
 """Samples per turn of a row that takes well under a millisecond."""
 
@@ -25,7 +25,7 @@ WIRE_CEILING: Final = "tcp_loop"
 
 @dataclass(frozen=True, slots=True)
 class RowKind:
-    """A row of the result. `nbytes`: moved per call, 0 where a rate says nothing; `ceiling`: the row of `Ceilings`
+    """A row of the result. `nbytes`: bytes moved per call, 0 for a row without a rate; `ceiling`: the row of `Ceilings`
     that bounds its rate."""
 
     name: str
@@ -35,7 +35,7 @@ class RowKind:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Segments of one size. `count`: of them in a call that moves many."""
+    """Segments of one size. `count`: segments of a call that moves many."""
 
     label: str
     segment_bytes: int
@@ -43,17 +43,17 @@ class Size:
 
     @property
     def many(self) -> str:
-        """As in the names of rows."""
+        """Label of such a call in the names of rows."""
         return f"{self.count}x{self.label}"
 
     @property
     def one(self) -> str:
-        """As in the names of rows."""
+        """Label of a call with one segment in the names of rows."""
         return f"1x{self.label}"
 
     @property
     def window_bytes(self) -> int:
-        """Of one set of segments."""
+        """Bytes of one set of segments."""
         return self.count * self.segment_bytes
 
     def transfer_rows(self) -> list[RowKind]:
@@ -71,30 +71,30 @@ class Size:
         ]
 
     def key_rows(self) -> list[RowKind]:
-        """Rows whose cost is per key: measured at the size that has as many segments per call."""
+        """Rows whose cost is per key: measured at the size with `MATCH_KEYS` segments per call."""
         if self.count != MATCH_KEYS:
             return []
         return [RowKind(name) for name in (HASH_MANY, HASH_NEW, MATCH, f"{MATCH}_remote", f"{MATCH}_under_load")]
 
     def rows(self) -> list[RowKind]:
-        """All of this size."""
+        """All rows of this size."""
         return [*self.key_rows(), *self.transfer_rows()]
 
 
 SIZES: Final = (Size("1MiB", 1 << 20, 128), Size("32MiB", 32 << 20, 4))
-"""As many bytes per call: 128 MiB."""
+"""Both move 128 MiB per call."""
 
 
 class System(Protocol):
-    """The pool, a peer, or the machine itself."""
+    """The pool, another store, or the machine itself."""
 
     name: str
 
     def rows(self) -> Sequence[str]:
-        """What `sample` knows."""
+        """The rows that `sample` knows."""
 
     def sample(self, row: str, turn: int) -> list[float]:
-        """Seconds of one or several calls. Bytes that were moved have been compared. `turn` chooses the window."""
+        """Seconds of one or several calls, whose bytes have been compared. `turn` chooses the window."""
 
     def close(self) -> None:
         """End its processes. Idempotent."""

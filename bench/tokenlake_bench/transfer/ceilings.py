@@ -1,4 +1,4 @@
-"""What the machine itself can do, measured in the same turns as everything else."""
+"""The machine's own rates, measured in the same turns as the other systems."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ class Ceilings:
 
 
 def _copy(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
-    """Segment by segment, as the rows do."""
+    """Copy segment by segment, as the pool's rows do."""
     for into, segment in zip(target, source, strict=True):
         np.copyto(into, segment)
 
 
 class _Wire:
-    """Another process sends a window per byte that it is sent."""
+    """A second process that sends one window per request byte."""
 
     def __init__(self, windows: Windows) -> None:
-        """Forks, so that the sender has the source's pages without a copy: no threads may run yet."""
+        """Forks, so that the sender shares the source's pages: call it before any thread runs."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             self._process = multiprocessing.get_context("fork").Process(
                 target=_send_windows, args=(server.getsockname()[1], windows.source), daemon=True
@@ -82,7 +82,7 @@ class _Wire:
         _receive(self._sock, memoryview(bytearray(1)))
 
     def receive(self, window: int, target: NDArray[np.uint8]) -> None:
-        """Into `target`, a buffer per segment."""
+        """Receive a window into `target`, a buffer per segment."""
         self._sock.sendall(bytes([window]))
         for segment in target:
             _receive(self._sock, segment.data)
@@ -106,7 +106,7 @@ def _receive(sock: socket.socket, into: memoryview) -> None:
 
 
 def _send_windows(port: int, data: NDArray[np.uint8]) -> None:
-    """The other process, until the connection ends. Its first byte says that it is ready."""
+    """The second process, until the connection ends. Its first byte signals that it is ready."""
     end_with_parent()
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)

@@ -12,31 +12,33 @@ from pathlib import Path
 from rich.console import Console
 
 from tokenlake.errors import ConfigurationError, Unreachable
+from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.progress import LiveProgress
+from tokenlake_bench.report import write_json
 from tokenlake_bench.transfer.base import SIZES, RowKind, Size, System
 from tokenlake_bench.transfer.ceilings import Ceilings
 from tokenlake_bench.transfer.peers import PEERS, start_peer
 from tokenlake_bench.transfer.picture import plot_rows
 from tokenlake_bench.transfer.pool_rows import PoolRows
-from tokenlake_bench.transfer.results import Comparison, Row, compare, row_of, write_rows
+from tokenlake_bench.transfer.results import Comparison, Row, compare, row_of
 from tokenlake_bench.transfer.show import comparison_table, row_table
 from tokenlake_bench.transfer.windows import Windows
 
 __all__ = ["TransferArguments", "run_transfer"]
 
 WARM_TURNS = 1
-"""Not counted."""
+"""Turns to warm up, not counted."""
 REST_S = 0.05
-"""Before each sample. This process compares bytes all the time while a peer's waits for its turn: where processors are
-scarce, the scheduler would let ours wait for what it used before the clock ran."""
+"""Pause before each sample. This process compares bytes all the time while a peer's process waits for its turn: with
+few processors, the scheduler would otherwise delay this process for the time it used before the clock ran."""
 
 Taken = dict[str, dict[str, list[float]]]
-"""Seconds, by system and row."""
+"""Seconds of the samples, by system and row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferArguments:
-    """As on the command line."""
+    """Arguments of the command line. Raises ConfigurationError for a value out of range."""
 
     against: str
     sizes: str
@@ -48,36 +50,35 @@ class TransferArguments:
     def __post_init__(self) -> None:
         for name in self.peers():
             if name not in PEERS:
-                raise ConfigurationError("against", name, f"of {', '.join(PEERS)}")
+                raise ConfigurationError("against", name, f"names among {', '.join(PEERS)}")
         for label in self.sizes.split(","):
             if label not in {size.label for size in SIZES}:
-                raise ConfigurationError("sizes", label, f"of {', '.join(size.label for size in SIZES)}")
+                raise ConfigurationError("sizes", label, f"sizes among {', '.join(size.label for size in SIZES)}")
         if self.rounds < 1:
             raise ConfigurationError("rounds", self.rounds, "at least 1")
-        if self.plot_file is not None and self.plot_file.suffix != ".png":
-            raise ConfigurationError("plot", str(self.plot_file), "a file name ending in .png")
+        check_plot(self.plot_file)
 
     def peers(self) -> list[str]:
-        """As named."""
+        """The peers to run, by name."""
         return [name for name in self.against.split(",") if name]
 
     def measured(self) -> list[Size]:
-        """The sizes named."""
+        """The sizes to run."""
         return [size for size in SIZES if size.label in self.sizes.split(",")]
 
 
 @dataclass
 class TransferResult:
-    """What `run_transfer` found."""
+    """Results of `run_transfer`."""
 
     rows: list[Row] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
-    """Why a peer did not run."""
+    """Reasons why peers did not run, by peer and size."""
 
 
 def run_transfer(arguments: TransferArguments) -> TransferResult:
-    """Runs, prints, writes the files that were asked for. Raises TokenLakeError."""
+    """Run, print, and write the files that were asked for. Raises TokenLakeError."""
     console = Console()
     result = TransferResult()
     for size in arguments.measured():
@@ -88,14 +89,14 @@ def run_transfer(arguments: TransferArguments) -> TransferResult:
     for name, reason in result.failures.items():
         console.print(f"{name} did not run: {reason}", soft_wrap=True, style="bold red", markup=False)
     if arguments.json_file is not None:
-        write_rows(result.rows, arguments.json_file)
+        write_json(result.rows, arguments.json_file)
     if arguments.plot_file is not None:
         plot_rows(result.rows, arguments.plot_file)
     return result
 
 
 def _run_size(size: Size, arguments: TransferArguments, result: TransferResult, console: Console) -> None:
-    """The pool with each peer in turn, or alone."""
+    """Run the pool with each peer in turn, or alone."""
     modes = [mode for name in arguments.peers() for mode in PEERS[name]]
     ours: dict[str, list[float]] = defaultdict(list)
     theirs: list[Row] = []
@@ -136,15 +137,16 @@ def _run_size(size: Size, arguments: TransferArguments, result: TransferResult, 
 def take_turns(
     kinds: Sequence[RowKind], machine: System, systems: Sequence[System], rounds: int, report: Callable[[int], None]
 ) -> Taken:
-    """Each turn runs each row of each system once, and before a row that has a ceiling the machine at it. Which system
-    begins alternates, so that none always finds what another left. The first turns warm up and are not counted."""
+    """In each turn, run each row of each system once, and before each row with a ceiling the machine's row. The system
+    that begins alternates, so that no system always finds the caches as another left them. The first turns warm up and
+    are not counted."""
     taken: Taken = {system.name: defaultdict(list) for system in (machine, *systems)}
     for turn in range(rounds + WARM_TURNS):
         order = systems if turn % 2 else systems[::-1]
         for kind in kinds:
-            asked: list[tuple[System, str]] = [(machine, kind.ceiling)] if kind.ceiling is not None else []
-            asked += [(system, kind.name) for system in order if kind.name in system.rows()]
-            for system, row in asked:
+            samples: list[tuple[System, str]] = [(machine, kind.ceiling)] if kind.ceiling is not None else []
+            samples += [(system, kind.name) for system in order if kind.name in system.rows()]
+            for system, row in samples:
                 time.sleep(REST_S)
                 seconds = system.sample(row, turn)
                 if turn >= WARM_TURNS:

@@ -1,4 +1,4 @@
-"""The daemons that the pool's rows run against: one alone, and a pair of which one holds and the other reads."""
+"""The daemons of the pool's rows: one alone, and a pair of an owner and a reader."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["ALONE_WINDOWS", "Daemons", "layout_of"]
 
 START_S = 60.0
 HEADER = 1 << 20
-"""Of a region, beside a window's segments."""
+"""Bytes of a region beside a window's segments."""
 ALONE_WINDOWS = 2 * WINDOWS + 2
-"""Those that are read, and as many that stores rotate over."""
-KEEPER_WINDOWS = ALONE_WINDOWS
-ASKER_WINDOWS = 5
-"""Less than the keeper's: what was fetched is evicted before it is asked for again."""
-ASKER_CACHED = "0.45"
+"""The windows that are read, and as many that stores rotate over."""
+WRITER_WINDOWS = ALONE_WINDOWS
+READER_WINDOWS = 5
+"""Fewer than the owner's: a fetched window is evicted before it is read again."""
+READER_CACHED = "0.45"
 
 
 def layout_of(size: Size) -> Layout:
@@ -42,18 +42,19 @@ def layout_of(size: Size) -> Layout:
 
 
 class Daemons:
-    """`alone`, `asker` and `keeper`. Started one by one; all ended by `close`.
+    """The nodes `alone`, `reader` and `writer`. They are started one by one; `close` ends all of them.
 
-    The asker's name sorts before the keeper's, so it is the one that dials: nobody dials a node that is not there yet.
+    The reader's name sorts before the writer's, so the reader opens the connection: no node dials one that is not there
+    yet.
     """
 
     def __init__(self, size: Size) -> None:
         self._layout = layout_of(size)
         self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-")
         region = size.window_bytes + HEADER
-        ports = {name: free_port() for name in ("alone", "asker", "keeper")}
-        pair = ",".join(f"{name}=127.0.0.1:{ports[name]}" for name in ("asker", "keeper"))
-        windows = {"alone": ALONE_WINDOWS, "asker": ASKER_WINDOWS, "keeper": KEEPER_WINDOWS}
+        ports = {name: free_port() for name in ("alone", "reader", "writer")}
+        pair = ",".join(f"{name}=127.0.0.1:{ports[name]}" for name in ("reader", "writer"))
+        windows = {"alone": ALONE_WINDOWS, "reader": READER_WINDOWS, "writer": WRITER_WINDOWS}
         self.nodes = {
             name: Node(
                 name,
@@ -62,11 +63,12 @@ class Daemons:
                     "memory": str(windows[name] * region),
                     "region-size": str(region),
                     "listen": f"127.0.0.1:{port}",
-                    # A machine that stands still for a moment is no frozen peer.
+                    # A stalled machine must not count as a dead peer.
                     "suspect-ms": "5000",
                     "match-deadline-ms": "1000",
-                    # The asker would refuse to stage once primary copies fill it; here it must stage in every turn.
-                    "staged-share": ASKER_CACHED if name == "asker" else "0.1",
+                    # The reader would stop caching once primary copies fill its memory; here it must cache in every
+                    # turn.
+                    "cached-share": READER_CACHED if name == "reader" else "0.1",
                     "peers": f"alone=127.0.0.1:{port}" if name == "alone" else pair,
                 },
             )
@@ -74,7 +76,7 @@ class Daemons:
         }
 
     def start(self, name: str, peers: int = 0) -> Pool:
-        """A client of the node once it serves and is connected with `peers` others."""
+        """A client of the node, once the node serves and is connected with `peers` others."""
         node = self.nodes[name]
         node.start()
         until = time.monotonic() + START_S

@@ -1,4 +1,4 @@
-"""A fetch and a push without end at one daemon, from a process of their own; run as a module it is that process."""
+"""An endless fetch and an endless push at one daemon, from a separate process; run as a module it is that process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tokenlake_client import Pool
 __all__ = ["Load"]
 
 STORED_AT_A_TIME = 16
-"""Far below what a daemon lets wait to be pushed."""
+"""Far fewer than a daemon lets wait to be pushed."""
 BETWEEN_STORES_S = 0.01
 SETTLE_S = 0.05
 PATIENCE_S = 1.0
@@ -31,10 +31,10 @@ CALL_S = 2.0
 
 
 class Load:
-    """As a context manager: the load runs inside."""
+    """A context manager: the load runs inside."""
 
     def __init__(self, socket: Path, label: str) -> None:
-        """`socket`: of a daemon whose peer holds the sets that the rows read."""
+        """`socket`: a daemon whose peer holds the sets that the rows read."""
         self._worker = Worker("tokenlake_bench.transfer.load", str(socket), label)
         self._worker.call("ready")
 
@@ -63,16 +63,16 @@ class _Running:
             threading.Thread(target=self._repeat, args=(number, step), daemon=True).start()
 
     def ready(self) -> None:
-        """The connection stands."""
+        """The connection is established."""
 
     def go(self) -> None:
-        """Returns when both have begun."""
+        """Returns when both loads have begun."""
         self._done = [0, 0]
         self._on.set()
         time.sleep(SETTLE_S)
 
     def stop(self) -> list[int]:
-        """Returns when both have ended what they were at: how many fetches and stores went through since `go`."""
+        """Stop the load. Returns the numbers of fetches and stores completed since `go`."""
         self._on.clear()
         for _ in range(2):
             self._idle.acquire()

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenlake.errors import ConfigurationError
+from tokenlake_bench.pictures import check_plot
 from tokenlake_bench.transfer.results import Row
 
 __all__ = ["plot_rows"]
 
 
 def plot_rows(rows: Sequence[Row], path: Path) -> None:
-    """Writes a PNG: rates of all systems with their ceilings, and times of the rows that move nothing. Raises
+    """Write a PNG: rates of all systems with their ceilings, and times of the rows without a rate. Raises
     ConfigurationError where matplotlib is missing."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigurationError("plot", str(path), "matplotlib: pip install tokenlake-bench") from None
+    check_plot(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     rates = [row for row in rows if row.gbps is not None]
     times = [row for row in rows if row.gbps is None]

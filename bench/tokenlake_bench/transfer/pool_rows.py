@@ -1,4 +1,5 @@
-"""The pool's rows. A call is timed from keys to bytes: the match is part of it, comparison and release are not."""
+"""The pool's rows. A call is timed from its keys to its bytes: the match is included, comparison and release are
+not."""
 
 from __future__ import annotations
 
@@ -26,20 +27,20 @@ T = TypeVar("T")
 PROMPT_TOKENS = 32_768
 VOCABULARY = 128_256
 PAUSE_S = 0.001
-"""Between calls of a row that takes well under a millisecond: the daemon has dealt with the release by then."""
+"""Pause between calls of a row that takes well under a millisecond, in which the daemon handles the release."""
 PATIENCE_S = 5.0
 MATCH_S = 1.0
 FETCH_S = 10.0
-"""The benchmark asks how long a call takes, not whether it came in time."""
+"""Deadlines are long: the benchmark measures how long a call takes, not whether it meets a deadline."""
 
 
 class PoolRows:
-    """Real daemons, one client process: this one."""
+    """Real daemons and one client process: this one."""
 
     name = "tokenlake"
 
     def __init__(self, size: Size, windows: Windows) -> None:
-        """Starts the daemons and stores what the rows read."""
+        """Starts the daemons and stores the segments that the rows read."""
         self._size = size
         self._windows = windows
         self._stored = 0
@@ -58,26 +59,26 @@ class PoolRows:
         daemons = Daemons(self._size)
         self._open.callback(daemons.close)
         self._alone = self._open.enter_context(daemons.start("alone"))
-        keeper = self._open.enter_context(daemons.start("keeper"))
-        # What stores will take the place of: so that every slot has been written here, and none is written for the
-        # first time while the clock runs.
+        writer = self._open.enter_context(daemons.start("writer"))
+        # Write every slot that the rows' stores will take, so that no page is touched for the first time while the
+        # clock runs.
         for number in range(ALONE_WINDOWS - WINDOWS):
             self._prepare(self._alone, keys_of("old", number, self._size.count), number % WINDOWS)
         for number, keys in enumerate(self._sets):
             self._prepare(self._alone, keys, number)
-            # While the asker is not there, the keeper keeps what it writes.
-            self._prepare(keeper, keys, number)
-        self._asker = self._open.enter_context(daemons.start("asker", peers=1))
+            # While the reader is not running, the writer keeps the segments that it stores.
+            self._prepare(writer, keys, number)
+        self._reader = self._open.enter_context(daemons.start("reader", peers=1))
         if self._size.key_rows():
-            # The asker is the emptier candidate, so it keeps them.
-            self._prepare(self._asker, self._near, 0)
-            # Leased for as long as the rows run: what the load brings and stores does not displace them.
-            self._open.enter_context(self._asker.match(self._near, deadline_s=MATCH_S))
-            self._load = Load(daemons.nodes["asker"].socket, self._size.label)
+            # The reader is the emptier candidate, so it becomes the owner.
+            self._prepare(self._reader, self._near, 0)
+            # Leased while the rows run, so that the segments of the load do not displace them.
+            self._open.enter_context(self._reader.match(self._near, deadline_s=MATCH_S))
+            self._load = Load(daemons.nodes["reader"].socket, self._size.label)
             self._open.callback(self._load.close)
-        # Its memory is mapped here before the clock runs.
+        # Map the reader's memory before the clock runs.
         for keys in self._sets:
-            with self._asker.match(keys, deadline_s=MATCH_S) as lease:
+            with self._reader.match(keys, deadline_s=MATCH_S) as lease:
                 lease.fetch(deadline_s=FETCH_S)
 
     def _row_methods(self) -> dict[str, Callable[[int], list[float]]]:
@@ -98,7 +99,7 @@ class PoolRows:
                 HASH_NEW: self._hash_new,
                 MATCH: lambda turn: self._match(self._alone, self._sets[turn % WINDOWS]),
                 f"{MATCH}_remote": lambda turn: self._match(
-                    self._asker, self._sets[self._remote_window(turn)], Code.REMOTE
+                    self._reader, self._sets[self._remote_window(turn)], Code.REMOTE
                 ),
                 f"{MATCH}_under_load": self._match_under_load,
             }
@@ -139,7 +140,7 @@ class PoolRows:
 
     def _match_under_load(self, _: int) -> list[float]:
         with self._load:
-            return self._match(self._asker, self._near, times=5 * FAST)
+            return self._match(self._reader, self._near, times=5 * FAST)
 
     def _lease(self, turn: int) -> list[float]:
         return [self._lease_once(turn + number) for number in range(FAST)]
@@ -181,9 +182,9 @@ class PoolRows:
     def _fetch(self, turn: int, start: int, stop: int) -> list[float]:
         window = self._remote_window(turn)
         keys = self._sets[window][start:stop]
-        took, (lease, arrays) = _timed(lambda: _views(self._asker, keys))
+        took, (lease, arrays) = _timed(lambda: _views(self._reader, keys))
         if lease.codes.count(Code.REMOTE) < len(keys):
-            raise TokenLakeError(f"segments to fetch are not at the other node: {lease.codes!r}")
+            raise TokenLakeError(f"segments to fetch are not remote: {lease.codes!r}")
         _compare(arrays, self._windows.source[window][start:stop])
         del arrays
         lease.release()
@@ -192,15 +193,15 @@ class PoolRows:
     def _fetch_single(self, turn: int) -> list[float]:
         window = self._remote_window(turn)
         taken = self._fetch(window, 0, 1)
-        # The rest too, so that windows are cached and evicted whole.
-        with self._asker.match(self._sets[window], deadline_s=MATCH_S) as lease:
+        # Fetch the rest, too, so that windows are cached and evicted whole.
+        with self._reader.match(self._sets[window], deadline_s=MATCH_S) as lease:
             lease.fetch(deadline_s=FETCH_S)
         return taken
 
     def _remote_window(self, turn: int) -> int:
-        """A window of which the asker has cached nothing.."""
+        """A window of which the reader has cached nothing."""
         for number in range(turn, turn + WINDOWS):
-            with self._asker.match(self._sets[number % WINDOWS], deadline_s=MATCH_S) as lease:
+            with self._reader.match(self._sets[number % WINDOWS], deadline_s=MATCH_S) as lease:
                 if lease.codes.count(Code.REMOTE) == self._size.count:
                     time.sleep(PAUSE_S)
                     return number % WINDOWS
@@ -221,7 +222,7 @@ def _views(pool: Pool, keys: Sequence[SegmentKey]) -> tuple[Lease, list[NDArray[
 
 
 def _copy_views(lease: Lease, arrays: Sequence[NDArray[np.uint8]]) -> int:
-    """In the caller's thread alone, as an engine copies to where its own blocks are."""
+    """Copy in the caller's thread alone, as an engine copies into its own blocks."""
     views = lease.fetch(0, len(arrays))
     for array, view in zip(arrays, views, strict=False):
         np.copyto(array, view)
@@ -235,7 +236,7 @@ def _check_stored(codes: bytes) -> None:
 
 def _compare(arrays: Sequence[NDArray[np.uint8]], expected: NDArray[np.uint8]) -> None:
     if len(arrays) != len(expected):
-        raise TokenLakeError(f"{len(arrays)} of {len(expected)} segments came")
+        raise TokenLakeError(f"{len(arrays)} of {len(expected)} segments arrived")
     wrong = sum(not np.array_equal(array, right) for array, right in zip(arrays, expected, strict=True))
     if wrong:
         raise TokenLakeError(f"{wrong} of {len(arrays)} segments have wrong bytes")

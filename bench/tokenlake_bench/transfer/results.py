@@ -1,26 +1,25 @@
-"""From samples to rows: quantiles, rates, ceilings, and ratios with what peers do at the same work."""
+"""From samples to rows: quantiles, rates, ceilings, and ratios to other stores."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from tokenlake_bench.transfer.base import HASH_MANY, MATCH, SIZES, RowKind
 
-__all__ = ["Comparison", "Row", "Samples", "Target", "bounds", "compare", "row_of", "write_rows"]
+__all__ = ["Comparison", "Row", "Samples", "Target", "bounds", "compare", "row_of"]
 
 Samples = Mapping[str, Sequence[float]]
 """Seconds of each call, by row."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the JSON. `name`: a peer's has the peer before a slash. `ratio`: of `gbps` to `ceiling_gbps`, which is
-    the rate of the machine itself in the same turns. All three are None where a call moves no bytes."""
+    """One row of the JSON. `name`: for a peer, its name and a slash come first. `ratio`: `gbps` to `ceiling_gbps`,
+    which is the machine's own rate in the same turns. All three are None where a call moves no bytes."""
 
     name: str
     p50_us: float
@@ -32,8 +31,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`row` of the pool against `peer_row` of `peer` (of whichever is faster, where it names several by a prefix).
-    `least` and `most` bound the ratio of rates and of times."""
+    """The pool's `row` against `peer_row` of `peer` (of the faster one where a prefix names several). `least` and
+    `most` bound the ratio of rates and of times."""
 
     row: str
     peer: str
@@ -44,7 +43,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`ratio`: of the pool's rate to the peer's where `rate`, else of the pool's time to the peer's."""
+    """`ratio`: the pool's rate to the peer's where `rate`, else the pool's time to the peer's."""
 
     row: str
     peer: str
@@ -55,7 +54,7 @@ class Comparison:
 
     @property
     def met(self) -> bool | None:
-        """None without a target."""
+        """Whether the ratio is within the target; None without a target."""
         if self.target is None:
             return None
         return self.ratio >= (self.target.least or 0.0) and self.ratio <= (self.target.most or math.inf)
@@ -80,7 +79,7 @@ TARGETS = _targets()
 
 
 def bounds() -> dict[str, tuple[float, float]]:
-    """Most microseconds of rows whose target is not relative: (p50, p99)."""
+    """Upper bounds in microseconds for rows whose target is absolute: (p50, p99)."""
     return {
         HASH_MANY: (600.0, math.inf),
         f"{MATCH}_under_load": (math.inf, 3000.0),
@@ -100,8 +99,8 @@ def row_of(kind: RowKind, seconds: Sequence[float], ceilings: Samples, system: s
 
 
 def compare(kind: RowKind, ours: Samples, peer: str, theirs: Samples) -> list[Comparison]:
-    """The pool's `kind` with the peer's row of that name, and with another row that a target names. The samples
-    are of the same turns."""
+    """Compare the pool's `kind` with the peer's row of that name, and with other rows that a target names. The samples
+    are from the same turns."""
     named = [t for t in TARGETS if t.row == kind.name and peer.startswith(t.peer) and t.peer_row in theirs]
     if not named and kind.name in theirs:
         return [_comparison(kind, ours, peer, theirs, kind.name, None)]
@@ -119,8 +118,3 @@ def _comparison(
 def _window_bytes() -> int:
     (nbytes,) = {size.window_bytes for size in SIZES}
     return nbytes
-
-
-def write_rows(rows: Sequence[Row], path: Path) -> None:
-    """A JSON list, indented by two."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n")

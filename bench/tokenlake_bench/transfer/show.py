@@ -1,4 +1,4 @@
-"""Tables of the result for a terminal."""
+"""Tables of the results for a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warm memory with known bytes: what is stored, and what is read into."""
+"""Memory with known bytes, already mapped: the segments to store, and the buffers to read into."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _SEED: Final = 7
 
 
 class Windows:
-    """`source` and `target`, each [WINDOWS, count, segment_bytes]. Both are touched; every segment of `source` differs
-    from every other in each of its words."""
+    """`source` and `target`, each [WINDOWS, count, segment_bytes]. All pages are touched; every segment of `source`
+    differs from every other in each of its words."""
 
     def __init__(self, size: Size) -> None:
         shape = (WINDOWS, size.count, size.segment_bytes)
         self.source: NDArray[np.uint8] = np.empty(shape, np.uint8)
         memory = mmap.mmap(-1, self.source.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A forked sender would make the next write to each page a copy of it.
+        # A fork of the sender would make the next write to each page a copy of it.
         memory.madvise(mmap.MADV_DONTFORK)
         memory.madvise(mmap.MADV_HUGEPAGE)
         self.target: NDArray[np.uint8] = np.frombuffer(memory, np.uint8).reshape(shape)
@@ -50,5 +50,5 @@ def keys_of(label: str, number: int, count: int) -> list[SegmentKey]:
 
 
 def segment_names(label: str, number: int, count: int) -> list[str]:
-    """Names of one window's segments for stores that have names instead of hashes."""
+    """Names of one window's segments, for stores that have names instead of hashes."""
     return [f"{label}/{number}/{index}" for index in range(count)]

@@ -1,11 +1,11 @@
-"""A process of our own that does what lines of JSON tell it: the load beside a row, and the clients of peers.
+"""A child process that obeys JSON lines: the load beside a row, and the clients of peers.
 
 ::
 
     {"call": NAME, "arguments": {...}}  ->  {"result": ...} or {"error": TEXT}
 
-Whatever else the process prints goes to its log. It ends when its standard input does, and with it, by its process
-group, everything that it started.
+Other output of the process goes to its log. It ends when its standard input does, and with it, by its process group,
+every process that it started.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Worker:
         call_s: float = 120.0,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`module` is run by `python -m`; it calls `serve`. `call_s`: how long one call may take. `environment`: beside
-        this process's."""
+        """`module` is run by `python -m`; it calls `serve`. `call_s`: deadline of one call. `environment`: variables
+        added to this process's."""
         self._module = module
         self._ended = False
         self._call_s = call_s
@@ -56,7 +56,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env={**os.environ, **(environment or {})},
-                # A group of its own: one signal ends it and the servers that it started.
+                # A process group of its own: one signal ends the process and the servers that it started.
                 start_new_session=True,
             )
         assert self._process.stdout is not None
@@ -64,20 +64,20 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Of the process, which is not waited for before `close`."""
+        """The process id; the process is not reaped before `close`."""
         return self._process.pid
 
     def call(self, name: str, **arguments: object) -> Any:
-        """The result. Raises `Unreachable` with the error, or with what the process wrote last when it ended."""
+        """The result. Raises `Unreachable` with the error, or with the last lines of the log when the process ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"call": name, "arguments": arguments}).encode() + b"\n")
             self._process.stdin.flush()
         except OSError:
-            raise Unreachable(f"{self._module} ended: {self._last_words()}") from None
+            raise Unreachable(f"{self._module} ended: {self._log_end()}") from None
         answer = json.loads(self._line())
         if "error" in answer:
-            raise Unreachable(f"{answer['error']}; its log: {self._last_words()}")
+            raise Unreachable(f"{answer['error']}; its log: {self._log_end()}")
         return answer["result"]
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class Worker:
                 pipe.close()
         if not self._ended:
             self._ended = True
-            # The group is ended before the process is waited for: afterwards its number may be another's.
+            # End the group before reaping the process: afterwards its id may belong to another process.
             self._wait_for_exit()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -108,28 +108,28 @@ class Worker:
         while not line.endswith(b"\n"):
             ready, _, _ = select.select([self._output], [], [], max(0.0, until - time.monotonic()))
             if not ready:
-                raise Unreachable(f"{self._module} took more than {self._call_s:.0f} s: {self._last_words()}")
+                raise Unreachable(f"{self._module} took more than {self._call_s:.0f} s: {self._log_end()}")
             data = os.read(self._output, 1 << 16)
             if not data:
-                raise Unreachable(f"{self._module} ended: {self._last_words()}")
+                raise Unreachable(f"{self._module} ended: {self._log_end()}")
             line += data
         return bytes(line)
 
-    def _last_words(self) -> str:
+    def _log_end(self) -> str:
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         return " | ".join(lines[-3:]) or "empty"
 
 
 def serve(calls: Mapping[str, Callable[..., object]]) -> None:
     """The process's end, until its standard input ends."""
-    # Libraries print where they like: answers have a descriptor of their own.
-    answers = os.fdopen(os.dup(1), "wb")
+    # Libraries print to standard output: replies get a descriptor of their own.
+    replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     for line in sys.stdin:
-        asked = json.loads(line)
+        call = json.loads(line)
         try:
-            answer: dict[str, object] = {"result": calls[asked["call"]](**asked["arguments"])}
+            reply: dict[str, object] = {"result": calls[call["call"]](**call["arguments"])}
         except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer).encode() + b"\n")
-        answers.flush()
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        replies.write(json.dumps(reply).encode() + b"\n")
+        replies.flush()

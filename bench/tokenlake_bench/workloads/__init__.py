@@ -1,4 +1,4 @@
-"""Workloads made to measure: generators whose lengths, sharing and skew are parameters (`docs/simulation.md`)."""
+"""Synthetic workloads: generators whose lengths, sharing and skew are parameters (`docs/simulation.md`)."""
 
 from tokenlake_bench.workloads.arrivals import bursts, poisson, read_azure
 from tokenlake_bench.workloads.base import TraceLine

@@ -1,10 +1,10 @@
 """A coding agent's sessions, as in the Claude Code sessions of kv-cache-tester: long contexts that grow by little.
 
-Published, of 44,746 requests in 675 sessions: input 116,697 on average, 99,140 in the middle, 508,593 at the 99th
-percentile; output 437; 96.2 % of the tokens found inside the session. Of the sessions that are no copies: 42 requests
-in the middle and 64 on average, which begin with 14,500 tokens of tools and system prompt; a third of them are resumed
-with a long context; a request adds 670 tokens in the middle and follows 18 s later; 0.8 % of them are behind a
-compaction, which leaves half of the context on average.
+Published, for 44,746 requests in 675 sessions: input 116,697 on average, median 99,140, 508,593 at the 99th percentile;
+output 437; 96.2 % of the tokens found within the session. Sessions that are no copies have 42 requests in the median
+and 64 on average and begin with 14,500 tokens of tools and system prompt; a third of them are resumed with a long
+context; a request adds 670 tokens in the median and follows 18 s later; 0.8 % of the requests follow a compaction,
+which keeps half of the context on average.
 """
 
 from __future__ import annotations
@@ -22,40 +22,44 @@ __all__ = ["AgentSettings", "agent_sessions"]
 
 
 class AgentSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """As fitted to the sessions. `rate` is reached once the first sessions have run their length."""
+    """Defaults are fitted to the sessions. `rate` is reached once the first sessions have ended."""
 
     requests: Annotated[int, Meta(ge=1, le=10_000_000, description="Lines to write.")] = 20_000
     rate: Annotated[float, Meta(gt=0, le=1e6, description="Requests per second, in the long run.")] = 0.5
     session_median: Annotated[Positive, Meta(description="Requests of a session, median.")] = 42.0
-    session_sigma: Annotated[Sigma, Meta(description="And sigma.")] = 0.92
-    system_blocks: Annotated[int, Meta(ge=0, le=4096, description="Of tools and system prompt.")] = 28
-    systems: Annotated[Count, Meta(description="Different ones, of which a session takes one.")] = 100
-    system_zipf: Annotated[float, Meta(ge=0, le=10, description="The n-th has the weight 1 / n^this.")] = 0.6
+    session_sigma: Annotated[Sigma, Meta(description="Sigma of that distribution.")] = 0.92
+    system_blocks: Annotated[int, Meta(ge=0, le=4096, description="Blocks of tools and system prompt.")] = 28
+    systems: Annotated[Count, Meta(description="Number of different system prompts; a session has one.")] = 100
+    system_zipf: Annotated[float, Meta(ge=0, le=10, description="The n-th system prompt has weight 1 / n^this.")] = 0.6
     first_median: Annotated[Positive, Meta(description="Tokens of a fresh session's first prompt, median.")] = 21_000.0
-    first_sigma: Annotated[Sigma, Meta(description="And sigma.")] = 0.3
-    resumed_share: Annotated[Share, Meta(description="Sessions that are resumed.")] = 0.35
-    resumed_median: Annotated[Positive, Meta(description="Of such a session's first prompt, median.")] = 150_000.0
-    resumed_sigma: Annotated[Sigma, Meta(description="And sigma.")] = 0.65
+    first_sigma: Annotated[Sigma, Meta(description="Sigma of that distribution.")] = 0.3
+    resumed_share: Annotated[Share, Meta(description="Share of sessions that are resumed.")] = 0.35
+    resumed_median: Annotated[Positive, Meta(description="Tokens of a resumed session's first prompt, median.")] = (
+        150_000.0
+    )
+    resumed_sigma: Annotated[Sigma, Meta(description="Sigma of that distribution.")] = 0.65
     growth_median: Annotated[Positive, Meta(description="Tokens that a request adds, answer included, median.")] = 670.0
-    growth_sigma: Annotated[Sigma, Meta(description="And sigma.")] = 1.2
-    compact_share: Annotated[Share, Meta(description="Requests behind a compaction.")] = 0.0083
+    growth_sigma: Annotated[Sigma, Meta(description="Sigma of that distribution.")] = 1.2
+    compact_share: Annotated[Share, Meta(description="Share of requests that follow a compaction.")] = 0.0083
     output_median: Annotated[Positive, Meta(description="Tokens of an answer, median.")] = 222.0
-    output_sigma: Annotated[Sigma, Meta(description="And sigma.")] = 1.15
-    gap_median_s: Annotated[Positive, Meta(description="Between two requests, median.")] = 15.0
-    gap_sigma: Annotated[Sigma, Meta(description="And sigma.")] = 0.7
-    pause_share: Annotated[Share, Meta(description="Gaps in which a user thinks.")] = 0.15
-    pause_median_s: Annotated[Positive, Meta(description="Of such a gap, median.")] = 120.0
-    pause_sigma: Annotated[Sigma, Meta(description="And sigma.")] = 1.8
-    longest: Annotated[Count, Meta(description="Prompt; before a longer one the context is compacted.")] = 1_000_000
+    output_sigma: Annotated[Sigma, Meta(description="Sigma of that distribution.")] = 1.15
+    gap_median_s: Annotated[Positive, Meta(description="Seconds between two requests, median.")] = 15.0
+    gap_sigma: Annotated[Sigma, Meta(description="Sigma of that distribution.")] = 0.7
+    pause_share: Annotated[Share, Meta(description="Share of longer pauses among these gaps.")] = 0.15
+    pause_median_s: Annotated[Positive, Meta(description="Seconds of a longer pause, median.")] = 120.0
+    pause_sigma: Annotated[Sigma, Meta(description="Sigma of that distribution.")] = 1.8
+    longest: Annotated[Count, Meta(description="Longest prompt in tokens; compaction precedes a longer one.")] = (
+        1_000_000
+    )
 
     @property
     def turns_mean(self) -> float:
-        """Requests of a session."""
+        """Mean number of requests of a session."""
         return self.session_median * math.exp(self.session_sigma**2 / 2)
 
 
 def agent_sessions(settings: AgentSettings, draw: Draw, starts: Iterator[float]) -> list[TraceLine]:
-    """`starts` gives the beginnings of sessions."""
+    """`starts` gives the times at which sessions begin."""
     systems = [draw.blocks(settings.system_blocks) for _ in range(settings.systems)]
     ranks = [rank**-settings.system_zipf for rank in range(1, settings.systems + 1)]
 

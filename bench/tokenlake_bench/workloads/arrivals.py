@@ -1,4 +1,4 @@
-"""When sessions begin: a Poisson process, or the bursts of a real service's arrivals.
+"""Times at which sessions begin: a Poisson process, or the bursts of a real service's arrivals.
 
 The bursts are those of `AzureLLMInferenceTrace_conv_2023.csv` (Azure Public Dataset, CC-BY-4.0; Patel et al.,
 Splitwise, ISCA 2024): columns TIMESTAMP, ContextTokens, GeneratedTokens. Only the times are used.
@@ -31,14 +31,14 @@ def poisson(rate: float, seed: int) -> Iterator[float]:
 
 
 def bursts(shape: Sequence[float], rate: float, seed: int) -> Iterator[float]:
-    """Endless times at `rate` per second that come in the bursts of `shape` (times in order), stretched, from a point
-    of it that `seed` draws, round and round.
+    """Endless times at `rate` per second in the bursts of `shape` (times in order), stretched and repeated; `seed`
+    draws the point of `shape` at which they begin.
 
     A burst keeps its height relative to the mean. Raises ConfigurationError for a shape without duration.
     """
     if len(shape) < 2 or shape[-1] <= shape[0]:
         raise ConfigurationError("arrivals", len(shape), "at least two arrivals at different times")
-    # The round is closed by one mean gap, so that the first arrival does not fall on the last.
+    # One mean gap closes the period, so that its first arrival does not coincide with the last one.
     period = (shape[-1] - shape[0]) * len(shape) / (len(shape) - 1)
     stretch = len(shape) / rate / period
     first = random.Random(seed).randrange(len(shape))
@@ -53,7 +53,7 @@ def bursts(shape: Sequence[float], rate: float, seed: int) -> Iterator[float]:
 
 
 def read_azure(path: Path | str) -> tuple[list[float], list[TraceError]]:
-    """(seconds of each arrival since the first, lines that were passed over because they are malformed).
+    """(seconds of each arrival since the first, errors of the malformed lines that were skipped).
 
     Plain or compressed (`.csv`, `.csv.zst`). Raises TraceError for a file that cannot be read, lacks the columns, goes
     back in time, or has more malformed lines than `MALFORMED_SHARE`.
@@ -89,7 +89,7 @@ def _check_header(path: Path, text: bytes) -> None:
 
 
 def _seconds(path: Path, number: int, text: bytes) -> float:
-    """The time of one line, in seconds of a clock without a zone."""
+    """The time of one line, in seconds of a clock without a time zone."""
     try:
         [fields] = csv.reader([text.decode()])
     except (UnicodeDecodeError, csv.Error, ValueError) as error:
@@ -101,7 +101,7 @@ def _seconds(path: Path, number: int, text: bytes) -> float:
             raise TraceError(path, f"expected a number of tokens, got '{field[:32]}'", number, name)
     stamp, _, fraction = fields[0].partition(".")
     try:
-        # Seven digits of a second, one more than datetime reads.
+        # The file has seven digits of a second, one more than datetime reads.
         whole = datetime.fromisoformat(stamp)
         return (whole - datetime(1970, 1, 1)).total_seconds() + float(f"0.{fraction or 0}")
     except (ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""What all generators share: lines of a trace, texts that grow, distributions, and sessions laid on one time line."""
+"""Common parts of the generators: lines of a trace, growing texts, distributions, and sessions on one time line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 Positive = Annotated[float, Meta(gt=0, le=1e9)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Sigma = Annotated[float, Meta(ge=0, le=5)]
-"""Of a lognormal distribution: the standard deviation of the logarithm."""
+"""Sigma of a lognormal distribution: the standard deviation of the logarithm."""
 
 _NO_BLOCKS: Final[tuple[int, ...]] = ()
 
@@ -46,20 +46,20 @@ class TraceLine(msgspec.Struct, frozen=True, gc=False):
 
 
 class TraceSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters that every generator has. Lengths are in tokens, times in seconds."""
+    """Parameters of every generator. Lengths are in tokens, times in seconds."""
 
     requests: Annotated[int, Meta(ge=1, le=10_000_000, description="Lines to write.")] = 10_000
     rate: Annotated[float, Meta(gt=0, le=1e6, description="Requests per second, in the long run.")] = 3.4
-    seed: Annotated[int, Meta(ge=0, description="Of all that is drawn.")] = 0
+    seed: Annotated[int, Meta(ge=0, description="Seed of all draws.")] = 0
 
     @property
     def turns_mean(self) -> float:
-        """Requests of a session, on average: sessions begin so many times less often than requests come."""
+        """Mean number of requests of a session: sessions begin this many times less often than requests arrive."""
         return 1.0
 
 
 class Turn(NamedTuple):
-    """A request of a session, `gap_s` after the one before."""
+    """A request of a session, `gap_s` after the previous one."""
 
     gap_s: float
     input_length: int
@@ -68,14 +68,14 @@ class Turn(NamedTuple):
 
 
 class Draw:
-    """Seeded draws, and block ids that nobody else has."""
+    """Seeded draws and unique block ids."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self._ids = itertools.count()
 
     def blocks(self, count: int) -> list[int]:
-        """Ids that were not there before."""
+        """New ids, never returned before."""
         return list(itertools.islice(self._ids, count))
 
     def text(self, begins_with: Sequence[int] = _NO_BLOCKS) -> Text:
@@ -83,23 +83,23 @@ class Draw:
         return Text(self, begins_with)
 
     def lognormal(self, median: float, sigma: float) -> float:
-        """Its mean is median x exp(sigma^2 / 2)."""
+        """A lognormal draw; its mean is median x exp(sigma^2 / 2)."""
         return median * math.exp(self.rng.gauss(0.0, sigma))
 
     def length(self, median: float, sigma: float, longest: int) -> int:
-        """Lognormal tokens, 1 to `longest`."""
+        """A lognormal number of tokens, 1 to `longest`."""
         return min(longest, max(1, round(self.lognormal(median, sigma))))
 
 
 class Text:
-    """Text that grows: what was once a full block stays it."""
+    """A text that grows: full blocks keep their ids."""
 
     def __init__(self, draw: Draw, begins_with: Sequence[int]) -> None:
         self._draw = draw
         self._blocks = list(begins_with)
 
     def hash_ids(self, length: int) -> list[int]:
-        """Of the first `length` tokens. A last block that is not full gets an id of its own."""
+        """Ids of the first `length` tokens. A last block that is not full gets a new id."""
         full, rest = divmod(length, BLOCK_TOKENS)
         if full > len(self._blocks):
             self._blocks += self._draw.blocks(full - len(self._blocks))
@@ -109,7 +109,7 @@ class Text:
 def lay_out(requests: int, starts: Iterator[float], session: Callable[[], Iterator[Turn]]) -> list[TraceLine]:
     """The first `requests` turns of sessions that begin at `starts` (seconds, not decreasing), in time order.
 
-    The first turn of a session comes its own gap after the start.
+    The first turn of a session follows its own gap after the session's start.
     """
     lines: list[TraceLine] = []
     order = itertools.count()
@@ -133,6 +133,6 @@ def lay_out(requests: int, starts: Iterator[float], session: Callable[[], Iterat
 
 
 def zipf_mean(exponent: float, most: int) -> float:
-    """Mean of 1 to `most`, drawn with weight 1 / k^exponent."""
+    """Mean of the numbers 1 to `most`, drawn with weight 1 / k^exponent."""
     weights: list[float] = [float(k) ** -exponent for k in range(1, most + 1)]
     return sum(k * weight for k, weight in enumerate(weights, start=1)) / sum(weights)

@@ -29,7 +29,7 @@ def workload() -> None:
 
 
 def run_workload(name: str, out: Path, arrivals: Path | None, values: dict[str, object]) -> None:
-    """Writes the file and prints what is in it. Raises TokenLakeError."""
+    """Write the file and print its statistics. Raises TokenLakeError."""
     console = Console()
     check_target(out)
     shape, malformed = read_azure(arrivals) if arrivals is not None else (None, [])
@@ -64,7 +64,7 @@ def _command(generator: Generator) -> click.Command:
         except TokenLakeError as error:
             raise click.ClickException(str(error)) from error
 
-    shape = "Take the bursts of these arrivals (Azure's CSV, plain or .zst). [default: a Poisson process]"
+    shape = "Use the bursts of these arrivals (Azure's CSV, plain or .zst). [default: a Poisson process]"
     options: list[click.Parameter] = [
         click.Option(["--out"], type=_FILE, required=True, help="The trace, .jsonl or .jsonl.zst."),
         click.Option(["--arrivals"], type=_FILE, help=shape),
@@ -77,7 +77,7 @@ def _command(generator: Generator) -> click.Command:
 
 
 def _description(declared: object) -> str:
-    """Of the outermost annotation that has one."""
+    """The description of the outermost annotation that has one."""
     while get_origin(declared) is Annotated:
         inner, *metas = get_args(declared)
         for meta in reversed(metas):

@@ -1,8 +1,8 @@
 """Conversations as in Mooncake's conversation trace (FAST '25): heavy tails, little sharing, one block in all prompts.
 
-Published, of 12,031 requests in 3,537 s: input 12,035 on average, 6,909 in the middle, 85,400 at the 99th percentile;
-output 343; 37.4 % of the tokens found in an infinite cache; 182,790 blocks, 75.8 % of them used once; 5.7 and 12.2 %
-of the accesses go to the top 0.1 and 1 % of the blocks, and one block is in every request.
+Published, for 12,031 requests in 3,537 s: input 12,035 on average, median 6,909, 85,400 at the 99th percentile; output
+343; 37.4 % of the tokens found in an infinite cache; 182,790 blocks, 75.8 % of them used once; 5.7 and 12.2 % of the
+accesses go to the top 0.1 and 1 % of the blocks, and one block is in every request.
 """
 
 from __future__ import annotations
@@ -30,38 +30,40 @@ __all__ = ["ConversationSettings", "conversations"]
 
 
 class ConversationSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """As fitted to the trace's requests, grouped by shared blocks."""
+    """Defaults are fitted to the trace's requests, grouped by shared blocks."""
 
     requests: Annotated[int, Meta(ge=1, le=10_000_000, description="Lines to write.")] = 12_000
     system_blocks: Annotated[int, Meta(ge=0, le=4096, description="Blocks that all prompts begin with.")] = 1
-    turns_exponent: Annotated[float, Meta(ge=0, le=10, description="k turns have the weight 1 / k^this.")] = 2.5
-    most_turns: Annotated[int, Meta(ge=1, le=1000, description="Of a conversation.")] = 16
+    turns_exponent: Annotated[
+        float, Meta(ge=0, le=10, description="A conversation of k turns has weight 1 / k^this.")
+    ] = 2.5
+    most_turns: Annotated[int, Meta(ge=1, le=1000, description="Most turns of a conversation.")] = 16
     first_median: Annotated[Positive, Meta(description="Tokens of a first prompt, median.")] = 5_500.0
-    first_sigma: Annotated[Sigma, Meta(description="And sigma.")] = 1.16
-    document_share: Annotated[Share, Meta(description="Conversations that begin with a document that others have.")] = (
+    first_sigma: Annotated[Sigma, Meta(description="Sigma of that distribution.")] = 1.16
+    document_share: Annotated[Share, Meta(description="Share of conversations that begin with a shared document.")] = (
         0.05
     )
-    documents: Annotated[Count, Meta(description="To choose from.")] = 150
-    document_blocks: Annotated[float, Meta(gt=0, le=4096, description="Of a document, mean.")] = 5.0
-    document_zipf: Annotated[float, Meta(ge=0, le=10, description="The n-th has the weight 1 / n^this.")] = 0.6
+    documents: Annotated[Count, Meta(description="Number of shared documents.")] = 150
+    document_blocks: Annotated[float, Meta(gt=0, le=4096, description="Blocks of a document, mean.")] = 5.0
+    document_zipf: Annotated[float, Meta(ge=0, le=10, description="The n-th document has weight 1 / n^this.")] = 0.6
     user_median: Annotated[Positive, Meta(description="Tokens of a further message, median.")] = 50.0
-    user_sigma: Annotated[Sigma, Meta(description="And sigma.")] = 1.3
-    paste_share: Annotated[Share, Meta(description="Messages with something pasted in.")] = 0.25
-    paste_median: Annotated[Positive, Meta(description="Of such a message, median.")] = 3_300.0
-    paste_sigma: Annotated[Sigma, Meta(description="And sigma.")] = 0.9
+    user_sigma: Annotated[Sigma, Meta(description="Sigma of that distribution.")] = 1.3
+    paste_share: Annotated[Share, Meta(description="Share of messages with pasted text.")] = 0.25
+    paste_median: Annotated[Positive, Meta(description="Tokens of such a message, median.")] = 3_300.0
+    paste_sigma: Annotated[Sigma, Meta(description="Sigma of that distribution.")] = 0.9
     output_mean: Annotated[Positive, Meta(description="Tokens of an answer, mean (gamma, shape 2).")] = 343.0
-    gap_median_s: Annotated[Positive, Meta(description="Between two turns, median.")] = 123.0
-    gap_sigma: Annotated[Sigma, Meta(description="And sigma.")] = 1.05
-    longest: Annotated[Count, Meta(description="Prompt; a conversation ends before one that is longer.")] = 131_072
+    gap_median_s: Annotated[Positive, Meta(description="Seconds between two turns, median.")] = 123.0
+    gap_sigma: Annotated[Sigma, Meta(description="Sigma of that distribution.")] = 1.05
+    longest: Annotated[Count, Meta(description="Longest prompt in tokens; a conversation ends before it.")] = 131_072
 
     @property
     def turns_mean(self) -> float:
-        """Requests of a conversation, where none ends because its prompt is too long."""
+        """Mean number of requests of a conversation, if none ends because its prompt is too long."""
         return zipf_mean(self.turns_exponent, self.most_turns)
 
 
 def conversations(settings: ConversationSettings, draw: Draw, starts: Iterator[float]) -> list[TraceLine]:
-    """`starts` gives the beginnings of conversations."""
+    """`starts` gives the times at which conversations begin."""
     system = draw.blocks(settings.system_blocks)
     documents = [
         system + draw.blocks(1 + int(draw.rng.expovariate(1 / max(1e-9, settings.document_blocks - 0.5))))

@@ -18,22 +18,22 @@ from tokenlake_bench.workloads.base import Count, Draw, Positive, Sigma, TraceLi
 __all__ = ["RagSettings", "questions"]
 
 _DRAWS: Final = 20
-"""Per document to retrieve, at most."""
+"""Most draws per document to retrieve."""
 
 
 class RagSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A prompt is the system prompt, the documents in the order in which they were retrieved, and the question."""
 
     system_blocks: Annotated[int, Meta(ge=0, le=4096, description="Blocks that all prompts begin with.")] = 1
-    documents: Annotated[Count, Meta(description="To retrieve from.")] = 10_000
-    zipf: Annotated[float, Meta(ge=0, le=10, description="The n-th document has the weight 1 / n^this.")] = 0.96
+    documents: Annotated[Count, Meta(description="Number of documents.")] = 10_000
+    zipf: Annotated[float, Meta(ge=0, le=10, description="The n-th document has weight 1 / n^this.")] = 0.96
     retrieved: Annotated[int, Meta(ge=1, le=64, description="Different documents per request.")] = 2
     document_median: Annotated[Positive, Meta(description="Tokens of a document, median.")] = 2_700.0
-    document_sigma: Annotated[Sigma, Meta(description="And sigma.")] = 0.8
+    document_sigma: Annotated[Sigma, Meta(description="Sigma of that distribution.")] = 0.8
     question_median: Annotated[Positive, Meta(description="Tokens of a question, median.")] = 60.0
-    question_sigma: Annotated[Sigma, Meta(description="And sigma.")] = 0.6
+    question_sigma: Annotated[Sigma, Meta(description="Sigma of that distribution.")] = 0.6
     output_mean: Annotated[Positive, Meta(description="Tokens of an answer, mean (exponential).")] = 100.0
-    longest: Annotated[Count, Meta(description="Document or question.")] = 65_536
+    longest: Annotated[Count, Meta(description="Longest document or question, in tokens.")] = 65_536
 
     def __post_init__(self) -> None:
         if self.retrieved > self.documents:
@@ -41,12 +41,12 @@ class RagSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def turns_mean(self) -> float:
-        """A question stands alone."""
+        """A session is a single question."""
         return 1.0
 
 
 def questions(settings: RagSettings, draw: Draw, starts: Iterator[float]) -> list[TraceLine]:
-    """`starts` gives the questions."""
+    """`starts` gives the times of the questions."""
     system = draw.blocks(settings.system_blocks)
     lengths = [
         draw.length(settings.document_median, settings.document_sigma, settings.longest)
@@ -57,7 +57,7 @@ def questions(settings: RagSettings, draw: Draw, starts: Iterator[float]) -> lis
     known: dict[tuple[int, ...], list[int]] = {(): system}
 
     def blocks(path: tuple[int, ...], end: int) -> list[int]:
-        """Full blocks up to the end of the path's last document."""
+        """Ids of the full blocks up to the end of the path's last document."""
         found = known.get(path)
         if found is None:
             before = blocks(path[:-1], end - lengths[path[-1]])
@@ -71,7 +71,7 @@ def questions(settings: RagSettings, draw: Draw, starts: Iterator[float]) -> lis
                 path.append(document)
             if len(path) == settings.retrieved:
                 return path
-        # Few are popular enough to be drawn: the most popular of the others.
+        # Few documents are popular enough to be drawn: add the most popular of the others.
         rest = islice((document for document in ranks if document not in path), settings.retrieved - len(path))
         return path + list(rest)
 

@@ -1,4 +1,4 @@
-"""The generators by name, and making one's lines from settings given as text or numbers."""
+"""The generators by name, and the construction of a trace from settings given as text or numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["GENERATORS", "Generator", "generate", "generator_named", "settings_o
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """`lines` takes settings of the type `settings`, draws, and the beginnings of sessions."""
+    """`lines` takes settings of the type `settings`, draws, and the times at which sessions begin."""
 
     name: str
     summary: str
@@ -44,14 +44,14 @@ GENERATORS: Final[dict[str, Generator]] = {
 
 
 def generator_named(name: str) -> Generator:
-    """Raises ConfigurationError for one that is not in `GENERATORS`."""
+    """The generator of this name. Raises ConfigurationError for a name that is not in `GENERATORS`."""
     if name not in GENERATORS:
         raise ConfigurationError("workload", name, " or ".join(GENERATORS))
     return GENERATORS[name]
 
 
 def settings_of(generator: Generator, values: Mapping[str, object]) -> TraceSettings:
-    """Checked; text is read as the number that it stands for. Raises ConfigurationError that names the field."""
+    """Validated settings; text is converted to numbers. Raises a ConfigurationError that names the field."""
     try:
         return msgspec.convert(dict(values), generator.settings, strict=False)
     except msgspec.ValidationError as error:
@@ -61,7 +61,7 @@ def settings_of(generator: Generator, values: Mapping[str, object]) -> TraceSett
             unknown = [name for name in values if name not in generator.settings.__struct_fields__]
             if unknown:
                 raise ConfigurationError(unknown[0], values[unknown[0]], _known(generator)) from None
-            # What two fields must have in common: `field: expected`, raised by the settings themselves.
+            # A condition over two fields: the settings raise `field: expected` themselves.
             field, _, expected = expected.partition(": ")
         raise ConfigurationError(field, values.get(field), expected) from None
 
@@ -69,8 +69,8 @@ def settings_of(generator: Generator, values: Mapping[str, object]) -> TraceSett
 def generate(
     name: str, values: Mapping[str, object] | None = None, *, shape: Sequence[float] | None = None
 ) -> list[TraceLine]:
-    """Lines in time order. `values`: settings that are not the default; `shape`: arrivals whose bursts the beginnings
-    of sessions take (`arrivals.bursts`), else they are a Poisson process. Raises ConfigurationError."""
+    """Lines in time order. `values`: settings that differ from the defaults; `shape`: arrivals whose bursts the
+    sessions' beginnings take (`arrivals.bursts`), None for a Poisson process. Raises ConfigurationError."""
     generator = generator_named(name)
     settings = settings_of(generator, values or {})
     rate = settings.rate / settings.turns_mean

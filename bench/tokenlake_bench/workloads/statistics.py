@@ -1,4 +1,4 @@
-"""What a trace looks like, by the figures that are published of traces."""
+"""Statistics of a trace, those that are usually published."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["TraceStatistics", "statistics_of"]
 
 
 class TraceStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Lengths in tokens; shares 0 to 1. Blocks that are not full count as blocks, but are never found."""
+    """Lengths in tokens; shares from 0 to 1. Blocks that are not full count as blocks, but are never found."""
 
     requests: int
     duration_s: float
@@ -24,20 +24,20 @@ class TraceStatistics(msgspec.Struct, frozen=True, kw_only=True):
     input_p99: float
     output_mean: float
     ideal_token_hit: float
-    """Found in a cache that never evicts, by longest prefix."""
+    """Share of the tokens found in a cache that never evicts, by longest prefix."""
     blocks: int
     used_once: float
-    """Of the blocks."""
+    """Share of the blocks."""
     top_permille: float
-    """Of the accesses, those to the most used 0.1 % of the blocks."""
+    """Share of the accesses that go to the most used 0.1 % of the blocks."""
     top_percent: float
-    """The same for 1 %."""
+    """Share of the accesses that go to the most used 1 % of the blocks."""
     hottest: float
-    """Of the requests, those with the most used block."""
+    """Share of the requests that contain the most used block."""
 
 
 def statistics_of(lines: Sequence[TraceLine]) -> TraceStatistics:
-    """Of at least one line, in time order."""
+    """Statistics of at least one line, in time order."""
     inputs = np.array([line.input_length for line in lines])
     uses = Counter(block for line in lines for block in line.hash_ids)
     counts = np.sort(np.fromiter(uses.values(), dtype=np.int64))[::-1]
@@ -59,7 +59,7 @@ def statistics_of(lines: Sequence[TraceLine]) -> TraceStatistics:
 
 
 def _found(lines: Sequence[TraceLine]) -> int:
-    """Full blocks, in sum over the prompts."""
+    """Number of full blocks found, summed over the prompts."""
     seen: set[int] = set()
     found = 0
     for line in lines:

@@ -1,9 +1,9 @@
-"""Tool calls behind hot prompt templates beside conversations, as in the toolagent-like trace.
+"""Tool calls behind hot prompt templates, beside conversations, as in the toolagent-like trace.
 
-Two templates of 12 and 5 blocks in 37 and 14 % of the requests, followed by one to four blocks of their own, short
-answers; the rest are conversations. Published, of 24,585 requests in 3,537 s: input 8,864 on average, 6,464 in the
-middle, 66,228 at the 99th percentile; output 177; 54.6 % of the tokens found in an infinite cache; 205,018 blocks,
-78.5 % used once; 32.7 and 37.4 % of the accesses to the top 0.1 and 1 %; the hottest block is in 49 % of the requests.
+Two templates of 12 and 5 blocks in 37 and 14 % of the requests, followed by one to four blocks of their own, with short
+answers; the other requests are conversations. Published, for 24,585 requests in 3,537 s: input 8,864 on average, median
+6,464, 66,228 at the 99th percentile; output 177; 54.6 % of the tokens found in an infinite cache; 205,018 blocks, 78.5
+% used once; 32.7 and 37.4 % of the accesses to the top 0.1 and 1 %; the hottest block is in 49 % of the requests.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ class ToolAgentSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown
 
     requests: Annotated[int, Meta(ge=1, le=10_000_000, description="Lines to write.")] = 24_000
     rate: Annotated[float, Meta(gt=0, le=1e6, description="Requests per second, in the long run.")] = 6.95
-    first_share: Annotated[Share, Meta(description="Requests with the first template.")] = 0.372
-    first_blocks: Annotated[int, Meta(ge=1, le=4096, description="Of that template.")] = 12
-    second_share: Annotated[Share, Meta(description="Requests with the second template.")] = 0.138
-    second_blocks: Annotated[int, Meta(ge=1, le=4096, description="Of that template.")] = 5
+    first_share: Annotated[Share, Meta(description="Share of requests with the first template.")] = 0.372
+    first_blocks: Annotated[int, Meta(ge=1, le=4096, description="Blocks of that template.")] = 12
+    second_share: Annotated[Share, Meta(description="Share of requests with the second template.")] = 0.138
+    second_blocks: Annotated[int, Meta(ge=1, le=4096, description="Blocks of that template.")] = 5
     own_mean: Annotated[Positive, Meta(description="Tokens behind a template, mean (exponential).")] = 640.0
-    call_share: Annotated[Share, Meta(description="Answers to the first template that are a bare call.")] = 0.6
-    call_output: Annotated[int, Meta(ge=1, le=1 << 20, description="Tokens of such an answer.")] = 3
+    call_share: Annotated[Share, Meta(description="Share of answers to the first template that are a bare call.")] = 0.6
+    call_output: Annotated[int, Meta(ge=1, le=1 << 20, description="Tokens of a bare call.")] = 3
     other_output: Annotated[Positive, Meta(description="Tokens of other answers, mean (exponential).")] = 29.0
 
     def __post_init__(self) -> None:
         if self.first_share + self.second_share > 1:
-            raise ValueError(f"second_share: at most {1 - self.first_share:g}, what first_share leaves")
+            raise ValueError(f"second_share: at most {1 - self.first_share:g}, the rest beside first_share")
 
     @property
     def turns_mean(self) -> float:
-        """A tool call stands alone."""
+        """A session is a single tool call."""
         return 1.0
 
 
 def tool_calls(settings: ToolAgentSettings, draw: Draw, starts: Iterator[float]) -> list[TraceLine]:
-    """`starts` gives the tool calls; the conversations between them start by a Poisson process."""
+    """`starts` gives the times of the tool calls; the conversations between them begin by a Poisson process."""
     share = settings.first_share + settings.second_share
     chats = round(settings.requests * (1 - share))
     lines = [_chats(settings, draw, chats)] if chats else []

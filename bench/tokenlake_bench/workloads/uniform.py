@@ -1,4 +1,4 @@
-"""Prompts of one length behind prefixes that are equally popular: what can be checked on paper."""
+"""Prompts of one length behind equally popular prefixes: their hit rates can be computed by hand."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["UniformSettings", "uniform_prompts"]
 class UniformSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """With r requests and p prefixes an infinite cache finds (r - p (1 - (1 - 1/p)^r)) / r of the prefixes' tokens."""
 
-    prefixes: Annotated[Count, Meta(description="To choose from, evenly.")] = 1_000
-    prefix_blocks: Annotated[int, Meta(ge=0, le=4096, description="Of a prefix.")] = 4
-    own_tokens: Annotated[Count, Meta(description="Behind the prefix.")] = 2_048
-    output_tokens: Annotated[Count, Meta(description="Of an answer.")] = 128
+    prefixes: Annotated[Count, Meta(description="Number of prefixes, equally popular.")] = 1_000
+    prefix_blocks: Annotated[int, Meta(ge=0, le=4096, description="Blocks of a prefix.")] = 4
+    own_tokens: Annotated[Count, Meta(description="Tokens behind the prefix.")] = 2_048
+    output_tokens: Annotated[Count, Meta(description="Tokens of an answer.")] = 128
 
     @property
     def turns_mean(self) -> float:
-        """A prompt stands alone."""
+        """A session is a single prompt."""
         return 1.0
 
 
 def uniform_prompts(settings: UniformSettings, draw: Draw, starts: Iterator[float]) -> list[TraceLine]:
-    """`starts` gives the requests."""
+    """`starts` gives the times of the requests."""
     prefixes = [draw.blocks(settings.prefix_blocks) for _ in range(settings.prefixes)]
     length = settings.prefix_blocks * BLOCK_TOKENS + settings.own_tokens
 

@@ -1,4 +1,4 @@
-"""Lines of a trace to a file in Mooncake's format, plain or compressed."""
+"""Writes a trace to a file in Mooncake's format, plain or compressed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["check_target", "write_lines"]
 
 
 def check_target(path: Path) -> None:
-    """Raises ConfigurationError for a file that `read_mooncake` would not take, or in a directory that is not there."""
+    """Raises ConfigurationError for a file name that `read_mooncake` would not read, or a directory that does not
+    exist."""
     if not path.name.endswith((".jsonl", ".jsonl.zst")):
         raise ConfigurationError("out", str(path), "a file name ending in .jsonl or .jsonl.zst")
     if not path.parent.is_dir():
@@ -22,7 +23,7 @@ def check_target(path: Path) -> None:
 
 
 def write_lines(lines: Iterable[TraceLine], path: Path) -> None:
-    """Replaces the file. Raises ConfigurationError where it cannot be written."""
+    """Write, or replace, the file. Raises ConfigurationError where it cannot be written."""
     check_target(path)
     data = msgspec.json.Encoder().encode_lines(lines)
     if path.suffix == ".zst":

@@ -17,7 +17,7 @@ from tokenlake_testing.tiny_model import TinyModel, save_tiny_model
 TINY = TinyModel(vocabulary=512, hidden=128, intermediate=256, layers=3, heads=4, kv_heads=2, positions=8192)
 """Head dim 32, the smallest that vLLM's CPU kernels have."""
 PATIENT = {"match_ms": 20000, "write_patience_s": 20, "weigh_loads": False}
-"""Deadlines that a busy machine keeps, and every hit is loaded; what these are for is tested apart."""
+"""Settings with deadlines that hold on a busy machine, and every hit is loaded."""
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -48,7 +48,7 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
     logs = tmp_path_factory.mktemp("logs")
 
     def begin(pool: dict[str, Any] | None = None, **arguments: Any) -> Engine:
-        # The ranks of one engine spin while they wait for each other; the daemon must run beside them.
+        # The ranks of one engine spin while they wait for each other; the daemon must get time beside them.
         engine = Engine(model, logs / f"{len(engines)}.log", pool, nice=10, **arguments)
         engines.append(engine)
         return engine
@@ -60,5 +60,5 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
 
 @pytest.fixture(scope="module")
 def plain(start: Callable[..., Engine]) -> Engine:
-    """vLLM without a connector: what all others are compared with."""
+    """vLLM without a connector, the reference for all other engines."""
     return start()

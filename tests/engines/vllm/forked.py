@@ -49,7 +49,7 @@ class Forked:
             target=_run, args=(Question(model, prompts, tokens, transfer, arguments), log, sender), daemon=True
         )
         before = dict(os.environ)
-        # The process that is forked reads them when it starts, with the first engine.
+        # The fork server reads the environment when it starts, with the first engine.
         os.environ.update(ENVIRONMENT)
         try:
             self._process.start()
@@ -59,7 +59,7 @@ class Forked:
         sender.close()
 
     def tokens(self) -> list[list[list[int]]]:
-        """Greedy tokens of each prompt, twice: the engine's own cache is forgotten between. Raises `RuntimeError` when
+        """Greedy tokens of each prompt, twice; the engine's own cache is reset in between. Raises `RuntimeError` when
         the engine did not start, or ended."""
         try:
             if not self._answer.poll(ANSWER_S):
@@ -72,14 +72,14 @@ class Forked:
             self.close()
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._process.join(END_S)
         self._process.kill()
         self._process.join()
         self._answer.close()
 
     def refusals(self) -> list[str]:
-        """Why it is served without the pool, as often as the log says so."""
+        """The reasons in the log why the pool is not used, one per line of the log."""
         return re.findall(r"served without the pool: ([^\n]*)", self.log.read_text())
 
 
@@ -92,7 +92,7 @@ def _run(question: Question, log: Path, sender: Connection) -> None:
     from vllm.config import KVTransferConfig
     from vllm.model_executor.models import registry
 
-    # vLLM looks at a model's class in a process of its own, which imports all of it: 8 s for each new class.
+    # vLLM inspects a model's class in a new process, which imports vLLM: 8 s for each new class.
     registry._run_in_subprocess = lambda look: look()
     settings: dict[str, Any] = {
         "enforce_eager": True,

@@ -1,4 +1,4 @@
-"""Damage to what the pool holds."""
+"""Damages stored segments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ __all__ = ["spoil"]
 def spoil(
     cluster: Cluster, engine: Engine, tokens: Sequence[int], salt: str | None = None, segments: int | None = None
 ) -> int:
-    """Overwrite the segments of a prompt in the memory of the engine's node, the last `segments` or all; how many."""
+    """Overwrite the segments of a prompt in the memory of the engine's node, the last `segments` or all. Returns their
+    number."""
     layout = Layout.decode(bytes.fromhex(engine.call("layout")))
     with (
         Pool.connect(cluster.nodes[0].socket, layout) as pool,
@@ -23,6 +24,6 @@ def spoil(
     ):
         count = len(lease.fetch())
         first = 0 if segments is None else count - segments
-        for region, slot, _ in lease._places[first:count].tolist():
-            pool._link.regions.get(region, write=True).slots[slot] = 0
+        for region, slot, _ in lease.places[first:count].tolist():
+            pool.link.regions.get(region, write=True).slots[slot] = 0
         return count - first

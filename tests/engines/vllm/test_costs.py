@@ -1,4 +1,4 @@
-"""What was measured decides whether a hit is loaded; the tokens are the same either way."""
+"""Measurements decide whether a hit is loaded; the tokens are the same in both cases."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
 SEGMENT = 256
 ENOUGH = 8
-"""Prefills, and loads, before they are weighed."""
+"""The number of prefills, and of loads, before their times are known."""
 SLOW_S = 0.1
-"""What loading a segment takes longer: many times what computing it takes."""
+"""The delay of a load per segment: many times the time to compute it."""
 PROMPTS = [prompt(1100 + 130 * number, number) for number in range(2 * ENOUGH)]
 WHOLE = sum(len(tokens) // SEGMENT * SEGMENT for tokens in PROMPTS)
 
@@ -28,12 +28,12 @@ def expected(plain: Engine) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def weighs(start: Callable[..., Engine], cluster: Cluster) -> Callable[[str], Engine]:
-    """Starts an engine that loads what pays."""
+    """Starts an engine that compares the times of loading and computing."""
     return lambda load: start({"socket": str(cluster.nodes[0].socket), "load": load, **PATIENT, "weigh_loads": True})
 
 
 def run(engine: Engine, expected: list[list[int]]) -> tuple[float, float]:
-    """(tokens taken from the pool, tokens found there and left) of all prompts, when vLLM itself has none of them."""
+    """(tokens taken from the pool, tokens found there and computed) of all prompts; vLLM's own cache is empty."""
     assert engine.call("flush")
     assert engine.call("forget")
     before = engine.call("counts")
@@ -44,18 +44,16 @@ def run(engine: Engine, expected: list[list[int]]) -> tuple[float, float]:
     return hit, skipped
 
 
-def test_loads_that_are_faster_than_their_prefill_are_done(
-    weighs: Callable[[str], Engine], expected: list[list[int]]
-) -> None:
+def test_loads_faster_than_a_prefill_are_done(weighs: Callable[[str], Engine], expected: list[list[int]]) -> None:
     engine = weighs("async")
     assert run(engine, expected) == (0, 0)
     assert run(engine, expected) == (WHOLE, 0)
-    # By now both are known.
+    # Both times are known now.
     assert run(engine, expected) == (WHOLE, 0)
 
 
 @pytest.mark.parametrize("load", ["async", "sync"])
-def test_loads_that_are_slower_than_their_prefill_are_left_out(
+def test_loads_slower_than_a_prefill_are_skipped(
     load: str, weighs: Callable[[str], Engine], expected: list[list[int]], cluster: Cluster
 ) -> None:
     engine = weighs(load)

@@ -1,7 +1,8 @@
-"""Whatever happens to daemons and segments, the tokens are those of vLLM alone, and nothing waits for long."""
+"""Faults of daemons and segments change no token, and cost one deadline at most."""
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +17,12 @@ from tokenlake_testing.engine_lines import Engine
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
 TIMEOUT_S = 60.0
+LINE = r"{} \d\d-\d\d \d\d:\d\d:\d\d .*TokenLake: {}"
+"""A line in vLLM's log: its level, and its text."""
 DEADLINE_S = 2.0
-"""Of a match, long enough for a busy machine and short enough to be waited for."""
+"""The deadline of a lookup: long enough for a busy machine."""
 FROZEN_S = DEADLINE_S + 3.0
-"""A frozen daemon costs one deadline, not one per request; the rest is the model and a busy machine."""
+"""A frozen daemon costs one deadline, not one per request; the remaining time is for the model on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +33,10 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def behind(start: Callable[..., Engine], cluster: Cluster) -> Engine:
-    """Starts while its daemon is down. Loads behind its steps; checks what it reads."""
+    """An engine that starts before its daemon. Loads in the background and verifies its reads."""
     cluster.nodes[0].kill()
-    engine = start({"socket": str(cluster.nodes[0].socket), "verify": True, **PATIENT, "match_ms": 20})
+    pool = {"socket": str(cluster.nodes[0].socket), "verify": True, **PATIENT, "match_ms": 20}
+    engine = start(pool, environment={"VLLM_LOGGING_LEVEL": "INFO"})
     engine.generate([prompt(600, 1)])
     cluster.nodes[0].start()
     cluster.wait_ready()
@@ -41,13 +45,13 @@ def behind(start: Callable[..., Engine], cluster: Cluster) -> Engine:
 
 @pytest.fixture(scope="module")
 def waiting(start: Callable[..., Engine], cluster: Cluster, behind: Engine) -> Engine:
-    """Waits for its loads; checks what it reads."""
+    """An engine whose steps wait for their loads, and that verifies its reads."""
     pool = {"socket": str(cluster.nodes[0].socket), "load": "sync", "verify": True}
     return start({**pool, **PATIENT, "match_ms": 1e3 * DEADLINE_S})
 
 
 def until_hit(engine: Engine, tokens: Sequence[int]) -> list[int]:
-    """Repeat a prompt until the engine takes part of it from the pool; the tokens, the same each time."""
+    """Repeat a prompt until the engine loads a part of it from the pool. Returns the tokens, equal each time."""
     answers = set()
     until = time.monotonic() + TIMEOUT_S
     before = engine.call("counts")["tokens_hit"]
@@ -60,10 +64,13 @@ def until_hit(engine: Engine, tokens: Sequence[int]) -> list[int]:
     return list(answers.pop())
 
 
-def test_no_daemon_at_the_start_is_said_once_and_it_is_used_when_it_appears(behind: Engine, plain: Engine) -> None:
+def test_a_daemon_that_starts_later_is_used(behind: Engine, plain: Engine) -> None:
     tokens = prompt(600, 1)
     assert until_hit(behind, tokens) == plain.generate([tokens])[0]
-    assert behind.log.read_text().count("connecting to the pool failed") == 1
+    log = behind.log.read_text()
+    # Each change of the state is one line, with vLLM's level and time.
+    assert len(re.findall(LINE.format("WARNING", "connecting to the pool failed"), log)) == 1
+    assert len(re.findall(LINE.format("INFO", "connected to the pool: node"), log)) == 1
 
 
 def test_a_restarted_daemon(behind: Engine, plain: Engine, cluster: Cluster) -> None:
@@ -75,6 +82,9 @@ def test_a_restarted_daemon(behind: Engine, plain: Engine, cluster: Cluster) -> 
     cluster.nodes[0].start()
     cluster.wait_ready()
     assert until_hit(behind, tokens) == expected
+    log = behind.log.read_text()
+    assert re.search(LINE.format("WARNING", "lost the daemon"), log)
+    assert re.search(LINE.format("INFO", "the daemon .* is back"), log)
 
 
 @pytest.mark.parametrize("kind", ["behind", "waiting"])
@@ -89,7 +99,7 @@ def test_corrupt_segments_are_recomputed(
     before = engine.call("counts")["loads_failed"]
     assert engine.generate([tokens])[0] == expected
     assert engine.call("counts")["loads_failed"] > before
-    # The request beside it, which shares the blocks, is right too.
+    # Another request that shares the blocks gets the right tokens too.
     engine.call("forget")
     assert engine.generate([tokens, tokens]) == [expected, expected]
     engine.call("forget")
@@ -98,7 +108,7 @@ def test_corrupt_segments_are_recomputed(
 def test_unchecked_corrupt_segments_change_the_tokens(
     start: Callable[..., Engine], plain: Engine, cluster: Cluster
 ) -> None:
-    """The control: what is read is used."""
+    """The control: the engine computes with the loaded segments."""
     engine = start({"socket": str(cluster.nodes[0].socket), **PATIENT})
     tokens = prompt(1000, 4)
     expected = plain.generate([tokens])[0]
@@ -108,7 +118,7 @@ def test_unchecked_corrupt_segments_change_the_tokens(
 
 
 @pytest.mark.parametrize("kind", ["behind", "waiting"])
-def test_the_owner_is_killed_in_the_middle(
+def test_the_owner_is_killed_during_a_load(
     kind: str, request: pytest.FixtureRequest, plain: Engine, cluster: Cluster
 ) -> None:
     engine: Engine = request.getfixturevalue(kind)

@@ -77,7 +77,7 @@ def test_settings_that_do_not_change_the_cache_share(model: Path) -> None:
     assert layout(model, max_model_len=1024, seed=3) == layout(model)
 
 
-def test_an_override_of_the_configuration_changes_the_fingerprint(model: Path) -> None:
+def test_an_override_changes_the_fingerprint(model: Path) -> None:
     def other_function(config: Any) -> Any:
         config.rms_norm_eps = 0.5
         return config
@@ -89,13 +89,13 @@ def test_an_override_of_the_configuration_changes_the_fingerprint(model: Path) -
     assert layout(model, hf_overrides=other_function) == layouts[2], "the effective configuration counts"
 
 
-def test_another_number_of_experts_per_token_changes_the_fingerprint(experts: Path) -> None:
+def test_the_number_of_experts_changes_the_fingerprint(experts: Path) -> None:
     numbers = [layout(experts, hf_overrides={"num_experts_per_tok": number}).fingerprint() for number in (1, 2, 3)]
     assert len(set(numbers)) == 3
     assert numbers[1] == layout(experts).fingerprint(), "what is in the file already is no override"
 
 
-def test_a_configuration_from_another_directory_changes_the_fingerprint(model: Path, tmp_path: Path) -> None:
+def test_another_configuration_changes_the_fingerprint(model: Path, tmp_path: Path) -> None:
     other = tmp_path / "configuration"
     shutil.copytree(model, other)
     assert layout(model, hf_config_path=str(other)) == layout(model)
@@ -108,23 +108,23 @@ def test_a_configuration_from_another_directory_changes_the_fingerprint(model: P
     "load_format",
     ["dummy", "npcache", "runai_streamer", "sharded_state", "runai_streamer_sharded", "tensorizer", "modelexpress"],
 )
-def test_weights_that_cannot_be_named_are_refused_by_name(model: Path, load_format: str) -> None:
+def test_unnameable_weights_are_refused(model: Path, load_format: str) -> None:
     with pytest.raises(LayoutRefused, match=f"load_format.*{load_format}"):
         layout(model, load_format=load_format)
     named = layout(model, weights_digest="named by its user", load_format=load_format)
     assert named.weights_digest == "named by its user"
 
 
-def test_a_registered_loader_is_refused_by_name(model: Path) -> None:
+def test_a_registered_loader_is_refused(model: Path) -> None:
     @register_model_loader("test_loader")
     class Scaling(DefaultModelLoader):  # type: ignore[misc]
-        """Reads the files and does something else with them."""
+        """A loader with other results than vLLM's."""
 
     with pytest.raises(LayoutRefused, match="load_format.*test_loader"):
         layout(model, load_format="test_loader")
 
 
-def test_a_directory_with_two_kinds_of_weights_is_another_for_each_format(model: Path, tmp_path: Path) -> None:
+def test_each_format_of_two_kinds_has_its_own_digest(model: Path, tmp_path: Path) -> None:
     both = tmp_path / "both"
     shutil.copytree(model, both)
     torch.save({"other": torch.zeros(1)}, both / "model.pt")
@@ -137,7 +137,7 @@ def test_a_directory_with_two_kinds_of_weights_is_another_for_each_format(model:
         assert len({layout(directory, load_format=name).fingerprint() for name in formats}) == 2
 
 
-def test_weights_from_object_storage_are_refused_by_name(model: Path) -> None:
+def test_object_storage_is_refused(model: Path) -> None:
     config = configured(model)
     config.model_config.model_weights = "s3://bucket/model"
     spec = FullAttentionSpec(block_size=128, num_kv_heads=TINY.kv_heads, head_size=32, dtype=torch.float32)

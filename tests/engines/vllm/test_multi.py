@@ -1,4 +1,4 @@
-"""Within vLLM's `MultiConnector`: the same tokens, and a corrupt or lost segment costs a recompute there too."""
+"""Within vLLM's `MultiConnector` the tokens are the same, and a corrupt or lost segment costs a recompute."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def alone(engines: tuple[Engine, Engine]) -> Engine:
 
 
 def hits(engine: Engine, tokens: list[int], expected: list[int]) -> float:
-    """Tokens that an engine with an empty cache of its own takes from its pools for a prompt."""
+    """The number of tokens that an engine with an empty cache takes from its pools for a prompt."""
     assert engine.call("flush")
     assert engine.call("forget")
     before = engine.call("counts")["tokens_hit"]
@@ -54,14 +54,12 @@ def hits(engine: Engine, tokens: list[int], expected: list[int]) -> float:
     return float(engine.call("counts")["tokens_hit"] - before)
 
 
-def test_the_first_connector_that_has_a_prompt_loads_it_and_all_store_it(
-    multi: Engine, alone: Engine, plain: Engine
-) -> None:
+def test_one_connector_loads_and_all_store(multi: Engine, alone: Engine, plain: Engine) -> None:
     tokens = prompt(1000, 1)
     expected = plain.generate([tokens])[0]
     assert alone.generate([tokens])[0] == expected
     assert alone.call("flush")
-    # The second connector loads, since the first finds nothing; the first stores; then it loads.
+    # The first connector finds nothing, so the second loads and the first stores; then the first loads.
     assert [hits(multi, tokens, expected) for _ in range(2)] == [768, 768]
     longer = tokens + prompt(500, 2)
     assert multi.generate([longer]) == plain.generate([longer])
@@ -87,9 +85,9 @@ def test_a_corrupt_segment_is_recomputed(multi: Engine, plain: Engine, cluster: 
     assert multi.generate([tokens])[0] == expected
     assert hits(multi, tokens, expected) == 768
     assert multi.call("forget")
-    # The control is above: nothing fails while the segments are whole.
+    # The control is above: no load fails while the segments are intact.
     assert multi.call("counts")["loads_failed"] == 0
-    # One pool loses its last segment, which costs its recompute; then the other one loses all that it has.
+    # One pool loses its last segment, which is recomputed; then the other pool loses all its segments.
     assert spoil(cluster, multi, tokens, salt="a", segments=1) == 1
     assert multi.generate([tokens])[0] == expected
     failed = multi.call("counts")["loads_failed"]
@@ -101,7 +99,7 @@ def test_a_corrupt_segment_is_recomputed(multi: Engine, plain: Engine, cluster: 
     assert multi.call("counts")["loads_failed"] > failed
 
 
-def test_segments_that_die_with_their_owner_are_recomputed(
+def test_segments_of_a_killed_owner_are_recomputed(
     multi: Engine, alone: Engine, plain: Engine, cluster: Cluster
 ) -> None:
     many = [prompt(900 + seed, 40 + seed) for seed in range(6)]
@@ -125,12 +123,12 @@ def test_segments_that_die_with_their_owner_are_recomputed(
     assert "Traceback" not in multi.log.read_text().replace("render_messages", "")
 
 
-def test_the_ranks_reports_are_merged_connector_by_connector() -> None:
-    """As vLLM does it with several ranks: of each connector the slowest rank counts."""
+def test_rank_reports_are_merged_per_connector() -> None:
+    """As vLLM merges them: for each connector the slowest rank counts."""
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
 
     from tokenlake_client.engines.vllm.connector import StepOutcome
-    from tokenlake_client.engines.vllm.plan import StepReport
+    from tokenlake_client.engines.vllm.step_plan import StepReport
 
     ranks = [
         MultiKVConnectorWorkerMetadata((StepOutcome(StepReport(5, first)), None, StepOutcome(StepReport(5, second))))

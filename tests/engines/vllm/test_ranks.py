@@ -1,4 +1,4 @@
-"""Tensor parallelism: each rank its shards, one hit length, and no setting to share with other sizes."""
+"""Tensor parallelism: each rank has its shards, all have one hit length, and other sizes share without a setting."""
 
 from __future__ import annotations
 
@@ -17,19 +17,17 @@ TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ENABLE_V1_MULTIPROCESSING
 LENGTHS = (250, 512, 513, 700, 1500)
 PROMPTS = [prompt(length, length) for length in LENGTHS]
 FULL = sum((length + 7) // 256 for length in LENGTHS)
-"""Segments, those included that decode completes."""
+"""The number of segments, with those that decode completes."""
 HITS = 0 + 384 + 512 + 512 + 1280
-"""Tokens that one rank finds when all of them were stored."""
+"""The tokens that one rank finds when all segments were stored."""
 
 
 @pytest.mark.parametrize("load", ["async", "sync"])
-def test_two_ranks_write_and_one_reads_and_the_reverse(
-    load: str, start: Callable[..., Engine], plain: Engine, cluster: Cluster
-) -> None:
+def test_two_ranks_and_one_rank_share(load: str, start: Callable[..., Engine], plain: Engine, cluster: Cluster) -> None:
     expected = [plain.generate([tokens])[0] for tokens in PROMPTS]
     longer = [tokens + prompt(600, 9) for tokens in PROMPTS]
     expected_longer = [plain.generate([tokens])[0] for tokens in longer]
-    # Each kind of loading has its own part of the pool.
+    # Each mode of loading has its own salt.
     pool = {"socket": str(cluster.nodes[0].socket), "load": load, "salt": load, **PATIENT}
     before = cluster.totals()["tokenlake_stored_segments_total"]
     two = start(pool, tensor_parallel_size=2, environment=TWO_RANKS)

@@ -33,7 +33,7 @@ FLAG = json.dumps(
 
 
 def with_tokenizer(directory: Path) -> Path:
-    """A model whose tokens are written t0, t1, ...: a server answers with text."""
+    """A model with a tokenizer whose tokens are t0, t1, ..., because a server answers with text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -111,7 +111,7 @@ def servers(tmp_path: Path, cluster: Cluster) -> Iterator[list[Server]]:
             server.close()
 
 
-def test_what_one_computed_the_other_reads(servers: list[Server], cluster: Cluster) -> None:
+def test_one_server_reads_the_others_segments(servers: list[Server], cluster: Cluster) -> None:
     prompts = [prompt(700 + 100 * number, 60 + number) for number in range(3)]
     first, second = servers
     expected = [first.complete(tokens) for tokens in prompts]

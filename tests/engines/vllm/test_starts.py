@@ -1,4 +1,4 @@
-"""With the connector vLLM starts every model that it starts without, and says once why the pool does not serve one."""
+"""With the connector vLLM starts every model that it starts without it, and logs why the pool does not serve it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any], str]] = {
     "quantised cache": ("Llama", None, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, "'kv_cache_dtype' is 'fp8'"),
     "speculative": ("Llama", None, {"speculative_config": GUESSING}, "'speculative_config' is set"),
 }
-"""transformers' family, its settings (None: the model of the other tests), vLLM's, and the reason that is named."""
+"""Family in transformers, its settings (None: the model of the other tests), vLLM's arguments, the logged reason."""
 
 
 def save(directory: Path, family: str, settings: dict[str, Any]) -> Path:
@@ -96,7 +96,7 @@ def save(directory: Path, family: str, settings: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_model_that_is_not_served_runs_as_without_the_connector(
+def test_an_unserved_model_runs_as_without_the_connector(
     name: str, model: Path, cluster: Cluster, tmp_path: Path
 ) -> None:
     family, settings, arguments, reason = FAMILIES[name]
@@ -117,9 +117,7 @@ def within(cluster: Cluster) -> dict[str, Any]:
     return transfer_of([{"socket": str(cluster.nodes[0].socket), "verify": True, **PATIENT}])
 
 
-def test_a_wrapper_without_the_recompute_policy_is_refused_with_the_line_to_add(
-    model: Path, cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_wrapper_without_the_policy_is_refused(model: Path, cluster: Cluster, tmp_path: Path) -> None:
     refused = Forked(model, tmp_path / "refused.log", PROMPTS, within(cluster))
     # The line within "connectors" does not reach vLLM's scheduler.
     misplaced = within(cluster)
@@ -131,9 +129,7 @@ def test_a_wrapper_without_the_recompute_policy_is_refused_with_the_line_to_add(
         assert 'Add "kv_load_failure_policy": "recompute" to --kv-transfer-config' in str(raised.value)
 
 
-def test_a_wrapper_around_a_model_that_is_not_served_needs_no_policy(
-    model: Path, cluster: Cluster, tmp_path: Path
-) -> None:
+def test_an_unserved_model_needs_no_policy(model: Path, cluster: Cluster, tmp_path: Path) -> None:
     transfer = within(cluster)
     engine = Forked(model, tmp_path / "log", PROMPTS, transfer, dtype="bfloat16", kv_cache_dtype="fp8")
     assert len(engine.tokens()) == 2

@@ -28,14 +28,14 @@ HITS = sum(loadable(length) for length in LENGTHS)
 
 @pytest.fixture(scope="module")
 def first(start: Callable[..., Engine], cluster: Cluster) -> Engine:
-    """Loads behind its steps. Its cache is small, and a step is shorter than two segments and no multiple of one."""
+    """An engine that loads in the background. Its cache is small, and a step is shorter than two segments."""
     pool = {"socket": str(cluster.nodes[0].socket), "load": "async", **PATIENT}
     return start(pool, num_gpu_blocks_override=40, max_num_batched_tokens=320)
 
 
 @pytest.fixture(scope="module")
 def second(start: Callable[..., Engine], cluster: Cluster) -> Engine:
-    """Waits for its loads in the step."""
+    """An engine whose steps wait for their loads."""
     return start({"socket": str(cluster.nodes[0].socket), "load": "sync", "verify": True, **PATIENT})
 
 
@@ -57,7 +57,7 @@ def test_cold_and_warm(first: Engine, expected: list[list[int]]) -> None:
     assert first.call("flush")
     counts = first.call("counts")
     assert counts["tokens_hit"] == counts["failures"] == 0
-    # Of the eight new tokens seven are fed to the model.
+    # Seven of the eight new tokens are fed to the model.
     assert counts["tokens_stored"] == sum((length + 7) // SEGMENT * SEGMENT for length in LENGTHS)
     assert first.call("forget")
     assert one_by_one(first) == expected
@@ -65,7 +65,7 @@ def test_cold_and_warm(first: Engine, expected: list[list[int]]) -> None:
     assert (counts["tokens_hit"], counts["failures"], counts["loads_failed"]) == (HITS, 0, 0)
 
 
-def test_vllms_own_cache_and_the_pool_share_a_prompt(first: Engine, plain: Engine) -> None:
+def test_vllms_cache_and_the_pool_share_a_prompt(first: Engine, plain: Engine) -> None:
     longer = PROMPTS[-1] + prompt(700, 1)
     expected = plain.generate([longer])
     assert first.generate([longer]) == expected
@@ -99,7 +99,7 @@ def test_many_at_once_with_preemption(first: Engine, second: Engine, plain: Engi
         assert engine.call("counts")["failures"] == 0
 
 
-def test_segments_that_decode_completed(first: Engine, second: Engine, plain: Engine) -> None:
+def test_segments_completed_by_decode(first: Engine, second: Engine, plain: Engine) -> None:
     question = prompt(200, 7)
     answer = first.generate([question], 400)[0]
     assert answer == plain.generate([question], 400)[0]
@@ -112,7 +112,7 @@ def test_segments_that_decode_completed(first: Engine, second: Engine, plain: En
 
 
 def test_a_new_suffix_is_stored_by_an_engine_that_waits(first: Engine, second: Engine, plain: Engine) -> None:
-    """The step that loads the prefix computes the suffix too; whether it is right is known only afterwards."""
+    """The step that loads the prefix also computes the suffix, which is stored only after the outcome of the load."""
     longer = PROMPTS[-1] + prompt(800, 2)
     expected = plain.generate([longer])
     assert second.generate([longer]) == expected
@@ -123,7 +123,7 @@ def test_a_new_suffix_is_stored_by_an_engine_that_waits(first: Engine, second: E
     assert hits(first) - before == loadable(len(longer))
 
 
-def test_prompts_of_two_salts_do_not_meet(first: Engine, plain: Engine) -> None:
+def test_two_salts_share_nothing(first: Engine, plain: Engine) -> None:
     tokens = prompt(600, 77)
     expected = plain.generate([tokens])
     for salt in ("a", "b"):

@@ -1,4 +1,4 @@
-"""Two instances get the same prompt at once: one computes it, the other one waits for it, and never for long."""
+"""Two instances get the same prompt at once: one computes it, and the other waits for it for a bounded time."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FULL = TOKENS // SEGMENT * SEGMENT
 CLAIMS = "tokenlake_in_flight_claims_total"
 WAITS = "tokenlake_in_flight_waits_total"
 LONG_S, SHORT_S = 0.01, 0.0007
-"""What a token is expected to take: one waits as long as the pool lets it, or for some three seconds."""
+"""The predicted time per token: for the longest wait, or for a wait of some three seconds."""
 TIMEOUT_S = 60.0
 ATTEMPTS = 5
-"""On a busy machine a daemon may be late for once; the tokens are right all the same."""
+"""The attempts: on a busy machine a daemon may answer late, which changes no token."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def engines(start: Callable[..., Engine], cluster: Cluster) -> list[Engine]:
-    """One on each node; each step computes a small part of a prompt."""
+    """One engine on each node; each step computes a small part of a prompt."""
     both = [start({"socket": str(node.socket), **PATIENT}, max_num_batched_tokens=128) for node in cluster.nodes]
     for engine in both:
         engine.generate([prompt(600, 1)])
@@ -49,17 +49,17 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def stored_and_hit(engines: Sequence[Engine]) -> tuple[int, int]:
-    """Tokens, of both engines."""
+    """The sum of a count of both engines."""
     for engine in engines:
         engine.call("flush")
     counts = [engine.call("counts") for engine in engines]
     return sum(int(count["tokens_stored"]) for count in counts), sum(int(count["tokens_hit"]) for count in counts)
 
 
-def test_a_prompt_that_both_get_at_once_is_computed_once(
+def test_a_prompt_of_both_engines_is_computed_once(
     engines: list[Engine], plain: Engine, cluster: Cluster, threads: ThreadPoolExecutor
 ) -> None:
-    """By one request of one engine: those beside it find it in vLLM's own cache, or in the pool."""
+    """One request of one engine computes it; the others find it in vLLM's own cache, or in the pool."""
     seen = []
     for attempt in range(ATTEMPTS):
         tokens = prompt(TOKENS, 10 + attempt)
@@ -70,7 +70,7 @@ def test_a_prompt_that_both_get_at_once_is_computed_once(
         begun = [threads.submit(engine.generate, [tokens, tokens]) for engine in engines]
         assert [future.result() for future in begun] == [[expected] * 2] * 2
         now = stored_and_hit(engines)
-        # Both requests of the engine that waits are loaded.
+        # Both requests of the waiting engine load.
         seen.append((cluster.totals()[WAITS] > waits, now[0] - stored, now[1] - hit))
         if seen[-1] == (True, FULL, 2 * FULL):
             break
@@ -78,7 +78,7 @@ def test_a_prompt_that_both_get_at_once_is_computed_once(
 
 
 @pytest.mark.parametrize("ended", [signal.SIGSTOP, signal.SIGKILL])
-def test_one_that_computes_and_stops_is_not_waited_for_without_end(
+def test_the_wait_for_a_stopped_engine_ends(
     ended: signal.Signals, engines: list[Engine], plain: Engine, cluster: Cluster, threads: ThreadPoolExecutor
 ) -> None:
     seen = []

@@ -1,4 +1,4 @@
-"""Weights changed in place: nothing that was stored before is loaded after, and other engines keep what is theirs."""
+"""Weights that change in place: no older segment is loaded afterwards, and other engines keep their segments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 import transformers
 
 from tests.engines.vllm.conftest import PATIENT, TINY, prompt
-from tokenlake_client.engines.transformers import TokenLakeEngine
+from tests.robustness.live import PATIENT_ENGINE
+from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 from tokenlake_testing.tiny_model import save_tiny_model
@@ -30,7 +31,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fresh(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """vLLM alone, started with the new weights: what is right after the change."""
+    """vLLM without a pool, started with the new weights: the reference after the change."""
     engine = Engine(trained, tmp_path_factory.mktemp("fresh") / "log", None, nice=10)
     yield engine
     engine.close()
@@ -43,7 +44,7 @@ def changing(start: Callable[..., Engine], cluster: Cluster) -> Engine:
 
 @pytest.fixture(scope="module")
 def steady(start: Callable[..., Engine], cluster: Cluster) -> Engine:
-    """Keeps the weights that all started with."""
+    """An engine that keeps the initial weights."""
     return start({"socket": str(cluster.nodes[0].socket), **PATIENT})
 
 
@@ -52,7 +53,7 @@ def hits(engine: Engine) -> float:
 
 
 @pytest.mark.parametrize("how", ["reset", "sleep"])
-def test_after_a_change_in_place_the_tokens_are_those_of_the_new_weights(
+def test_new_weights_give_their_own_tokens(
     model: Path, trained: Path, changing: Engine, steady: Engine, fresh: Engine, how: str
 ) -> None:
     changing.call("reset", how="reset")
@@ -79,7 +80,7 @@ def test_after_a_change_in_place_the_tokens_are_those_of_the_new_weights(
     assert changing.call("counts")["failures"] == 0
 
 
-def test_engines_that_are_told_the_same_version_share(
+def test_engines_with_the_same_version_share(
     model: Path, trained: Path, changing: Engine, steady: Engine, fresh: Engine, cluster: Cluster
 ) -> None:
     tokens = prompt(800, 50)
@@ -92,7 +93,7 @@ def test_engines_that_are_told_the_same_version_share(
         assert engine.call("flush")
     assert hits(steady) - before == HIT
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    with TokenLakeEngine(loaded, cluster.nodes[0].socket) as other:
+    with TokenLakeEngine(loaded, cluster.nodes[0].socket, EngineOptions(deadlines=PATIENT_ENGINE)) as other:
         weights = transformers.AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32).state_dict()
         loaded.load_state_dict(weights)
         other.new_weights("step 100")
@@ -110,7 +111,7 @@ def test_a_version_without_a_reset_is_not_shared(trained: Path, changing: Engine
     for engine in (changing, steady):
         assert engine.call("reset", how="reset")
         engine.generate([prompt(300, 61)])
-        # vLLM's own cache may hold what other weights computed.
+        # vLLM's own cache may hold results of other weights.
         engine.call("reload", directory=str(trained), version="step 200")
         before = hits(engine)
         engine.generate([tokens])
@@ -120,7 +121,7 @@ def test_a_version_without_a_reset_is_not_shared(trained: Path, changing: Engine
 
 
 @pytest.mark.parametrize("preempt", [True, False])
-def test_a_request_that_runs_while_the_weights_change_stores_nothing_wrong(
+def test_a_running_request_stores_nothing_wrong(
     model: Path, trained: Path, changing: Engine, fresh: Engine, preempt: bool
 ) -> None:
     assert changing.call("reset", how="reset")
@@ -130,7 +131,7 @@ def test_a_request_that_runs_while_the_weights_change_stores_nothing_wrong(
     assert len(answer["tokens"]) == 300
     assert answer["reset"] is preempt, "vLLM keeps its own cache while a request has blocks"
     assert changing.call("flush")
-    # Of the last token there is no cache: what is stored of the others is loaded.
+    # The last token has no cache; the stored segments of the others are loaded.
     longer = question + answer["tokens"] + prompt(20, 72)
     assert changing.call("forget")
     before = hits(changing)
@@ -138,7 +139,7 @@ def test_a_request_that_runs_while_the_weights_change_stores_nothing_wrong(
     assert hits(changing) - before == (HIT if preempt else 0)
 
 
-def test_nothing_is_stored_of_a_request_that_keeps_its_blocks(model: Path, trained: Path, changing: Engine) -> None:
+def test_a_request_that_keeps_its_blocks_is_not_stored(model: Path, trained: Path, changing: Engine) -> None:
     assert changing.call("reset", how="reset")
     changing.call("reload", directory=str(model), version=None)
     assert changing.call("flush")

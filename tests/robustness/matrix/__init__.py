@@ -1,1 +1,1 @@
-"""The fault matrix: each subject with each fault, what is promised, and a scenario that measures it."""
+"""The fault matrix: for each subject and fault a promise, and a scenario that measures it."""

@@ -1,4 +1,4 @@
-"""`python -m tests.robustness.matrix`: run scenarios, print what they measured, write the page."""
+"""`python -m tests.robustness.matrix`: run scenarios, print their measurements, write the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scenario measures: engines whose calls are timed and whose bytes are compared, and segments that got lost."""
+"""The measurements of a scenario: times of calls, compared bytes, lost segments."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Asker:
         self.compared = 0
 
     def call(self, make: Callable[[], T]) -> T:
-        """One timed call. Raises what it raises."""
+        """Make and time one call. Raises the errors of the call."""
         began = time.monotonic()
         try:
             return make()
@@ -97,19 +97,19 @@ class Asker:
         return count
 
     def store(self, prompt: Prompt, patience: float = 0.0) -> set[Code]:
-        """Store all of a prompt; the distinct codes, none when it failed."""
+        """Store all segments of a prompt. Returns the distinct codes; none when the call failed."""
         with suppress(self.misses):
             keys = self.pool.prefix(prompt.tokens).keys
             return outcomes(self.call(lambda: self.pool.store_all(keys, prompt.fill, patience=patience)))
         return set()
 
     def check(self, prompt: Prompt, arrays: list[NDArray[np.uint8]]) -> None:
-        """Compare what was fetched by hand."""
+        """Compare arrays that the scenario fetched itself."""
         self.wrong += prompt.wrong(arrays)
         self.compared += len(arrays)
 
     def readable(self, prompts: Sequence[Prompt]) -> set[bytes]:
-        """Keys of the segments that it gets when it asks for each alone."""
+        """Keys of the segments that it can fetch, each with a request of its own."""
         found = set()
         for prompt in prompts:
             for index, key in enumerate(self.pool.prefix(prompt.tokens).keys):
@@ -123,14 +123,14 @@ class Asker:
         return found
 
     def answered(self) -> bool:
-        """Does its daemon answer?"""
+        """True when its daemon answers."""
         with suppress(self.misses):
             self.pool.match([])
             return True
         return False
 
     def whole(self, prompts: Sequence[Prompt]) -> bool:
-        """Does it read all of these?"""
+        """True when it reads all segments of these prompts."""
         return all(self.read(prompt) == prompt.segments for prompt in prompts)
 
 

@@ -12,7 +12,7 @@ __all__ = ["cut_in_body", "cut_in_header", "flipped_in_arena", "full", "killed",
 
 
 def killed(seed: int) -> Outcome:
-    """Engines of both nodes read; what one looks at stays readable; the daemon starts again."""
+    """Engines of both nodes read; a fetched lease stays readable; the daemon restarts."""
     with world(seed) as at:
         at.fill_partly_at(0)
         before, only_there = at.listed(), at.only_at(0)
@@ -36,7 +36,7 @@ def killed(seed: int) -> Outcome:
 
 
 def stopped(seed: int) -> Outcome:
-    """Engines of both nodes read while the daemon is stopped, and after it goes on."""
+    """Engines of both nodes read while the daemon is stopped, and after it continues."""
     with world(seed) as at:
         at.fill()
         before = at.found()
@@ -138,7 +138,7 @@ def full(seed: int) -> Outcome:
 
 
 def flipped_in_arena(seed: int) -> Outcome:
-    """A bit of every second prompt's first segment flips; one reader checks what it reads, the other does not."""
+    """A bit of every second prompt's first segment flips; one reader verifies checksums, the other does not."""
     with world(seed, 1) as at:
         at.fill()
         before = at.found()

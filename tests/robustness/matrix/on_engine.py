@@ -15,7 +15,7 @@ from tokenlake.wire import Code
 __all__ = ["cut_in_body", "cut_in_header", "flipped_in_arena", "flipped_on_wire", "full", "killed", "slow", "stopped"]
 
 HELD = 6
-"""Segments that the engine has leased, and as many that it has reserved, when the fault comes."""
+"""Number of segments that the engine has leased when the fault occurs; it has reserved as many."""
 
 
 def _reserved(at: World) -> int:
@@ -54,7 +54,7 @@ def killed(seed: int) -> Outcome:
 
 
 def stopped(seed: int) -> Outcome:
-    """It sleeps past its deadlines, others take what it had; then it writes into its slots and reads its lease."""
+    """It sleeps past its deadlines and other engines take its slots; then it writes into them and reads its lease."""
     with world(seed, 1, "1MiB", lease_s="0.4", reservation_s="0.4") as at:
         at.fill()
         mine = at.engines[0]
@@ -84,7 +84,7 @@ def stopped(seed: int) -> Outcome:
 
 
 def slow(seed: int) -> Outcome:
-    """What it asks trickles."""
+    """Its requests arrive a byte at a time."""
     with world(seed, 1) as at:
         at.fill()
         before = at.found()
@@ -154,7 +154,7 @@ def full(seed: int) -> Outcome:
 
 
 def flipped_in_arena(seed: int) -> Outcome:
-    """It writes into what it has committed: engines that verify, and those of other nodes, read nothing of it."""
+    """It writes into committed segments: engines that verify, and those of other nodes, do not read them."""
     with world(seed) as at:
         at.fill_partly_at(0)
         before, only_there = at.listed(), at.only_at(0)

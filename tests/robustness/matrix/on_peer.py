@@ -41,7 +41,7 @@ def killed(seed: int) -> Outcome:
 
 
 def stopped(seed: int) -> Outcome:
-    """The engine reads and stores while the node is stopped, and after it goes on."""
+    """The engine reads and stores while the node is stopped, and after it continues."""
     with world(seed) as at:
         at.fill_partly_at(1)
         before = at.listed()
@@ -99,7 +99,7 @@ def _cut(seed: int, fault: Cut) -> Outcome:
 
 
 def full(seed: int) -> Outcome:
-    """An engine of the node has leased all its slots: what it would hold stays where it is written."""
+    """An engine of the node has leased all its slots: segments that it would own stay at their writer."""
     with world(seed, memory="1MiB", session_lease_share="1") as at:
         mine, other = at.engines
         filled = 0
@@ -132,7 +132,7 @@ def full(seed: int) -> Outcome:
 
 
 def flipped_in_arena(seed: int) -> Outcome:
-    """A bit flips in every segment that the node holds; what is recomputed is served again, there too."""
+    """A bit flips in every segment that the node has; recomputed segments are served again, by this node too."""
     with world(seed) as at:
         at.fill_partly_at(1)
         before, only_there = at.listed(), at.only_at(1)

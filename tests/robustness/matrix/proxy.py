@@ -24,7 +24,7 @@ TICK_S = 0.01
 MAX_DESCRIPTORS = 4
 
 Direction = Literal["up", "down"]
-"""Up: from whoever connected to whoever was connected to."""
+"""Up: from the process that connected to the one that accepted."""
 Part = Literal["hello", "header", "body", "raw"]
 """Of the stream: its first frame, a frame's length, its MessagePack, the segments' bytes that follow a `Pulled`."""
 Address = Path | tuple[str, int]
@@ -130,8 +130,15 @@ class Proxy:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for sock in [self._listener, *self._open]:
-            _end(sock)
+        _end(self._listener)
+        self.cut()
+
+    def cut(self) -> None:
+        """End the connections that are open."""
+        while self._open:
+            # Their threads close the sockets.
+            with contextlib.suppress(OSError):
+                self._open.pop().shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):

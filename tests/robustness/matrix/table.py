@@ -1,4 +1,4 @@
-"""The table: what is promised for each subject and fault, and the scenario that shows it."""
+"""The table of promises: for each subject and fault a promise and the scenario that checks it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """As the command takes it."""
+        """The argument of the command."""
         return f"{self.subject}/{self.fault}"
 
     @property

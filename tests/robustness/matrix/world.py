@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from tests.robustness.live import (
     LAYOUT,
     LIMIT_S,
+    PATIENT,
     Prompt,
     accounted,
     found_keys,
@@ -52,12 +53,12 @@ class World:
         """Another engine at a node."""
         socket = self.nodes[number].socket if proxy is None else proxy.address
         assert not isinstance(socket, tuple)
-        asker = Asker(name, self._stack.enter_context(Pool.connect(socket, LAYOUT, verify=verify)))
+        asker = Asker(name, self._stack.enter_context(Pool.connect(socket, LAYOUT, verify=verify, deadlines=PATIENT)))
         self.askers.append(asker)
         return asker
 
     def fresh(self, number: int) -> Prompt:
-        """A prompt that nobody stored yet."""
+        """A prompt that no engine stored yet."""
         return Prompt(1000 * self.seed + 100 + number, SEGMENTS)
 
     def read(self, asker: Asker, number: int) -> None:
@@ -65,7 +66,7 @@ class World:
         asker.read(self.prompts[number % len(self.prompts)])
 
     def leave(self, asker: Asker) -> None:
-        """Its session ends; it is asked no more, what it measured counts."""
+        """End its session. Its measurements count; it makes no more requests."""
         asker.pool.close()
         self.gone.append(asker)
 
@@ -88,7 +89,7 @@ class World:
         asker.store(self.fresh(number % FRESH))
 
     def hand_over(self, asker: Asker, number: int) -> None:
-        """The engine of node 1 stores what this one reads: bytes are pushed and fetched."""
+        """The engine of node 1 stores the prompts, which this one reads: bytes are pushed and fetched."""
         self.engines[1].store(self.fresh(number % FRESH))
         asker.read(self.fresh(number % FRESH))
 
@@ -124,22 +125,22 @@ class World:
         return set[bytes]().union(*(asker.readable(self.prompts) for asker in askers or self.engines))
 
     def listed(self) -> set[bytes]:
-        """What the engines of all nodes find, without bringing copies of it anywhere."""
+        """The segments that the engines of all nodes find; no copies are made."""
         return set[bytes]().union(*(found_keys(asker.pool, self.prompts) for asker in self.engines))
 
     def only_at(self, number: int) -> int:
-        """How many segments nobody but this node holds."""
+        """The number of segments that only this node has."""
         held = [local_keys(engine.pool, self.prompts) for engine in self.engines]
         return len(held.pop(number) - set[bytes]().union(*held))
 
     def find_again(self, before: set[bytes], *askers: Asker, may_lose: int = 0) -> None:
-        """Wait for what must be found again; the rest is lost."""
+        """Wait until the segments that may not be lost are found; the others count as lost."""
         self.outcome.may_lose = may_lose
         wait_until(lambda: len(before - self.found(*askers)) <= may_lose, f"all but {may_lose} are found again")
         self.outcome.lost = len(before - self.found(*askers))
 
     def serves(self) -> None:
-        """Each engine stores afresh and reads it, and the slots of every daemon add up."""
+        """Each engine stores a new prompt and reads it, and the slots of every daemon add up."""
         for number, asker in enumerate(asker for asker in self.askers if asker not in self.gone):
             fresh = Prompt(1000 * self.seed + 900 + number, SEGMENTS)
             wait_until(lambda asker=asker, fresh=fresh: asker.store(fresh) <= DONE, "it stores")  # type: ignore[misc]
@@ -180,12 +181,12 @@ def world(
 
 
 def _put_links(made: World, stack: ExitStack) -> None:
-    ports = [int(node._settings["listen"].rpartition(":")[2]) for node in made.nodes]
+    ports = [int(node.settings["listen"].rpartition(":")[2]) for node in made.nodes]
     made.links += [stack.enter_context(Proxy(("127.0.0.1", port), seed=made.seed)) for port in ports]
     for node in made.nodes:
         linked = zip(made.nodes, made.links, strict=True)
         others = [(other.name, link.port) for other, link in linked if other is not node]
-        node._settings["peers"] = ",".join(f"{name}=127.0.0.1:{port}" for name, port in others)
+        node.settings["peers"] = ",".join(f"{name}=127.0.0.1:{port}" for name, port in others)
 
 
 def _kill(cluster: Cluster) -> None:

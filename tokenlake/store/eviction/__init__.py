@@ -1,4 +1,4 @@
-"""Which segment goes first, and which is not worth storing: one policy per file, chosen by name."""
+"""Policies of eviction, one per file, chosen by name: which primary copy leaves first, and which is not admitted."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "forecast": Forecast,
     "lru": LeastRecentlyUsed,
 }
-"""By the name that the setting `eviction` takes."""
+"""Constructors by the name that the setting `eviction` takes."""
 
 
 def policy_named(name: str) -> Callable[[], EvictionPolicy]:
-    """The maker of the policy of that name. Raises `ValueError` that lists the names when there is none."""
+    """The constructor of a policy. ValueError, which lists all names, for an unknown one."""
     if name not in POLICIES:
         raise ValueError(f"{name!r} is no policy of eviction; there are {', '.join(POLICIES)}")
     return POLICIES[name]

@@ -1,12 +1,12 @@
-"""Forecast of re-use: what a request used together comes again together, or not; how soon is foretold from how the
-request came about (`odds.py`): how much of its prompt was found, which turn of a conversation it is, how long ago the
-last one was, how often the segments were used.
+"""Forecast of re-use: segments that one request accessed together come again together, or not. A model (`odds.py`)
+predicts how soon from the history of the request: how much of its prompt was found, which turn of a conversation it is,
+how long ago the turn before was, how often the segments were accessed.
 
 ::
 
-    run         the segments of one use of one prompt with equal features; they age together
-    heap        runs that hold segments here, by what they are worth at their age; within one the deepest goes first
-    ghosts      records of segments that are gone, in order of their going
+    cohort      the segments that one request accessed, with equal features; they age together
+    heap        cohorts with segments here, by retention value at their age; within one the deepest segment leaves first
+    ghosts      records of segments that were evicted or refused, in that order (`learning.py`)
 """
 
 from __future__ import annotations
@@ -19,76 +19,77 @@ from collections.abc import Iterator, Sequence
 from tokenlake.hints import AccessRecord, Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.store.eviction.base import SAME_ACCESS_S
+from tokenlake.store.eviction.learning import LearningPolicy, Record
 from tokenlake.store.eviction.odds import AGES, EDGES, Features, Odds
-from tokenlake.store.eviction.remembering import Record, Remembering
 from tokenlake.store.segment import Segment
 
 __all__ = ["Forecast"]
 
 LEARN_EVERY = 8
-"""Moments at which something was used, from one learning to the next."""
+"""Moments of accesses between two updates of the model."""
 
 LEARN_AT = 1024
-"""Rows to learn from that wait for no such moment: in a quiet hour there is none, and runs come of age all the same."""
+"""So many samples are learned at once: without accesses there are no such moments, while cohorts still age."""
 
 
 _depth = operator.attrgetter("depth")
 
 
-class _Run:
-    """Segments of one use of one prompt with equal features."""
+class _Cohort:
+    """Segments with equal features that one request accessed."""
 
     __slots__ = (
         "_order",
         "age",
         "at",
         "features",
+        "heap_entry",
         "here",
         "joined",
         "number",
         "prompt",
         "retention_value",
-        "turn",
         "unused",
-        "used"
-    )  # fmt: skip
+        "used",
+    )
 
     def __init__(self, features: Features, retention_value: list[float], at: float, number: int) -> None:
         self.features = features
         self.retention_value = retention_value
-        """By age, as foretold when it was made."""
+        """By age, as predicted when it was made."""
         self.at = at
+        """Time of the access."""
         self.number = number
-        """Runs are numbered as they come."""
+        """Cohorts are numbered in order of creation."""
         self.age = 0
         """Bucket."""
         self.unused = 0
-        """Segments not used again yet, here or gone."""
+        """Members that were not used again yet, with their segments here or ghosts."""
         self.used = 0
-        """Of them those used again at this age."""
+        """Members that were used again at this age."""
         self.joined = 0
-        """Segments that ever were in it."""
+        """All records that ever were members."""
         self.prompt = 0
-        """Segments of the prompt that are as new as these, on all nodes."""
+        """Segments of the prompt with the same history, on all nodes."""
         self.here: dict[Segment, _Record] = {}
         self._order: list[Segment] | None = None
-        """Those that are here by depth, and some that left; None: to be made anew."""
-        self.turn = 0
-        """Entries of the heap with another one are void."""
+        """Segments here, deepest last, and some that left; None when a segment came since."""
+        self.heap_entry = 0
+        """Number of the valid entry in the heap; entries with another number are void."""
 
-    def says(self) -> float:
-        """Of how many segments it tells at its age what became of them: those of the prompt that lie elsewhere have the
-        same future, and nodes that see a part each shall learn as fast as one that sees all."""
+    def sample_size(self) -> float:
+        """Segments for which this cohort is a sample at its age: the segments of the prompt at other nodes have the
+        same future, and nodes that see a part each should learn as fast as one that sees all."""
         return (self.used + self.unused) * max(1.0, self.prompt / self.joined)
 
     def enter(self, segment: Segment, record: _Record) -> None:
-        """It is here."""
+        """The segment of a member is here."""
         self.here[segment] = record
         self._order = None
 
     def deepest(self) -> Segment:
-        """Of those that are here; there are some. What lies behind a gap was touched before what fills the gap came, so
-        that the order in which they came says nothing."""
+        """The deepest segment here, of which there is at least one. The order in which segments came is no order by
+        depth: segments behind a gap are touched before those that fill the gap are stored."""
         if self._order is None:
             self._order = sorted(self.here, key=_depth, reverse=True)
             self._order.reverse()
@@ -97,29 +98,31 @@ class _Run:
         return self._order[-1]
 
 
-_Record = Record[_Run]
+_Record = Record[_Cohort]
 
 
-class Forecast(Remembering[_Run]):
-    """Its groups are runs."""
+class Forecast(LearningPolicy[_Cohort]):
+    """Orders cohorts by the predicted rate of accesses."""
 
     def __init__(self) -> None:
         super().__init__()
         self._odds = Odds()
-        self._heap: list[tuple[float, float, int, int, _Run]] = []
+        self._heap: list[tuple[float, float, int, int, _Cohort]] = []
+        """(retention value, time, number, number of the entry, cohort)"""
         self._live = 0
-        """Runs with segments here."""
-        self._ages: list[deque[_Run]] = [deque() for _ in range(AGES - 1)]
-        self._young: dict[Features, _Run] = {}
-        """Made a moment ago: the segments of one use come one by one."""
-        self._young_since = 0.0
-        self._runs = 0
-        self._ripe = float("inf")
-        """When the next run comes of age."""
+        """Cohorts with segments here."""
+        self._ages: list[deque[_Cohort]] = [deque() for _ in range(AGES - 1)]
+        self._newest: dict[Features, _Cohort] = {}
+        """Cohorts that segments still join: the segments of one request come one by one."""
+        self._newest_since = 0.0
+        self._cohorts = 0
+        """Cohorts made so far."""
+        self._next_aging = float("inf")
+        """When the next cohort reaches its next age."""
 
-    # -- what goes
+    # -- the order
 
-    def coldest(self, now: float) -> Segment:
+    def victim(self, now: float) -> Segment:
         """See `EvictionPolicy`."""
         self._advance(now)
         self._drop_void()
@@ -128,17 +131,17 @@ class Forecast(Remembering[_Run]):
         return self._heap[0][-1].deepest()
 
     def retention_value(self, segment: Segment, now: float) -> float:
-        """See `EvictionPolicy`: uses per second."""
+        """See `EvictionPolicy`: accesses per second."""
         self._advance(now)
-        run = self._record(segment).group
-        assert run is not None
-        return run.retention_value[run.age]
+        cohort = self._record(segment).cohort
+        assert cohort is not None
+        return cohort.retention_value[cohort.age]
 
     def retention_value_of_new(self, key: SegmentKey, hints: Hints, now: float) -> float:
         """See `EvictionPolicy`."""
         return self._odds.retention_value(self._odds.features(self._accesses_of_new(key), hints))[0]
 
-    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, AccessRecord, float] | None:
+    def last_access(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, AccessRecord, float] | None:
         """See `EvictionPolicy`."""
         for index in range(len(keys) - 1, -1, -1):
             ghost = self._ghosts.get(keys[index])
@@ -147,23 +150,23 @@ class Forecast(Remembering[_Run]):
         return None
 
     def __iter__(self) -> Iterator[Segment]:
-        # From the root of the heap downwards, the least of those in sight first: who looks looks at the first few.
-        in_sight = [(entry, 0) for entry in self._heap[:1]]
-        while in_sight:
-            (*_, turn, run), at = heapq.heappop(in_sight)
-            if turn == run.turn:
-                yield from sorted(run.here, key=_depth, reverse=True)
+        # From the root of the heap downwards without a change of the heap: callers look at the first few segments.
+        frontier = [(entry, 0) for entry in self._heap[:1]]
+        while frontier:
+            (*_, number, cohort), at = heapq.heappop(frontier)
+            if number == cohort.heap_entry:
+                yield from sorted(cohort.here, key=_depth, reverse=True)
             for child in (2 * at + 1, 2 * at + 2):
                 if child < len(self._heap):
-                    heapq.heappush(in_sight, (self._heap[child], child))
+                    heapq.heappush(frontier, (self._heap[child], child))
 
     def save(self) -> bytes:
         """See `EvictionPolicy`."""
         return self._odds.save()
 
-    def absorb(self, learned: bytes) -> None:
-        """See `EvictionPolicy`; for runs to come."""
-        self._odds.absorb(learned)
+    def merge(self, learned: bytes) -> None:
+        """See `EvictionPolicy`; cohorts that exist keep their values."""
+        self._odds.merge(learned)
 
     def restore(self, learned: bytes) -> None:
         """See `EvictionPolicy`."""
@@ -173,112 +176,116 @@ class Forecast(Remembering[_Run]):
     # -- inside
 
     def _enter(self, segment: Segment, record: _Record, again: bool = False) -> None:
-        """Into a run of this moment. `again`: into the one that it was in."""
+        """Into a cohort of this moment. `again`: into its old one."""
         segment.touched = self._now
-        run = record.group
-        if not again or run is None:
-            self._leave_group(record)
-            run = self._join_group(record, segment.hints)
-        if not run.here:
+        cohort = record.cohort
+        if not again or cohort is None:
+            self._leave_cohort(record)
+            cohort = self._join_cohort(record, segment.hints)
+        if not cohort.here:
             self._live += 1
-            self._push(run)
-        run.enter(segment, record)
+            self._push(cohort)
+        cohort.enter(segment, record)
         self._size += 1
 
     def _leave(self, segment: Segment) -> _Record:
-        """Out of order; it ages on in its run."""
+        """See `LearningPolicy`."""
         record = self._record(segment)
-        run = record.group
-        assert run is not None
-        del run.here[segment]
-        if not run.here:
+        cohort = record.cohort
+        assert cohort is not None
+        del cohort.here[segment]
+        if not cohort.here:
             self._live -= 1
-            run.turn += 1
+            cohort.heap_entry += 1
         self._size -= 1
         return record
 
     def _drop_void(self) -> None:
-        """So that the first entry of the heap is the coldest run with segments here."""
-        while self._heap and self._heap[0][3] != self._heap[0][4].turn:
+        """Drop void entries from the top of the heap, so that the first one is valid."""
+        while self._heap and self._heap[0][3] != self._heap[0][4].heap_entry:
             heapq.heappop(self._heap)
 
-    def _push(self, run: _Run) -> None:
-        run.turn += 1
-        # Of equals the older goes first, and of one request the deeper, which came first.
-        heapq.heappush(self._heap, (run.retention_value[run.age], run.at, run.number, run.turn, run))
+    def _push(self, cohort: _Cohort) -> None:
+        cohort.heap_entry += 1
+        # Between equals the older cohort first, and of one request the one made first, which has the deeper segments.
+        heapq.heappush(
+            self._heap, (cohort.retention_value[cohort.age], cohort.at, cohort.number, cohort.heap_entry, cohort)
+        )
         if len(self._heap) > 4 * self._live + 256:
-            self._heap = [entry for entry in self._heap if entry[3] == entry[4].turn]
+            self._heap = [entry for entry in self._heap if entry[3] == entry[4].heap_entry]
             heapq.heapify(self._heap)
 
     def _used_again(self, record: _Record) -> None:
-        run = record.group
-        assert run is not None
-        run.used += 1
-        self._leave_group(record)
-        if not run.unused and run.age < AGES - 1:
-            self._odds.add(run.features, run.age, 1.0, run.says())
+        cohort = record.cohort
+        assert cohort is not None
+        cohort.used += 1
+        self._leave_cohort(record)
+        if not cohort.unused and cohort.age < AGES - 1:
+            self._odds.add(cohort.features, cohort.age, 1.0, cohort.sample_size())
 
-    def _used_something(self) -> None:
+    def _moment_passed(self) -> None:
         if self._moments % LEARN_EVERY == 0:
             self._odds.learn()
 
-    def _leave_group(self, record: _Record) -> None:
-        if record.group is not None:
-            record.group.unused -= 1
-            record.group = None
+    def _leave_cohort(self, record: _Record) -> None:
+        if record.cohort is not None:
+            record.cohort.unused -= 1
+            record.cohort = None
 
-    def _join_group(self, record: _Record, hints: Hints) -> _Run:
+    def _join_cohort(self, record: _Record, hints: Hints) -> _Cohort:
         features = self._odds.features(record.accesses, hints)
-        run = self._young.get(features)
-        if run is None:
-            self._runs += 1
-            run = self._young[features] = _Run(features, self._odds.retention_value(features), self._now, self._runs)
-            self._ages[0].append(run)
-            self._ripe = min(self._ripe, self._now + EDGES[1])
-        run.unused += 1
-        run.joined += 1
+        cohort = self._newest.get(features)
+        if cohort is None:
+            self._cohorts += 1
+            cohort = self._newest[features] = _Cohort(
+                features, self._odds.retention_value(features), self._now, self._cohorts
+            )
+            self._ages[0].append(cohort)
+            self._next_aging = min(self._next_aging, self._now + EDGES[1])
+        cohort.unused += 1
+        cohort.joined += 1
         access = hints.access
-        run.prompt = max(run.prompt, access.segments - access.known if record.accesses == 1 else access.known)
-        record.group = run
-        return run
+        cohort.prompt = max(cohort.prompt, access.segments - access.known if record.accesses == 1 else access.known)
+        record.cohort = cohort
+        return cohort
 
     # -- time
 
     def _time_passed(self, now: float) -> None:
-        if now - self._young_since >= SAME_ACCESS_S:
-            self._young.clear()
-            self._young_since = now
-        if now >= self._ripe:
+        if now - self._newest_since >= SAME_ACCESS_S:
+            self._newest.clear()
+            self._newest_since = now
+        if now >= self._next_aging:
             self._age(now)
 
     def _age(self, now: float) -> None:
-        """Runs that are old enough go on to the next age."""
-        self._ripe = float("inf")
+        """Move cohorts that are old enough to the next bucket."""
+        self._next_aging = float("inf")
         for age in range(AGES - 1):
-            runs, edge = self._ages[age], EDGES[age + 1]
-            while runs and runs[0].at + edge <= now:
-                self._grow_older(runs.popleft(), age + 1)
-            if runs:
-                self._ripe = min(self._ripe, runs[0].at + edge)
-        if self._odds.waiting >= LEARN_AT:
+            cohorts, edge = self._ages[age], EDGES[age + 1]
+            while cohorts and cohorts[0].at + edge <= now:
+                self._grow_older(cohorts.popleft(), age + 1)
+            if cohorts:
+                self._next_aging = min(self._next_aging, cohorts[0].at + edge)
+        if self._odds.pending >= LEARN_AT:
             self._odds.learn()
 
-    def _grow_older(self, run: _Run, age: int) -> None:
-        if not run.unused:
+    def _grow_older(self, cohort: _Cohort, age: int) -> None:
+        if not cohort.unused:
             return
-        self._odds.add(run.features, age - 1, run.used / (run.used + run.unused), run.says())
-        run.age, run.used = age, 0
+        self._odds.add(cohort.features, age - 1, cohort.used / (cohort.used + cohort.unused), cohort.sample_size())
+        cohort.age, cohort.used = age, 0
         if age < AGES - 1:
-            self._ages[age].append(run)
-        if run.here:
-            self._push(run)
+            self._ages[age].append(cohort)
+        if cohort.here:
+            self._push(cohort)
 
     def check_integrity(self) -> None:
-        """AssertionError when sizes, runs or bounds do not add up."""
-        live = [run for *_, turn, run in self._heap if turn == run.turn and run.here]
-        assert len(live) == self._live == len({run.number for run in live})
-        assert self._size == sum(len(run.here) for run in live)
-        for run in live:
-            assert len(run.here) <= run.unused
-            assert all(record.group is run for record in run.here.values())
-        assert all(record.group is not None for record in self._ghosts.values())
+        """AssertionError when sizes, cohorts or bounds do not add up."""
+        super().check_integrity()
+        live = [cohort for *_, number, cohort in self._heap if number == cohort.heap_entry and cohort.here]
+        assert len(live) == self._live == len({cohort.number for cohort in live})
+        assert self._size == sum(len(cohort.here) for cohort in live)
+        for cohort in live:
+            assert len(cohort.here) <= cohort.unused
+            assert all(record.cohort is cohort for record in cohort.here.values())

@@ -1,35 +1,36 @@
-"""The learned re-use index: what was used again how soon says what is worth keeping now (`hazard.py`).
+"""The learned re-use index: the policy counts after how long segments were used again, and values each segment by the
+counts of its class and age (`hazard.py`).
 
 ::
 
-    queues      one per class, by last use: [oldest ... youngest]; the coldest is the oldest of some class
-    batches     what was used at one moment in one class ages together: a queue of batches for each age but the last
-    ghosts      records of segments that are gone (`remembering.py`)
+    queues      one per class, by last access: [oldest ... youngest]; the victim is the oldest of some class
+    cohorts     segments of one class accessed at one moment; a queue of cohorts for each bucket of age but the last
+    ghosts      records of segments that were evicted or refused (`learning.py`)
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from tokenlake.hints import NO_HINTS, AccessRecord, Hints
+from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.store.eviction.hazard import ACCESSES, AGES, EDGES, UNLABELLED, Hazards
-from tokenlake.store.eviction.remembering import Record, Remembering
+from tokenlake.store.eviction.learning import LearningPolicy, Record
 from tokenlake.store.segment import Segment
 
 __all__ = ["LearnedReuse"]
 
 LEARN_EVERY = 50
-"""Moments at which something was used, from one making of the tables to the next."""
+"""Moments of accesses between two updates of the tables."""
 MOMENT_S = 0.1
-"""What is used within so long is used at one moment: a prompt's segments are, though they arrive one by one."""
+"""Accesses within this time join one cohort: the segments of a prompt arrive one by one."""
 LATE_S = 0.25
-"""So much later than due a batch may come of age: most of the work is to look which do."""
+"""A cohort may reach its next age so much too late: most of the work is the search for those that do."""
 
 
-class _Batch:
-    """Records of one class last used at one moment."""
+class _Cohort:
+    """Records of one class, last accessed at one moment."""
 
     __slots__ = ("age", "at", "cls", "members", "size")
 
@@ -39,21 +40,21 @@ class _Batch:
         self.age = 0
         """Bucket."""
         self.size = 0
-        """How many joined."""
+        """Records that joined."""
         self.members = 0
-        """How many of them are in it still."""
+        """Records that joined and did not leave."""
 
     def weight(self) -> float:
-        """Of a member, in the statistics: what one prompt used at once is not many experiences but hardly more than
-        one."""
+        """Weight of a member in the statistics. All members together weigh size^0.5, because segments of one prompt are
+        correlated."""
         return float(self.size**-0.5)
 
 
-_Record = Record[_Batch]
+_Record = Record[_Cohort]
 
 
 class _Queue:
-    """Segments of one class, and what the first of them is worth."""
+    """Segments of one class, and the value of the first of them."""
 
     __slots__ = ("accesses", "head", "order", "retention_value")
 
@@ -62,55 +63,54 @@ class _Queue:
         """Bucket."""
         self.order: OrderedDict[Segment, _Record] = OrderedDict()
         self.head: Segment | None = None
-        """None: to be looked at."""
+        """The first segment, of which `retention_value` is; None when another may have become the first or its value
+        may have changed."""
         self.retention_value = 0.0
 
 
-class LearnedReuse(Remembering[_Batch]):
-    """The default."""
+class LearnedReuse(LearningPolicy[_Cohort]):
+    """The default policy."""
 
     def __init__(self) -> None:
         super().__init__()
         self._hazards = Hazards()
         self._queues: list[_Queue] = []
-        self._ages: list[deque[_Batch]] = [deque() for _ in range(AGES - 1)]
-        self._young: list[_Batch | None] = []
-        """By class the newest batch."""
-        self._ripe = float("inf")
-        """When the next batch comes of age."""
+        self._ages: list[deque[_Cohort]] = [deque() for _ in range(AGES - 1)]
+        self._newest: list[_Cohort | None] = []
+        """The newest cohort by class."""
+        self._next_aging = float("inf")
+        """When the next cohort reaches its next age."""
         self._hints, self._label = NO_HINTS, UNLABELLED
+        """The hints that were looked up last, and their label."""
         self._grow()
 
-    # -- what goes
+    # -- the order
 
-    def coldest(self, now: float) -> Segment:
+    def victim(self, now: float) -> Segment:
         """See `EvictionPolicy`."""
         self._advance(now)
-        coldest: _Queue | None = None
+        first: _Queue | None = None
         for queue in self._queues:
             if not queue.order:
                 continue
             if queue.head is None:
-                self._look_at(queue)
-            # Of equals those used less: a child is in the class of its parent, where it is older, or in one before.
-            if coldest is None or (queue.retention_value, queue.accesses) < (coldest.retention_value, coldest.accesses):
-                coldest = queue
-        if coldest is None or coldest.head is None:
+                self._update_head(queue)
+            # Between equals the class with fewer accesses: a child is in the class of its parent, where it
+            # is older, or in one with fewer accesses.
+            if first is None or (queue.retention_value, queue.accesses) < (first.retention_value, first.accesses):
+                first = queue
+        if first is None or first.head is None:
             raise KeyError("no segment")
-        return coldest.head
+        return first.head
 
     def retention_value(self, segment: Segment, now: float) -> float:
-        """See `EvictionPolicy`: uses per second."""
+        """See `EvictionPolicy`: accesses per second."""
         self._advance(now)
         return self._retention_value_of(self._record(segment))
 
     def retention_value_of_new(self, key: SegmentKey, hints: Hints, now: float) -> float:
         """See `EvictionPolicy`."""
         return self._hazards.retention_value[self._class_of(self._accesses_of_new(key), hints)][0]
-
-    def remembers(self, keys: Sequence[SegmentKey], now: float) -> tuple[int, AccessRecord, float] | None:
-        """Not how it was used."""
-        return None
 
     def __iter__(self) -> Iterator[Segment]:
         for queue in sorted((queue for queue in self._queues if queue.order), key=self._first_value):
@@ -120,11 +120,11 @@ class LearnedReuse(Remembering[_Batch]):
         """See `EvictionPolicy`."""
         return self._hazards.save()
 
-    def absorb(self, learned: bytes) -> None:
+    def merge(self, learned: bytes) -> None:
         """See `EvictionPolicy`."""
-        self._hazards.absorb(learned)
+        self._hazards.merge(learned)
         self._grow()
-        self._look_anew()
+        self._forget_heads()
 
     def restore(self, learned: bytes) -> None:
         """See `EvictionPolicy`."""
@@ -136,35 +136,35 @@ class LearnedReuse(Remembering[_Batch]):
 
     def _class_of(self, accesses: int, hints: Hints) -> int:
         if hints is not self._hints:
-            # Mostly that of the segment before: both are of one prompt.
+            # Most calls are for segments of one prompt, with the same hints.
             self._hints, self._label = hints, self._hazards.label(hints)
             self._grow()
         return self._hazards.class_of(accesses, self._label)
 
     def _grow(self) -> None:
-        """There are new labels."""
+        """Add queues for new labels."""
         while len(self._queues) < len(self._hazards.retention_value):
             self._queues.append(_Queue(len(self._queues) % ACCESSES))
-            self._young.append(None)
+            self._newest.append(None)
 
     def _enter(self, segment: Segment, record: _Record, again: bool = False) -> None:
-        """To the young end of its class. `again`: as old as it is, if the class is still the same."""
+        """To the young end of the queue of its class. `again`: in its old cohort, if the class is still the same."""
         segment.touched = self._now
-        cls = self._class_of(record.accesses, segment.hints)
-        if not again or record.group is None or record.group.cls != cls:
-            self._leave_group(record)
-            self._join_group(record, segment.hints)
-        queue = self._queues[cls]
+        cohort = record.cohort
+        if not again or cohort is None or cohort.cls != self._class_of(record.accesses, segment.hints):
+            self._leave_cohort(record)
+            cohort = self._join_cohort(record, segment.hints)
+        queue = self._queues[cohort.cls]
         if not queue.order:
             queue.head = None
         queue.order[segment] = record
         self._size += 1
 
     def _leave(self, segment: Segment) -> _Record:
-        """Out of its queue; it ages on in its batch."""
+        """See `LearningPolicy`."""
         record = self._record(segment)
-        assert record.group is not None
-        queue = self._queues[record.group.cls]
+        assert record.cohort is not None
+        queue = self._queues[record.cohort.cls]
         del queue.order[segment]
         if queue.head is segment:
             queue.head = None
@@ -172,44 +172,43 @@ class LearnedReuse(Remembering[_Batch]):
         return record
 
     def _used_again(self, record: _Record) -> None:
-        batch = record.group
-        assert batch is not None
-        weight = batch.weight()
-        self._hazards.used[batch.cls][batch.age] += weight
-        self._hazards.ended[batch.cls][batch.age] += weight
-        self._leave_group(record)
+        cohort = record.cohort
+        assert cohort is not None
+        self._hazards.count_used(cohort.cls, cohort.age, cohort.weight())
+        cohort.members -= 1
+        record.cohort = None
 
-    def _used_something(self) -> None:
+    def _moment_passed(self) -> None:
         if self._moments % LEARN_EVERY == 0:
             self._learn()
 
     def _learn(self) -> None:
         self._hazards.learn()
-        self._look_anew()
+        self._forget_heads()
 
-    def _look_anew(self) -> None:
-        """Tables are others than before."""
+    def _forget_heads(self) -> None:
+        """The tables changed, and with them the values of all heads."""
         for queue in self._queues:
             queue.head = None
 
-    def _leave_group(self, record: _Record) -> None:
-        if record.group is not None:
-            record.group.members -= 1
-            record.group = None
+    def _leave_cohort(self, record: _Record) -> None:
+        if record.cohort is not None:
+            record.cohort.members -= 1
+            record.cohort = None
 
-    def _join_group(self, record: _Record, hints: Hints) -> _Batch:
+    def _join_cohort(self, record: _Record, hints: Hints) -> _Cohort:
         cls = self._class_of(record.accesses, hints)
-        batch = self._young[cls]
-        if batch is None or self._now >= batch.at + MOMENT_S:
-            batch = self._young[cls] = _Batch(cls, self._now)
-            self._ages[0].append(batch)
-            self._ripe = min(self._ripe, self._now + EDGES[1])
-        batch.size += 1
-        batch.members += 1
-        record.group = batch
-        return batch
+        cohort = self._newest[cls]
+        if cohort is None or self._now >= cohort.at + MOMENT_S:
+            cohort = self._newest[cls] = _Cohort(cls, self._now)
+            self._ages[0].append(cohort)
+            self._next_aging = min(self._next_aging, self._now + EDGES[1])
+        cohort.size += 1
+        cohort.members += 1
+        record.cohort = cohort
+        return cohort
 
-    def _look_at(self, queue: _Queue) -> None:
+    def _update_head(self, queue: _Queue) -> None:
         queue.head, record = next(iter(queue.order.items()))
         queue.retention_value = self._retention_value_of(record)
 
@@ -217,44 +216,44 @@ class LearnedReuse(Remembering[_Batch]):
         return self._retention_value_of(next(iter(queue.order.values())))
 
     def _retention_value_of(self, record: _Record) -> float:
-        assert record.group is not None
-        return self._hazards.retention_value[record.group.cls][record.group.age]
+        assert record.cohort is not None
+        return self._hazards.retention_value[record.cohort.cls][record.cohort.age]
 
     # -- time
 
     def _time_passed(self, now: float) -> None:
-        if now >= self._ripe:
+        if now >= self._next_aging:
             self._age(now)
 
     def _age(self, now: float) -> None:
-        """Batches that are old enough go on to the next age."""
-        self._ripe = float("inf")
+        """Move cohorts that are old enough to the next bucket."""
+        self._next_aging = float("inf")
         for age in range(AGES - 1):
-            batches, edge = self._ages[age], EDGES[age + 1]
-            while batches and batches[0].at + edge <= now:
-                batch = batches.popleft()
-                if batch.members:
-                    self._hazards.ended[batch.cls][age] += batch.members * batch.weight()
-                    batch.age = age + 1
-                    if batch.age < AGES - 1:
-                        self._ages[batch.age].append(batch)
-                    self._queues[batch.cls].head = None
-            if batches:
-                self._ripe = min(self._ripe, batches[0].at + edge)
-        self._ripe = max(self._ripe, now + LATE_S)
+            cohorts, edge = self._ages[age], EDGES[age + 1]
+            while cohorts and cohorts[0].at + edge <= now:
+                cohort = cohorts.popleft()
+                if cohort.members:
+                    self._hazards.count_unused(cohort.cls, age, cohort.members * cohort.weight())
+                    cohort.age = age + 1
+                    if cohort.age < AGES - 1:
+                        self._ages[cohort.age].append(cohort)
+                    self._queues[cohort.cls].head = None
+            if cohorts:
+                self._next_aging = min(self._next_aging, cohorts[0].at + edge)
+        self._next_aging = max(self._next_aging, now + LATE_S)
 
     def check_integrity(self) -> None:
-        """AssertionError when sizes, batches or bounds do not add up."""
+        """AssertionError when sizes, cohorts or bounds do not add up."""
         assert self._size == sum(len(queue.order) for queue in self._queues)
         super().check_integrity()
         records = [record for queue in self._queues for record in queue.order.values()]
         records += self._ghosts.values()
-        members: dict[_Batch, int] = {}
+        members: dict[_Cohort, int] = {}
         for record in records:
-            assert record.group is not None
-            members[record.group] = members.get(record.group, 0) + 1
-        batches = [batch for queue in self._ages for batch in queue]
-        # Those that are set aside are in a batch too.
-        assert all(count <= batch.members for batch, count in members.items())
-        assert len(batches) == len(dict.fromkeys(batches))
-        assert all(batch.age == AGES - 1 or batch in batches for batch in members)
+            assert record.cohort is not None
+            members[record.cohort] = members.get(record.cohort, 0) + 1
+        cohorts = [cohort for queue in self._ages for cohort in queue]
+        # Records of segments that are out of order for a while are in a cohort too.
+        assert all(count <= cohort.members for cohort, count in members.items())
+        assert len(cohorts) == len(dict.fromkeys(cohorts))
+        assert all(cohort.age == AGES - 1 or cohort in cohorts for cohort in members)

@@ -1,4 +1,4 @@
-"""Other pools, each in a process of its own that also starts its servers."""
+"""Other stores, each in a process of its own that also starts its servers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ PEERS = {
     "redis": ("redis",),
     "lmcache": ("lmcache",),
 }
-"""Name on the command line: its modes."""
+"""Modes of each peer, by its name on the command line."""
 
 
 def start_peer(mode: str, size: Size, python: Path | None) -> PeerProcess:
-    """`python`: an interpreter that has the peer's packages beside this one; None: this one. Raises `Unreachable` with
-    what is missing."""
+    """`python`: an interpreter that has the peer's packages beside TokenLake's; None: this one. Raises `Unreachable`
+    with the missing part."""
     return PeerProcess(mode, size, str(python or sys.executable))

@@ -1,4 +1,4 @@
-"""The rows of a store that has names, gets and puts: what differs between peers is `Store`."""
+"""The rows of a store with names, gets and puts; `Store` holds the differences between peers."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ from tokenlake_testing.cluster import free_port
 __all__ = ["FILLERS", "Store", "free_port", "run_peer", "server", "wait_for_port"]
 
 KEPT_STORES = WINDOWS
-"""What was stored is removed this many stores later, so that stores rotate over as much memory as the pool's."""
+"""Stored segments are removed this many stores later, so that stores rotate over as much memory as the pool's."""
 FILLERS = WINDOWS + 2
-"""Windows that fill a peer's memory beside those that are read."""
+"""Windows that fill a peer's memory beside the windows that are read."""
 START_S = 30.0
 PAUSE_S = 0.001
 """As between the pool's matches."""
 
 
 class Store(Protocol):
-    """A peer's client. The rows are named for how its bytes travel: `fetch` is "fetch_tcp" or "copy"."""
+    """A peer's client. The names of rows tell the path of the bytes: `fetch_many` is "fetch_tcp" or "copy"."""
 
     fetch_many: str
     fetch_one: str
     source: NDArray[np.uint8]
-    """[WINDOWS, count, segment_bytes], where puts read."""
+    """[WINDOWS, count, segment_bytes]; puts read it."""
     target: NDArray[np.uint8]
-    """The same shape, where gets write."""
+    """The same shape; gets write it."""
 
     def exist(self, names: Sequence[str]) -> int:
-        """How many are there, in one batch."""
+        """Number of names that the store has, in one batch."""
 
     def put(self, names: Sequence[str], window: int) -> None:
-        """Segments of a window of `source`, in one batch. Raises RuntimeError."""
+        """Store segments of a window of `source`, in one batch. Raises RuntimeError."""
 
     def get(self, names: Sequence[str], window: int, start: int = 0) -> None:
-        """Into a window of `target` from segment `start` on, in one batch. Raises RuntimeError."""
+        """Read into a window of `target` from segment `start` on, in one batch. Raises RuntimeError."""
 
     def remove(self, names: Sequence[str]) -> None:
-        """In one batch."""
+        """Remove the names, in one batch."""
 
 
 class _Rows:
@@ -65,13 +65,13 @@ class _Rows:
         store.target[:] = 1
         for window in range(WINDOWS):
             store.put(segment_names("read", window, size.count), window)
-        # Stores fill the memory once before anything is timed.
+        # Fill the memory once before anything is timed.
         fillers = [segment_names("old", number, size.count) for number in range(FILLERS)]
         for number, names in enumerate(fillers):
             store.put(names, number % WINDOWS)
         for names in fillers:
             store.remove(names)
-        # The other process maps what it reads and writes when it first does.
+        # A process maps shared pages at its first access: make that access now.
         for window in range(WINDOWS):
             store.get(segment_names("read", window, size.count), window)
         self.rows: dict[str, Callable[[int], list[float]]] = {
@@ -93,7 +93,7 @@ class _Rows:
             found = self._store.exist(names)
             taken.append(time.perf_counter() - began)
             if found != len(names):
-                raise RuntimeError(f"{found} of {len(names)} are there")
+                raise RuntimeError(f"{found} of {len(names)} were found")
             time.sleep(PAUSE_S)
         return taken
 
@@ -122,7 +122,7 @@ class _Rows:
 
 
 def run_peer(modes: dict[str, Callable[[Size], Store]]) -> None:
-    """The process: `python -m MODULE MODE SIZE`."""
+    """The main function of the process: `python -m MODULE MODE SIZE`."""
     size = next(size for size in SIZES if size.label == sys.argv[2])
     rows: dict[str, Callable[[int], list[float]]] = {}
 
@@ -133,7 +133,7 @@ def run_peer(modes: dict[str, Callable[[Size], Store]]) -> None:
     try:
         serve({"start": start, "sample": lambda row, turn: rows[row](turn)})
     finally:
-        # The servers, and this process with what threads its client has.
+        # End the servers, and this process with the threads of its client.
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
@@ -143,7 +143,7 @@ def server(*command: str, **environment: str) -> subprocess.Popen[bytes]:
 
 
 def wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
-    """Until somebody listens there. Raises RuntimeError."""
+    """Wait until a server listens on the port. Raises RuntimeError."""
     until = time.monotonic() + START_S
     while True:
         try:

@@ -1,7 +1,7 @@
 """LMCache's server over TCP. Run as a module: a client of it.
 
-The server's own messages: of nine native integers and, from the client, a key in 150 bytes. A put is not answered, so a
-question after the last one says when all have been taken.
+The server's own messages consist of nine native integers and, from the client, a key in 150 bytes. A put has no reply,
+so a query after the last one tells when all have been taken.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ REPLY: Final = struct.Struct("9i")
 PUT, GET, EXIST = 1, 2, 3
 SUCCESS: Final = 200
 BINARY: Final = 4
-"""Its memory format for plain bytes."""
+"""The server's memory format for plain bytes."""
 UINT8: Final = 6
 
 
 class LMCacheStore:
-    """One connection; a batch is sent whole before its answers are read, where the answers are small."""
+    """One connection; a batch is sent whole before its replies are read, where the replies are small."""
 
     fetch_many = "fetch_tcp"
     fetch_one = "fetch"
@@ -56,18 +56,18 @@ class LMCacheStore:
             self._sock.sendall(_request(PUT, name, len(segment)))
             self._sock.sendall(segment.data)
         if self.exist(names[-1:]) != 1:
-            raise RuntimeError("the last put is not there")
+            raise RuntimeError("the last put was not stored")
 
     def get(self, names: Sequence[str], window: int, start: int = 0) -> None:
         """See `Store`."""
         for index, name in enumerate(names, start):
             self._sock.sendall(_request(GET, name))
             if self._reply()[:2] != (SUCCESS, self.target.shape[-1]):
-                raise RuntimeError(f"{name} is not there")
+                raise RuntimeError(f"{name} was not found")
             self._receive(self.target[window, index].data)
 
     def remove(self, names: Sequence[str]) -> None:
-        """The server has no call for it: what was stored stays, as in its own use without an evictor."""
+        """The server has no such call: stored segments stay, as in its own use without an evictor."""
 
     def _reply(self) -> tuple[int, ...]:
         head = bytearray(REPLY.size)

@@ -23,7 +23,7 @@ TCP = {"MC_TCP_ENABLE_CONNECTION_POOL": "1", "MC_TCP_BIND_ADDRESS": "127.0.0.1"}
 
 
 class MooncakeStore:
-    """The segment is in a `mooncake_client` process in both modes, as it is on a node where it outlives engines."""
+    """In both modes the segment is in a `mooncake_client` process, as on a node where it outlives engines."""
 
     def __init__(self, size: Size, *, shared: bool) -> None:
         """`shared`: put and get go through shared memory with that process."""
@@ -84,7 +84,7 @@ def _start_servers(package: Path, segment_bytes: int) -> tuple[int, int]:
         f"-metrics_port={free_port()}",
         "-rpc_thread_num=2",
         "-default_kv_lease_ttl=600000",
-        # What is read was stored first, and would be the first to go.
+        # Segments that are read were stored first, and would be evicted first.
         "-eviction_high_watermark_ratio=1.0",
     )
     wait_for_port(master, process)

@@ -14,7 +14,7 @@ class PeerProcess:
     """The client of a peer in another process, which started the peer's servers."""
 
     def __init__(self, mode: str, size: Size, python: str) -> None:
-        """Raises `Unreachable` when it does not start here."""
+        """Raises `Unreachable` when the peer does not start here."""
         self.name = mode
         module = f"tokenlake_bench.transfer.peers.{mode.partition('-')[0]}"
         self._worker = Worker(module, mode, size.label, python=python)

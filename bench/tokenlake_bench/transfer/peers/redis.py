@@ -1,4 +1,4 @@
-"""Redis over TCP, with hiredis for its parser. Run as a module: a client of it."""
+"""Redis over TCP, with hiredis as its parser. Run as a module: a client of it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["RedisStore"]
 
 
 class RedisStore:
-    """Nothing on disk. SETs in one pipeline, GETs one by one: of the ways tried, MSET and MGET among them, the one with
-    the highest rate. A get is whole when its bytes are in the target, as everybody's."""
+    """Nothing on disk. SETs in one pipeline, GETs one by one: the fastest of the variants tried, MSET and MGET among
+    them. As for every peer, a get ends when its bytes are in the target."""
 
     fetch_many = "fetch_tcp"
     fetch_one = "fetch"
@@ -55,7 +55,7 @@ class RedisStore:
         for index, name in enumerate(names, start):
             value = self._client.get(name)
             if value is None:
-                raise RuntimeError(f"{name} is not there")
+                raise RuntimeError(f"{name} was not found")
             self.target[window, index] = np.frombuffer(value, np.uint8)
 
     def remove(self, names: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
-"""The attention function that a model runs with while prefixes of its cache lie elsewhere.
+"""The attention function of a model whose prefixes are not in its cache.
 
-It is registered with transformers under one name. What it does is decided by who called the model: `attending`.
+It is registered with transformers under one name, and calls the `Attending` object that `attending` set.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import DynamicCache
 
 from tokenlake_client.engines.transformers.cache import CacheShape
-from tokenlake_client.engines.transformers.partial import attend_own
+from tokenlake_client.engines.transformers.partial_attention import attend_own
 
 __all__ = ["Attending", "QueryShape", "attending", "query_shape"]
 
@@ -26,21 +26,21 @@ UNCONCERNED = frozenset((
     "dropout", "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
     "return_dict", "is_causal", "logits_to_keep", "labels", "num_items_in_batch",
 ))  # fmt: skip
-"""Arguments of attention functions that change nothing in a causal forward pass without training."""
+"""Arguments of attention functions that have no effect in a causal forward pass without training."""
 
 
 class Attending(Protocol):
     """Computes the attention of a forward pass."""
 
     def attend(self, module: Any, query: Any, keys: Any, values: Any, scale: float, others: dict[str, Any]) -> Any:
-        """`query` [rows, heads, tokens, key dim]; `keys`, `values`: what the cache's `update` returned. The output,
-        [rows, heads, tokens, value dim], of any dtype. `others`: arguments beyond these."""
+        """The attention output, [rows, heads, tokens, value dim], of any dtype. `query`: [rows, heads, tokens, key
+        dim]. `keys`, `values`: the result of the cache's `update`. `others`: all further arguments."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class QueryShape:
-    """What all layers' queries have in common."""
+    """The properties that the queries of all layers share."""
 
     heads: int
     scale: float
@@ -51,7 +51,7 @@ _current: ContextVar[Attending] = ContextVar("attending")
 
 @contextlib.contextmanager
 def attending(model: Any, by: Attending) -> Iterator[None]:
-    """Within it, `model` computes attention with `by`. The model builds no mask."""
+    """In this context `model` computes its attention with `by`, and builds no mask."""
     before = model.config._attn_implementation
     model.config._attn_implementation = NAME
     token = _current.set(by)
@@ -63,8 +63,8 @@ def attending(model: Any, by: Attending) -> Iterator[None]:
 
 
 def query_shape(model: Any, shape: CacheShape) -> QueryShape:
-    """The shape of the model's queries, from a forward pass of a few tokens. Raises ValueError naming what of the
-    model's attention is not served; its logits under our attention are compared with its own."""
+    """The shape of the model's queries, from a forward pass of a few tokens. Compares the logits under our attention
+    with the model's own. Raises ValueError that names the unsupported property of the model's attention."""
     tokens = torch.arange(PROBE_TOKENS, device=model.device)[None] % model.config.vocab_size
     probe = _Probe(shape)
 
@@ -88,7 +88,7 @@ def query_shape(model: Any, shape: CacheShape) -> QueryShape:
 
 
 class _Probe:
-    """Plain attention that notes what it is asked for."""
+    """Plain attention that records its calls."""
 
     def __init__(self, shape: CacheShape) -> None:
         self._shape = shape

@@ -1,12 +1,12 @@
-"""A dynamic cache with room to grow: tokens are written in place instead of concatenated.
+"""A dynamic cache with spare capacity: tokens are written in place instead of concatenated.
 
-Who owns which tokens of a row of the storage::
+The tokens of a row of the storage::
 
     0        padding      hit              prompt - 1        length        capacity
     | zeroed | from the pool | computed by prefill | decode appends | free |
 
-A position is written once. The background writer may therefore read any position below the length it was
-given while decode appends behind it.
+A position is written once. Therefore the background writer may read the positions below the length at its submission
+while decode appends behind them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from tokenlake_client.engines.transformers.slots import LayerPair
+from tokenlake_client.engines.transformers.segment_copy import LayerPair
 
 __all__ = ["CacheShape", "RoomyCache", "RoomyLayer", "allocate", "row_cache"]
 
 SPARE_TOKENS = 256
-"""Least room that is added when a layer is full."""
+"""The least capacity in tokens that is added to a full layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What one forward pass of the model caches."""
+    """The shape of the cache of one forward pass."""
 
     kv_heads: int
     key_dim: int
@@ -45,20 +45,20 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
     values: Any
     _storage: tuple[Any, Any] | None
     _shown: Any
-    """The `keys` that were set here last; another object there means that somebody else set it."""
+    """The `keys` that this class set last. If `keys` is another object, other code replaced it."""
 
     def __init__(self, keys: Any, values: Any, length: int) -> None:
-        """Takes over the storage, of which the first `length` tokens are valid."""
+        """Takes ownership of the storage, whose first `length` tokens are valid."""
         super().__init__()
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
         self._show(keys, values, length)
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Append [rows, heads, tokens, dim]; returns all keys and values, as views."""
+        """Append [rows, heads, tokens, dim]. Returns views of all keys and values."""
         if self.keys is not self._shown:
-            # Somebody cropped, reordered or replaced the tensors: the storage may hold tokens that others
-            # still read, so it is left alone from now on.
+            # Other code cropped, reordered or replaced the tensors. The storage may hold tokens that are still read
+            # elsewhere, so it is not written any more.
             self._storage = None
         if self._storage is None:
             joined: tuple[Any, Any] = super().update(key_states, value_states, *args, **kwargs)
@@ -88,7 +88,7 @@ class RoomyCache(DynamicCache):  # type: ignore[misc]
         Cache.__init__(self, layers=list(layers))
 
     def row(self, row: int, start: int = 0) -> list[LayerPair]:
-        """Per layer, views [heads, tokens, dim] of one row's keys and values from token `start` on."""
+        """Per layer, views [heads, tokens, dim] of the keys and values of one row from token `start` on."""
         return [(layer.keys[row, :, start:], layer.values[row, :, start:]) for layer in self.layers]
 
 
@@ -104,8 +104,8 @@ def allocate(shape: CacheShape, rows: int, capacity: int) -> list[LayerPair]:
 
 
 def row_cache(storage: Sequence[LayerPair], row: int, padding: int, stop: int) -> list[LayerPair]:
-    """Views [1, heads, stop - padding, dim] of one row; the padding before them is zeroed, because
-    attention multiplies it by a weight of zero, which memory that holds no number would survive."""
+    """Views [1, heads, stop - padding, dim] of one row. Zeroes the padding before them: attention multiplies it by
+    zero, and a NaN in uninitialised memory would remain a NaN."""
     views = []
     for keys, values in storage:
         keys[row, :, :padding].zero_()

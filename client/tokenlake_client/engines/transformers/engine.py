@@ -1,4 +1,4 @@
-"""A transformers model that takes the known prefix of each prompt from the pool."""
+"""A transformers model that uses the pool for the known prefixes of its prompts."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from tokenlake.errors import LayoutRefused, Refused
 from tokenlake.hints import Hints
 from tokenlake.layout import Layout
 from tokenlake.planner import Rates
-from tokenlake_client.engines.base import Asked, CachePool, QueryPool
-from tokenlake_client.engines.connection import Connection
+from tokenlake_client.engines.common.connection import Connection
+from tokenlake_client.engines.common.counters import Counters
+from tokenlake_client.engines.common.pool import CachePool, QueryPool, RequestInfo
+from tokenlake_client.engines.common.reports import Reports
 from tokenlake_client.engines.transformers.attention import query_shape
 from tokenlake_client.engines.transformers.cache import CacheShape, RoomyCache, RoomyLayer, allocate
-from tokenlake_client.engines.transformers.counters import Counters, Counts
-from tokenlake_client.engines.transformers.filling import Batch, Filler
-from tokenlake_client.engines.transformers.layout import cache_shape, check_model, layout_of
-from tokenlake_client.engines.transformers.measured import Measured
+from tokenlake_client.engines.transformers.counters import Counts
+from tokenlake_client.engines.transformers.identity import cache_shape, check_model, layout_of
+from tokenlake_client.engines.transformers.measurements import Measurements
 from tokenlake_client.engines.transformers.options import EngineOptions
-from tokenlake_client.engines.transformers.planning import Planning
-from tokenlake_client.engines.transformers.request import NotServed, check_state, read_request
-from tokenlake_client.engines.transformers.rows import Row, place_rows
-from tokenlake_client.engines.transformers.shipping import Shipping, shipped_cache
+from tokenlake_client.engines.transformers.planner import BatchPlanner
+from tokenlake_client.engines.transformers.prefill import Prefiller
+from tokenlake_client.engines.transformers.request import NotServed, Request, check_state, read_request
+from tokenlake_client.engines.transformers.rows import Row, cache_of_rows, place_rows
+from tokenlake_client.engines.transformers.shipping import Shipment, Shipping
 from tokenlake_client.engines.transformers.writer import Writer, task_of
 from tokenlake_client.weights import digest_of_version
 
@@ -38,9 +40,7 @@ __all__ = ["Prefill", "TokenLakeEngine"]
 logger = logging.getLogger("tokenlake.transformers")
 
 MAX_EXPECTED_TOKENS = 1024
-"""Most room that is set aside for decode; a longer answer enlarges the cache when it gets there."""
-MAX_REPORTS = 64
-"""Distinct messages that are logged; later ones are counted only."""
+"""The largest capacity that is allocated for decode; a longer answer enlarges the cache later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,45 +50,58 @@ class Prefill:
     cache: RoomyCache
     tokens_hit: int
     tokens_computed: int
-    """The last token is computed by whoever goes on, and counted here."""
+    """With the last token, which the caller computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """A call of `generate` that the pool serves."""
+
+    pool: CachePool
+    request: Request
+    rows: list[Row]
+    cache: RoomyCache
+    shipment: Shipment | None
 
 
 class TokenLakeEngine:
-    """`prefill` and `generate` of a model, with the pool where it helps.
+    """`prefill` and `generate` of a model with the pool.
 
-    Nothing that goes wrong in the pool reaches the caller: it is logged once, counted and recomputed. A
-    model that the pool cannot serve is named in the log once, and served by the model alone. Like the model
-    itself, one engine is used by one thread at a time.
+    An error of the pool does not reach the caller: it is logged once and counted, and the tokens are computed. A model
+    that the pool cannot serve is named in the log once, and runs without the pool. As with the model itself, one thread
+    at a time may use the engine.
     """
 
     def __init__(
         self, model: Any, pool: CachePool | str | Path | None = None, options: EngineOptions | None = None
     ) -> None:
-        """`pool`: the daemon's socket, or a pool of this model's layout that the caller closes. With a
-        socket, one attempt to connect is made here, later ones at the start of requests."""
+        """`pool`: the daemon's socket, or a pool of this model's layout that the caller owns. With a socket, the
+        constructor makes one attempt to connect, and requests make later ones."""
         self.model = model
         self.options = options or EngineOptions()
         self.layout: Layout | None = None
-        self._counters = Counters()
-        self._reported: set[str] = set()
+        self._counters = Counters(Counts)
+        self._reports = Reports(logger, self._counters)
         self._source = pool
         self._writer = Writer(
             self._counters,
             self._pool_failed,
-            self._say,
+            self._reports.warn,
             tasks=self.options.write_queue,
             patience=self.options.write_patience,
         )
         self.rates = Rates()
-        """What this engine measures as it serves: for its own plans, and for a scheduler's."""
-        self._measured = Measured(self.rates)
-        self._filler = Filler(model, self.options, self._writer, self._counters, self._measured, self._pool_failed)
-        self._connection = Connection(None, self._failed)
+        """The measurements of this engine, for its own plans and for those of a scheduler."""
+        self._measurements = Measurements(self.rates)
+        self._prefiller = Prefiller(
+            model, self.options, self._writer, self._counters, self._measurements, self._pool_failed
+        )
+        self._connection = Connection(None, self._reports.failure)
         self._shape: CacheShape | None = None
         self._placed: tuple[Any, Any] | None = None
-        """Where and in which dtype the model was when its shape was read."""
+        """Device and dtype of the model when its shape was read."""
         self._shipping: Shipping | None = None
-        self._planning: Planning | None = None
+        self._planner: BatchPlanner | None = None
         self._base_digest = ""
         self._name = secrets.token_hex(4)
         self._requests = itertools.count(1)
@@ -101,12 +114,12 @@ class TokenLakeEngine:
         return self._counters.read()
 
     def prefill(self, token_ids: Sequence[int], *, request: str | None = None, hints: Hints | None = None) -> Prefill:
-        """The cache of `token_ids` (at least one) without the last; its new segments are stored behind it. It holds
-        all of them, also in mode `ship`. `request`: what the logs of all nodes and `tokenlake explain` are to call it
-        by. `hints`: what is known of the request (`tokenlake.hints`).
+        """The cache of all `token_ids` (at least one) but the last, complete also in mode `ship`. New segments are
+        stored in the background. `request`: the name of the request in the logs of all nodes and for `tokenlake
+        explain`. `hints`: hints of the request (`tokenlake.hints`).
 
-        With no pool, or a model that it cannot serve, the cache is computed. Raises only what the model
-        raises, and ValueError for an empty prompt.
+        Without a pool, or with a model that it cannot serve, the cache is computed. Raises the errors of the model, and
+        ValueError for an empty prompt.
         """
         tokens = list(token_ids)
         if not tokens:
@@ -119,8 +132,8 @@ class TokenLakeEngine:
         row = Row(tokens, name=self._named(request), hints=hints)
         place_rows([row], storage, 0, len(tokens) - 1)
         if pool is not None:
-            self._filler.hash(pool, [row])
-        self._filler.fill(pool, [row])
+            self._prefiller.hash(pool, [row])
+        self._prefiller.fill(pool, [row])
         self._counters.add(**row.counts())
         layers = [RoomyLayer(keys, values, len(tokens) - 1) for keys, values in storage]
         return Prefill(RoomyCache(layers), row.loaded, len(tokens) - row.loaded)
@@ -134,14 +147,14 @@ class TokenLakeEngine:
         hints: Hints | None = None,
         **generate_kwargs: Any,
     ) -> Any:
-        """What `model.generate` returns for the same arguments. `request` and `hints` as of `prefill`, of all rows;
-        with several, their names end in `/0`, `/1` and so on.
+        """The result of `model.generate` for the same arguments. `request` and `hints`: as in `prefill`, for all rows;
+        the names of several rows end in `/0`, `/1` and so on.
 
-        Calls that the pool cannot serve (beam search, assisted decoding, a cache or embeddings of the
-        caller's, padding that is not on the left) go to the model unchanged.
+        Calls that the pool cannot serve (beam search, assisted decoding, a cache or embeddings given by the caller,
+        padding that is not on the left) go to the model unchanged.
         """
-        named = Asked(self._named(request), hints)
-        batch = self._prepare(input_ids, attention_mask, generate_kwargs, named)
+        info = RequestInfo(self._named(request), hints)
+        batch = self._prepare(input_ids, attention_mask, generate_kwargs, info)
         if batch is None:
             self._counters.add(requests_without_pool=1)
             if attention_mask is not None:
@@ -162,31 +175,33 @@ class TokenLakeEngine:
         try:
             sequences = output if not hasattr(output, "sequences") else output.sequences
             steps = sequences.shape[1] - mask.shape[1]
-            self._measured.answered(steps)
+            self._measurements.answered(steps)
             if shipment is None:
-                self._measured.decode(len(sequences), mask.shape[1] + steps // 2, steps, time.perf_counter() - began)
-            self._filler.store_decoded(batch, sequences.tolist())
+                self._measurements.decode(
+                    len(sequences), mask.shape[1] + steps // 2, steps, time.perf_counter() - began
+                )
+            self._prefiller.store_decoded(batch.pool, batch.request, batch.rows, batch.cache, sequences.tolist())
         except Exception as error:
-            self._failed("storing what decode completed", error)
+            self._reports.failure("storing segments that decode completed", error)
         return output
 
     def hint(self, token_ids: Sequence[int], hints: Hints) -> None:
-        """A word that came late about a conversation, all of whose tokens these are: that it goes on, or is over. It
-        follows what was computed so far to the pool; without one it is lost. Raises nothing."""
+        """Send hints about a conversation with these tokens: that it goes on, or is over. They are sent after the
+        segments that were computed so far were stored. Without a pool they are lost. Never raises."""
         try:
             pool, layout = self._connection.get(), self.layout
             if pool is not None and layout is not None:
                 chain = pool.prefix(list(token_ids), adapter=self.options.adapter, salt=self.options.salt)
-                self._writer.submit(task_of(pool, layout, (), 0, (), asked=Asked(hints=hints), told=chain.keys))
+                self._writer.submit(task_of(pool, layout, (), 0, (), info=RequestInfo(hints=hints), hinted=chain.keys))
         except Exception as error:
-            self._pool_failed("passing on hints", error)
+            self._pool_failed("sending hints", error)
 
     def new_weights(self, version: str, pool: CachePool | None = None) -> None:
-        """The model's weights were changed in place: share from now on only with engines that started from
-        the same weights and say the same `version`.
+        """The model's weights were changed in place. From now on segments are shared with engines that started from the
+        same weights and have the same `version`.
 
-        An engine that was given a pool rather than a socket needs a `pool` of the new layout (see
-        `layout`), and serves without until it has one.
+        An engine that was given a pool instead of a socket needs a `pool` of the new layout (see `layout`), and serves
+        without a pool until it has one.
         """
         self._writer.flush()
         self._connection.close()
@@ -197,11 +212,11 @@ class TokenLakeEngine:
         self._open(digest_of_version(self._base_digest, version), keep_base=True)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything computed so far is stored; False when `timeout` seconds were not enough."""
+        """Wait until all computed segments are stored; False when `timeout` seconds were not enough."""
         return self._writer.flush(timeout)
 
     def close(self, timeout: float | None = 10.0) -> None:
-        """Store what waits, for at most `timeout` seconds, and close the connection if it was opened here."""
+        """Store the waiting segments, for at most `timeout` seconds, and close a connection that the engine opened."""
         self._writer.close(timeout)
         self._connection.close()
 
@@ -212,7 +227,7 @@ class TokenLakeEngine:
         self.close()
 
     def _open(self, weights_digest: str | None, *, keep_base: bool = False) -> None:
-        """Find the layout and connect. Leaves the engine without a pool where that fails."""
+        """Find the layout and connect. After an error the engine has no pool."""
         source, options = self._source, self.options
         given = None if isinstance(source, (str, Path)) else source
         try:
@@ -228,16 +243,16 @@ class TokenLakeEngine:
             if not keep_base:
                 self._base_digest = self.layout.weights_digest
             if given is not None and given.layout != self.layout:
-                raise LayoutRefused(f"the pool's layout is another than the model's, {self.layout}")
+                raise LayoutRefused(f"the pool's layout differs from the model's, {self.layout}")
         except Exception as error:
-            self._failed(f"serving {type(self.model).__name__} with the pool", error)
+            self._reports.failure(f"serving {type(self.model).__name__} with the pool", error)
             return
         if options.mode != "fetch":
             self._begin_shipping(self._shape, self.layout)
         if isinstance(source, (str, Path)):
-            self._connection = Connection(lambda: self._connect(source), self._failed)
+            self._connection = Connection(lambda: self._connect(source), self._reports.failure)
         elif given is not None:
-            self._connection = Connection(None, self._failed, given)
+            self._connection = Connection(None, self._reports.failure, given)
 
     def _begin_shipping(self, shape: CacheShape, layout: Layout) -> None:
         attention = None
@@ -250,30 +265,35 @@ class TokenLakeEngine:
                 self.options,
                 self._writer,
                 self._counters,
-                self._measured,
-                self._failed,
+                self._measurements,
+                self._reports.failure,
                 self._pool_failed,
             )
         except Exception as error:
-            self._say(f"mode '{self.options.mode}': prefixes of {type(self.model).__name__} are fetched: {error}")
+            self._reports.warn(
+                f"mode '{self.options.mode}': prefixes of {type(self.model).__name__} are fetched: {error}"
+            )
         if self.options.mode == "auto":
-            self._planning = Planning(layout, attention, self.rates, self._counters, self._pool_failed)
+            self._planner = BatchPlanner(layout, attention, self.rates, self._counters, self._pool_failed)
 
     def _segment_tokens(self, given: CachePool | None) -> int:
-        """A given pool's, else what the engine used so far, else the option."""
+        """The segment length of the given pool, else the one used so far, else the option."""
         known = self.layout if given is None else given.layout
         return self.options.segment_tokens if known is None else known.segment_tokens
 
     def _connect(self, socket: str | Path) -> CachePool:
-        # The client is imported by those who connect, so that the tensor code stands without it.
+        # Imported here, so that this module does not need the client's connection code.
         from tokenlake_client.pool import Pool
 
         assert self.layout is not None
-        pool: CachePool = Pool.connect(socket, self.layout, self.options.credential, daemon_uid=self.options.daemon_uid)
+        options = self.options
+        pool: CachePool = Pool.connect(
+            socket, self.layout, options.credential, daemon_uid=options.daemon_uid, deadlines=options.deadlines
+        )
         return pool
 
     def _usable_pool(self) -> CachePool | None:
-        """The pool, where there is one and the model is in a state whose cache may be shared."""
+        """The pool, if there is one and the state of the model allows its cache to be shared."""
         try:
             pool = self._connection.get()
             if pool is not None:
@@ -282,72 +302,65 @@ class TokenLakeEngine:
                     raise NotServed(f"the model was on {self._placed}, and is on {_placement(self.model)}")
             return pool
         except NotServed as reason:
-            self._say(f"served without the pool: {reason}")
+            self._reports.warn(f"served without the pool: {reason}")
         except Exception as error:
-            self._failed("reaching the pool", error)
+            self._reports.failure("reaching the pool", error)
         return None
 
     def _named(self, request: str | None) -> str:
         return f"{self._name}-{next(self._requests)}" if request is None else request
 
-    def _prepare(self, input_ids: Any, attention_mask: Any, arguments: dict[str, Any], asked: Asked) -> Batch | None:
-        """All prompts' caches but for their last tokens, or None: the model serves the call alone."""
+    def _prepare(
+        self, input_ids: Any, attention_mask: Any, arguments: dict[str, Any], info: RequestInfo
+    ) -> _Batch | None:
+        """The caches of all prompts but for their last tokens; None: the model alone serves the call."""
         pool, shipment = self._usable_pool(), None
         if pool is None or self._shape is None:
             return None
         ship = True
         try:
             request = read_request(self.model, input_ids, attention_mask, arguments)
-            rows = [Row(*row, asked.name, asked.hints) for row in zip(request.tokens, request.padding, strict=True)]
+            rows = [Row(*row, info.name, info.hints) for row in zip(request.tokens, request.padding, strict=True)]
             for index, row in enumerate(rows if len(rows) > 1 else ()):
-                row.name = f"{asked.name}/{index}"
-            self._filler.hash(pool, rows)
-            if self._planning is not None:
-                ship = self._planning.plan(pool, rows, request.new_tokens)
+                row.name = f"{info.name}/{index}"
+            self._prefiller.hash(pool, rows)
+            if self._planner is not None:
+                ship = self._planner.plan(pool, rows, request.new_tokens)
             if self._shipping is not None and ship:
                 shipment = self._shipping.begin(cast(QueryPool, pool), rows)
-                if shipment is None and self._planning is not None:
-                    self._planning.could_not_ship()
+                if shipment is None and self._planner is not None:
+                    self._planner.could_not_ship()
             length = request.input_ids.shape[1] - 1
             before = 0 if shipment is None else min(row.padding + row.start for row in rows)
             room = 1 + length - before + min(request.new_tokens, MAX_EXPECTED_TOKENS)
             storage = allocate(self._shape, len(rows), room)
             place_rows(rows, storage, before, length)
-            self._filler.fill(pool, rows, shipment)
+            self._prefiller.fill(pool, rows, None if shipment is None else shipment.run)
             if shipment is None:
                 cache = RoomyCache([RoomyLayer(keys, values, length) for keys, values in storage])
             else:
-                cache = shipped_cache(rows, storage, before, length)
+                cache = cache_of_rows(rows, storage, before, length)
             if request.copies > 1:
                 cache.batch_repeat_interleave(request.copies)
-            return Batch(pool, request, rows, cache, shipment)
+            return _Batch(pool, request, rows, cache, shipment)
         except BaseException as error:
             if shipment is not None:
                 shipment.close()
             if not isinstance(error, Exception):
                 raise
             if isinstance(error, NotServed):
-                self._say(f"served without the pool: {error}")
+                self._reports.warn(f"served without the pool: {error}")
             else:
-                self._failed("prefill", error)
+                self._reports.failure("prefill", error)
             return None
 
-    def _failed(self, what: str, error: BaseException) -> None:
-        self._counters.add(failures=1)
-        self._say(f"{what} failed, and is done without: {type(error).__name__}: {error}")
-
-    def _pool_failed(self, what: str, error: BaseException) -> None:
-        self._failed(what, error)
-        # A pool that says no is there, and says so at once; any other failure may have cost a deadline.
+    def _pool_failed(self, operation: str, error: BaseException) -> None:
+        self._reports.failure(operation, error)
+        # A refusal comes at once from a daemon that works. Any other error may have cost a deadline.
         if not isinstance(error, Refused):
             self._connection.failed()
 
-    def _say(self, message: str) -> None:
-        if message not in self._reported and len(self._reported) < MAX_REPORTS:
-            self._reported.add(message)
-            logger.warning("%s", message)
-
 
 def _placement(model: Any) -> tuple[Any, Any]:
-    """Device and dtype."""
+    """Device and dtype of the model."""
     return model.device, model.dtype

@@ -1,11 +1,13 @@
-"""The weights digest of a loaded model.
+"""The identity of the cache that a model computes: its layout, and the digest of its weights.
 
-A model that was loaded from a directory and is still what the directory says has the directory's digest, so
-that it shares with every engine that loads the same files. Any other has the digest of its tensors.
+A model that was loaded from a directory, and whose configuration and weights still equal the directory's, has the
+digest of the directory, so that it shares segments with every engine that loads the same files. Any other model has the
+digest of its tensors.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,20 +17,117 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 from transformers import AutoConfig
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from tokenlake.errors import LayoutRefused
+from tokenlake.layout import Layout
+from tokenlake_client.engines.common.model_config import check_config, position_of
+from tokenlake_client.engines.common.slots import TORCH_DTYPES
+from tokenlake_client.engines.transformers.cache import CacheShape
+from tokenlake_client.engines.transformers.request import has_adapters
 from tokenlake_client.weights import digest_of_directory, digest_of_tensors, weight_files
 
-__all__ = ["weights_digest_of"]
+__all__ = ["cache_shape", "check_model", "layout_of", "weights_digest_of"]
 
 NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
-"""Settings that do not change what the weights compute (the dtype has its own field in the layout)."""
+"""Settings that do not change the results of the weights (the dtype has its own field in the layout)."""
 PIECE = 1 << 18
-"""Elements compared at a time: they stay in the processor's cache."""
+"""The number of elements that are compared at a time, chosen to stay in the processor's cache."""
+PROBE_TOKENS = 2
+
+
+def layout_of(
+    model: Any,
+    *,
+    segment_tokens: int = 256,
+    adapter: str | None = None,
+    weights_digest: str | None = None,
+    shape: CacheShape | None = None,
+) -> Layout:
+    """The layout of `model`'s cache. Raises `LayoutRefused` that names the field that the pool cannot serve.
+
+    `adapter`: the id of the active LoRA adapters; required if there are any. `weights_digest`: a digest from
+    `tokenlake_client.weights`; None: it is computed from the model. `shape`: the result of an earlier
+    `cache_shape(model)`.
+    """
+    check_model(model, adapter)
+    position = position_of(model.config)
+    shape = cache_shape(model) if shape is None else shape
+    layout = Layout(
+        model_id=type(model).__name__,
+        weights_digest=weights_digest_of(model) if weights_digest is None else weights_digest,
+        dtype=_dtype_name(shape.dtype),
+        layers=len(shape.devices),
+        kv_heads=shape.kv_heads,
+        key_dim=shape.key_dim,
+        value_dim=shape.value_dim,
+        position=position,
+        segment_tokens=segment_tokens,
+    )
+    layout.check()
+    return layout
+
+
+def check_model(model: Any, adapter: str | None = None) -> None:
+    """Raise `LayoutRefused`, with field and reason, for a model that the pool cannot serve."""
+    if not getattr(model, "can_generate", lambda: False)():
+        raise LayoutRefused(f"model class {type(model).__name__} does not generate")
+    if not type(model).__module__.startswith("transformers."):
+        raise LayoutRefused(
+            f"model class {type(model).__name__} comes from {type(model).__module__!r}, "
+            "not from transformers: the meaning of its cache is not known"
+        )
+    check_config(model.config)
+    position_of(model.config)
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise LayoutRefused(f"model class {type(model).__name__} takes no position_ids")
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise LayoutRefused("model field 'hf_quantizer' is set: quantised weights are not supported")
+    if adapter is None and has_adapters(model):
+        raise LayoutRefused("LoRA adapters are loaded and no adapter id was given")
+    for index, layer in enumerate(DynamicCache(config=model.config).layers):
+        if type(layer) is not DynamicLayer:
+            raise LayoutRefused(f"layer {index} is cached as {type(layer).__name__}; supported: DynamicLayer")
+
+
+def cache_shape(model: Any) -> CacheShape:
+    """The shape of `model`'s cache, measured by a forward pass of two tokens, because configurations name heads and
+    dimensions in many ways."""
+    tokens = torch.zeros((1, PROBE_TOKENS), dtype=torch.long, device=model.device)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=tokens, past_key_values=cache, use_cache=True)
+    shapes = set()
+    for index, layer in enumerate(cache.layers):
+        if not layer.is_initialized or layer.keys.dim() != 4 or layer.values.dim() != 4:
+            raise LayoutRefused(f"layer {index} caches no keys and values of [row, head, token, dim]")
+        (_, heads, tokens_k, key_dim), (_, value_heads, tokens_v, value_dim) = (
+            layer.keys.shape,
+            layer.values.shape,
+        )
+        if (tokens_k, tokens_v, value_heads) != (PROBE_TOKENS, PROBE_TOKENS, heads):
+            raise LayoutRefused(f"layer {index} does not cache one key and one value per head and token")
+        shapes.add((heads, key_dim, value_dim, layer.keys.dtype, layer.values.dtype))
+    if len(shapes) != 1:
+        raise LayoutRefused(
+            f"the layers' caches differ: (heads, key dim, value dim, dtypes) in {sorted(map(str, shapes))}"
+        )
+    heads, key_dim, value_dim, dtype, value_dtype = shapes.pop()
+    if dtype != value_dtype:
+        raise LayoutRefused(f"layout field 'dtype': keys are {dtype}, values are {value_dtype}")
+    devices = tuple(layer.keys.device for layer in cache.layers)
+    return CacheShape(heads, key_dim, value_dim, dtype, devices)
+
+
+def _dtype_name(dtype: Any) -> str:
+    for name, candidate in TORCH_DTYPES.items():
+        if candidate == dtype:
+            return name
+    raise LayoutRefused(f"layout field 'dtype' is {dtype}; supported: {', '.join(TORCH_DTYPES)}")
 
 
 def weights_digest_of(model: Any) -> str:
-    """Hex digest. Raises `LayoutRefused` where the weights are not in memory."""
+    """The hex digest of the weights. Raises `LayoutRefused` where some weights are not in memory."""
     state = model.state_dict()
     if any(tensor.is_meta for tensor in state.values()):
         raise LayoutRefused("layout field 'weights_digest': some weights are not in memory")
@@ -49,9 +148,8 @@ def _contents(state: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[int, .
 
 
 def _loaded_from(model: Any, state: Mapping[str, Any], directory: Path) -> bool:
-    """Whether configuration and weights are still those in `directory`, to the last bit. Weights that the files
-    hold under other names, or not at all, count as changed: the digest of the tensors is then used, which is
-    never wrong."""
+    """Are configuration and weights equal to those in `directory`, bit for bit? Weights that the files hold under other
+    names, or not at all, count as different; the digest of the tensors, which is used then, is always valid."""
     files = weight_files(directory)
     if not files or any(file.suffix != ".safetensors" for file in files):
         return False
@@ -63,7 +161,7 @@ def _loaded_from(model: Any, state: Mapping[str, Any], directory: Path) -> bool:
         if names is None:
             return False
         compared |= names
-    # A file holds tied weights once, under the name of one of them.
+    # A file holds tied weights once, under one of their names.
     places = {_place(state[name]) for name in compared}
     return all(name in compared or _place(tensor) in places for name, tensor in state.items())
 
@@ -73,18 +171,18 @@ def _place(tensor: Any) -> tuple[Any, ...]:
 
 
 def _equal_names(path: Path, state: Mapping[str, Any]) -> set[str] | None:
-    """The names in `path`, or None where one of its tensors is not what `state` holds under its name."""
+    """The names in `path`; None if one of its tensors differs from the one in `state`."""
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
-        # The file is mapped: each tensor is read while it is compared.
+        # The file is memory-mapped, so a tensor is read only while it is compared.
         if all(name in state and _equal(file.get_tensor(name), state[name]) for name in names):
             return names
     return None
 
 
 def _equal(stored: Any, loaded: Any) -> bool:
-    """Whether loading `stored` with the dtype of `loaded` gives the same bits. A piece at a time, so that
-    what a conversion or a copy from an accelerator makes stays small."""
+    """Does `stored`, converted to the dtype of `loaded`, have the same bits? Compares a piece at a time, so that
+    converted or copied pieces stay small."""
     if stored.shape != loaded.shape:
         return False
     one, other = stored.reshape(-1), loaded.detach().reshape(-1)
@@ -96,6 +194,6 @@ def _equal(stored: Any, loaded: Any) -> bool:
 
 
 def _bits(tensor: Any) -> NDArray[np.uint8]:
-    """The bytes: equal numbers may differ in them (-0.0 and 0.0), and a NaN is not equal to itself."""
+    """The bytes, because equal numbers may have different bytes (-0.0 and 0.0), and a NaN does not equal itself."""
     content: NDArray[np.uint8] = tensor.contiguous().view(torch.uint8).numpy()
     return content

@@ -1,4 +1,4 @@
-"""How an engine uses the pool."""
+"""The options of an engine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from tokenlake.errors import ConfigurationError
+from tokenlake_client.deadlines import DEFAULT_DEADLINES, Deadlines
 
 __all__ = ["EngineOptions"]
 
@@ -14,38 +15,39 @@ Mode = Literal["auto", "fetch", "ship"]
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How an engine uses the pool. Raises `ConfigurationError` for an unknown mode."""
+    """The use of the pool by an engine. Raises `ConfigurationError` for an unknown mode."""
 
     credential: str | None = None
     daemon_uid: int | None = None
-    """The user that the daemon runs as, where that is neither root nor this process's."""
+    """The user that the daemon runs as, if it is neither root nor this process's user."""
+    deadlines: Deadlines = DEFAULT_DEADLINES
+    """The deadlines of the connection that the engine opens."""
     adapter: str | None = None
-    """Id of the LoRA adapters that are active; part of every key."""
+    """The id of the active LoRA adapters; part of every key."""
     salt: str | None = None
     """Part of every key: requests share only with requests of the same salt."""
     mode: Mode = "auto"
-    """`auto` lets the planner choose for each batch between the other two, and recompute what would take longer to
-    bring (`tokenlake.planner`), from what this engine measures as it serves.
+    """`auto`: the planner (`tokenlake.planner`) chooses between the other two for each batch, and recomputes segments
+    that take longer to fetch. It uses this engine's own measurements.
 
-    `fetch` copies the known prefix of a prompt into the engine's cache. `ship` leaves it where it is, on this node
-    or another: `generate` sends each layer's queries there, by the query engine of its node. Where none runs, or a
-    model's attention cannot be served so, the log says why, and the prefix is fetched. Nobody else may run the model
-    while `generate` does."""
+    `fetch` copies the known prefix of a prompt into the engine's cache. `ship` leaves the prefix on its node:
+    `generate` sends the queries of each layer to the query engine of that node. If no query engine runs, or it does not
+    support the model's attention, the log states the reason and the prefix is fetched. No other thread may run the
+    model during `generate`."""
     segment_tokens: int = 256
     weights_digest: str | None = None
-    """From `tokenlake_client.weights`; computed from the model where None."""
+    """A digest from `tokenlake_client.weights`; None: it is computed from the model."""
     window: int = 32
-    """Segments that are fetched at a time."""
+    """The number of segments that are fetched at a time."""
     prefill_chunk: int = 2048
-    """Most tokens of one forward pass; bounds the memory of a long prompt."""
+    """The largest number of tokens of one forward pass; bounds the memory of a long prompt."""
     write_queue: int = 64
-    """Prompts waiting to be stored; each keeps its cache alive. Beyond it nothing is stored."""
+    """The largest number of prompts that wait to be stored; each keeps its cache alive. Further ones are not stored."""
     write_patience: float = 1.0
-    """Seconds the background writer waits for the pool's write budget."""
+    """How many seconds the background writer waits for the pool's write budget."""
     query_deadline: float = 2.0
-    """Mode `ship`: seconds that one layer of a forward pass waits for attention over its prefixes, once for every
-    4 Mi pairs of a new and a cached token that are begun. After that the pass is void, and repeated with the prefix
-    fetched or computed."""
+    """Mode `ship`: the deadline in seconds of attention over the prefixes in one layer, per started 4 Mi pairs of a new
+    and a cached token. After it the forward pass is void, and repeated with the prefix fetched or computed."""
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):

@@ -1,28 +1,43 @@
-"""The cache of one prompt: its known prefix from the pool, the rest from the model."""
+"""The caches of prompts: the known prefix is copied from the pool, the model computes the rest, and new segments go to
+the writer."""
 
 from __future__ import annotations
 
 import inspect
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.identity import SegmentKey
-from tokenlake_client.engines.base import Asked, CacheLease, CachePool
-from tokenlake_client.engines.transformers.measured import IMPATIENT, LEAST_S, Measured, Patience
-from tokenlake_client.engines.transformers.slots import LayerPair, read_segments
+from tokenlake.keys import Prefix
+from tokenlake_client.engines.common.counters import Counters
+from tokenlake_client.engines.common.in_flight import LEAST_S, NO_WAIT, InFlightWait
+from tokenlake_client.engines.common.pool import CacheLease, CachePool, RequestInfo
+from tokenlake_client.engines.transformers.cache import RoomyCache, RoomyLayer
+from tokenlake_client.engines.transformers.counters import Counts
+from tokenlake_client.engines.transformers.measurements import Measurements
+from tokenlake_client.engines.transformers.options import EngineOptions
+from tokenlake_client.engines.transformers.request import Request, answer_of
+from tokenlake_client.engines.transformers.rows import Row, cache_of_rows
+from tokenlake_client.engines.transformers.segment_copy import LayerPair, read_segments
+from tokenlake_client.engines.transformers.shipped_cache import ShippedCache
+from tokenlake_client.engines.transformers.writer import Writer, task_of
 
-__all__ = ["PartialLoad", "compute", "load"]
+__all__ = ["Forward", "PartialLoad", "Prefiller", "compute", "load"]
 
+Forward = Callable[[ShippedCache, Callable[[], Any]], Any]
+"""Runs a forward pass with a cache whose prefix is not stored in it."""
 LEAST_WAIT_S = 0.005
-"""A match that waited took as long."""
+"""A match that took longer than this has waited for another engine."""
 
 
 class PartialLoad(Exception):
-    """Loading ended by an error after `tokens` tokens, which are right."""
+    """A load ended with an error. The first `tokens` tokens were loaded correctly."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__(f"the pool failed after {tokens} tokens")
@@ -34,32 +49,33 @@ def load(
     keys: Sequence[SegmentKey],
     layers: Sequence[LayerPair],
     window: int,
-    measured: Measured,
-    asked: Asked,
+    measurements: Measurements,
+    info: RequestInfo,
     found: int | None = None,
     held: CacheLease | None = None,
 ) -> int:
-    """Copy the longest known prefix of `keys` into `layers` ([heads, tokens, dim] each) and return its
-    length in tokens. Leases at most `window` segments longer than their copy takes.
+    """Copy the longest known prefix of `keys` into `layers` ([heads, tokens, dim] each) and return its length in
+    tokens. Fetches `window` segments at a time, and releases them after their copy.
 
-    `found`: segments that the pool had a moment ago; None: it was not asked. Whoever computes what comes next is waited
-    for (`Measured.patience`). Where nobody does, others wait for the caller, who is to compute and store it at once.
+    `found`: the number of segments that the pool had a moment ago; None: unknown. The match waits for another engine
+    that computes the segments behind them (`Measurements.in_flight_wait`). If there is none, other engines wait for the
+    caller, who has to compute and store these segments at once.
 
-    `held`: the lease of what was found, of which the first are `keys`. It is taken over.
+    `held`: a lease of the segments that were found, of which the first are `keys`. This call releases it.
 
-    Raises `PartialLoad` from whatever the pool raised.
+    Raises `PartialLoad` from an error of the pool.
     """
     layout = pool.layout
     loaded = 0
-    patience = measured.patience(layout, found or 0, len(keys))
-    if patience is IMPATIENT:
+    wait = measurements.in_flight_wait(layout, found or 0, len(keys))
+    if wait is NO_WAIT:
         keys = keys[:found]
     began = time.perf_counter()
     try:
-        lease = _lease(pool, keys, patience, asked, held)
+        lease = _lease(pool, keys, wait, info, held)
         if lease is None:
             return 0
-        waited = patience is not IMPATIENT and time.perf_counter() - began > LEAST_WAIT_S
+        waited = wait is not NO_WAIT and time.perf_counter() - began > LEAST_WAIT_S
         with lease:
             hits = min(lease.hits, len(keys))
             nodes = lease.nodes() if lease.local_hits < lease.hits else []
@@ -72,10 +88,10 @@ def load(
                 read_segments(segments, layout, layers, loaded * layout.segment_tokens)
                 lost = count < stop - loaded
                 if not lost:
-                    # Who loses segments may say so at once: that is not fast.
+                    # A fetch with lost segments may end at once, which says nothing about the node's speed.
                     remote = [node for node in nodes[loaded:stop] if node != pool.node]
-                    measured.fetched(remote, layout.segment_bytes, seconds)
-                # Views keep their segments leased: they go before the release.
+                    measurements.fetched(remote, layout.segment_bytes, seconds)
+                # Views keep their segments leased, so they are dropped before the release.
                 del segments
                 lease.release(loaded, loaded + count)
                 loaded += count
@@ -84,35 +100,29 @@ def load(
     except Exception as error:
         raise PartialLoad(loaded * layout.segment_tokens) from error
     if not nodes and not waited:
-        measured.copy(loaded * layout.segment_bytes, time.perf_counter() - began)
+        measurements.copied(loaded * layout.segment_bytes, time.perf_counter() - began)
     return loaded * layout.segment_tokens
 
 
 def _lease(
-    pool: CachePool, keys: Sequence[SegmentKey], patience: Patience, asked: Asked, held: CacheLease | None
+    pool: CachePool, keys: Sequence[SegmentKey], wait: InFlightWait, info: RequestInfo, held: CacheLease | None
 ) -> CacheLease | None:
-    """What is to be read, in place of `held`; and what comes next is claimed, where others may wait for it."""
-    if patience is IMPATIENT and keys and held is not None:
+    """A lease of the segments to read, in place of `held`. Sets in-flight markers for the missing segments if other
+    engines may wait for them."""
+    if wait is NO_WAIT and keys and held is not None:
         return held
     lease = None
     try:
         if keys:
-            lease = pool.match(
-                keys,
-                request=asked.name,
-                hints=asked.hints,
-                tokens=asked.tokens,
-                in_flight_wait_s=patience.in_flight_wait_s,
-                in_flight_wait_per_segment_s=patience.segment_s,
-            )
+            lease = pool.match(keys, info.match_options(wait))
     finally:
-        # Not before: what was given back was used, and would be found as used twice.
+        # Not earlier: the segments would count as used when they are released, and again when they are matched.
         if held is not None:
             held.release()
-    claim_s = patience.seconds(len(keys) - lease.hits) if lease is not None else 0.0
-    if lease is not None and claim_s >= LEAST_S:
-        # The match claimed the first of them, for as long. But these claims end with this process if it dies.
-        pool.claim(keys[lease.hits :], claim_s)
+    marker_s = wait.seconds(len(keys) - lease.hits) if lease is not None else 0.0
+    if lease is not None and marker_s >= LEAST_S:
+        # The match set the marker of the first missing segment. These markers also end with this process.
+        pool.claim(keys[lease.hits :], marker_s)
     return lease
 
 
@@ -121,15 +131,15 @@ def compute(
     tokens: Sequence[int],
     cache: Any,
     chunk: int,
-    measured: Measured,
+    measurements: Measurements,
     run: Callable[[Callable[[], Any]], Any] | None = None,
 ) -> None:
     """Extend `cache`, which holds the first of `tokens`, by the others, with forward passes of one row and at most
-    `chunk` tokens. `run` calls each of them (default: as it is, and then it is measured)."""
+    `chunk` tokens. `run` executes a forward pass; None: the pass is called directly and measured."""
     known = cache.get_seq_length()
     if known == len(tokens):
         return
-    # The logits of a prompt are vocabulary x tokens; nobody reads them.
+    # The logits of a whole prompt would be vocabulary x tokens numbers, which are not needed.
     accepts = inspect.signature(model.forward).parameters
     extras = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
     ids = torch.tensor([list(tokens[known:])], dtype=torch.long, device=model.device)
@@ -147,5 +157,122 @@ def compute(
             if run is not None:
                 run(forward)
                 continue
-            with measured.prefill(stop - start, start, model.device):
+            with measurements.prefill(stop - start, start, model.device):
                 forward()
+
+
+class Prefiller:
+    """Fills the rows of batches of one model. Errors of the pool are reported, and the tokens are computed."""
+
+    def __init__(
+        self,
+        model: Any,
+        options: EngineOptions,
+        writer: Writer,
+        counters: Counters[Counts],
+        measurements: Measurements,
+        pool_failed: Callable[[str, BaseException], None],
+    ) -> None:
+        self._model = model
+        self._options = options
+        self._writer = writer
+        self._counters = counters
+        self._measurements = measurements
+        self._pool_failed = pool_failed
+
+    def hash(self, pool: CachePool, rows: list[Row]) -> None:
+        """Set the key chains of the rows; they stay unset after an error of the pool."""
+        started = time.perf_counter()
+        try:
+            for row in rows:
+                row.chain = self._chain(pool, row.tokens)
+        except Exception as error:
+            self._pool_failed("reading segments", error)
+        self._counters.add(pool_seconds=time.perf_counter() - started)
+
+    def fill(self, pool: CachePool | None, rows: list[Row], forward: Forward | None = None) -> None:
+        """Fill the rows' layers with all but their last tokens and queue the new segments. `forward`: runs the forward
+        passes of rows with a `shared` prefix. Raises the errors of the model.
+
+        The new segments of a row are queued before the next row is looked up: if that row begins with the same
+        segments, it waits for them as another engine would."""
+        chunk = self._options.prefill_chunk
+        for row in rows:
+            if forward is not None and row.shared is not None:
+                cache = cache_of_rows([Row(row.tokens, shared=row.shared)], row.layers, row.start, row.start)
+                compute(self._model, row.tokens[:-1], cache, chunk, self._measurements, partial(forward, cache))
+            else:
+                if pool is not None and row.chain is not None:
+                    self._load(pool, row)
+                own = RoomyCache([RoomyLayer(keys, values, row.loaded) for keys, values in row.layers])
+                compute(self._model, row.tokens[:-1], own, chunk, self._measurements)
+            if pool is not None and row.chain is not None:
+                layers = [(keys[0], values[0]) for keys, values in row.layers]
+                self._store(pool, row, row.chain, row.known, len(row.tokens) - 1, layers)
+
+    def store_decoded(
+        self, pool: CachePool, request: Request, rows: Sequence[Row], cache: RoomyCache, sequences: list[list[int]]
+    ) -> None:
+        """Queue the segments that decode completed. They cover the tokens of each sequence up to its end that were fed
+        to the model; the last token was not. The segments carry the hints of the request's end. The segments of the
+        prompt get them in one message; with several sequences per row, those of the first sequence's end."""
+        for index, sequence in enumerate(sequences):
+            row = rows[index // request.copies]
+            if row.chain is None:
+                continue
+            prompt = len(row.tokens)
+            answer, reason = answer_of(request, sequence[row.padding + prompt :])
+            fed = (row.tokens + answer)[: cache.get_seq_length() - row.padding]
+            chain = row.chain if request.copies == 1 else self._chain(pool, row.tokens)
+            chain.extend(fed[prompt:])
+            layers = cache.row(index, row.padding + row.start)
+            ended = replace(row, hints=_ended(row.hints, reason, len(answer)))
+            hint_prompt = index % request.copies == 0
+            self._store(pool, ended, chain, prompt - 1, len(fed), layers, hint_prompt=hint_prompt)
+
+    def _chain(self, pool: CachePool, tokens: list[int]) -> Prefix:
+        return pool.prefix(tokens, adapter=self._options.adapter, salt=self._options.salt)
+
+    def _load(self, pool: CachePool, row: Row) -> None:
+        """Load the row's prefix and set `row.loaded`."""
+        started = time.perf_counter()
+        try:
+            keys = row.keys_to_match(pool.layout.segment_tokens)
+            layers = [(keys_[0], values[0]) for keys_, values in row.layers]
+            row.loaded = load(
+                pool, keys, layers, self._options.window, self._measurements, row.info, row.found, row.take_lease()
+            )
+        except PartialLoad as error:
+            row.loaded = error.tokens
+            self._pool_failed("reading segments", error.__cause__ or error)
+        except Exception as error:
+            self._pool_failed("reading segments", error)
+        self._counters.add(pool_seconds=time.perf_counter() - started)
+
+    def _store(
+        self,
+        pool: CachePool,
+        row: Row,
+        chain: Prefix,
+        known: int,
+        tokens: int,
+        layers: list[LayerPair],
+        *,
+        hint_prompt: bool = False,
+    ) -> None:
+        """Queue the full segments behind the first `known` tokens of a sequence that begins as `row`. Its first
+        `tokens` tokens are in `layers`, except the `row.start` tokens before them. `hint_prompt`: send the row's hints
+        for the segments before these as well."""
+        first = known // pool.layout.segment_tokens
+        keys = chain.keys[first : tokens // pool.layout.segment_tokens]
+        hinted = chain.keys[:first] if hint_prompt else ()
+        if keys or hinted:
+            # A task that only sends hints must not keep the cache alive.
+            kept = layers if keys else []
+            self._writer.submit(task_of(pool, pool.layout, keys, first, kept, row.start, row.info, hinted))
+
+
+def _ended(hints: Hints | None, reason: str, output_tokens: int) -> Hints:
+    """The hints at the end of a request. The caller's own statements about the end take precedence."""
+    given = hints or NO_HINTS
+    return given.ended(given.stop_reason or reason, output_tokens if given.output_tokens < 0 else -1)

@@ -1,4 +1,4 @@
-"""Which calls of `generate` the pool can serve, and the rows of their prompts."""
+"""Reads a call of `generate`: its prompts, or the reason why the pool cannot serve it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["NotServed", "Request", "check_state", "ending", "has_adapters", "read_request"]
+__all__ = ["NotServed", "Request", "check_state", "answer_of", "has_adapters", "read_request"]
 
 SERVED_MODES = ("greedy_search", "sample")
 # fmt: off
@@ -18,11 +18,11 @@ OWN_ARGUMENTS = frozenset((
     "tokenizer",
 ))
 # fmt: on
-"""Arguments of `generate` that neither reach the model's forward pass nor change the prompt's cache."""
+"""Arguments of `generate` that neither reach the model's forward pass nor change the cache of the prompt."""
 
 
 class NotServed(Exception):
-    """The call is served by the model alone; the message says why."""
+    """The model alone serves the call; the message states the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class Request:
     tokens: list[list[int]]
     """The rows without padding; each has at least one token."""
     copies: int
-    """Sequences that are generated for each row."""
+    """The number of sequences generated for each row."""
     new_tokens: int
-    """Room that decode is expected to need."""
+    """The number of tokens that decode may add."""
     stop_tokens: frozenset[int]
 
 
 def check_state(model: Any, adapter: str | None) -> None:
-    """Raises `NotServed` while what `model` caches is not what its layout says."""
+    """Raises `NotServed` while the cache of `model` does not have the meaning that its layout states."""
     if model.training:
         raise NotServed("the model is in training mode")
     if torch.is_autocast_enabled(model.device.type):
@@ -54,12 +54,12 @@ def check_state(model: Any, adapter: str | None) -> None:
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether LoRA adapters were added to `model`, by transformers or by peft."""
+    """Were LoRA adapters added to `model`, by transformers or by peft?"""
     return bool(getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "peft_config", None))
 
 
 def read_request(model: Any, input_ids: Any, attention_mask: Any, arguments: Mapping[str, Any]) -> Request:
-    """Raises `NotServed` for a call that has to go to the model as it is."""
+    """The prompts of a call. Raises `NotServed` for a call that must go to the model unchanged."""
     config = _generation_config(model, arguments)
     if not torch.is_tensor(input_ids) or input_ids.dim() != 2 or input_ids.shape[1] == 0:
         raise NotServed("input_ids are not a tensor of [rows, tokens]")
@@ -89,9 +89,10 @@ def read_request(model: Any, input_ids: Any, attention_mask: Any, arguments: Map
     )
 
 
-def ending(request: Request, tokens: list[int]) -> tuple[list[int], str]:
-    """The answer at the beginning of the new `tokens` of a sequence, and how it ended: "stop" by a token that ends it
-    and is part of it, "length" where there was no room for more, "" by a criterion that only the caller knows."""
+def answer_of(request: Request, tokens: list[int]) -> tuple[list[int], str]:
+    """The answer at the beginning of the new `tokens` of a sequence, and the reason of its end: "stop" for an end
+    token, which is part of the answer, "length" for the limit of new tokens, "" for a stopping criterion of the
+    caller."""
     for index, token in enumerate(tokens):
         if token in request.stop_tokens:
             return tokens[: index + 1], "stop"
@@ -99,7 +100,7 @@ def ending(request: Request, tokens: list[int]) -> tuple[list[int], str]:
 
 
 def _generation_config(model: Any, arguments: Mapping[str, Any]) -> Any:
-    """The call's effective settings, as transformers combines them. Raises `NotServed`."""
+    """The effective settings of the call, as transformers combines them. Raises `NotServed`."""
     named = ("assistant_model", "custom_generate", "past_key_values", "inputs_embeds", "inputs")
     for name in named:
         if arguments.get(name) is not None:
@@ -120,7 +121,7 @@ def _generation_config(model: Any, arguments: Mapping[str, Any]) -> Any:
 
 
 def _inferred_mask(config: Any, input_ids: Any) -> Any:
-    """The mask that `generate` infers: padding is masked unless it is also the end of a sequence."""
+    """The mask that `generate` infers: padding tokens are masked, unless the padding token is also an end token."""
     pad, stop = config.pad_token_id, config.eos_token_id
     ends = [stop] if isinstance(stop, int) else list(stop or ())
     if pad is None or pad in ends:

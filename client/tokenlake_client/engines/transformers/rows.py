@@ -1,4 +1,4 @@
-"""The prompts of a batch on their way into its cache."""
+"""The prompts of a batch, and their places in its cache."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey
 from tokenlake.keys import Prefix
-from tokenlake_client.engines.base import Asked, CacheLease
+from tokenlake_client.engines.common.pool import CacheLease, RequestInfo
 from tokenlake_client.engines.transformers.cache import row_cache
-from tokenlake_client.engines.transformers.shipped import SharedPrefix
-from tokenlake_client.engines.transformers.slots import LayerPair
+from tokenlake_client.engines.transformers.segment_copy import LayerPair
+from tokenlake_client.engines.transformers.shipped_cache import SharedPrefix, ShippedCache, ShippedLayer
 
-__all__ = ["Row", "place_rows"]
+__all__ = ["Row", "cache_of_rows", "place_rows"]
 
 
 @dataclass(slots=True)
@@ -23,51 +23,52 @@ class Row:
     tokens: list[int]
     padding: int = 0
     name: str | None = None
-    """Of the request, in logs."""
+    """The request's name in logs."""
     hints: Hints | None = None
-    """What the caller knows of it."""
+    """The hints of the caller."""
     layers: list[LayerPair] = field(default_factory=list)
     chain: Prefix | None = None
-    """The keys of its segments, once the pool told them."""
+    """The keys of its segments; None until they are hashed."""
     limit: int | None = None
-    """Segments of its prefix that are worth using; None: all."""
+    """The number of segments of its prefix to use; None: all."""
     found: int | None = None
-    """Segments of its prefix that the pool had when it was asked last; None: it was not asked."""
+    """The number of segments of its prefix that the last match found; None: there was no match."""
     lease: CacheLease | None = None
-    """Of what was found, for whoever reads it next."""
+    """A lease of the segments that were found, for the load that follows."""
     shared: SharedPrefix | None = None
-    """What it begins with and is not in `layers`."""
+    """Its first tokens, which are not in `layers`."""
     loaded: int = 0
-    """Tokens at the beginning of `layers` that came from the pool."""
+    """The number of tokens at the beginning of `layers` that came from the pool."""
 
-    def wanted(self, segment_tokens: int) -> Sequence[SegmentKey]:
-        """The keys of what is to be read of it. At least the last token stays to compute."""
+    def keys_to_use(self, segment_tokens: int) -> Sequence[SegmentKey]:
+        """The keys of the segments to read. At least the last token is left to compute."""
         if self.chain is None:
             return ()
         whole = (len(self.tokens) - 1) // segment_tokens
         return self.chain.keys[: whole if self.limit is None else min(whole, self.limit)]
 
-    def awaited(self, segment_tokens: int) -> Sequence[SegmentKey]:
-        """As `wanted`, and where all that was found is worth using, what follows as well: others may compute it now."""
+    def keys_to_match(self, segment_tokens: int) -> Sequence[SegmentKey]:
+        """As `keys_to_use`. If all segments found are to be used, the keys behind them follow, because other engines
+        may be computing these segments now."""
         if self.limit is not None and self.limit == self.found:
-            return replace(self, limit=None).wanted(segment_tokens)
-        return self.wanted(segment_tokens)
+            return replace(self, limit=None).keys_to_use(segment_tokens)
+        return self.keys_to_use(segment_tokens)
 
     def take_lease(self) -> CacheLease | None:
-        """It is the caller's."""
+        """The lease, which the caller owns from now on."""
         lease, self.lease = self.lease, None
         return lease
 
-    def give_back(self) -> None:
-        """Nobody reads what was leased. Raises what the pool raises."""
+    def release_lease(self) -> None:
+        """Release the lease, if there is one. Raises the errors of the pool."""
         lease = self.take_lease()
         if lease is not None:
             lease.release()
 
     @property
-    def asked(self) -> Asked:
-        """On whose behalf it is read."""
-        return Asked(self.name, self.hints, len(self.tokens))
+    def info(self) -> RequestInfo:
+        """The request, as the pool is told."""
+        return RequestInfo(self.name, self.hints, len(self.tokens))
 
     @property
     def start(self) -> int:
@@ -76,11 +77,11 @@ class Row:
 
     @property
     def known(self) -> int:
-        """Tokens that prefill need not compute."""
+        """The number of tokens that the prefill does not compute."""
         return self.start + self.loaded
 
     def counts(self) -> dict[str, int]:
-        """Of its tokens, by what became of each."""
+        """The counts of its tokens, by the way each was served."""
         shared = self.shared
         shipped = self.start if shared is not None and shared.view is not None else 0
         hit = self.loaded if shared is None else shared.loaded
@@ -95,7 +96,18 @@ class Row:
 
 
 def place_rows(rows: Sequence[Row], storage: Sequence[LayerPair], before: int, stop: int) -> None:
-    """Give each row its place in `storage`, whose first column is token `before` of the padded rows: up to `stop`,
-    counted there too."""
+    """Set the rows' layers to their part of `storage`, up to column `stop` of the padded rows. The first column of
+    `storage` is column `before` of the padded rows."""
     for index, row in enumerate(rows):
         row.layers = row_cache(storage, index, row.padding + row.start - before, stop - before)
+
+
+def cache_of_rows(rows: Sequence[Row], storage: Sequence[LayerPair], before: int, length: int) -> ShippedCache:
+    """The cache of `rows` with their `shared` prefixes. `storage` holds the columns of the padded rows from `before`
+    on; those up to `length` are valid."""
+    shared: dict[int, tuple[SharedPrefix, list[int]]] = {}
+    for index, row in enumerate(rows):
+        if row.shared is not None:
+            shared.setdefault(id(row.shared), (row.shared, []))[1].append(index)
+    layers = [ShippedLayer(keys, values, length - before, before) for keys, values in storage]
+    return ShippedCache(layers, list(shared.values()), [row.padding + row.start for row in rows])

@@ -1,32 +1,229 @@
-"""Mode `ship`: batches whose known prefixes are attended where they lie, on this node or on others."""
+"""Mode `ship`: the queries of a batch go to the nodes of its known prefixes.
+
+In each layer the queries are sent first. Attention over the batch's own tokens is computed meanwhile, and both results
+are merged.
+
+When a part of a prefix is LOST, the step is *void*: an exception ends the forward pass, the cache is cut to its length
+before the step, and each lost prefix is brought to this engine (the segments that the pool still has are fetched, the
+others computed). Then the forward pass is called again with the same arguments. The caller, for example `generate`,
+sees one pass that took longer: no token, random number or call of a streamer happens in between.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
 
 from tokenlake.identity import SegmentKey
-from tokenlake_client.engines.base import NOBODY, QueryPool
-from tokenlake_client.engines.transformers.attention import QueryShape
+from tokenlake_client.engines.common.counters import Counters
+from tokenlake_client.engines.common.pool import UNNAMED, QueryPool
+from tokenlake_client.engines.transformers.attention import QueryShape, attending
 from tokenlake_client.engines.transformers.cache import CacheShape, RoomyCache, RoomyLayer, allocate
-from tokenlake_client.engines.transformers.counters import Counters
-from tokenlake_client.engines.transformers.measured import Measured
+from tokenlake_client.engines.transformers.counters import Counts
+from tokenlake_client.engines.transformers.measurements import Measurements
 from tokenlake_client.engines.transformers.options import EngineOptions
+from tokenlake_client.engines.transformers.partial_attention import Part, attend, attend_own, merge_rows
 from tokenlake_client.engines.transformers.prefill import PartialLoad, compute, load
 from tokenlake_client.engines.transformers.rows import Row
-from tokenlake_client.engines.transformers.shipment import Shipment
-from tokenlake_client.engines.transformers.shipped import SharedPrefix, ShippedCache, ShippedLayer
-from tokenlake_client.engines.transformers.slots import LayerPair
+from tokenlake_client.engines.transformers.shipped_cache import SharedPrefix, ShippedCache
 from tokenlake_client.engines.transformers.writer import Writer, task_of
 
-__all__ = ["Shipping", "shipped_cache"]
+__all__ = ["Shipment", "Shipping", "Void"]
 
 Report = Callable[[str, BaseException], None]
+T = TypeVar("T")
+
+PAIRS = 1 << 22
+"""The number of pairs of a query token and a prefix token, in one layer, per `deadline_s`."""
+
+
+class Void(Exception):
+    """The forward pass is void because these prefixes are lost."""
+
+    def __init__(self, prefixes: Sequence[SharedPrefix]) -> None:
+        super().__init__(f"{len(prefixes)} prefixes are lost")
+        self.prefixes = prefixes
+
+
+@dataclass(slots=True)
+class _Sent:
+    """Queries without an answer yet."""
+
+    prefixes: list[tuple[SharedPrefix, list[int]]]
+    ticket: Any
+    nbytes: int = 0
+    """The bytes sent and received over the network."""
+
+
+class Shipment:
+    """Runs the forward passes of one batch. Owns the views of its prefixes until `close`. For one thread."""
+
+    def __init__(
+        self,
+        model: Any,
+        pool: QueryPool,
+        shape: QueryShape,
+        counters: Counters[Counts],
+        measurements: Measurements,
+        deadline_s: float,
+        recover: Callable[[SharedPrefix], None],
+        report: Callable[[str, BaseException], None],
+    ) -> None:
+        """`recover` closes the view of a prefix and sets its `local`; it raises only errors of the model. `report` is
+        called with failures of the query engine."""
+        self._model = model
+        self._pool = pool
+        self._shape = shape
+        self._counters = counters
+        self._measurements = measurements
+        self._deadline_s = deadline_s
+        self._recover = recover
+        self._report = report
+        self._prefixes: list[SharedPrefix] = []
+        self._cache: ShippedCache | None = None
+        self._buffer: Any = None
+        self._parts: list[tuple[Any, int]] = []
+
+    def add(self, prefix: SharedPrefix) -> None:
+        """Take ownership of the view of `prefix`."""
+        self._prefixes.append(prefix)
+
+    def run(self, cache: ShippedCache, forward: Callable[[], T]) -> T:
+        """Call `forward`, a forward pass of the model with `cache`, until it is not void. Raises the errors of the
+        model."""
+        length = cache.get_seq_length()
+        while True:
+            self._cache = cache
+            try:
+                with attending(self._model, self):
+                    return forward()
+            except Void as void:
+                lost = void.prefixes
+            finally:
+                self._cache = None
+            cache.shorten(length)
+            self._counters.add(steps_void=1)
+            self._drop_buffer()
+            for prefix in lost:
+                self._recover(prefix)
+
+    @contextlib.contextmanager
+    def serving(self, cache: ShippedCache) -> Iterator[None]:
+        """In this context all forward passes of the model with `cache` go through `run`."""
+        own = self._model.__dict__.get("forward")
+        forward = self._model.forward
+
+        @wraps(forward)
+        def shipped(*args: Any, **arguments: Any) -> Any:
+            if arguments.get("past_key_values") is not cache:
+                return forward(*args, **arguments)
+            return self.run(cache, lambda: forward(*args, **arguments))
+
+        self._model.forward = shipped
+        try:
+            yield
+        finally:
+            if own is None:
+                del self._model.forward
+            else:
+                self._model.forward = own
+
+    def close(self) -> None:
+        """Close the views and release the query memory. Never raises."""
+        self._drop_buffer()
+        for prefix in self._prefixes:
+            if prefix.view is not None:
+                prefix.view.close()
+                prefix.view = None
+
+    def attend(self, module: Any, query: Any, keys: Any, values: Any, scale: float, others: dict[str, Any]) -> Any:
+        """Attention over the prefixes and the own tokens. Raises `Void`."""
+        assert self._cache is not None
+        began = time.perf_counter()
+        sent = self._send(self._cache, module.layer_idx, query)
+        mask = self._cache.mask(query.shape[2], keys.shape[2], query.device)
+        own = time.perf_counter()
+        whole = attend_own(query, keys, values, scale, mask)
+        began += time.perf_counter() - own
+        for prefix, rows in self._cache.prefixes:
+            if prefix.local is not None:
+                whole = merge_rows(whole, rows, _over_local(query[rows], prefix.local[module.layer_idx], scale))
+        if sent is not None:
+            for rows, part in self._receive(sent, query):
+                whole = merge_rows(whole, rows, part)
+            self._measure(sent, query.shape[2], time.perf_counter() - began)
+        return whole.out
+
+    def _send(self, cache: ShippedCache, layer: int, query: Any) -> _Sent | None:
+        """Send the queries of all rows whose prefix has a view. Raises `Void`."""
+        shipped = [(prefix, rows) for prefix, rows in cache.prefixes if prefix.view is not None]
+        if not shipped:
+            return None
+        try:
+            count = query.shape[2]
+            self._prepare([(prefix.view, len(rows) * count) for prefix, rows in shipped])
+            target = _tensor(self._buffer.queries, query.dtype)
+            at = 0
+            for _, rows in shipped:
+                shape = (len(rows), count, *target.shape[1:])
+                part = target[at : at + len(rows) * count].view(shape)
+                part.copy_((query if rows == list(range(len(query))) else query[rows]).transpose(1, 2))
+                at += len(rows) * count
+            pairs = sum(count * len(rows) * len(prefix.tokens) for prefix, rows in shipped)
+            deadline_s = self._deadline_s * (1 + pairs // PAIRS)
+            return _Sent(shipped, self._pool.query(self._buffer, layer, deadline_s=deadline_s))
+        except Exception as error:
+            self._report("sending queries to a prefix", error)
+            raise Void([prefix for prefix, _ in shipped]) from error
+
+    def _receive(self, sent: _Sent, query: Any) -> Iterator[tuple[list[int], Part]]:
+        """The rows of each prefix and their attention over it. Raises `Void`, but only before the first item."""
+        answer = sent.ticket.wait()
+        sent.nbytes = answer.sent_bytes + answer.received_bytes
+        self._counters.add(bytes_sent=answer.sent_bytes, bytes_received=answer.received_bytes)
+        if answer.lost:
+            raise Void([sent.prefixes[part][0] for part in answer.lost])
+        output, sums = torch.from_numpy(answer.output), torch.from_numpy(answer.sums)
+        count, at = query.shape[2], 0
+        for _, rows in sent.prefixes:
+            stop = at + len(rows) * count
+            out = output[at:stop].view(len(rows), count, *output.shape[1:]).transpose(1, 2)
+            lse = sums[at:stop].view(len(rows), count, -1).transpose(1, 2)
+            yield rows, Part(out.to(query.device), lse.to(query.device))
+            at = stop
+
+    def _measure(self, sent: _Sent, count: int, seconds: float) -> None:
+        """Record that a layer took `seconds` longer than attention over its own tokens."""
+        elsewhere = [node for prefix, _ in sent.prefixes for node in prefix.elsewhere]
+        # Nothing is sent once the query engine has fetched the segments of nodes that did not answer.
+        if elsewhere and sent.nbytes:
+            tokens = count * sum(len(rows) * len(set(prefix.elsewhere)) for prefix, rows in sent.prefixes)
+            self._counters.add(queries_sent=tokens)
+            queries = count * sum(len(rows) for prefix, rows in sent.prefixes if prefix.elsewhere)
+            self._measurements.queried(elsewhere, self._pool.layout.segment_tokens, queries, sent.nbytes, seconds)
+
+    def _prepare(self, parts: list[tuple[Any, int]]) -> None:
+        """Set the query buffer for these (view, tokens). The buffer of the previous step is used again if they are the
+        same."""
+        if self._buffer is None or parts != self._parts or self._buffer.spent:
+            self._drop_buffer()
+            self._buffer = self._pool.init_query(parts)
+            self._parts = parts
+
+    def _drop_buffer(self) -> None:
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None
 
 
 class Shipping:
-    """Begins the shipments of one model."""
+    """Starts the shipments of one model."""
 
     def __init__(
         self,
@@ -34,31 +231,31 @@ class Shipping:
         shapes: tuple[CacheShape, QueryShape],
         options: EngineOptions,
         writer: Writer,
-        counters: Counters,
-        measured: Measured,
+        counters: Counters[Counts],
+        measurements: Measurements,
         failed: Report,
         pool_failed: Report,
     ) -> None:
-        """`failed` and `pool_failed` are told of errors: of the query engine, and of the pool."""
+        """`failed` is called with errors of the query engine, `pool_failed` with errors of the pool."""
         self._model = model
         self._cache_shape, self._query_shape = shapes
         self._options = options
         self._writer = writer
         self._counters = counters
-        self._measured = measured
+        self._measurements = measurements
         self._failed = failed
         self._pool_failed = pool_failed
 
     def begin(self, pool: QueryPool, rows: Sequence[Row]) -> Shipment | None:
-        """Open a view of what the pool has of each row (at least the last token stays to compute), and set the row's
-        `shared`. Rows that begin with the same segments share one. None where no row has one."""
+        """Open a view of the known prefix of each row (at least the last token is left to compute), and set the row's
+        `shared`. Rows with the same prefix share a view. None if no row has a known prefix."""
         started = time.perf_counter()
         shipment = Shipment(
             self._model,
             pool,
             self._query_shape,
             self._counters,
-            self._measured,
+            self._measurements,
             self._options.query_deadline,
             lambda prefix: self._recover(pool, prefix),
             self._failed,
@@ -78,21 +275,21 @@ class Shipping:
         row: Row,
         opened: dict[tuple[SegmentKey, ...], SharedPrefix],
     ) -> bool:
-        """False where something failed: further rows would only cost time. `opened`: by what was found, and by what was
-        wanted."""
+        """Set the row's `shared`. False after an error: further rows would probably fail too. `opened`: the prefixes so
+        far, by the keys that were found and by the keys that were matched."""
         size = pool.layout.segment_tokens
-        wanted = tuple(row.wanted(size))
-        if not wanted or wanted in opened:
-            # Matched again it might be found shorter: the open view takes part of what the session may lease.
-            row.shared = opened.get(wanted)
+        matched = tuple(row.keys_to_use(size))
+        if not matched or matched in opened:
+            # A second match might find fewer segments, because the open view uses a part of the session's leases.
+            row.shared = opened.get(matched)
             return True
         try:
-            row.give_back()
-            lease = pool.match(wanted, request=row.name, hints=row.hints, tokens=len(row.tokens))
+            row.release_lease()
+            lease = pool.match(matched, row.info.match_options())
         except Exception as error:
             self._pool_failed("reading segments", error)
             return False
-        found, row.found = wanted[: lease.hits], lease.hits
+        found, row.found = matched[: lease.hits], lease.hits
         if not found or found in opened:
             lease.release()
             row.shared = opened.get(found)
@@ -102,20 +299,21 @@ class Shipping:
             view = pool.open_view(lease, self._query_shape.heads, self._query_shape.scale)
         except Exception as error:
             lease.release()
-            self._failed("attending where the cache lies", error)
+            self._failed("opening a view of a prefix", error)
             return False
         if not view.hits:
             view.close()
             return True
         elsewhere = [node for node in view.nodes[: view.hits] if node != pool.node]
-        self._measured.opened(elsewhere, time.perf_counter() - began)
-        row.shared = opened[found] = opened[wanted] = SharedPrefix(
+        self._measurements.opened(elsewhere, time.perf_counter() - began)
+        row.shared = opened[found] = opened[matched] = SharedPrefix(
             row.tokens[: view.hits * size], found[: view.hits], view, elsewhere=elsewhere
         )
         return True
 
     def _recover(self, pool: QueryPool, prefix: SharedPrefix) -> None:
-        """Bring a prefix here: what the pool still has, then what the model computes. Raises what the model raises."""
+        """Set `prefix.local`: the segments that the pool still has are fetched, the others computed. Raises the errors
+        of the model."""
         if prefix.view is not None:
             prefix.view.close()
             prefix.view = None
@@ -124,24 +322,30 @@ class Shipping:
         layers = [(keys[0], values[0]) for keys, values in storage]
         try:
             found = len(prefix.keys)
-            prefix.loaded = load(pool, prefix.keys, layers, self._options.window, self._measured, NOBODY, found)
+            prefix.loaded = load(pool, prefix.keys, layers, self._options.window, self._measurements, UNNAMED, found)
         except PartialLoad as error:
             prefix.loaded = error.tokens
             self._pool_failed("reading segments", error.__cause__ or error)
         cache = RoomyCache([RoomyLayer(keys, values, prefix.loaded) for keys, values in storage])
-        compute(self._model, prefix.tokens, cache, self._options.prefill_chunk, self._measured)
+        compute(self._model, prefix.tokens, cache, self._options.prefill_chunk, self._measurements)
         prefix.local = storage
         first = prefix.loaded // size
         if first < len(prefix.keys):
             self._writer.submit(task_of(pool, pool.layout, prefix.keys[first:], first, layers))
 
 
-def shipped_cache(rows: Sequence[Row], storage: Sequence[LayerPair], before: int, length: int) -> ShippedCache:
-    """The cache of `rows`, of whose padded tokens `storage` holds those from `before` on; up to `length` they are
-    valid."""
-    shared: dict[int, tuple[SharedPrefix, list[int]]] = {}
-    for index, row in enumerate(rows):
-        if row.shared is not None:
-            shared.setdefault(id(row.shared), (row.shared, []))[1].append(index)
-    layers = [ShippedLayer(keys, values, length - before, before) for keys, values in storage]
-    return ShippedCache(layers, list(shared.values()), [row.padding + row.start for row in rows])
+def _over_local(query: Any, pair: tuple[Any, Any], scale: float) -> Part:
+    """Attention of several rows over one prefix: all queries become queries of one row."""
+    rows, heads, tokens, dim = query.shape
+    folded = query.transpose(0, 1).reshape(1, heads, rows * tokens, dim)
+    out, lse = attend(folded, *pair, scale)
+    return Part(
+        out.view(heads, rows, tokens, -1).transpose(0, 1),
+        lse.view(heads, rows, tokens).transpose(0, 1),
+    )
+
+
+def _tensor(array: Any, dtype: Any) -> Any:
+    """The memory of a numpy array as a tensor of `dtype`; numpy holds bfloat16 as uint16."""
+    tensor = torch.from_numpy(array)
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)

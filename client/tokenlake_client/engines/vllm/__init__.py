@@ -1,4 +1,4 @@
-"""The pool under vLLM: `TokenLakeConnector`, named in `--kv-transfer-config`.
+"""The pool for vLLM: `TokenLakeConnector`, named in `--kv-transfer-config`.
 
 Importing this package imports neither vLLM nor torch; naming the connector does.
 """

@@ -1,14 +1,15 @@
-"""vLLM's hooks, translated; what to do is decided elsewhere. Beside this module only `checkpoint` and `versions` import
-vLLM."""
+"""vLLM's connector: translates between vLLM's hooks and the two sides of the connector, `SchedulerSide` and
+`WorkerSide`. Beside this module only `identity` and `epoch` import vLLM."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
@@ -20,105 +21,140 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
 
 from tokenlake.errors import ConfigurationError, LayoutRefused, Refused
 from tokenlake.hints import Hints
 from tokenlake.identity import SessionId
 from tokenlake.layout import Layout
-from tokenlake_client.engines.connection import Connection
-from tokenlake_client.engines.slots import TORCH_DTYPES
-from tokenlake_client.engines.vllm.counters import Counters, Counts
-from tokenlake_client.engines.vllm.entry import Scheduled
-from tokenlake_client.engines.vllm.epoch import WeightsEpoch
-from tokenlake_client.engines.vllm.hints import hints_of
+from tokenlake_client.engines.common.connection import Connection
+from tokenlake_client.engines.common.counters import Counters
+from tokenlake_client.engines.common.reports import Reports
+from tokenlake_client.engines.common.slots import TORCH_DTYPES
+from tokenlake_client.engines.vllm.blocks import block_views, check_tensors, stack_layers
+from tokenlake_client.engines.vllm.counters import Counts
+from tokenlake_client.engines.vllm.epoch import WeightsEpoch, on_weight_version
 from tokenlake_client.engines.vllm.host_copy import HostCopy
 from tokenlake_client.engines.vllm.identity import block_tokens_of, layout_of
-from tokenlake_client.engines.vllm.membership import Membership
-from tokenlake_client.engines.vllm.paged import block_views, check_tensors, stack_layers
-from tokenlake_client.engines.vllm.plan import StepPlan, StepReport
 from tokenlake_client.engines.vllm.ranks import rank_shards
+from tokenlake_client.engines.vllm.request import ScheduledPart, end_of, hints_of
 from tokenlake_client.engines.vllm.scheduler import SchedulerSide
-from tokenlake_client.engines.vllm.settings import read_settings
-from tokenlake_client.engines.vllm.trouble import Trouble, guarded
-from tokenlake_client.engines.vllm.versions import hear_versions
-from tokenlake_client.engines.vllm.worker import AbsentWorker, WorkerSide
+from tokenlake_client.engines.vllm.session import RankSession
+from tokenlake_client.engines.vllm.settings import EngineSettings, read_settings
+from tokenlake_client.engines.vllm.status import PoolStatus
+from tokenlake_client.engines.vllm.step_plan import StepPlan, StepReport
+from tokenlake_client.engines.vllm.worker import UnservedWorker, WorkerSide
 from tokenlake_client.pool import Pool
 
 __all__ = ["TokenLakeConnector"]
 
-logger = logging.getLogger("tokenlake.vllm")
+# vLLM formats and prints only the lines of loggers below its own, "vllm".
+logger = init_logger("vllm.tokenlake")
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def guarded(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
+    """Decorates a hook of `TokenLakeConnector`: an error is reported and the hook returns `default()`. The time of the
+    hook is counted."""
+
+    def decorate(hook: Hook) -> Hook:
+        @functools.wraps(hook)
+        def call(self: TokenLakeConnector, *args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception as error:
+                self.hook_failed(hook.__name__, error)
+                return default()
+            finally:
+                self.counters.add(hook_seconds=time.perf_counter() - started)
+
+        return cast(Hook, call)
+
+    return decorate
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """From the scheduler's side to each rank."""
+    """The message from the scheduler's side to each rank."""
 
     plan: StepPlan
 
 
 @dataclass
 class StepOutcome(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From each rank to the scheduler's side."""
+    """The message from each rank to the scheduler's side."""
 
     report: StepReport
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepOutcome:
-        """What both ranks have done."""
-        assert isinstance(other, StepOutcome)
-        return StepOutcome(self.report.merged(other.report))
+        """The combined message of both ranks."""
+        return StepOutcome(self.report.merged(cast(StepOutcome, other).report))
 
 
 class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """vLLM makes one for its scheduler and one for each rank. No hook raises or waits longer than its deadline.
+    """vLLM makes one connector for its scheduler and one for each rank. No hook raises, and none waits longer than its
+    deadline.
 
-    With a model or a setting that the pool cannot serve it says so once and does nothing. `SupportsHMA` is declared for
-    such models: without it vLLM starts no hybrid model with a connector, and turns its memory manager for sliding
-    windows off. A model that the pool serves has one group of layers, whose block ids are the same either way.
+    With a model that the pool cannot serve the connector logs the reason and does nothing. It declares `SupportsHMA`
+    for such models: without it vLLM starts no hybrid model with a connector, and turns off its memory manager for
+    sliding windows. A model that the pool serves has one group of layers, whose block ids do not depend on that
+    manager.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Raises `ConfigurationError` for an unknown or invalid setting, or where a lost segment would end its request,
-        and nothing else."""
+        """Raises `ConfigurationError` for an unknown or invalid setting, and for a policy of vLLM under which a lost
+        segment would end its request. Raises no other error."""
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        self.settings = read_settings(transfer.kv_connector_extra_config, os.environ)
+        self.settings = _settings_of(transfer.kv_connector_extra_config)
+        _send_client_log_to_vllm()
         # A lost segment must cost a recompute, not the request, whatever vLLM's default is. The scheduler reads this
         # after it has made its connector.
         transfer.kv_load_failure_policy = "recompute"
-        self._counters = Counters()
-        self._trouble = Trouble(self._counters)
+        self.counters = Counters(Counts)
+        self._reports = Reports(logger, self.counters, prefix="TokenLake: ")
+        self._status = PoolStatus(logger)
         self._scheduler: SchedulerSide | None = None
-        # A rank that cannot serve must say so: the scheduler's side may have promised what is never loaded.
-        self._worker: WorkerSide | AbsentWorker | None = AbsentWorker() if role == KVConnectorRole.WORKER else None
+        # A rank that cannot serve must report it: the scheduler's side may have promised loads to vLLM.
+        self._worker: WorkerSide | UnservedWorker | None = UnservedWorker() if role == KVConnectorRole.WORKER else None
         self._connection: Connection | None = None
         self._epoch: WeightsEpoch | None = None
         self._gpu_blocks: Any = None
         self.layout = self._find_layout(vllm_config, kv_cache_config)
         if self.layout is not None:
-            _check_policy_arrived()
+            _check_failure_policy()
             self._block = block_tokens_of(kv_cache_config)
             self._blocks = kv_cache_config.num_blocks
             if role == KVConnectorRole.SCHEDULER:
                 try:
                     self._open_scheduler(self.layout)
                 except LayoutRefused as error:
-                    self._refused(error)
+                    self._refuse(error)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """False. vLLM calls this where CUDA graphs are in use, in the process that the user started, so the settings
+        are checked here before a model is loaded. Raises `ConfigurationError`."""
+        _settings_of(extra_config)
+        return False
 
     @property
     def counts(self) -> Counts:
-        """A copy of this side's counts so far."""
-        return self._counters.read()
+        """A copy of this side's counts."""
+        return self.counters.read()
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A segment that is not stored is a miss later, and nothing else."""
+        """False: a segment that is not stored is a miss later."""
         return False
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything computed so far is stored; False when `timeout` seconds were not enough."""
+        """Wait until all computed segments are stored; False when `timeout` seconds were not enough."""
         return self._worker is None or self._worker.flush(timeout)
 
-    # -- the scheduler's hooks
+    # -- hooks of the scheduler's side
 
     @guarded(lambda: None)
     def on_new_request(self, request: Any) -> None:
@@ -129,12 +165,12 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if reason is None:
             self._scheduler.new_request(request, self._hints(request))
         else:
-            self._counters.add(requests_not_served=1)
-            self._trouble.say(f"served without the pool: {reason}")
+            self.counters.add(requests_not_served=1)
+            self._reports.warn(f"served without the pool: {reason}")
 
     @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens can be loaded; None while that is not known."""
+        """The number of tokens to load, None while it is not known, and whether the load is asynchronous."""
         if self._scheduler is None or request.skip_reading_prefix_cache:
             return 0, False
         tokens = self._scheduler.matched(request, num_computed_tokens)
@@ -142,15 +178,16 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(lambda: None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The request has blocks."""
+        """The request has blocks, also where nothing is to be loaded."""
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     @guarded(lambda: StepMetadata(StepPlan(0)))
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """What the ranks do in this step."""
+        """The plan of this step."""
         if self._scheduler is None:
             return StepMetadata(StepPlan(0))
+        self._log_status()
         if self._epoch is not None and scheduler_output.total_num_scheduled_tokens:
             self._epoch.computes()
         tables = scheduler_output.kv_connector_block_state
@@ -160,7 +197,7 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:
-        """The outcome of a step, of all ranks."""
+        """The outcome of a step on all ranks."""
         if self._scheduler is not None:
             outcome = connector_output.kv_connector_worker_meta
             self._scheduler.worker_output(
@@ -171,51 +208,48 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the request's blocks are still needed."""
+        """(are the request's blocks still read, nothing): the request has finished."""
         if self._scheduler is None:
             return False, None
-        status = request.status.name
-        complete = status in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
-        reason = _STOP_REASONS.get(status, "")
-        # Of one that was refused there is nothing to say.
-        output = request.num_output_tokens if reason else -1
-        keep = self._scheduler.finished(request, block_ids, complete=complete, stop_reason=reason, output_tokens=output)
+        end = end_of(request.status.name, request.num_output_tokens)
+        keep = self._scheduler.finished(request, block_ids, end)
         return keep, None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The same, with the blocks of each group of layers; vLLM calls this one."""
-        # The pool serves models with one group; of any other there is no scheduler's side.
+        """As `request_finished`, with the blocks of each group of layers; vLLM calls this hook."""
+        # The pool serves models with one group only. For other models there is no scheduler's side.
         return self.request_finished(request, block_ids[0]) if self._scheduler is not None else (False, None)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """vLLM's own cache."""
+        """Keep a reference to vLLM's own cache, whose blocks `reset_cache` counts."""
         self._gpu_blocks = gpu_block_pool
 
     @guarded(lambda: False)
     def reset_cache(self) -> bool:
-        """The weights may be others from now on: nothing that was stored before is loaded after. False where requests
-        still have blocks, whose cache vLLM goes on using; then nothing is shared with other engines."""
+        """Begin an epoch of the weights, which may have changed: segments that were stored before are not loaded any
+        more. False: some requests still have blocks, whose cache vLLM continues to use."""
         if self._scheduler is None or self._epoch is None:
             return True
         blocks = self._gpu_blocks
-        # vLLM calls this after it has tried to empty its own cache, which it can do when no block but one is in use.
+        # vLLM calls this after it tried to empty its own cache, which succeeds if only the null block is used.
         empty = blocks is not None and blocks.num_gpu_blocks - blocks.get_num_free_blocks() == 1
         self._scheduler.new_weights(self._epoch.reset(empty=empty))
         return empty
 
     @guarded(lambda: None)
     def new_weights(self, version: str) -> None:
-        """The weights were changed in place to the trainer's `version`: share with engines that started from the same
-        weights and say the same version. On the scheduler's side, after a reset and before anything is computed."""
+        """The weights were changed in place to the trainer's `version`: segments are shared with engines that started
+        from the same weights and have the same version. To be called on the scheduler's side, after a reset and before
+        anything is computed."""
         if self._scheduler is None or self._epoch is None:
             return
         digest = self._epoch.named(version)
         if digest is None:
-            self._trouble.say(
-                f"nothing is shared under the weights' version {version!r}: it was set without a reset of the caches "
-                "(pause with clear_cache, or reset_prefix_cache with reset_connector) right before"
+            self._reports.warn(
+                f"nothing is shared under the weights' version {version!r}: it was not set directly after a reset of "
+                "the caches (pause with clear_cache, or reset_prefix_cache with reset_connector)"
             )
             digest = self._epoch.reset(empty=False)
         self._scheduler.new_weights(digest)
@@ -224,63 +258,63 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         try:
             return hints_of(request.kv_transfer_params)
         except ValueError as error:
-            self._trouble.say(f"a hint is not passed on: {error}")
+            self._reports.warn(f"ignoring a request's hints: {error}")
             return None
 
-    # -- the ranks' hooks
+    # -- hooks of the ranks
 
     @guarded(lambda: None)
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """The blocks' memory."""
+        """vLLM has allocated its cache."""
         if self.layout is None:
             return
         try:
             self._open_worker(self.layout, kv_caches)
         except LayoutRefused as error:
-            self._refused(error)
+            self._refuse(error)
 
     @guarded(lambda: None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Called first in every step, before anything is written into blocks."""
+        """Begin a step: vLLM calls this before any block is written."""
         if self._worker is not None and isinstance(kv_connector_metadata, StepMetadata):
             self._worker.begin(kv_connector_metadata.plan)
 
     @guarded(lambda: None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Before the forward pass where the step waits for loads, else after it."""
+        """Load: vLLM calls this before the forward pass if the step waits for loads, otherwise after it."""
         if self._worker is not None:
             self._worker.load()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are complete, or ordered before the pass, when `start_load_kv` returns."""
+        """Does nothing: loads are complete when `start_load_kv` returns."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Segments are copied out behind the step, whole."""
+        """Does nothing: whole segments are copied out behind the step."""
 
     @guarded(lambda: None)
     def wait_for_save(self) -> None:
-        """Queues what the step computed; waits for nothing."""
+        """Queue the segments that the step completed, without waiting."""
         if self._worker is not None:
             self._worker.save()
 
     @guarded(lambda: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose blocks may go, and requests whose loads ended."""
+        """(finished requests whose blocks may be freed, requests whose loads ended)."""
         return self._worker.finished() if self._worker is not None else (None, None)
 
     @guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that were not filled."""
+        """The blocks that were not filled."""
         return self._worker.errors() if self._worker is not None else set()
 
     @guarded(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """How far this rank is."""
+        """This rank's report."""
         return StepOutcome(self._worker.report()) if self._worker is not None else None
 
     @guarded(lambda: None)
     def shutdown(self) -> None:
-        """Leave the pool."""
+        """Leave the session."""
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:
@@ -288,46 +322,47 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._connection is not None:
             self._connection.close()
 
-    # -- inside
-
     def _find_layout(self, vllm_config: Any, kv_cache_config: Any) -> Layout | None:
         try:
             return layout_of(vllm_config, kv_cache_config, self.settings)
         except LayoutRefused as error:
-            self._refused(error)
+            self._refuse(error)
+        except ConfigurationError:
+            raise
         except Exception as error:
-            self._trouble.report("finding the layout", error)
+            self._reports.failure("finding the layout", error)
         return None
 
-    def _refused(self, error: LayoutRefused) -> None:
+    def _refuse(self, error: LayoutRefused) -> None:
         self.layout = None
-        _say_refusal(str(error))
+        _log_refusal(str(error))
+
+    def _log_status(self) -> None:
+        if self._connection is not None and self._scheduler is not None:
+            self._status.update(cast("Pool | None", self._connection.pool), silent=self._scheduler.silent)
 
     def _open_scheduler(self, layout: Layout) -> None:
         connection = self._connection = Connection(
             lambda: Pool.connect(
                 self.settings.socket or None, layout, self.settings.credential, daemon_uid=self.settings.daemon_uid
             ),
-            self._trouble.report,
+            self._reports.failure,
             wait_s=0.0,
         )
-        pool = connection.get()
-        if pool is not None:
-            place = cast(Pool, pool).socket
-            logger.info("connected to the pool at %s; layout %s", place, layout.fingerprint().hex()[:12])
         self._epoch = WeightsEpoch(layout.weights_digest)
-        hear_versions(_tell_version)
+        on_weight_version(_set_version)
         usable: Callable[[], Any] = connection.get
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
         self._scheduler = SchedulerSide(
             usable,
             self.settings,
             self._block,
-            self._counters,
-            self._trouble.report,
+            self.counters,
+            self._reports.failure,
             segment_bytes=layout.segment_bytes,
             shared=rank_shards(layout, 0, ranks).writers > 1,
         )
+        self._log_status()
 
     def _open_worker(self, layout: Layout, kv_caches: Mapping[str, Any]) -> None:
         size = get_tensor_model_parallel_world_size()
@@ -338,28 +373,42 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         views = block_views(_backend_of(self._vllm_config, names))
         stacks = stack_layers([kv_caches[name] for name in names], self._blocks, views)
         copy = _copier(kv_caches[names[0]].device.type)(layout, shards, stacks)
-        members = Membership(
-            lambda session: Pool.connect(
+        session = RankSession(
+            lambda number: Pool.connect(
                 self.settings.socket or None,
                 layout,
                 self.settings.credential,
-                session=SessionId(session),
+                session=SessionId(number),
                 verify=self.settings.verify,
                 daemon_uid=self.settings.daemon_uid,
             ),
-            self._trouble.report,
+            self._reports.failure,
         )
         self._worker = WorkerSide(
-            members, copy, shards, self.settings, self._block, self._counters, self._trouble.report
+            session, copy, shards, self.settings, self._block, self.counters, self._reports.failure
         )
 
-    def _hook_failed(self, error: Exception) -> None:
-        # A pool that says no is there, and says so at once; any other failure may have cost a deadline.
+    def hook_failed(self, hook: str, error: Exception) -> None:
+        """Report an error of a hook."""
+        self._reports.failure(f"hook {hook}", error)
+        # A refusal comes at once from a daemon that works. Any other error may have cost a deadline.
         if self._connection is not None and not isinstance(error, Refused):
             self._connection.failed()
 
 
-def _tell_version(connector: Any, version: str) -> None:
+def _send_client_log_to_vllm() -> None:
+    """Give the client's logger vLLM's handlers: without a handler Python prints its warnings without time and level."""
+    client, vllm = logging.getLogger("tokenlake_client"), logging.getLogger("vllm")
+    if not client.hasHandlers():
+        for handler in vllm.handlers:
+            client.addHandler(handler)
+
+
+def _settings_of(extra: Mapping[str, object]) -> EngineSettings:
+    return read_settings(extra, os.environ)
+
+
+def _set_version(connector: Any, version: str) -> None:
     if isinstance(connector, TokenLakeConnector):
         connector.new_weights(version)
 
@@ -375,17 +424,17 @@ def _copier(device: str) -> Any:
 
 
 @functools.cache
-def _say_refusal(reason: str) -> None:
-    """Once in a process: where the scheduler's side and a rank share one, both find the same reason."""
-    logger.warning("served without the pool: %s", reason)
+def _log_refusal(reason: str) -> None:
+    """Log a reason once per process: the scheduler's side and a rank in the same process find the same reason."""
+    logger.warning("TokenLake: served without the pool: %s", reason)
 
 
-def _check_policy_arrived() -> None:
+def _check_failure_policy() -> None:
     """Raise `ConfigurationError` where vLLM's scheduler would end a request whose segment is lost.
 
-    A connector within another one, such as `MultiConnector`, is given a configuration of its own, and the scheduler
-    reads the outer one. That one is current while the ranks make their connectors; the scheduler's side does not see
-    it, and a rank may be another process than the scheduler, so it can check the policy and not set it.
+    A connector within another one, such as `MultiConnector`, gets a configuration of its own, but the scheduler reads
+    the outer one. The outer configuration is current while a rank makes its connector. The scheduler's side does not
+    see it, and a rank may be in another process than the scheduler: the rank can check the policy but not set it.
     """
     outer = get_current_vllm_config_or_none()
     transfer = outer.kv_transfer_config if outer is not None else None
@@ -399,16 +448,8 @@ def _check_policy_arrived() -> None:
         )
 
 
-_STOP_REASONS = {
-    "FINISHED_STOPPED": "stop",
-    "FINISHED_LENGTH_CAPPED": "length",
-    "FINISHED_REPETITION": "repetition",
-    "FINISHED_ABORTED": "abort",
-}
-
-
 def _not_served(request: Any) -> str | None:
-    """Why the pool cannot serve a request; None when it can."""
+    """The reason why the pool cannot serve a request; None if it can."""
     if request.lora_request is not None:
         return "requests with LoRA adapters"
     if request.mm_features:
@@ -420,9 +461,9 @@ def _not_served(request: Any) -> str | None:
     return "requests whose input is still streaming" if request.resumable else None
 
 
-def _scheduled(output: Any) -> list[Scheduled]:
+def _scheduled(output: Any) -> list[ScheduledPart]:
     parts = [
-        Scheduled(
+        ScheduledPart(
             new.req_id, new.num_computed_tokens, output.num_scheduled_tokens[new.req_id], new.block_ids[0], whole=True
         )
         for new in output.scheduled_new_reqs
@@ -432,7 +473,7 @@ def _scheduled(output: Any) -> list[Scheduled]:
         cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
     )
     parts += [
-        Scheduled(
+        ScheduledPart(
             name,
             computed,
             output.num_scheduled_tokens[name],
@@ -445,7 +486,7 @@ def _scheduled(output: Any) -> list[Scheduled]:
 
 
 def _backend_of(vllm_config: Any, names: Iterable[str]) -> str:
-    """Name of the layers' attention backend, with the instruction set where its layout depends on it."""
+    """The name of the layers' attention backend, with the instruction set where the memory layout depends on it."""
     backends = get_current_attn_backends(vllm_config, list(names))
     if len(backends) != 1:
         raise LayoutRefused(f"the layers have {len(backends)} attention backends; supported: one")

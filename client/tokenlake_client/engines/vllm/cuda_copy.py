@@ -1,14 +1,14 @@
-"""Segments between a pool's slots and vLLM's blocks in GPU memory.
+"""Copies segments between slots of the arena and vLLM's blocks in GPU memory.
 
-A segment is gathered into one buffer on the GPU in the slot's order, by one kernel per block and side, and crosses the
-bus in one copy per shard; loading is the reverse. All of it runs on a stream of its own. The arena is page-locked where
-this process maps it, so that copies need no staging and no CPU; each lock belongs to one mapping and ends before it
-(`tokenlake_client.pages`).
+A save gathers a segment into a buffer on the GPU in the order of the slot, with one kernel per block and side (keys or
+values), and then copies the buffer over the bus. A load does the reverse. Each thread uses its own CUDA stream. The
+mapping of the arena is page-locked, so that copies need neither staging memory nor a CPU; a lock belongs to one mapping
+and ends before it (`tokenlake_client.mapped_memory`).
 
 ::
 
     step's stream    | forward ... |e|                       e: event, the blocks hold what was computed
-    our stream                       wait e | gather | copy to the slot | event, waited for by the writer's thread
+    copy stream                      wait e | gather | copy to the slot | the saving thread waits for this point
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ import torch
 from numpy.typing import NDArray
 
 from tokenlake.layout import Layout
-from tokenlake_client.engines.slots import TORCH_DTYPES, slot_flat
-from tokenlake_client.engines.vllm.paged import PagedLayers
+from tokenlake_client.engines.common.slots import TORCH_DTYPES, slot_flat
+from tokenlake_client.engines.vllm.blocks import PagedLayers
 from tokenlake_client.engines.vllm.ranks import RankShards
-from tokenlake_client.pages import pages_of
+from tokenlake_client.mapped_memory import mapped_memory_of
 
 __all__ = ["CudaCopy"]
 
 READ_ONLY = 8
-"""cudaHostRegisterReadOnly: what is mapped for reading cannot be locked for writing."""
+"""cudaHostRegisterReadOnly: a read-only mapping cannot be locked for writing."""
 PORTABLE = 1
 
 
 class CudaCopy:
-    """Copies this rank's shards. Usable from several threads; each has its own stream and buffer."""
+    """Copies this rank's shards. Several threads may use it; each has its own stream and buffer."""
 
     def __init__(self, layout: Layout, shards: RankShards, stacks: Sequence[PagedLayers]) -> None:
         self._layout = layout
@@ -46,8 +46,8 @@ class CudaCopy:
         self._local = threading.local()
 
     def to_slot(self, slot: NDArray[np.uint8], blocks: Sequence[int]) -> None:
-        """Fill this rank's shards of `slot` with one segment, which lies in `blocks`; it is there on return."""
-        # First: it makes this rank's device the one of this thread.
+        """Fill this rank's shards of `slot` with the segment in `blocks`. The copy is complete on return."""
+        # This call comes first, because it sets the device of this thread.
         stream, buffer = self._mine()
         self._lock_pages(slot)
         with torch.cuda.stream(stream):
@@ -57,9 +57,8 @@ class CudaCopy:
         stream.synchronize()
 
     def from_slot(self, slot: NDArray[np.uint8], blocks: Sequence[int], skip: int) -> None:
-        """Fill `blocks` with the segment's tokens from token `skip` on; they are there after `finish`, and for the
-        stream that computes."""
-        # First: it makes this rank's device the one of this thread.
+        """Fill `blocks` with the segment's tokens from token `skip` on. The copy is complete after `finish`."""
+        # This call comes first, because it sets the device of this thread.
         stream, buffer = self._mine()
         self._lock_pages(slot)
         with torch.cuda.stream(stream):
@@ -68,20 +67,20 @@ class CudaCopy:
                 theirs.copy_(mine)
 
     def finish(self) -> None:
-        """Everything this thread copied is where it belongs; slots may be given back."""
+        """Wait until all copies of this thread are complete; their slots may be released then."""
         self._mine()[0].synchronize()
 
     def computed(self) -> Callable[[], None]:
-        """Called by the step's thread: what the writer's thread calls before it reads what the step computed."""
+        """Called by the step's thread: a function that the saving thread calls before it reads the step's results."""
         event = torch.cuda.current_stream(self._device).record_event()
         return lambda: self._mine()[0].wait_event(event)
 
     def mark(self) -> Any:
-        """This place in the step's stream, for `between`."""
+        """A timestamp in the step's stream, for `between`."""
         return torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
 
     def between(self, first: Any, last: Any) -> float | None:
-        """Seconds that computing took from one mark to another; None while the second is still to come."""
+        """Seconds between two timestamps; None while the device has not reached the second."""
         return float(first.elapsed_time(last)) / 1e3 if last.query() else None
 
     def _mine(self) -> tuple[Any, Any]:
@@ -101,7 +100,7 @@ class CudaCopy:
         return whole[self._shards.first : self._shards.stop]
 
     def _pairs(self, buffer: Any, blocks: Sequence[int], skip: int) -> list[tuple[Any, Any]]:
-        """(view of the buffer, view of a block), each [group, layer, head in group, token, dim]."""
+        """Pairs (view of the buffer, view of a block), each [group, layer, head in group, token, dim]."""
         layout = self._layout
         count = buffer.shape[0]
         sides = buffer.view(count, layout.layers, 2, layout.heads_per_shard, layout.segment_tokens, layout.key_dim)
@@ -118,9 +117,9 @@ class CudaCopy:
         return pairs
 
     def _lock_pages(self, slot: NDArray[np.uint8]) -> None:
-        """Page-lock the mapping that `slot` lies in, once. What cannot be locked is copied through the driver's own
-        staging memory, right but slower."""
-        pages = pages_of(slot)
+        """Page-lock the mapping of `slot`, once. Without a lock, copies go through the driver's staging memory, and are
+        slower."""
+        pages = mapped_memory_of(slot)
         if pages is not None:
             pages.register("cuda", partial(_lock, self._device))
 
@@ -134,6 +133,6 @@ def _lock(device: Any, address: int, nbytes: int) -> Callable[[], None] | None:
 
 
 def _unlock(runtime: Any, device: Any, address: int) -> None:
-    # In whatever thread the mapping ends: without its device the call would set up another GPU.
+    # The mapping may end in any thread. Without its device the call would initialise another GPU.
     with torch.cuda.device(device):
         runtime.cudaHostUnregister(address)

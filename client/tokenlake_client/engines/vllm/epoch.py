@@ -1,44 +1,80 @@
-"""Which weights the cache is computed with from now on, where they change in place. Imports no engine.
+"""The epoch of the weights: it names the weights in the keys of all prompts, where they change in place.
 
-An epoch is a weights digest in the keys of all prompts that are hashed in it::
+An epoch is a weights digest::
 
-    start          the layout's own digest
-    reset          a random version: nothing is shared, neither with what was stored before nor with other engines
-    named          the trainer's version: shared with engines that started from the same weights and say the same
-                   version. Taken only right after a reset that emptied the engine's own cache, before anything was
-                   computed; else what other weights computed could be stored under the version's name
+    start          the digest of the layout
+    reset          a digest with a random version: nothing is shared with earlier epochs or with other engines
+    named version  a digest with the trainer's version: shared with all engines that started from the same weights and
+                   have the same version. It is accepted only after a reset that emptied the engine's own cache and
+                   before anything was computed; otherwise results of other weights could be stored under the version
+
+vLLM is imported where it is used.
 """
 
 from __future__ import annotations
 
+import functools
 import secrets
+from collections.abc import Callable
+from typing import Any
 
 from tokenlake_client.weights import digest_of_version
 
-__all__ = ["WeightsEpoch"]
+__all__ = ["WeightsEpoch", "on_weight_version"]
 
 RANDOM_BYTES = 16
+_WRAPPED = "_tokenlake_reports_versions"
 
 
 class WeightsEpoch:
-    """Of one engine. For the scheduler's thread."""
+    """The epochs of one engine. For the scheduler's thread."""
 
     def __init__(self, base: str) -> None:
-        """`base`: the layout's digest, of the weights that the engine started with."""
+        """`base`: the digest of the weights that the engine started with."""
         self._base = base
         self._clean = False
         """The engine's own cache is empty, and nothing was computed since it was emptied."""
 
     def reset(self, *, empty: bool) -> str:
-        """The weights may be others from now on; the digest for the keys. `empty`: the engine's own cache is."""
+        """Begin an epoch with a random version, because the weights may have changed. Returns the digest for the keys.
+        `empty`: the engine's own cache is empty."""
         self._clean = empty
-        # Not a counter: two engines, or one before and after a restart, must not come to the same.
+        # A counter would repeat in another engine, or after a restart.
         return digest_of_version(self._base, f"random {secrets.token_hex(RANDOM_BYTES)}")
 
     def named(self, version: str) -> str | None:
-        """The digest for the keys, now that the weights have this version; None where the name cannot be used."""
+        """The digest for weights with this version; None where the version cannot be accepted."""
         return digest_of_version(self._base, version) if self._clean else None
 
     def computes(self) -> None:
-        """The engine computes."""
+        """The engine computes a step."""
         self._clean = False
+
+
+def on_weight_version(report: Callable[[Any, str], None]) -> None:
+    """Call `report(connector, version)` for each connector of an engine whose weight version is set. A second call of
+    this function does nothing.
+
+    vLLM keeps the version that a trainer sets (`finish_weight_update(weight_version)`, `update_weight_version`) in the
+    scheduler's process and has no hook for it, so the method that sets it is wrapped. In a version of vLLM without that
+    method nothing is reported, and each change of the weights begins a random epoch.
+    """
+    try:
+        from vllm.v1.engine.core import EngineCore
+    except ImportError:
+        return
+    original = getattr(EngineCore, "set_weight_version", None)
+    if original is None or getattr(original, _WRAPPED, False):
+        return
+
+    @functools.wraps(original)
+    def set_weight_version(self: Any, weight_version: str) -> Any:
+        result = original(self, weight_version)
+        connector = getattr(getattr(self, "scheduler", None), "connector", None)
+        # vLLM's MultiConnector keeps its connectors in a list.
+        for one in (connector, *getattr(connector, "_connectors", ())):
+            report(one, weight_version)
+        return result
+
+    setattr(set_weight_version, _WRAPPED, True)
+    EngineCore.set_weight_version = set_weight_version

@@ -1,4 +1,4 @@
-"""Segments between a pool's slots and vLLM's blocks in host memory."""
+"""Copies segments between slots of the arena and vLLM's blocks in host memory."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenlake.layout import Layout
-from tokenlake_client.engines.slots import slot_whole
-from tokenlake_client.engines.vllm.paged import PagedLayers
+from tokenlake_client.engines.common.slots import slot_whole
+from tokenlake_client.engines.vllm.blocks import PagedLayers
 from tokenlake_client.engines.vllm.ranks import RankShards
 
 __all__ = ["HostCopy"]
 
 
 class HostCopy:
-    """Copies this rank's shards. Usable from several threads, for different blocks."""
+    """Copies this rank's shards. Several threads may use it for different blocks."""
 
     def __init__(self, layout: Layout, shards: RankShards, stacks: Sequence[PagedLayers]) -> None:
         self._layout = layout
@@ -27,7 +27,7 @@ class HostCopy:
         self._stacks = stacks
 
     def to_slot(self, slot: NDArray[np.uint8], blocks: Sequence[int]) -> None:
-        """Fill this rank's shards of `slot` with one segment, which lies in `blocks`."""
+        """Fill this rank's shards of `slot` with the segment in `blocks`."""
         for mine, theirs in self._pairs(slot, blocks, 0):
             mine.copy_(theirs)
 
@@ -37,22 +37,22 @@ class HostCopy:
             theirs.copy_(mine)
 
     def finish(self) -> None:
-        """Everything copied so far is where it belongs."""
+        """Does nothing: a copy is complete when its call returns."""
 
     def computed(self) -> Callable[[], None]:
-        """What to call before reading blocks that the step just computed: on a CPU they are there."""
+        """A function to call before the step's results are read; on a CPU it does nothing."""
         return self.finish
 
     def mark(self) -> Any:
-        """This moment of the step's thread, for `between`."""
+        """A timestamp for `between`."""
         return time.perf_counter()
 
     def between(self, first: Any, last: Any) -> float | None:
-        """Seconds that computing took from one mark to another; None while the second is still to come."""
+        """Seconds between two timestamps."""
         return float(last - first)
 
     def _pairs(self, slot: NDArray[np.uint8], blocks: Sequence[int], skip: int) -> Iterator[tuple[Any, Any]]:
-        """(view of the slot, view of a block), each [group, layer, head in group, token, dim]."""
+        """Pairs (view of the slot, view of a block), each [group, layer, head in group, token, dim]."""
         sides = [side[self._shards] for side in slot_whole(slot, self._layout)]
         for stack in self._stacks:
             at = skip

@@ -1,50 +1,67 @@
-"""The layout of what vLLM caches, from its configuration. Everything the pool cannot serve is refused by name.
+"""The identity of the cache that vLLM computes: its layout, and the digest of the weights that vLLM loads.
 
-For one model directory, started plainly, it equals the layout of the transformers integration, so both share segments.
+For a model directory that is started without overrides, the layout equals that of the transformers integration, so both
+share segments. The weights digest is then that of the directory. A configuration that differs from the directory's
+(overrides, the path of another configuration, a window that is switched off) changes the digest, and so does the load
+format where the directory holds weights in several formats. Weights that cannot be named, and everything else that the
+pool cannot serve, are refused by name.
+
+vLLM is imported where it is used: another version of vLLM without one of these names is served without the pool.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from tokenlake.errors import LayoutRefused
+from tokenlake.errors import ConfigurationError, LayoutRefused
 from tokenlake.layout import Layout
-from tokenlake_client.engines.model_config import check_config, position_of
-from tokenlake_client.engines.vllm.checkpoint import digest_of_checkpoint
+from tokenlake_client.engines.common.model_config import check_config, position_of
 from tokenlake_client.engines.vllm.settings import EngineSettings
+from tokenlake_client.weights import digest_of_changes, digest_of_directory, weight_files
 
-__all__ = ["block_tokens_of", "layout_of"]
+__all__ = ["block_tokens_of", "digest_of_checkpoint", "layout_of"]
+
+FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt")
+"""Load formats that read the weight files of the directory unchanged. `npcache` reads a converted copy."""
+CONSOLIDATED = "consolidated"
+"""The prefix of files in Mistral's format, which `auto` prefers to all other formats."""
+NOT_COMPUTED_WITH = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+"""Settings that do not change the results of the weights (the dtype has its own field in the layout)."""
 
 
 def layout_of(vllm_config: Any, kv_cache_config: Any, settings: EngineSettings) -> Layout:
-    """`vllm_config`: vLLM's configuration of the engine; `kv_cache_config`: what it caches. Raises `LayoutRefused`."""
+    """`vllm_config`: vLLM's configuration of the engine. `kv_cache_config`: vLLM's description of its cache. Raises
+    `LayoutRefused` for a model or a setting of vLLM that the pool cannot serve, `ConfigurationError` for a segment
+    length that does not fit the block size."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             raise LayoutRefused(f"vLLM setting '{name}' is {getattr(parallel, name)}; supported: 1")
     cache_dtype = vllm_config.cache_config.cache_dtype
-    if cache_dtype not in ("auto", _name(model.dtype)):
+    if cache_dtype not in ("auto", _dtype_name(model.dtype)):
         raise LayoutRefused(f"vLLM setting 'kv_cache_dtype' is {cache_dtype!r}; supported: auto, the model's own dtype")
     if model.quantization is not None:
         raise LayoutRefused(
             f"vLLM setting 'quantization' is {model.quantization!r}: quantised weights are not supported"
         )
     if vllm_config.speculative_config is not None:
-        raise LayoutRefused("vLLM setting 'speculative_config' is set: what a draft model caches is not supported")
+        raise LayoutRefused("vLLM setting 'speculative_config' is set: the cache of a draft model is not supported")
     if model.use_mla:
         raise LayoutRefused("latent attention is not supported")
     spec = _spec_of(kv_cache_config)
     check_config(model.hf_config)
     block = block_tokens_of(kv_cache_config)
     if settings.segment_tokens % block:
-        raise LayoutRefused(
-            f"setting 'segment_tokens' is {settings.segment_tokens}; expected a multiple of vLLM's block size, {block}"
+        # Not a LayoutRefused: the user asked for this length, and would get an engine without the pool.
+        raise ConfigurationError(
+            "segment_tokens", settings.segment_tokens, f"a multiple of vLLM's block size, {block}, such as {8 * block}"
         )
     architectures = model.hf_config.architectures or [type(model.hf_config).__name__]
     layout = Layout(
         model_id=architectures[0],
         weights_digest=settings.weights_digest or digest_of_checkpoint(vllm_config),
-        dtype=_name(model.dtype),
+        dtype=_dtype_name(model.dtype),
         layers=sum(len(group.layer_names) for group in kv_cache_config.kv_cache_groups),
         kv_heads=model.get_total_num_kv_heads(),
         key_dim=spec.head_size,
@@ -59,7 +76,7 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, settings: EngineSettings) 
 
 
 def block_tokens_of(kv_cache_config: Any) -> int:
-    """Tokens of one of the scheduler's blocks."""
+    """The number of tokens of a block, as vLLM's scheduler counts blocks."""
     return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
 
 
@@ -80,5 +97,84 @@ def _spec_of(kv_cache_config: Any) -> Any:
     return spec
 
 
-def _name(dtype: Any) -> str:
+def _dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def digest_of_checkpoint(vllm_config: Any) -> str:
+    """The hex digest of the weights. `vllm_config`: vLLM's configuration of the engine. Raises `LayoutRefused` for
+    weights that cannot be named."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    _check_loader(load)
+    if model.model_weights:
+        raise _unnamed("model_weights", model.model_weights, "weights in object storage are not supported")
+    directory = _directory_of(model, load)
+    changes: dict[str, object] = {}
+    configuration = _changed_settings(model, directory)
+    if configuration:
+        changes["configuration"] = configuration
+    if _kinds(directory) > 1:
+        changes["load_format"] = load.load_format
+    return digest_of_changes(digest_of_directory(directory), changes)
+
+
+def _check_loader(load: Any) -> None:
+    from vllm.model_executor.model_loader import DefaultModelLoader, get_model_loader
+
+    # A plug-in may have registered its own loader under the name of one of vLLM's.
+    if load.load_format not in FORMATS or type(get_model_loader(load)) is not DefaultModelLoader:
+        raise _unnamed("load_format", load.load_format, f"supported: {', '.join(FORMATS)}, with vLLM's own loader")
+
+
+def _directory_of(model: Any, load: Any) -> Path:
+    directory = Path(model.model)
+    if directory.is_dir():
+        return directory
+    from vllm import envs
+
+    if envs.VLLM_USE_MODELSCOPE:
+        raise _unnamed(
+            "model", model.model, "the directory of ModelScope is not known; give the path of the model's directory"
+        )
+    # vLLM has downloaded the weights by now.
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(
+            model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True
+        )
+    except Exception as error:
+        raise LayoutRefused(f"the weights of {model.model!r} are not in the local cache: {error}") from error
+    return Path(found)
+
+
+def _changed_settings(model: Any, directory: Path) -> dict[str, object]:
+    """The settings of the effective configuration that differ from the directory's `config.json`; None: removed."""
+    from vllm.transformers_utils.config import get_config
+
+    try:
+        # vLLM's own reader is used, so that the settings that vLLM adds to every configuration do not differ.
+        stated = _settings(get_config(directory, model.trust_remote_code, config_format="hf"))
+    except Exception as error:
+        raise LayoutRefused(f"the configuration in {directory} cannot be read: {error}") from error
+    effective = _settings(model.hf_config)
+    # A setting may be None on one side and absent on the other.
+    return {
+        name: effective.get(name)
+        for name in sorted({*stated, *effective})
+        if stated.get(name) != effective.get(name) and name not in NOT_COMPUTED_WITH
+    }
+
+
+def _settings(config: Any) -> dict[str, object]:
+    settings: dict[str, object] = config.to_dict()
+    return settings
+
+
+def _kinds(directory: Path) -> int:
+    """The number of sets of weights that the directory may hold; the load format chooses one of them."""
+    return len({(path.suffix, path.name.startswith(CONSOLIDATED)) for path in weight_files(directory)})
+
+
+def _unnamed(field: str, value: object, reason: str) -> LayoutRefused:
+    return LayoutRefused(f"vLLM setting '{field}' is {value!r}: the weights cannot be named; {reason}")

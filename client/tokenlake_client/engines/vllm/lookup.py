@@ -1,345 +1,252 @@
-"""Asking the pool for prompts without ever waiting for it."""
+"""Lookups: questions to the pool for the cached prefix of a prompt. No call waits for the daemon. Imports no engine.
+
+A lookup may itself wait in the daemon for another engine that is computing the missing segments (in-flight segments)::
+
+    another engine computes them     the daemon answers when they are stored, or when the wait is over
+    no engine computes them          the daemon answers at once and sets the in-flight marker for this engine, which
+                                     computes them while other engines wait. Where that takes several steps, the
+                                     scheduler's side sets the markers of the remaining segments
+    a request of this engine does    the lookup does not wait: vLLM's own cache has the tokens before they are stored
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from tokenlake.errors import TokenLakeError
 from tokenlake.hints import Hints
-from tokenlake.identity import LeaseId, SegmentKey, WriteId
-from tokenlake.keys import Prefix, TokenIds
+from tokenlake.identity import SegmentKey
+from tokenlake_client.engines.common.in_flight import LEAST_S, NO_WAIT, InFlightWait, wait_for
+from tokenlake_client.engines.common.pool import RequestInfo
+from tokenlake_client.engines.vllm.load_cost import LOCAL, LoadCosts
+from tokenlake_client.engines.vllm.pool import MatchedLease, PendingHeartbeat, PendingMatch, PendingNodes, SchedulerPool
 
-__all__ = ["HERE", "AskedLease", "Desk", "Lookup", "LookupPool", "Reserved"]
+__all__ = ["MAX_WAITING", "InFlightWaits", "Lookup", "Lookups"]
 
-HERE = ""
-"""For the name of this node."""
-
-
-class AskedLease(Protocol):
-    """Segments promised not to be evicted until released."""
-
-    @property
-    def id(self) -> LeaseId:
-        """For other processes of the session."""
-        ...
-
-    @property
-    def incarnation(self) -> int:
-        """Of the daemon that granted it."""
-        ...
-
-    @property
-    def hits(self) -> int:
-        """Leased segments, from the first on without a gap."""
-        ...
-
-    @property
-    def local_hits(self) -> int:
-        """How many of them lie in this node's arena."""
-        ...
-
-    def begin_nodes(self) -> _PendingNodes:
-        """Ask for the node of each."""
-        ...
-
-    def release(self, start: int = 0) -> None:
-        """End the promise for the segments from `start` on. Idempotent; never raises."""
-        ...
-
-
-class _Pending(Protocol):
-    def poll(self) -> AskedLease | None: ...
-
-    def cancel(self) -> None: ...
-
-
-class _PendingNodes(Protocol):
-    def poll(self) -> list[str] | None: ...
-
-    def cancel(self) -> None: ...
-
-
-class _PendingBeat(Protocol):
-    def poll(self) -> bool: ...
-
-
-class Reserved(Protocol):
-    """Slots that the ranks fill."""
-
-    @property
-    def id(self) -> WriteId:
-        """For the ranks; 0 when no slot was granted."""
-        ...
-
-    @property
-    def incarnation(self) -> int:
-        """Of the daemon that granted them."""
-        ...
-
-    @property
-    def codes(self) -> bytes:
-        """What happened to each key."""
-        ...
-
-    def release(self) -> None:
-        """Hold them no longer."""
-        ...
-
-
-class LookupPool(Protocol):
-    """What `tokenlake_client.pool.Pool` offers to a scheduler."""
-
-    @property
-    def node(self) -> str:
-        """The daemon's name."""
-        ...
-
-    @property
-    def session(self) -> int:
-        """For the ranks, which join it."""
-        ...
-
-    @property
-    def incarnation(self) -> int:
-        """Of the daemon."""
-        ...
-
-    @property
-    def connected(self) -> bool:
-        """As far as anybody noticed."""
-        ...
-
-    def prefix(self, tokens: TokenIds = (), *, salt: str | None = None, weights_digest: str | None = None) -> Prefix:
-        """The key chain of a prompt. `weights_digest`: of weights that were changed in place."""
-        ...
-
-    def begin_match(
-        self,
-        keys: Sequence[SegmentKey],
-        *,
-        deadline_s: float = ...,
-        request: str | None = None,
-        hints: Hints | None = None,
-        tokens: int = 0,
-        in_flight_wait_s: float = 0.0,
-        in_flight_wait_per_segment_s: float = 0.0,
-    ) -> _Pending:
-        """Ask which of these the pool has. `request`: its name in the logs. `tokens`: of the prompt.
-        `in_flight_wait_s`: how
-        long the answer may wait for somebody who computes what is missing; `in_flight_wait_per_segment_s`: of that,
-        for each
-        segment that is."""
-        ...
-
-    def begin_beat(self) -> _PendingBeat:
-        """Ask for a sign of life."""
-        ...
-
-    def reserve(
-        self,
-        keys: Sequence[SegmentKey],
-        first: int = 0,
-        *,
-        deadline_s: float = ...,
-        request: str | None = None,
-        hints: Hints | None = None,
-    ) -> Reserved:
-        """Reserve slots for other processes of the session."""
-        ...
-
-    def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
-        """They are computed here, and others wait so long for them; 0: not any more. Never waits, never raises."""
-        ...
-
-    def hint(self, keys: Sequence[SegmentKey], hints: Hints) -> None:
-        """A word that came late. Never waits, never raises."""
-        ...
-
-    def close(self) -> None:
-        """End the connection."""
-        ...
+MAX_WAITING = 16
+"""The number of lookups that may wait for other engines at a time: the segments found stay leased meanwhile."""
+SILENT_S = 1.0
+"""A daemon that has owed an answer for this long is reported as silent."""
 
 
 class Lookup:
-    """One question, and its answer once it is here: a lease, and on which node each of its segments lies. The second is
-    asked for only when not all of them are here."""
+    """One lookup and its answer: a lease, and the node of each leased segment. The nodes are asked for in a second
+    question, only if some segments lie on other nodes."""
 
     def __init__(
         self,
-        pending: _Pending,
+        pending: PendingMatch,
         keys: Sequence[SegmentKey],
-        here: str,
+        node: str,
         deadline_s: float,
         clock: Callable[[], float],
-        in_flight_wait_s: float = 0.0,
-        segment_s: float = 0.0,
+        wait: InFlightWait = NO_WAIT,
     ) -> None:
-        """`keys`: that it asks for. `here`: this node's name. `in_flight_wait_s`: so long the answer may wait for
-        somebody who
-        computes what is missing; `segment_s`: of that, for each segment that is."""
-        self.pending = pending
+        """`pending`: the match for `keys`. `node`: the name of this node. `wait`: how long the answer may wait for
+        another engine."""
         self.keys = keys
-        self.in_flight_wait_s = in_flight_wait_s
-        self._segment_s = segment_s
-        self._here = here
+        self.wait = wait
+        self._pending = pending
+        self._node = node
         self._deadline_s = deadline_s
         self._clock = clock
-        self._nodes: _PendingNodes | None = None
-        self.asked = clock()
-        self.until = self.asked + deadline_s
-        """When it is late, unless it waits."""
-        self.lease: AskedLease | None = None
+        self._pending_nodes: PendingNodes | None = None
+        self.started = clock()
+        self.due = self.started + deadline_s
+        """The time at which the answer is late, unless the lookup waits for another engine."""
+        self.lease: MatchedLease | None = None
         self.owners: tuple[str, ...] = ()
-        """The node of each segment that is leased and wanted, or `HERE`."""
+        """The node of each segment that is leased and not given back; `LOCAL` for this node."""
         self.hits = 0
-        """Segments that were found."""
+        """The number of segments that were found."""
         self._done = False
 
     @property
-    def waits(self) -> bool:
-        """May the first answer still be waiting for somebody who computes what is missing?"""
-        return self.in_flight_wait_s > 0 and self.lease is None
+    def waiting(self) -> bool:
+        """May the answer still be waiting for another engine?"""
+        return self.wait.total_s > 0 and self.lease is None
 
     @property
-    def missing_s(self) -> float:
-        """Of `in_flight_wait_s`, once the answer is here, what is due to the segments that are missing."""
-        return min(self.in_flight_wait_s, self._segment_s * (len(self.keys) - self.hits))
+    def marker_s(self) -> float:
+        """The lifetime of in-flight markers for the missing segments."""
+        return self.wait.seconds(len(self.keys) - self.hits)
 
     def poll(self) -> bool:
-        """Is the answer here? Raises `TokenLakeError` when it will never be."""
+        """Has the answer arrived? Raises `TokenLakeError` when it will not arrive."""
         if self.lease is None:
-            self.lease = self.pending.poll()
+            self.lease = self._pending.poll()
         if self.lease is not None and not self._done:
-            self._find(self.lease)
+            self._find_owners(self.lease)
         return self._done
 
     def keep(self, count: int) -> None:
-        """Only the first `count` segments are wanted: the others are given back at once."""
-        if count < len(self.owners):
-            assert self.lease is not None
+        """Release all segments but the first `count`."""
+        if self.lease is not None and count < len(self.owners):
             self.lease.release(count)
             self.owners = self.owners[:count]
 
     def drop(self) -> None:
-        """Nobody wants the answer: what was leased is given back, now or when it comes."""
-        self.pending.cancel()
-        if self._nodes is not None:
-            self._nodes.cancel()
+        """Release the lease, now or when the answer arrives."""
+        self._pending.cancel()
+        if self._pending_nodes is not None:
+            self._pending_nodes.cancel()
 
-    def _find(self, lease: AskedLease) -> None:
-        nodes: Sequence[str] | None = [self._here] * lease.hits
+    def _find_owners(self, lease: MatchedLease) -> None:
+        nodes: Sequence[str] | None = [self._node] * lease.hits
         if lease.local_hits < lease.hits:
-            if self._nodes is None:
-                self._nodes = lease.begin_nodes()
-                self.until = max(self.until, self._clock() + self._deadline_s)
-            nodes = self._nodes.poll()
+            if self._pending_nodes is None:
+                self._pending_nodes = lease.begin_nodes()
+                self.due = max(self.due, self._clock() + self._deadline_s)
+            nodes = self._pending_nodes.poll()
         if nodes is not None:
-            self.owners = tuple(HERE if node == self._here else node for node in nodes)
+            self.owners = tuple(LOCAL if node == self._node else node for node in nodes)
             self.hits = len(self.owners)
-            self._nodes, self._done = None, True
+            self._pending_nodes, self._done = None, True
 
 
-class Pulse:
-    """Does the daemon answer? Asked while a lookup waits for longer than a deadline, at most once in each."""
+class Lookups:
+    """Starts lookups. A lookup that was given up is overdue: no other is started until the daemon answers it, so that a
+    frozen daemon delays one request by one deadline and not every request. A lookup that waits for another engine is
+    given up as soon if the daemon gives no sign of life. For the scheduler's thread."""
 
     def __init__(self, deadline_s: float, clock: Callable[[], float]) -> None:
         self._deadline_s = deadline_s
         self._clock = clock
-        self._pool: LookupPool | None = None
-        self._beat: _PendingBeat | None = None
-        self._asked = 0.0
+        self._overdue: Lookup | None = None
+        self._heartbeat = _Heartbeat(deadline_s, clock)
 
-    def ask(self, pool: LookupPool) -> None:
-        """From now on. Raises `TokenLakeError`."""
-        if not self._owed():
-            self._pool, self._asked = pool, self._clock()
-            self._beat = pool.begin_beat()
+    @property
+    def silent(self) -> bool:
+        """Has the daemon owed an answer for more than `SILENT_S`?"""
+        return self._overdue is not None and self._clock() - self._overdue.due > SILENT_S
 
-    def beats(self) -> bool:
-        """False: it has owed a sign of life for a deadline. Raises `TokenLakeError`."""
+    def begin(
+        self,
+        pool: SchedulerPool,
+        keys: Sequence[SegmentKey],
+        request: str,
+        hints: Hints | None = None,
+        tokens: int = 0,
+        wait: InFlightWait = NO_WAIT,
+    ) -> Lookup | None:
+        """Start a lookup for `keys`; None while a lookup is overdue. `request`: the request's name in logs. `tokens`:
+        the length of the prompt. Raises `TokenLakeError`."""
+        if self._overdue is not None and not self._settled(self._overdue):
+            return None
+        options = RequestInfo(request, hints, tokens).match_options(wait)
+        pending = pool.begin_match(keys, options, deadline_s=self._deadline_s)
+        if wait.total_s:
+            self._heartbeat.begin(pool)
+        return Lookup(pending, keys, pool.node, self._deadline_s, self._clock, wait)
+
+    def give_up_late(self, lookup: Lookup) -> bool:
+        """Give `lookup` up if its time is over. True: it was given up. Raises `TokenLakeError`."""
         now = self._clock()
-        if self._owed():
-            return now < self._asked + self._deadline_s
-        if self._pool is not None and now >= self._asked + self._deadline_s:
-            self.ask(self._pool)
+        if now < lookup.due:
+            return False
+        if lookup.waiting and self._heartbeat.alive():
+            # The daemon looks the segments that were stored meanwhile up again before it answers: one deadline more.
+            if now < lookup.due + lookup.wait.total_s + self._deadline_s:
+                return False
+            lookup.drop()
+        elif self._overdue is None:
+            self._overdue = lookup
+        else:
+            lookup.drop()
         return True
 
-    def _owed(self) -> bool:
+    def _settled(self, overdue: Lookup) -> bool:
+        try:
+            if not overdue.poll():
+                return False
+            overdue.drop()
+        except TokenLakeError:
+            overdue.drop()
+        self._overdue = None
+        return True
+
+
+class _Heartbeat:
+    """Asks the daemon for signs of life while a lookup waits for longer than a deadline, once per deadline."""
+
+    def __init__(self, deadline_s: float, clock: Callable[[], float]) -> None:
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._pool: SchedulerPool | None = None
+        self._beat: PendingHeartbeat | None = None
+        self._begun = 0.0
+
+    def begin(self, pool: SchedulerPool) -> None:
+        """Ask `pool` for a sign of life, unless one is outstanding. Raises `TokenLakeError`."""
+        if not self._outstanding():
+            self._pool, self._begun = pool, self._clock()
+            self._beat = pool.begin_heartbeat()
+
+    def alive(self) -> bool:
+        """False: a sign of life has been outstanding for a deadline. Raises `TokenLakeError`."""
+        now = self._clock()
+        if self._outstanding():
+            return now < self._begun + self._deadline_s
+        if self._pool is not None and now >= self._begun + self._deadline_s:
+            self.begin(self._pool)
+        return True
+
+    def _outstanding(self) -> bool:
         try:
             if self._beat is not None and not self._beat.poll():
                 return True
         except TokenLakeError:
-            # Of a connection that ended: whoever was asked over it hears of that.
+            # The connection ended. The lookup over it raises the same.
             pass
         self._beat = None
         return False
 
 
-class Desk:
-    """Begins lookups. One that was given up is owed: until the daemon answers it no other is begun, so that a frozen
-    daemon costs one deadline and not one per request. One that waits for somebody is given up as soon when the daemon
-    gives no sign of life either."""
+class InFlightWaits:
+    """Decides whether and how long a lookup waits for another engine. For the scheduler's thread."""
 
-    def __init__(self, deadline_s: float, clock: Callable[[], float]) -> None:
-        self._deadline_s = deadline_s
-        self._clock = clock
-        self._owed: Lookup | None = None
-        self._pulse = Pulse(deadline_s, clock)
+    def __init__(self, costs: LoadCosts, segment_tokens: int, *, stores: bool) -> None:
+        """`stores`: this engine stores what it computes."""
+        self._costs = costs
+        self._segment = segment_tokens
+        self._stores = stores
+        self._computing: dict[str, tuple[int, SegmentKey]] = {}
+        """By request, the first segment that this engine computes: its index in the prompt, and its key."""
+        self._waiting: dict[str, None] = {}
+        """The requests whose lookup may wait and was not answered yet."""
 
-    def begin(
-        self,
-        pool: LookupPool,
-        keys: Sequence[SegmentKey],
-        request: str,
-        hints: Hints | None = None,
-        tokens: int = 0,
-        in_flight_wait_s: float = 0.0,
-        segment_s: float = 0.0,
-    ) -> Lookup | None:
-        """None while an answer is owed. `request`: its name in the logs. `tokens`: of the prompt. `in_flight_wait_s`:
-        how long
-        the answer may wait for somebody who computes what is missing; `segment_s`: of that, for each segment that is.
-        Raises `TokenLakeError`."""
-        if self._owed is not None and not self._settled(self._owed):
-            return None
-        deadline_s = self._deadline_s
-        pending = pool.begin_match(
-            keys,
-            deadline_s=deadline_s,
-            request=request,
-            hints=hints,
-            tokens=tokens,
-            in_flight_wait_s=in_flight_wait_s,
-            in_flight_wait_per_segment_s=segment_s,
-        )
-        if in_flight_wait_s:
-            self._pulse.ask(pool)
-        return Lookup(pending, keys, pool.node, deadline_s, self._clock, in_flight_wait_s, segment_s)
+    def begin(self, request: str, keys: Sequence[SegmentKey], total: int, local: int) -> InFlightWait:
+        """The wait of a new lookup of `request`, whose prompt has `total` tokens and these keys. vLLM's own cache has
+        the first `local` tokens."""
+        if len(self._waiting) >= MAX_WAITING or self.computed_here(keys):
+            return NO_WAIT
+        wait = self.wait(total, local)
+        if wait.total_s:
+            self._waiting[request] = None
+        return wait
 
-    def late(self, lookup: Lookup) -> bool:
-        """Give `lookup` up if its time is over; True then. Raises `TokenLakeError`."""
-        now = self._clock()
-        if now < lookup.until:
-            return False
-        if lookup.waits and self._pulse.beats():
-            # One deadline more: what came meanwhile is asked for again before it is answered.
-            if now < lookup.until + lookup.in_flight_wait_s + self._deadline_s:
-                return False
-            lookup.drop()
-        elif self._owed is None:
-            self._owed = lookup
-        else:
-            lookup.drop()
-        return True
+    def answered(self, request: str) -> None:
+        """The lookup of `request` waits no longer."""
+        self._waiting.pop(request, None)
 
-    def _settled(self, owed: Lookup) -> bool:
-        try:
-            if not owed.poll():
-                return False
-            assert owed.lease is not None
-            owed.lease.release()
-        except TokenLakeError:
-            owed.drop()
-        self._owed = None
-        return True
+    def wait(self, total: int, local: int) -> InFlightWait:
+        """The wait for the tokens of a prompt behind its first `local`. `NO_WAIT` until the time of a prefill is known,
+        where a load takes longer than the prefill, and where this engine stores nothing."""
+        prefill_s = self._costs.prefill_s(total, local)
+        if not self._stores or prefill_s is None or prefill_s < LEAST_S or not self._costs.pays(total):
+            return NO_WAIT
+        return wait_for(prefill_s, self._costs.prefill_s(total, max(0, total - self._segment)) or 0.0)
+
+    def computes(self, request: str, index: int, key: SegmentKey) -> None:
+        """`request` computes its segment `index`, which has this key, because the pool does not have it."""
+        self._computing[request] = index, key
+
+    def ended(self, request: str) -> None:
+        """`request` has finished."""
+        self.answered(request)
+        self._computing.pop(request, None)
+
+    def computed_here(self, keys: Sequence[SegmentKey]) -> bool:
+        """Does a request of this engine compute a segment of the prompt with these keys? It may be the request itself,
+        if it lost its blocks."""
+        return any(index < len(keys) and keys[index] == key for index, key in self._computing.values())

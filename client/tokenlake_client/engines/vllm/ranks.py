@@ -1,4 +1,4 @@
-"""Which KV heads, and so which shards of a segment, a tensor-parallel rank has. Arithmetic only."""
+"""The KV heads of a tensor-parallel rank, and thus its shards of a segment. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ __all__ = ["RankShards", "rank_shards"]
 
 @dataclass(frozen=True, slots=True)
 class RankShards:
-    """Shards [first, stop) are what the rank's cache holds, in the order of its heads."""
+    """The cache of the rank holds shards [first, stop), in the order of its heads."""
 
     first: int
     stop: int
     writers: int
-    """Ranks that store, each its own shards."""
+    """The number of ranks that store; each stores its own shards."""
     writes: bool
-    """Of several ranks with the same heads the first one stores them."""
+    """The first of several ranks with the same heads stores them."""
 
     @property
     def mask(self) -> int:
-        """Bit mask of the shards."""
+        """The bit mask of the shards."""
         return (1 << self.stop) - (1 << self.first)
 
 
 def rank_shards(layout: Layout, rank: int, size: int) -> RankShards:
-    """For rank `rank` of `size`, as vLLM divides heads: equal runs, and copies of heads where there are more ranks than
-    heads. Raises `LayoutRefused` where a rank's heads are not whole shards."""
+    """The shards of rank `rank` of `size`. vLLM gives each rank the same number of consecutive heads, and copies of
+    heads where there are more ranks than heads. Raises `LayoutRefused` where a rank's heads are not whole shards."""
     heads, per_shard = layout.kv_heads, layout.heads_per_shard
     if heads >= size:
         own, copies = heads // size, 1

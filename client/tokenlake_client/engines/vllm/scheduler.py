@@ -1,13 +1,14 @@
-"""The scheduler's side: which tokens of a request come from the pool, and which segments go there. Imports no engine.
+"""The scheduler's side: chooses the tokens that are loaded from the pool and the segments that are stored there.
+Imports no engine.
 
-Nothing here waits for the daemon. The way of a request::
+No method waits for the daemon. vLLM calls the methods for a request in this order::
 
-    new_request      hash the prompt, begin to ask the pool
-    matched          None while the answer is not there; then how many tokens can be loaded
+    new_request      hash the prompt, begin a lookup
+    matched          None until the answer arrives; then the number of tokens to load
     allocated        the blocks to load into
-    step             what the ranks load and store in this step
-    worker_output    a step's outcome: leases are given back, or what was loaded is in doubt
-    finished         what is left to store
+    step             the loads and saves of the ranks in this step
+    worker_output    the outcome of a step: leases are released, or loaded tokens turn out to be missing
+    finished         the last segments to store
 """
 
 from __future__ import annotations
@@ -19,42 +20,49 @@ from collections.abc import Callable, Sequence
 from tokenlake.errors import TokenLakeError
 from tokenlake.hints import NO_HINTS, Hints
 from tokenlake.planner import Rates
-from tokenlake_client.engines.vllm.counters import Counters
-from tokenlake_client.engines.vllm.entry import EngineRequest, Entry, Scheduled
-from tokenlake_client.engines.vllm.loading import Loading
-from tokenlake_client.engines.vllm.lookup import HERE, Desk, Lookup, LookupPool
-from tokenlake_client.engines.vllm.patience import Patience
-from tokenlake_client.engines.vllm.plan import LoadPlan, SavePlan, StepPlan, StepReport
-from tokenlake_client.engines.vllm.saving import Progress
+from tokenlake_client.engines.common.counters import Counters
+from tokenlake_client.engines.common.in_flight import NO_WAIT
+from tokenlake_client.engines.vllm.counters import Counts
+from tokenlake_client.engines.vllm.load_cost import LOCAL, LoadCosts, PrefillSteps
+from tokenlake_client.engines.vllm.load_scheduler import ScheduledLoads
+from tokenlake_client.engines.vllm.lookup import InFlightWaits, Lookup, Lookups
+from tokenlake_client.engines.vllm.pool import SchedulerPool
+from tokenlake_client.engines.vllm.request import (
+    EngineRequest,
+    RequestEnd,
+    RequestState,
+    SavedTokens,
+    ScheduledPart,
+    loadable_segments,
+    loadable_until,
+)
+from tokenlake_client.engines.vllm.save_scheduler import ScheduledSaves
 from tokenlake_client.engines.vllm.settings import EngineSettings
-from tokenlake_client.engines.vllm.spans import loadable_until, wanted_segments
-from tokenlake_client.engines.vllm.storing import Storing
-from tokenlake_client.engines.vllm.timing import Prefills
-from tokenlake_client.engines.vllm.weighing import Loads
+from tokenlake_client.engines.vllm.step_plan import LoadPlan, SavePlan, StepPlan, StepReport
 
 __all__ = ["SchedulerSide"]
 
 EARLY_LOOKUPS = 16
-"""Requests that are asked for on arrival; when more wait, the others are asked for when their turn comes, so that
-a long queue does not hold leases on what it will read much later."""
+"""The number of waiting requests whose lookup begins on arrival. The lookup of each further request begins when vLLM
+asks for its matched tokens, so that a long queue does not lease segments long before they are loaded."""
 
 
 class SchedulerSide:
-    """One per engine. Not thread-safe: the scheduler calls it."""
+    """One per engine. Not thread-safe: vLLM's scheduler calls it."""
 
     def __init__(
         self,
-        pool: Callable[[], LookupPool | None],
+        pool: Callable[[], SchedulerPool | None],
         settings: EngineSettings,
         block_tokens: int,
-        counters: Counters,
+        counters: Counters[Counts],
         report: Callable[[str, BaseException], None],
         *,
         segment_bytes: int,
         shared: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pool`: the pool if it is there now; must not wait. `segment_bytes`: what a segment weighs. `shared`: several
+        """`pool` returns the pool or None, and must not wait. `segment_bytes`: the size of a segment. `shared`: several
         ranks fill one segment."""
         self._pool = pool
         self._settings = settings
@@ -62,147 +70,159 @@ class SchedulerSide:
         self._block = block_tokens
         self._counters = counters
         self._report = report
-        self.rates = Rates()
-        """What this engine measures as it serves."""
-        self._prefills = Prefills(self.rates.prefill, clock)
-        self._worth = Loads(self.rates, self._segment, segment_bytes, clock)
         self._clock = clock
-        self._desk = Desk(settings.match_ms / 1e3, clock)
-        self._patience = Patience(self._worth, self._segment, stores=settings.save)
-        self._entries: dict[str, Entry] = {}
-        self._loading = Loading(self._worth.measured)
-        self._storing = Storing(settings, block_tokens, shared=shared)
-        self._tails: list[SavePlan] = []
+        self.rates = Rates()
+        """The measurements of this engine."""
+        self._prefills = PrefillSteps(self.rates.prefill, clock)
+        self._costs = LoadCosts(self.rates, self._segment, segment_bytes, clock)
+        self._lookups = Lookups(settings.match_ms / 1e3, clock)
+        self._waits = InFlightWaits(self._costs, self._segment, stores=settings.save)
+        self._requests: dict[str, RequestState] = {}
+        self._loads = ScheduledLoads(self._costs.add_load)
+        self._saves = ScheduledSaves(settings, block_tokens, shared=shared)
+        self._last_saves: list[SavePlan] = []
+        """The saves of finished requests, for the next step."""
         self._held: list[tuple[str, int]] = []
+        """(request, job): finished requests whose blocks are kept, for the next step."""
         self._step = 0
         self._weights: str | None = None
-        """Digest of weights that were changed in place, for the keys; None: the layout's."""
+        """The digest of weights that were changed in place, for the keys; None: the layout's digest."""
         self._stopped = False
         """A rank cannot serve the pool."""
+
+    @property
+    def silent(self) -> bool:
+        """Has the daemon owed an answer for a while?"""
+        return self._lookups.silent
 
     @property
     def waits(self) -> bool:
         """Do steps wait for their loads?"""
         return self._settings.load == "sync"
 
-    # -- a request on its way in
-
     def new_request(self, request: EngineRequest, hints: Hints | None = None) -> None:
-        """A request that can be served with the pool has arrived. `hints`: what it says of itself."""
-        entry = self._entries[request.request_id] = Entry(request, Progress(self._segment), hints, self._weights)
-        waiting = sum(other.lookup is not None and not other.placed for other in self._entries.values())
+        """A request that the pool can serve has arrived, with these hints."""
+        state = self._requests[request.request_id] = RequestState(
+            request, SavedTokens(self._segment), hints, self._weights
+        )
+        waiting = sum(other.lookup is not None and not other.placed for other in self._requests.values())
         if waiting < EARLY_LOOKUPS:
-            self._ask(entry)
+            self._begin_lookup(state)
 
     def matched(self, request: EngineRequest, computed: int) -> int | None:
-        """Tokens beyond `computed` that can be loaded; None: not known yet."""
-        entry = self._entries.get(request.request_id)
-        if entry is None or not entry.may_load:
+        """The number of tokens behind the first `computed` that can be loaded; None: not known yet."""
+        state = self._requests.get(request.request_id)
+        if state is None or not state.may_load:
             return 0
-        if entry.placed:
-            self._begin_again(entry)
-        entry.local, entry.skipped = computed, 0
-        if entry.lookup is None and not self._ask(entry):
+        if state.placed:
+            state.placed = False
+            state.may_store = True
+            state.saved.restart()
+        state.local, state.skipped = computed, 0
+        if state.lookup is None:
+            self._begin_lookup(state)
+        lookup = state.lookup
+        if lookup is None:
             return 0
-        lookup = entry.lookup
-        assert lookup is not None
         if not lookup.poll():
-            if lookup.waits and self._in_vain(entry, lookup):
-                lookup.drop()
-                entry.lookup = None
-                return None if self._ask(entry, patient=False) else 0
-            if not self._desk.late(lookup):
-                return None
-            self._counters.add(lookups_late=1)
-            self._patience.answered(request.request_id)
-            entry.lookup, entry.may_load = None, False
-            return 0
-        self._patience.answered(request.request_id)
+            return self._unanswered(state, lookup)
+        self._waits.answered(request.request_id)
         if lookup.hits < len(lookup.keys):
-            self._patience.computes(request.request_id, lookup.hits, lookup.keys[lookup.hits])
-            if lookup.in_flight_wait_s:
-                entry.gap, entry.claim_s = lookup.hits, lookup.missing_s
-        return self._weigh(entry, lookup)
+            self._waits.computes(request.request_id, lookup.hits, lookup.keys[lookup.hits])
+            if lookup.wait.total_s:
+                state.gap, state.marker_s = lookup.hits, lookup.marker_s
+        return self._choose_load(state, lookup)
 
-    def _in_vain(self, entry: Entry, lookup: Lookup) -> bool:
-        """Is what a lookup waits for of no use here any more? A request of this engine computes it, or vLLM itself has
-        so much of the prompt by now that computing the rest would have taken less."""
-        if self._patience.computed_here(lookup.keys):
+    def _unanswered(self, state: RequestState, lookup: Lookup) -> int | None:
+        """The result of `matched` before the answer has arrived."""
+        if lookup.waiting and self._wait_is_useless(state, lookup):
+            state.drop_lookup()
+            self._begin_lookup(state, may_wait=False)
+            return None if state.lookup is not None else 0
+        if not self._lookups.give_up_late(lookup):
+            return None
+        self._counters.add(lookups_late=1)
+        self._waits.answered(state.request.request_id)
+        state.lookup, state.may_load = None, False
+        return 0
+
+    def _wait_is_useless(self, state: RequestState, lookup: Lookup) -> bool:
+        """Does a request of this engine compute the segments that `lookup` waits for, or has the wait lasted longer
+        than the prefill behind the tokens that vLLM's own cache has by now?"""
+        if self._waits.computed_here(lookup.keys):
             return True
-        left_s = self._patience.seconds(entry.request.num_tokens, entry.local)
-        return entry.local > 0 and self._clock() - lookup.asked > left_s
+        limit_s = self._waits.wait(state.request.num_tokens, state.local).total_s
+        return state.local > 0 and self._clock() - lookup.started > limit_s
 
-    def _weigh(self, entry: Entry, lookup: Lookup) -> int:
-        """Tokens to load of what `lookup` found. The others are given back; that they are not worth it is counted when
-        the request gets its blocks, since it may be asked for again until then."""
-        total, start = entry.request.num_tokens, entry.local
+    def _choose_load(self, state: RequestState, lookup: Lookup) -> int:
+        """The number of tokens to load of the hit. The lease of the remaining segments is released. The skipped tokens
+        are counted when the request gets its blocks, because vLLM may ask again until then."""
+        total, start = state.request.num_tokens, state.local
         found = max(start, loadable_until(lookup.hits, total, self._segment, self._block))
-        # What was given back when it was asked for before is not there any more.
+        # Segments that an earlier call released are not available any more.
         until = max(start, min(found, len(lookup.owners) * self._segment))
-        stop = self._worth.worth(lookup.owners, start, until, total) if self._settings.weigh_loads else until
+        stop = self._costs.cheapest_stop(lookup.owners, start, until, total) if self._settings.weigh_loads else until
         if stop < found:
             lookup.keep(-(-stop // self._segment) if stop > start else 0)
-        entry.skipped = found - stop
+        state.skipped = found - stop
         return stop - start
 
     def allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
-        """`request` has `blocks`, and `external` tokens are to be loaded into them. They were promised to vLLM, so
-        whatever goes wrong here the ranks are told of them: without a lease, their blocks are errors."""
+        """`request` has `blocks`, and `external` tokens are to be loaded into them. These tokens were promised to vLLM:
+        if an error occurs here, the ranks get a load without a lease, and report its blocks as errors."""
         try:
             self._allocated(request, blocks, external)
         except Exception as error:
             self._report("preparing a load", error)
-            if external and request.request_id not in self._loading:
-                start = self._entries[request.request_id].local
-                into = tuple(blocks[start // self._block : (start + external) // self._block])
-                self._loading.add(LoadPlan(request.request_id, 0, 0, start, start + external, into, here=False))
+            if external and request.request_id not in self._loads:
+                start = self._requests[request.request_id].local
+                targets = tuple(blocks[start // self._block : (start + external) // self._block])
+                self._loads.add(LoadPlan(request.request_id, 0, 0, start, start + external, targets, local=False))
 
     def _allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
-        entry = self._entries.get(request.request_id)
-        if entry is None or entry.placed:
+        state = self._requests.get(request.request_id)
+        if state is None or state.placed:
             return
-        entry.placed = True
-        lookup, entry.lookup = entry.lookup, None
-        self._counters.add(requests=1, tokens_asked=request.num_tokens, tokens_local=entry.local)
+        state.placed = True
+        lookup, state.lookup = state.lookup, None
+        self._counters.add(requests=1, tokens_asked=request.num_tokens, tokens_local=state.local)
         if lookup is None:
             return
-        self._counters.add(tokens_skipped_by_cost=entry.skipped)
+        self._counters.add(tokens_skipped_by_cost=state.skipped)
         if not external or lookup.lease is None:
             lookup.drop()
             return
-        start, stop = entry.local, entry.local + external
-        into = tuple(blocks[start // self._block : stop // self._block])
+        start, stop = state.local, state.local + external
+        targets = tuple(blocks[start // self._block : stop // self._block])
         lease = lookup.lease
         owners = lookup.owners[start // self._segment : -(-stop // self._segment)]
-        here = all(owner == HERE for owner in owners)
-        plan = LoadPlan(request.request_id, int(lease.id), lease.incarnation, start, stop, into, here)
-        self._loading.add(plan, lease, owners)
-        entry.progress.saved = stop // self._segment
+        local = all(owner == LOCAL for owner in owners)
+        plan = LoadPlan(request.request_id, int(lease.id), lease.incarnation, start, stop, targets, local)
+        self._loads.add(plan, lease, owners)
+        state.saved.segments = stop // self._segment
         self._counters.add(tokens_hit=external)
 
-    # -- a step
-
-    def step(self, scheduled: Sequence[Scheduled], table: Callable[[str], Sequence[int]]) -> StepPlan:
-        """What the ranks do in the next step. `table`: the blocks of a scheduled request."""
+    def step(self, scheduled: Sequence[ScheduledPart], table: Callable[[str], Sequence[int]]) -> StepPlan:
+        """The plan of the next step. `table` returns the blocks of a scheduled request."""
         self._step += 1
-        loads = self._loading.hand_out(self._step)
-        self._prefills.begins(self._step, scheduled)
-        sure = not (self.waits and len(self._loading))
-        saves, self._tails = self._tails, []
+        loads = self._loads.hand_out(self._step)
+        self._prefills.begin(self._step, scheduled)
+        certain = not (self.waits and len(self._loads))
+        saves, self._last_saves = self._last_saves, []
         try:
-            reused = self._storing.reading(self._written(scheduled, loads))
+            reused = self._saves.reading(self._blocks_written(scheduled, loads))
         except Exception as error:
             self._report("finding blocks that are handed out again", error)
-            reused = self._storing.jobs
+            reused = self._saves.jobs
         for part in scheduled:
-            entry = self._entries.get(part.request)
-            if entry is not None:
+            state = self._requests.get(part.request)
+            if state is not None:
                 computed = part.computed + part.new
-                entry.progress.computes(self._step, computed)
-                if entry.claim_s and computed < entry.request.num_tokens:
-                    self._claim(entry, entry.claim_s)
-                    entry.claim_s = 0.0
-                saves += self._saves(entry, entry.request.num_tokens, table, sure=sure)
+                state.saved.add_step(self._step, computed)
+                if state.marker_s and computed < state.request.num_tokens:
+                    self._mark_in_flight(state, state.marker_s)
+                    state.marker_s = 0.0
+                saves += self._plan_saves(state, state.request.num_tokens, table, certain=certain)
         held, self._held = self._held, []
         pool = self._pool()
         connected = pool is not None and pool.connected
@@ -219,172 +239,153 @@ class SchedulerSide:
         )
 
     def worker_output(self, report: StepReport | None, received: Sequence[str], invalid: set[int]) -> None:
-        """The outcome of a step: `received` requests' asynchronous loads ended; blocks of `invalid` were not filled."""
+        """The outcome of a step. `report`: the combined report of all ranks. `received`: the requests whose
+        asynchronous loads ended. `invalid`: the blocks that were not filled."""
         if report is not None:
-            self._loading.took(report.loaded)
+            self._loads.add_times(report.loaded)
         if invalid:
-            self._load_failed(invalid)
+            self._fail_loads(invalid)
         for request in received:
-            self._loading.ended(request)
+            self._loads.end(request)
         if report is not None:
-            self._steps_ended(report, right=not invalid)
-        for entry in self._entries.values():
-            # What was found on other nodes takes a second question: the sooner it is asked the better.
-            if entry.lookup is not None:
+            self._end_steps(report, filled=not invalid)
+        for state in self._requests.values():
+            # Segments on other nodes take a second question, which should begin as early as possible.
+            if state.lookup is not None:
                 with contextlib.suppress(TokenLakeError):
-                    entry.lookup.poll()
+                    state.lookup.poll()
 
-    def _steps_ended(self, report: StepReport, *, right: bool) -> None:
-        """All ranks are as far as `report` says. `right`: no load of these steps failed."""
+    def _end_steps(self, report: StepReport, *, filled: bool) -> None:
+        """All ranks have reached the state of `report`. `filled`: no load of these steps failed."""
         for step, seconds in report.computed.items():
-            self._prefills.took(step, seconds)
+            self._prefills.end(step, seconds)
         if not report.serves:
             self._stopped = True
         if self.waits:
-            self._loading.ended_until(report.step)
-        if right:
-            for entry in self._entries.values():
-                entry.progress.confirm(report.step)
-        self._storing.done(report.done)
+            self._loads.end_until(report.step)
+        if filled:
+            for state in self._requests.values():
+                state.saved.confirm(report.step)
+        self._saves.done(report.done)
 
-    # -- a request on its way out
-
-    def finished(
-        self,
-        request: EngineRequest,
-        blocks: Sequence[int],
-        *,
-        complete: bool,
-        stop_reason: str = "",
-        output_tokens: int = -1,
-    ) -> bool:
-        """`request` is done; True: keep its blocks until the ranks say so. `complete`: it was not aborted, so all its
-        tokens but the last are computed and right. `stop_reason`: how it ended. `output_tokens`: of its answer."""
-        entry = self._entries.pop(request.request_id, None)
-        if entry is None:
+    def finished(self, request: EngineRequest, blocks: Sequence[int], end: RequestEnd) -> bool:
+        """`request` has finished. True: vLLM must keep its blocks until the ranks report it."""
+        state = self._requests.pop(request.request_id, None)
+        if state is None:
             return False
-        self._patience.ended(request.request_id)
-        if entry.lookup is not None:
-            entry.lookup.drop()
-        self._hint(entry, (entry.hints or NO_HINTS).ended(stop_reason, output_tokens))
-        if not complete:
-            self._claim(entry, 0.0)
+        self._waits.ended(request.request_id)
+        state.drop_lookup()
+        self._send_hints(state, (state.hints or NO_HINTS).ended(end.stop_reason, end.output_tokens))
+        if not end.complete:
+            self._mark_in_flight(state, 0.0)
             return False
-        right = min(request.num_computed_tokens, request.num_tokens - 1)
-        entry.progress.computes(self._step, right)
-        saves = self._saves(entry, right, lambda _: blocks, sure=True)
-        self._tails += saves
+        computed = min(request.num_computed_tokens, request.num_tokens - 1)
+        state.saved.add_step(self._step, computed)
+        saves = self._plan_saves(state, computed, lambda _: blocks, certain=True)
+        self._last_saves += saves
         self._held += [(request.request_id, save.job) for save in saves]
         return bool(saves)
 
-    # -- weights
-
     def new_weights(self, digest: str) -> None:
-        """The weights may be others from now on: keys are hashed with this digest of theirs. What was handed out to be
-        stored was computed before, and is stored under the keys of before. A request that has blocks stores nothing
-        more until it loses them; one that waits asks anew."""
+        """The weights have changed: keys are hashed with this digest from now on. Segments that were handed out before
+        were computed with the old weights and keep their keys. A request that has blocks stores nothing more until it
+        loses them; a request without blocks begins a new lookup."""
         self._weights = digest
-        for name, entry in self._entries.items():
-            if entry.lookup is not None:
-                entry.lookup.drop()
-            self._claim(entry, 0.0)
-            self._patience.ended(name)
-            entry.progress.void()
-            entry.progress.restart()
-            entry.weights, entry.prefix, entry.lookup, entry.gap, entry.claim_s = digest, None, None, None, 0.0
-            entry.may_store = not entry.placed
+        # All first: a marker stays while a request of this engine computes the segment, and none does any more.
+        for name in self._requests:
+            self._waits.ended(name)
+        for state in self._requests.values():
+            state.drop_lookup()
+            self._mark_in_flight(state, 0.0)
+            state.saved.void()
+            state.saved.restart()
+            state.weights, state.prefix, state.gap, state.marker_s = digest, None, None, 0.0
+            state.may_store = not state.placed
 
     def close(self) -> None:
-        """Give back all leases."""
-        for entry in self._entries.values():
-            if entry.lookup is not None:
-                entry.lookup.drop()
-        self._loading.close()
-        self._storing.close()
-        self._entries.clear()
+        """Release all leases and reservations."""
+        for state in self._requests.values():
+            state.drop_lookup()
+        self._loads.close()
+        self._saves.close()
+        self._requests.clear()
 
-    # -- inside
-
-    def _ask(self, entry: Entry, *, patient: bool = True) -> bool:
-        """Begin a lookup; False when there is nobody to ask, or nothing to ask for. `patient`: it may wait for somebody
-        who computes the prompt."""
+    def _begin_lookup(self, state: RequestState, *, may_wait: bool = True) -> None:
+        """Set `state.lookup`; it stays None if there is no pool or no segment to look up. `may_wait`: the lookup may
+        wait for another engine that computes the prompt."""
         pool = None if self._stopped else self._pool()
-        total = entry.request.num_tokens
-        count = wanted_segments(total, self._segment, self._block)
+        total = state.request.num_tokens
+        count = loadable_segments(total, self._segment, self._block)
         if pool is None or not count:
-            return False
-        keys = entry.keys(pool, self._settings.salt)[:count]
-        name = entry.request.request_id
-        self._patience.answered(name)
-        waits = self._patience.begin(name, keys, total, entry.local) if patient else (0.0, 0.0)
-        entry.lookup = self._desk.begin(pool, keys, name, entry.hints, total, *waits)
-        return entry.lookup is not None
+            return
+        keys = state.keys(pool, self._settings.salt)[:count]
+        name = state.request.request_id
+        self._waits.answered(name)
+        wait = self._waits.begin(name, keys, total, state.local) if may_wait else NO_WAIT
+        state.lookup = self._lookups.begin(pool, keys, name, state.hints, total, wait)
 
-    def _claim(self, entry: Entry, seconds: float) -> None:
-        """Others wait so long for what the pool lacks of a prompt; 0: not any more, unless another request
-        computes it."""
+    def _mark_in_flight(self, state: RequestState, seconds: float) -> None:
+        """Set in-flight markers for the segments of a prompt that the pool lacks; they last for `seconds`. 0 removes
+        them, unless another request of this engine computes the same segments."""
         pool = self._pool()
-        if pool is None or self._stopped or entry.gap is None:
+        if pool is None or self._stopped or state.gap is None:
             return
         try:
-            keys = entry.keys(pool, self._settings.salt)
-            if seconds or not self._patience.computed_here(keys):
-                pool.claim(keys[entry.gap :], seconds)
+            keys = state.keys(pool, self._settings.salt)
+            if seconds or not self._waits.computed_here(keys):
+                pool.claim(keys[state.gap :], seconds)
         except Exception as error:
-            self._report("claiming what is computed", error)
+            self._report("setting in-flight markers", error)
 
-    def _hint(self, entry: Entry, hints: Hints) -> None:
-        """What is in the pool of it learns how it ended; what is still to be stored brings that along."""
+    def _send_hints(self, state: RequestState, hints: Hints) -> None:
+        """Send the final hints for the segments that are stored. Segments that are stored later carry them."""
         pool = self._pool()
-        known, entry.hints = entry.hints or NO_HINTS, hints
-        if pool is None or self._stopped or entry.prefix is None or hints == known or not entry.progress.saved:
+        known, state.hints = state.hints or NO_HINTS, hints
+        if pool is None or self._stopped or state.prefix is None or hints == known or not state.saved.segments:
             return
         try:
-            pool.hint(entry.keys(pool, self._settings.salt)[: entry.progress.saved], hints)
+            pool.hint(state.keys(pool, self._settings.salt)[: state.saved.segments], hints)
         except Exception as error:
-            self._report("passing a hint on", error)
+            self._report("sending hints", error)
 
-    def _begin_again(self, entry: Entry) -> None:
-        entry.placed = False
-        entry.may_store = True
-        entry.progress.restart()
-
-    def _saves(self, entry: Entry, known: int, table: Callable[[str], Sequence[int]], *, sure: bool) -> list[SavePlan]:
-        """Never raises: a step goes on without what cannot be stored."""
-        if not entry.may_store:
+    def _plan_saves(
+        self, state: RequestState, known: int, table: Callable[[str], Sequence[int]], *, certain: bool
+    ) -> list[SavePlan]:
+        """The saves of one request in this step, as in `SavedTokens.take`. Never raises: a step goes on without them.
+        Segments whose save could not be planned are offered again in the request's next step."""
+        if not state.may_store:
             return []
-        segments = entry.progress.take(known, sure=sure)
+        segments = state.saved.take(known, certain=certain)
         if not segments or not self._settings.save or self._stopped:
             return []
         try:
             pool = self._pool()
             if pool is None or not pool.connected:
                 return []
-            return self._storing.plan(pool, entry, segments, table)
+            return self._saves.plan(pool, state, segments, table)
         except Exception as error:
-            self._report("planning what to store", error)
-            # Asked for again with the next step of the request.
-            entry.progress.saved = segments.start
+            self._report("planning which segments to store", error)
+            state.saved.segments = segments.start
             return []
 
-    def _written(self, scheduled: Sequence[Scheduled], loads: Sequence[LoadPlan]) -> set[int]:
-        """Blocks that this step may write and that were handed out for it."""
+    def _blocks_written(self, scheduled: Sequence[ScheduledPart], loads: Sequence[LoadPlan]) -> set[int]:
+        """The blocks that were handed out for this step and that it may write."""
         written: set[int] = set()
-        if not self._storing.jobs:
+        if not self._saves.jobs:
             return written
         for load in loads:
             written.update(load.blocks)
         for part in scheduled:
-            entry = self._entries.get(part.request)
-            shared = entry.local // self._block if entry is not None and part.whole else 0
-            written.update(part.fresh[shared:])
+            state = self._requests.get(part.request)
+            shared = state.local // self._block if state is not None and part.whole else 0
+            written.update(part.blocks[shared:])
         return written
 
-    def _load_failed(self, invalid: set[int]) -> None:
-        for name in self._loading.failed(invalid):
-            if name in self._entries:
-                # A second try would meet the same segment again.
-                self._entries[name].may_load = False
+    def _fail_loads(self, invalid: set[int]) -> None:
+        for name in self._loads.fail(invalid):
+            if name in self._requests:
+                # A second attempt would read the same segment again.
+                self._requests[name].may_load = False
                 self._counters.add(loads_failed=1)
-        for entry in self._entries.values():
-            entry.progress.void()
+        for state in self._requests.values():
+            state.saved.void()

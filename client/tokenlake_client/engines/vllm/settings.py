@@ -1,88 +1,147 @@
-"""What a user may set: in `kv_connector_extra_config`, or in the environment."""
+"""The settings of the connector: keys of `kv_connector_extra_config`, or variables of the environment. Imports no
+engine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from tokenlake.config import ENGINE_PREFIX, MASK
-from tokenlake.errors import ConfigurationError
+from tokenlake.config import ENGINE_PREFIX, kinds
+from tokenlake.config.setting import Setting, read
+from tokenlake.config.sources import of_environment
 
-__all__ = ["PREFIX", "EngineSettings", "read_settings"]
-
-PREFIX = ENGINE_PREFIX
-"""The daemon takes every other variable that begins with TOKENLAKE_ for a setting of its own."""
+__all__ = ["EngineSettings", "read_settings"]
 
 
-class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Each field is a key of `kv_connector_extra_config`; in capitals behind `PREFIX`, a variable."""
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Made by `read_settings`, which checks the values. Names end in their unit."""
 
-    socket: str = ""
-    """Of this node's daemon; empty: where `tokenlake serve` listens by default, as this user or as a service."""
-    daemon_uid: int | None = None
-    """The user that the daemon runs as, where that is neither root nor this process's."""
-    credential: str | None = None
-    """A token of the tenant; without one the daemon goes by uid."""
-    segment_tokens: int = 256
-    """Engines share when it is equal; a multiple of vLLM's block size."""
-    load: Literal["sync", "async"] = "async"
-    """`sync`: the step that needs the cache waits for it. `async`: other requests run meanwhile."""
-    weigh_loads: bool = True
-    """False: what the pool has is loaded also where computing it is expected to be faster."""
-    save: bool = True
-    """False: read from the pool and store nothing."""
-    verify: bool = False
-    """Check every segment's checksum when it is read, not only after it came over the network."""
-    match_ms: float = 20.0
-    """After this many milliseconds without an answer the prompt counts as unknown."""
-    salt: str | None = None
-    """Part of every key: engines share only with engines of the same salt."""
-    weights_digest: str | None = None
-    """Of the weights; computed from the model's directory where None."""
-    write_queue: int = 64
-    """Steps whose new segments wait to be stored; beyond it nothing is stored."""
-    write_patience_s: float = 1.0
-    """How long the writer waits, behind the engine, while the pool's write budget is full."""
-
-
-_TYPES: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(EngineSettings)}
-
-_RANGES = {
-    "daemon_uid": (0, (1 << 32) - 2),
-    "segment_tokens": (1, 1 << 20),
-    "match_ms": (0.001, 60_000),
-    "write_queue": (1, 65536),
-    "write_patience_s": (0, 3600),
-}
+    socket: Annotated[
+        str,
+        Setting(
+            kinds.path("a path of 1 to 107 bytes, or nothing", longest=107, optional=True),
+            "socket of this node's daemon",
+            why="a node with the default name needs no setting",
+            default="the socket of a daemon named `local`, of this user or of the system "
+            "([places](reference.md#the-local-socket))",
+        ),
+    ] = ""
+    daemon_uid: Annotated[
+        int | None,
+        Setting(
+            kinds.optional(kinds.whole(0, (1 << 32) - 2)),
+            "user that the daemon runs as. The connector sends nothing to a process of another user: vLLM serves "
+            "without the pool, and a warning names the process",
+            why="root, the engine's user and the owner of `/run/tokenlake` are trusted without it",
+            default="none",
+        ),
+    ] = None
+    credential: Annotated[
+        str | None,
+        Setting(
+            kinds.optional(kinds.text()),
+            "token of the tenant",
+            why="the daemon knows the tenant by the engine's user id",
+            default="none",
+            secret=True,
+        ),
+    ] = None
+    segment_tokens: Annotated[
+        int,
+        Setting(
+            kinds.whole(1, 1 << 20),
+            "tokens per segment, a multiple of vLLM's block size; engines share segments of the same length only",
+            why="it is a multiple of the usual block sizes, 16 to 128",
+        ),
+    ] = 256
+    load: Annotated[
+        Literal["async", "sync"],
+        Setting(
+            kinds.one_of("async", "sync"),
+            "`async`: a request waits for its cache while other requests run; `sync`: the step that computes the "
+            "request waits",
+            why="a load does not delay other requests",
+        ),
+    ] = "async"
+    weigh_loads: Annotated[
+        bool,
+        Setting(
+            kinds.truth(),
+            "compute what is predicted to take longer to load; false: load every hit",
+            why="a request should not become slower than without the pool",
+        ),
+    ] = True
+    save: Annotated[
+        bool,
+        Setting(
+            kinds.truth(),
+            "store new segments; false: only read from the pool",
+            why="other engines can use the segments",
+        ),
+    ] = True
+    verify: Annotated[
+        bool,
+        Setting(
+            kinds.truth(),
+            "check each segment's checksum on every read. A wrong one is reported to the daemon and recomputed. Reads "
+            "over the network are always checked",
+            why="it costs a pass over the bytes of every read",
+        ),
+    ] = False
+    match_ms: Annotated[
+        float,
+        Setting(
+            kinds.real(0.001, 60_000, "milliseconds"),
+            "deadline of a lookup; without an answer the prompt is computed. It does not limit the wait for another "
+            "instance [that computes the prompt](#the-same-prompt-on-several-instances)",
+            why="short beside a prefill, and long for a daemon that is not overloaded",
+        ),
+    ] = 20.0
+    salt: Annotated[
+        str | None,
+        Setting(
+            kinds.optional(kinds.text()),
+            "part of every key: engines share only with engines of the same salt. The `cache_salt` of a request is "
+            "part of its keys too",
+            why="all engines of a tenant share",
+            default="none",
+        ),
+    ] = None
+    weights_digest: Annotated[
+        str | None,
+        Setting(
+            kinds.optional(kinds.text()),
+            "name of weights and configuration; engines with the same name share, whatever they load",
+            why="files with other contents get another digest by themselves",
+            default="digest of the model's directory ([details](#what-is-shared-with-whom))",
+        ),
+    ] = None
+    write_queue: Annotated[
+        int,
+        Setting(
+            kinds.whole(1, 65536),
+            "steps whose segments wait to be stored; the segments of further steps are not stored",
+            why="bounds the queue; a waiting step holds no memory but the numbers of its blocks",
+        ),
+    ] = 64
+    write_patience_s: Annotated[
+        float,
+        Setting(
+            kinds.real(0, 3600, "seconds"),
+            "time that storing waits, behind the engine, while the write budget of the pool is full",
+            why="a short burst of writes does not lose segments",
+        ),
+    ] = 1.0
 
 
 def read_settings(extra: Mapping[str, object], environ: Mapping[str, str]) -> EngineSettings:
-    """`extra` wins over `environ`. Raises `ConfigurationError` naming an unknown or invalid field."""
-    values: dict[str, object] = {
-        name.removeprefix(PREFIX).lower(): value for name, value in environ.items() if name.startswith(PREFIX)
-    }
-    values |= extra
-    checked = {name: _checked(name, value, isinstance(value, str)) for name, value in sorted(values.items())}
-    return EngineSettings(**checked)
-
-
-def _checked(name: str, value: object, text: bool) -> Any:
-    # A name that is not known may be a misspelt credential.
-    shown = MASK if name not in _TYPES or name == "credential" else value
-    if name not in _TYPES:
-        raise ConfigurationError(name, shown, f"one of {', '.join(_TYPES)}")
-    try:
-        if isinstance(value, str) and name != "socket":
-            value.encode()
-        checked = msgspec.convert(value, _TYPES[name], strict=not text)
-    except UnicodeEncodeError:
-        # A variable may hold bytes that are no text; a path may, too.
-        raise ConfigurationError(name, shown, "text in UTF-8") from None
-    except msgspec.ValidationError as error:
-        raise ConfigurationError(name, shown, str(error)) from None
-    least, most = _RANGES.get(name, (None, None))
-    if least is not None and checked is not None and not least <= checked <= most:
-        raise ConfigurationError(name, value, f"a number from {least:g} to {most:g}")
-    return checked
+    """`extra` wins over `environ`. Raises `ConfigurationError` for the first setting that is unknown or invalid, also
+    for one that `extra` replaces."""
+    given = [
+        *of_environment(environ, ENGINE_PREFIX),
+        *((str(name), value, "kv_connector_extra_config") for name, value in extra.items()),
+    ]
+    values, _ = read(EngineSettings, given)
+    return EngineSettings(**values)

@@ -1,4 +1,4 @@
-"""A rank's side: carries out the plans of the scheduler's side. Imports no engine."""
+"""The side of the connector on a rank: executes the plans of the scheduler's side. Imports no engine."""
 
 from __future__ import annotations
 
@@ -6,43 +6,45 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tokenlake.errors import Unreachable
 from tokenlake.identity import SegmentKey, WriteId
-from tokenlake_client.engines.vllm.counters import Counters
-from tokenlake_client.engines.vllm.membership import Membership
-from tokenlake_client.engines.vllm.plan import LoadPlan, LoadTime, SavePlan, StepPlan, StepReport
+from tokenlake_client.engines.common.background import BackgroundQueue
+from tokenlake_client.engines.common.counters import Counters
+from tokenlake_client.engines.vllm.counters import Counts
+from tokenlake_client.engines.vllm.load_cost import MAX_STEPS
+from tokenlake_client.engines.vllm.load_worker import load_blocks
 from tokenlake_client.engines.vllm.ranks import RankShards
-from tokenlake_client.engines.vllm.reading import load_blocks
+from tokenlake_client.engines.vllm.save_worker import SaveWriter
+from tokenlake_client.engines.vllm.session import RankSession
 from tokenlake_client.engines.vllm.settings import EngineSettings
-from tokenlake_client.engines.vllm.timing import StepWatch
-from tokenlake_client.engines.vllm.writing import SaveWriter
+from tokenlake_client.engines.vllm.step_plan import LoadPlan, LoadTime, SavePlan, StepPlan, StepReport
 
-__all__ = ["AbsentWorker", "WorkerSide"]
+__all__ = ["StepTimer", "Timestamps", "UnservedWorker", "WorkerSide"]
 
 JOIN_S = 5.0
-"""How long a background thread waits for the scheduler's session."""
+"""How long a background thread waits for the connection to the scheduler's session."""
 
 
 class WorkerSide:
-    """One per rank. The hooks of a step are called in the order in which they stand here."""
+    """One per rank. vLLM calls the hooks of a step in the order of the methods below."""
 
     def __init__(
         self,
-        members: Membership[Any],
+        session: RankSession[Any],
         copy: Any,
         shards: RankShards,
         settings: EngineSettings,
         block_tokens: int,
-        counters: Counters,
+        counters: Counters[Counts],
         report: Callable[[str, BaseException], None],
     ) -> None:
-        """`copy`: a `HostCopy`, or what stands in for it where the blocks are on a GPU."""
-        self._members = members
+        """`copy`: a `HostCopy` or a `CudaCopy`."""
+        self._session = session
         self._copy = copy
         self._shards = shards
         self._settings = settings
@@ -51,44 +53,47 @@ class WorkerSide:
         self._counters = counters
         self._report = report
         self._writer = SaveWriter(copy, self._store, counters, report, tokens=self._segment, queue=settings.write_queue)
-        self._loader = _Loader(self._load)
-        self._watch = StepWatch(copy)
+        # Bounded by vLLM, which gives blocks to a limited number of requests.
+        self._loads: BackgroundQueue[tuple[StepPlan, LoadPlan]] = BackgroundQueue(
+            lambda task: self._load(*task), "tokenlake-load"
+        )
+        self._timer = StepTimer(copy)
         self._plan = StepPlan(0)
         self._held: dict[str, int] = {}
         self._lock = threading.Lock()
+        """Guards the results of loads, which a background thread adds."""
         self._errors: set[int] = set()
         self._received: set[str] = set()
         self._loaded: dict[str, LoadTime] = {}
 
-    # -- a step
-
     def begin(self, plan: StepPlan) -> None:
-        """Before anything writes into blocks: blocks that were handed out again are read no more."""
+        """Begin a step, before any block is written: blocks that were handed out again are not read any more."""
         self._plan = plan
         self._held.update(plan.held)
         self._writer.take_back(plan.reused)
-        self._watch.start()
+        self._timer.start()
 
     def load(self) -> None:
-        """Fill blocks: now where the step waits, or has nothing else to do and needs no transfer; else behind it."""
+        """Fill blocks: at once if the step waits for the loads, or if it is idle and needs no transfer; otherwise in
+        the background."""
         plan = self._plan
-        before = plan.wait and bool(plan.loads)
-        if not before:
-            # vLLM calls this behind the forward pass where nothing in it needs a load.
-            self._watch.stop(plan.step)
+        before_forward = plan.wait and bool(plan.loads)
+        if not before_forward:
+            # vLLM calls this after the forward pass if the pass needs no load.
+            self._timer.stop(plan.step)
         for load in plan.loads:
-            if plan.wait or (plan.idle and load.here) or not self._loader.submit(plan, load):
+            if plan.wait or (plan.idle and load.local) or not self._loads.submit((plan, load)):
                 self._load(plan, load)
         if plan.wait:
             with self._lock:
                 self._received.clear()
-        if before:
-            self._watch.start()
+        if before_forward:
+            self._timer.start()
 
     def save(self) -> None:
-        """Queue what the step computed."""
+        """Queue the segments that the step completed."""
         plan = self._plan
-        self._watch.stop(plan.step)
+        self._timer.stop(plan.step)
         if not plan.saves:
             return
         if not self._shards.writes:
@@ -96,61 +101,59 @@ class WorkerSide:
             return
         ready = self._copy.computed()
         for save in plan.saves:
-            # The session is joined by the thread that stores, not by the step.
-            self._writer.submit(save, lambda: self._members.get(plan.session, plan.incarnation, JOIN_S), ready)
+            # The background thread joins the session, not the step.
+            self._writer.submit(save, lambda: self._session.get(plan.session, plan.incarnation, JOIN_S), ready)
 
     def finished(self) -> tuple[set[str], set[str]]:
-        """(finished requests whose blocks may go, requests whose loads ended) since the last call."""
+        """Since the last call: (finished requests whose blocks may be freed, requests whose loads ended)."""
         done = self._writer.done
-        sent = {request for request, job in self._held.items() if job <= done}
-        for request in sent:
+        freed = {request for request, job in self._held.items() if job <= done}
+        for request in freed:
             del self._held[request]
         with self._lock:
             received, self._received = self._received, set()
-        return sent, received
+        return freed, received
 
     def errors(self) -> set[int]:
-        """Blocks that could not be filled, since the last call."""
+        """The blocks that could not be filled, since the last call."""
         with self._lock:
             errors, self._errors = self._errors, set()
         return errors
 
     def report(self) -> StepReport:
-        """For the scheduler's side."""
+        """The report to the scheduler's side."""
         with self._lock:
             loaded, self._loaded = self._loaded, {}
-        return StepReport(self._plan.step, self._writer.done, computed=self._watch.take(), loaded=loaded)
+        return StepReport(self._plan.step, self._writer.done, computed=self._timer.take(), loaded=loaded)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all segments are stored; False when `timeout` seconds were not enough."""
         return self._writer.flush(timeout)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Store what waits, for at most `timeout` seconds, and leave the session."""
+        """Store the waiting segments, for at most `timeout` seconds, and leave the session."""
         self._writer.close(timeout)
-        self._loader.close(timeout)
-        self._members.close()
-
-    # -- inside
+        self._loads.close(timeout, drain=False)
+        self._session.close()
 
     def _load(self, plan: StepPlan, load: LoadPlan) -> None:
-        """Never raises: what is not filled is an error of its blocks."""
+        """Fill the blocks of `load`; blocks that could not be filled become errors. Never raises."""
         started = time.perf_counter()
         filled = 0
-        took: LoadTime | None = None
+        load_time: LoadTime | None = None
         try:
             wait = {} if plan.wait else {"wait_s": JOIN_S}
-            pool = self._members.get(plan.session, load.incarnation, **wait)
+            pool = self._session.get(plan.session, load.incarnation, **wait)
             if pool is not None:
                 loaded = load_blocks(pool, load, self._copy, self._segment, self._block)
-                filled, took = loaded.blocks, loaded.took
+                filled, load_time = loaded.blocks, loaded.time
         except Exception as error:
             self._report("loading segments", error)
         with self._lock:
             self._errors.update(load.blocks[filled:])
             self._received.add(load.request)
-            if took is not None:
-                self._loaded[load.request] = took
+            if load_time is not None:
+                self._loaded[load.request] = load_time
         self._counters.add(
             loads_failed=filled < len(load.blocks),
             tokens_loaded=filled * self._block,
@@ -167,7 +170,7 @@ class WorkerSide:
         write = pool.attach_write(WriteId(plan.write))
         try:
             if write.incarnation != plan.incarnation:
-                raise Unreachable("the daemon restarted; what was reserved there is gone")
+                raise Unreachable("the daemon has restarted, so the reserved slots no longer exist")
             for index, array in write.slots:
                 fill(index, array)
         except BaseException:
@@ -178,9 +181,9 @@ class WorkerSide:
         return codes
 
 
-class AbsentWorker:
-    """Stands for a rank that cannot serve the pool: no block is filled, and it says so, so that nobody computes with
-    what was never loaded."""
+class UnservedWorker:
+    """The worker of a rank that cannot serve the pool. It fills no block, and reports each block of a load as an error,
+    so that vLLM recomputes the tokens instead of using blocks that were never loaded."""
 
     def __init__(self) -> None:
         self._plan = StepPlan(0)
@@ -188,75 +191,77 @@ class AbsentWorker:
         self._held: set[str] = set()
 
     def begin(self, plan: StepPlan) -> None:
-        """As `WorkerSide`."""
+        """Begin a step."""
         self._plan = plan
 
     def load(self) -> None:
-        """Nothing is loaded."""
+        """Does nothing."""
 
     def save(self) -> None:
-        """Nothing is stored."""
+        """Counts the jobs of the step as done."""
         self._done = max([self._done, *(save.job for save in self._plan.saves)])
         self._held.update(request for request, _ in self._plan.held)
 
     def finished(self) -> tuple[set[str], set[str]]:
-        """As `WorkerSide`: everything, at once."""
+        """All requests of the step, as in `WorkerSide.finished`."""
         held, self._held = self._held, set()
         return held, set() if self._plan.wait else {load.request for load in self._plan.loads}
 
     def errors(self) -> set[int]:
-        """All blocks that were to be filled."""
+        """All blocks of the step's loads."""
         return {block for load in self._plan.loads for block in load.blocks}
 
     def report(self) -> StepReport:
-        """For the scheduler's side, which asks no more for the pool."""
+        """A report after which the scheduler's side does not use the pool any more."""
         return StepReport(self._plan.step, self._done, serves=False)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Nothing waits."""
+        """True: no job waits."""
         return True
 
     def close(self, timeout: float = 0.0) -> None:
-        """Nothing to leave."""
+        """Does nothing."""
 
 
-class _Loader:
-    """Loads behind the steps, in order."""
+class Timestamps(Protocol):
+    """Timestamps of the device that computes."""
 
-    def __init__(self, load: Callable[[StepPlan, LoadPlan], None]) -> None:
-        self._load = load
-        self._changed = threading.Condition()
-        self._waiting: deque[tuple[StepPlan, LoadPlan]] = deque()
-        self._closed = False
-        self._thread: threading.Thread | None = None
+    def mark(self) -> Any:
+        """A timestamp after all work that was queued so far."""
+        ...
 
-    def submit(self, plan: StepPlan, load: LoadPlan) -> bool:
-        """False: no thread can be started. Bounded by vLLM, which gives blocks to no more requests than it has."""
-        with self._changed:
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name="tokenlake-load", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError:
-                    return False
-                self._thread = thread
-            self._waiting.append((plan, load))
-            self._changed.notify_all()
-            return True
+    def between(self, first: Any, last: Any) -> float | None:
+        """Seconds between two timestamps; None while the device has not reached the second."""
+        ...
 
-    def close(self, timeout: float) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-            thread = self._thread
-        if thread is not None:
-            thread.join(timeout)
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
-                if self._closed:
-                    return
-                task = self._waiting.popleft()
-            self._load(*task)
+class StepTimer:
+    """Measures the forward passes of a rank's steps, for the thread that runs the steps. It waits for nothing: the time
+    of a step on a GPU is known some steps later."""
+
+    def __init__(self, device: Timestamps) -> None:
+        self._device = device
+        self._first: Any = None
+        self._ended: deque[tuple[int, Any, Any]] = deque(maxlen=MAX_STEPS)
+
+    def start(self) -> None:
+        """The forward pass begins. A later call before `stop` replaces this one."""
+        self._first = self._device.mark()
+
+    def stop(self, step: int) -> None:
+        """The forward pass of `step` has been queued. Only the first call after `start` counts."""
+        if self._first is not None:
+            self._ended.append((step, self._first, self._device.mark()))
+            self._first = None
+
+    def take(self) -> dict[int, float]:
+        """By step, the seconds that have become known since the last call."""
+        known: dict[int, float] = {}
+        while self._ended:
+            step, first, last = self._ended[0]
+            seconds = self._device.between(first, last)
+            if seconds is None:
+                break
+            known[step] = seconds
+            self._ended.popleft()
+        return known

@@ -1,0 +1,63 @@
+"""Options of one simulated run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from tokenlake.core.context import CoreConfig
+from tokenlake.errors import ConfigurationError
+from tokenlake.layout import Layout
+from tokenlake_bench.simulation.network import NetworkShape
+
+__all__ = ["SimulationOptions", "serving_layout"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationOptions:
+    """Raises ConfigurationError for a value out of range."""
+
+    nodes: int
+    capacity_tokens: int
+    """Tokens that the whole pool holds."""
+    segment_tokens: int = 512
+    layout: Layout | None = None
+    """The layout of the segments; None: `serving_layout`."""
+    seed: int = 0
+    network: NetworkShape = field(default_factory=NetworkShape)
+    rules: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `CoreConfig` that differ from their defaults."""
+    load_delay_s: float = 0.0
+    """Age of the loads that nodes report to each other; 0: the load at the time of the report."""
+    prefill_tokens_per_s: float = 0.0
+    """Speed of an engine; 0: engines compute in no time."""
+
+    def __post_init__(self) -> None:
+        for name in ("load_delay_s", "prefill_tokens_per_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigurationError(name, getattr(self, name), "a finite number, at least 0")
+        for name in self.rules:
+            if name not in CoreConfig.__struct_fields__:
+                raise ConfigurationError("rules", name, f"one of {', '.join(CoreConfig.__struct_fields__)}")
+
+    @cached_property
+    def segment_layout(self) -> Layout:
+        """The layout of the segments."""
+        return self.layout or serving_layout(self.segment_tokens)
+
+
+def serving_layout(segment_tokens: int) -> Layout:
+    """The layout of Llama-3-8B in bfloat16: 64 MiB for 512 tokens."""
+    return Layout(
+        model_id="simulated",
+        weights_digest="00",
+        dtype="bfloat16",
+        layers=32,
+        kv_heads=8,
+        key_dim=128,
+        value_dim=128,
+        position="none",
+        segment_tokens=segment_tokens,
+    )

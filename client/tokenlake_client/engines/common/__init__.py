@@ -1,0 +1,1 @@
+"""Parts that every engine integration uses. Importing this package imports neither an engine nor torch."""

@@ -1,0 +1,98 @@
+"""The engine's connection to a daemon that may start later than the engine, stop and restart."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from tokenlake.errors import Refused
+from tokenlake_client.engines.common.pool import CachePool
+
+__all__ = ["Connection"]
+
+RETRY_S = 1.0
+"""The pause between attempts to connect, and after a call that failed: a dead daemon delays one request a second."""
+REFUSED_RETRY_S = 30.0
+"""The pause after the daemon refused the connection; the reason of a refusal seldom goes away within seconds."""
+WAIT_S = 0.05
+"""How long a request waits for an attempt to connect that it started. The attempt continues in the background."""
+
+
+class Connection:
+    """Owns the connection and its attempts. `get` blocks for at most `wait_s`. Thread-safe."""
+
+    def __init__(
+        self,
+        connect: Callable[[], CachePool] | None,
+        report: Callable[[str, BaseException], None],
+        pool: CachePool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wait_s: float = WAIT_S,
+    ) -> None:
+        """`connect` opens a pool, which this object then owns; one attempt is made before the constructor returns.
+        `pool` is used instead of `connect`, and the caller owns it. `report` is called with the operation that failed
+        and its error."""
+        self._connect = connect
+        self._clock = clock
+        self._wait_s = wait_s
+        self._report = report
+        self._pool = pool
+        self._owned = pool is None
+        self._lock = threading.Lock()
+        self._attempt: threading.Thread | None = None
+        self._retry_at = 0.0
+        self._closed = False
+        if pool is None and connect is not None:
+            self._try()
+
+    def get(self) -> CachePool | None:
+        """The pool, or None while there is no connection and for a pause after a failure. May start an attempt to
+        connect."""
+        with self._lock:
+            if self._closed or self._clock() < self._retry_at:
+                return None
+            if self._pool is not None or self._connect is None:
+                return self._pool
+            if self._attempt is not None and self._attempt.is_alive():
+                return None
+            attempt = threading.Thread(target=self._try, name="tokenlake-connect", daemon=True)
+            self._attempt = attempt
+            self._retry_at = self._clock() + RETRY_S
+            attempt.start()
+        attempt.join(self._wait_s)
+        return self._pool
+
+    @property
+    def pool(self) -> CachePool | None:
+        """The pool that was opened or given, also during a pause."""
+        return self._pool
+
+    def failed(self) -> None:
+        """A call on the pool failed: `get` returns None for `RETRY_S`. The pool reconnects by itself."""
+        with self._lock:
+            self._retry_at = self._clock() + RETRY_S
+
+    def close(self) -> None:
+        """Close the pool if this object opened it."""
+        with self._lock:
+            self._closed = True
+            pool, self._pool = self._pool, None
+        if pool is not None and self._owned:
+            pool.close()
+
+    def _try(self) -> None:
+        assert self._connect is not None
+        try:
+            pool = self._connect()
+        except Exception as error:
+            self._report("connecting to the pool", error)
+            with self._lock:
+                pause = REFUSED_RETRY_S if isinstance(error, Refused) else RETRY_S
+                self._retry_at = self._clock() + pause
+            return
+        with self._lock:
+            if not self._closed:
+                self._pool, self._retry_at = pool, 0.0
+                return
+        pool.close()

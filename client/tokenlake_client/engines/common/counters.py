@@ -1,0 +1,32 @@
+"""Counts that several threads add to."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any, Generic, TypeVar
+
+__all__ = ["Counters"]
+
+C = TypeVar("C")
+
+
+class Counters(Generic[C]):
+    """The counts of one engine. Each integration declares its counts as a dataclass of numbers. Thread-safe."""
+
+    def __init__(self, counts: type[C]) -> None:
+        """`counts`: a dataclass whose fields are all numbers with a default."""
+        self._lock = threading.Lock()
+        self._counts: Any = counts()
+
+    def add(self, **amounts: float) -> None:
+        """Add each amount to the field of that name."""
+        with self._lock:
+            for name, amount in amounts.items():
+                setattr(self._counts, name, getattr(self._counts, name) + amount)
+
+    def read(self) -> C:
+        """A copy of all counts, taken at one moment."""
+        with self._lock:
+            copy: C = dataclasses.replace(self._counts)
+            return copy

@@ -1,0 +1,107 @@
+"""The model configurations that the pool can serve, and their position encodings. Imports no engine.
+
+The accepted settings are listed. A setting whose name concerns attention and that is not listed is refused by name,
+because a cache whose meaning is unknown must not be shared.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tokenlake.errors import LayoutRefused
+
+__all__ = ["check_config", "position_of"]
+
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+"""Rotations that depend on a token's position alone. `dynamic` and `longrope` also depend on the length of the
+sequence, so the cached keys of a prefix change as the sequence grows."""
+
+OWN_POSITIONS = {
+    "codegen": ("rotary", "rotary_dim"),
+    "gpt2": ("learned", "n_positions"),
+    "gpt_bigcode": ("learned", "n_positions"),
+    "gptj": ("rotary", "rotary_dim"),
+    "opt": ("learned", "max_position_embeddings"),
+}
+"""Model types without rotation parameters: the kind of the position encoding, and the setting with its size."""
+
+ATTENTION_WORDS = re.compile(
+    r"attn|attention|window|alibi|kv_|sparse|bidirect|causal|index_|indexer|local|conv|mamba|ssm|recurr|lsh"
+    r"|linear|rope|rotary|cross|layer_types|block_type|position_bias|chunk|state_size|compress|latent"
+)
+
+# fmt: off
+UNDERSTOOD = frozenset((
+    "attention_bias", "attention_dropout", "attention_head_dim", "attention_heads",
+    "attention_multiplier", "attention_out_bias", "attention_probs_dropout_prob",
+    "attention_softmax_in_fp32", "attn_logit_softcapping", "attn_pdrop", "chunk_size_feed_forward",
+    "decoder_sparse_step", "is_causal", "layer_types", "max_window_layers", "mlp_layer_types",
+    "no_rope_layer_interval", "no_rope_layers", "num_attention_heads", "num_kv_heads",
+    "num_ln_in_parallel_attn", "num_local_experts", "original_max_position_embeddings",
+    "output_attentions", "parallel_attn", "partial_rotary_factor", "qkv_bias", "query_pre_attn_scalar",
+    "reorder_and_upcast_attn", "rope_parameters", "rope_scaling", "rope_theta", "rotary_dim",
+    "scale_attention_softmax_in_fp32", "scale_attn_by_inverse_layer_idx", "scale_attn_weights",
+    "sliding_window", "use_qkv_bias", "use_sliding_window",
+))
+# fmt: on
+"""Settings that change the values in a cache but not their meaning (the weights digest covers the values), and settings
+that `check_config` or the cache's own layer types check."""
+
+
+def check_config(config: Any) -> None:
+    """Raise `LayoutRefused`, naming field and reason, unless `config` describes a text decoder that caches one key and
+    one value per KV head, layer and token, and attends to all tokens before."""
+    settings: Mapping[str, object] = config.to_dict()
+    if settings.get("is_encoder_decoder"):
+        raise _refused("is_encoder_decoder", True, "the decoder's cache depends on the encoder's input")
+    for name in sorted(config.sub_configs):
+        if getattr(config, name, None) is not None:
+            raise _refused(name, "present", "the cache depends on more than token ids")
+    if settings.get("quantization_config") is not None:
+        raise _refused("quantization_config", "present", "quantised weights are not supported")
+    if settings.get("kv_lora_rank") is not None:
+        raise _refused("kv_lora_rank", settings["kv_lora_rank"], "latent attention is not supported")
+    if settings.get("is_causal") is False:
+        raise _refused("is_causal", False, "a token's cache depends on tokens after it")
+    for name in ("sliding_window", "attention_chunk_size"):
+        if settings.get(name) is not None and settings.get("use_sliding_window") is not False:
+            raise _refused(name, settings[name], "a layer does not keep the whole prefix")
+    for kind in _layer_types(settings):
+        if kind != "full_attention":
+            raise _refused("layer_types", kind, "supported: full_attention")
+    for name, value in settings.items():
+        if value and name not in UNDERSTOOD and ATTENTION_WORDS.search(name):
+            raise _refused(name, value, "its effect on the cache is not known")
+
+
+def position_of(config: Any) -> str:
+    """Canonical text of the position encoding. Raises `LayoutRefused` for an encoding whose cached keys depend on more
+    than token and position."""
+    rope = getattr(config, "rope_parameters", None)
+    if rope:
+        if any(isinstance(value, Mapping) for value in rope.values()):
+            raise _refused("rope_parameters", sorted(rope), "one encoding for all layers is supported")
+        kind = rope.get("rope_type", "default")
+        if kind not in STATIC_ROPE:
+            raise _refused("rope_parameters.rope_type", kind, f"supported: {', '.join(STATIC_ROPE)}")
+        return _canonical({"kind": "rope", **rope})
+    if config.model_type not in OWN_POSITIONS:
+        raise _refused("model_type", config.model_type, "its position encoding is not known")
+    kind, size = OWN_POSITIONS[config.model_type]
+    return _canonical({"kind": kind, size: getattr(config, size)})
+
+
+def _layer_types(settings: Mapping[str, object]) -> list[object]:
+    kinds = settings.get("layer_types")
+    return list(kinds) if isinstance(kinds, (list, tuple)) else []
+
+
+def _canonical(value: Mapping[str, object]) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _refused(field: str, value: object, reason: str) -> LayoutRefused:
+    return LayoutRefused(f"model configuration field '{field}' is {str(value)[:80]!r}: {reason}")

@@ -1,0 +1,57 @@
+"""A slot of the arena as tensors: one segment in the order of `tokenlake.layout.Layout`.
+
+::
+
+    [head group][layer][K, V][head in group][token][head dim]
+
+Where the key and value dimensions differ, K and V of a layer are two blocks of unequal size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tokenlake.layout import Layout
+
+__all__ = ["TORCH_DTYPES", "LayerPair", "slot_flat", "slot_tensors", "slot_whole"]
+
+TORCH_DTYPES: dict[str, Any] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+LayerPair = tuple[Any, Any]
+"""(keys, values) tensors; of one layer unless a docstring says otherwise."""
+
+
+def slot_whole(slot: NDArray[np.uint8], layout: Layout) -> LayerPair:
+    """Views (K, V) of all layers of the slot, each [group, layer, head in group, token, dim]. The views do not own the
+    memory: the caller keeps `slot` alive. They are writable even if `slot` is read-only; the caller must not write
+    then."""
+    elements = slot_flat(slot, layout).view(layout.shards, layout.layers, -1)
+    keys_size = layout.heads_per_shard * layout.segment_tokens * layout.key_dim
+    shape = (layout.heads_per_shard, layout.segment_tokens)
+    keys = elements[:, :, :keys_size].unflatten(2, (*shape, layout.key_dim))
+    return keys, elements[:, :, keys_size:].unflatten(2, (*shape, layout.value_dim))
+
+
+def slot_tensors(slot: NDArray[np.uint8], layout: Layout) -> list[LayerPair]:
+    """Views (K, V) per layer, each [group, head in group, token, dim]; ownership as in `slot_whole`."""
+    keys, values = slot_whole(slot, layout)
+    return list(zip(keys.unbind(1), values.unbind(1), strict=True))
+
+
+def slot_flat(slot: NDArray[np.uint8], layout: Layout) -> Any:
+    """The slot's memory as a flat tensor of the layout's dtype; ownership as in `slot_whole`. Raises ValueError for a
+    slot of another size."""
+    if slot.nbytes != layout.segment_bytes or not slot.flags.c_contiguous:
+        raise ValueError(f"slot has {slot.nbytes} bytes; expected {layout.segment_bytes} contiguous")
+    # torch has no read-only tensors and warns about read-only arrays; memory given by its address has no such flag.
+    memory = (ctypes.c_uint8 * slot.nbytes).from_address(slot.ctypes.data)
+    return torch.frombuffer(memory, dtype=TORCH_DTYPES[layout.dtype])

@@ -1,0 +1,93 @@
+"""The measurements of an engine while it serves, for the planner (`docs/planner.md`)."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tokenlake.identity import NodeId
+from tokenlake.layout import Layout
+from tokenlake.planner import Rates
+from tokenlake_client.engines.common.in_flight import LEAST_S, LONGEST_S, NO_WAIT, InFlightWait, wait_for
+
+__all__ = ["Measurements"]
+
+
+class Measurements:
+    """Adds samples to `rates`. For one thread."""
+
+    def __init__(self, rates: Rates) -> None:
+        self.rates = rates
+
+    def in_flight_wait(self, layout: Layout, found: int, count: int) -> InFlightWait:
+        """How long a match may wait for another engine that computes segments [found, count) of a prompt. `NO_WAIT`:
+        compute them here.
+
+        Another engine that began earlier has computed the segments by the time this engine would have. It then stores
+        them, and this engine reads them. The wait does not pay where storing and reading take longer than computing,
+        or where the whole would take longer than the daemon allows. Without enough samples there is no wait, because a
+        guess may be wrong by a factor of thousands.
+        """
+        if count <= found or not self.rates.prefill.known:
+            return NO_WAIT
+        compute_s, hand_over_s = self._predict(layout, found, count)
+        if compute_s < LEAST_S or hand_over_s > compute_s or compute_s + hand_over_s > LONGEST_S:
+            return NO_WAIT
+        return wait_for(compute_s + hand_over_s, sum(self._predict(layout, count - 1, count)))
+
+    def _predict(self, layout: Layout, start: int, stop: int) -> tuple[float, float]:
+        """(seconds to compute segments [start, stop) of a prompt, seconds to store them and read them elsewhere)."""
+        nbytes = (stop - start) * layout.segment_bytes
+        compute_s = self.rates.prefill.seconds((stop - start) * layout.segment_tokens, start * layout.segment_tokens)
+        return compute_s, 2 * self.rates.copy.seconds(nbytes) + self.rates.slowest_fetch_s(nbytes)
+
+    @contextmanager
+    def prefill(self, new: int, prefix: int, device: Any) -> Iterator[None]:
+        """Measures a forward pass of one row whose cache is all in the engine."""
+        began = time.perf_counter()
+        yield
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        now = time.perf_counter()
+        self.rates.prefill.add(new, prefix, now - began, now)
+
+    def answered(self, steps: int) -> None:
+        """A batch ended after this many decode steps."""
+        self.rates.answer_tokens.add(steps, time.perf_counter())
+
+    def decode(self, rows: int, cached: int, steps: int, seconds: float) -> None:
+        """A batch of `rows`, whose cache is all in the engine, took `seconds` for `steps`. `cached`: the tokens of a
+        row at half of the steps."""
+        if steps:
+            self.rates.decode.add(rows, cached, seconds / steps, time.perf_counter())
+
+    def copied(self, nbytes: int, seconds: float) -> None:
+        """A match and the copy of its prefix, which lay on this node, out of the arena took `seconds`."""
+        if nbytes:
+            self.rates.copy.add(nbytes, seconds, time.perf_counter())
+
+    def fetched(self, nodes: Sequence[str], segment_bytes: int, seconds: float) -> None:
+        """A fetch of segments from these other nodes, one node per segment, took `seconds` and lost none. Several nodes
+        send at the same time, so the whole time counts for each."""
+        now = time.perf_counter()
+        for node, count in Counter(nodes).items():
+            self.rates.peer(NodeId(node)).fetch.add(count * segment_bytes, seconds, now)
+
+    def opened(self, nodes: Sequence[str], seconds: float) -> None:
+        """The opening of a view of segments on these other nodes took `seconds`."""
+        for node in dict.fromkeys(nodes):
+            self.rates.peer(NodeId(node)).open_s.add(seconds, time.perf_counter())
+
+    def queried(self, nodes: Sequence[str], tokens: int, queries: int, nbytes: int, seconds: float) -> None:
+        """One layer took `seconds` longer because its queries went to segments of `tokens` tokens on these other nodes,
+        one node per segment. Several nodes compute at the same time, as in `fetched`."""
+        now = time.perf_counter()
+        shares = Counter(nodes)
+        for node, count in shares.items():
+            fit = self.rates.peer(NodeId(node)).queries
+            fit.add(queries, nbytes // len(shares), count * tokens, seconds, now)

@@ -1,0 +1,99 @@
+"""Attention over a part of the tokens, with the log-sum-exp that merges it with attention over the other tokens.
+
+The torch side of `tokenlake.attention`: queries are [rows, heads, tokens, dim], keys and values [rows, KV heads,
+tokens, dim] with heads a multiple of KV heads; the output of a part is float32. All functions but `merge_rows` return
+new tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Part", "attend", "attend_own", "merge", "merge_rows"]
+
+MAX_LOGITS = 1 << 24
+"""The largest number of logits that are materialised at a time."""
+
+_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+class Part(NamedTuple):
+    """`out`: float32 [rows, heads, tokens, value dim]; `lse`: float32 [rows, heads, tokens], natural logarithm."""
+
+    out: Any
+    lse: Any
+
+
+def attend(query: Any, keys: Any, values: Any, scale: float, mask: Any = None) -> Part:
+    """Attention of all queries over all tokens; there is at least one. `mask`: bool [rows, 1, tokens, cached tokens],
+    True where a query sees a token; each query must see at least one."""
+    rows, heads, tokens, dim = query.shape
+    group = heads // keys.shape[1]
+    # The query heads that share a KV head become further queries of that head: 9 times faster for one bfloat16 query.
+    folded = query.reshape(rows, keys.shape[1], group * tokens, dim)
+    if mask is not None and tokens > 1:
+        mask = mask.repeat(1, 1, group, 1)
+    out, lse = _attend(folded, keys, values, scale, mask, causal=False)
+    return Part(out.reshape(rows, heads, tokens, -1), lse.reshape(rows, heads, tokens))
+
+
+def attend_own(query: Any, keys: Any, values: Any, scale: float, mask: Any = None) -> Part:
+    """Causal attention: the queries' own tokens are the last of `keys`. `mask`: as in `attend`; it replaces the causal
+    mask."""
+    tokens = query.shape[2]
+    if mask is not None or tokens == 1:
+        return attend(query, keys, values, scale, mask)
+    cached = keys.shape[2] - tokens
+    own = Part(*_attend(query, keys[:, :, cached:], values[:, :, cached:], scale, None, causal=True))
+    if not cached:
+        return own
+    return merge(attend(query, keys[:, :, :cached], values[:, :, :cached], scale), own)
+
+
+def merge(one: Part, other: Part) -> Part:
+    """Attention over the tokens of both parts (design section 8). Neither part is empty."""
+    lse = torch.logaddexp(one.lse, other.lse)
+    out = one.out * (one.lse - lse).exp().unsqueeze(-1) + other.out * (other.lse - lse).exp().unsqueeze(-1)
+    return Part(out, lse)
+
+
+def merge_rows(whole: Part, rows: list[int], part: Part) -> Part:
+    """`whole` with `part` merged into its `rows`. May change `whole`."""
+    if rows == list(range(len(whole.lse))):
+        return merge(whole, part)
+    merged = merge(Part(whole.out[rows], whole.lse[rows]), part)
+    whole.out[rows], whole.lse[rows] = merged
+    return whole
+
+
+def _attend(query: Any, keys: Any, values: Any, scale: float, mask: Any, *, causal: bool) -> tuple[Any, Any]:
+    if query.device.type != "cpu" or keys.shape[-1] != values.shape[-1]:
+        return _materialised(query, keys, values, scale, mask, causal=causal)
+    # The kernel gives a wrong result, without an error, for an input whose last stride is not 1.
+    query, keys, values = (
+        tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, keys, values)
+    )
+    bias = None if mask is None else torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+    out, lse = _fused(query, keys, values, 0.0, causal, attn_mask=bias, scale=scale)
+    return out.float(), lse.float()
+
+
+def _materialised(query: Any, keys: Any, values: Any, scale: float, mask: Any, *, causal: bool) -> tuple[Any, Any]:
+    """For inputs that the fused kernel does not support: other devices, and value dimensions other than the key's."""
+    rows, heads, tokens, _ = query.shape
+    group = heads // keys.shape[1]
+    keys, values = (tensor.float().repeat_interleave(group, dim=1) for tensor in (keys, values))
+    if causal:
+        mask = torch.ones((1, 1, tokens, tokens), dtype=torch.bool, device=query.device).tril()
+    block = max(1, MAX_LOGITS // (rows * heads * keys.shape[2]))
+    parts: list[tuple[Any, Any]] = []
+    for start in range(0, tokens, block):
+        logits = (query[:, :, start : start + block].float() @ keys.mT) * scale
+        if mask is not None:
+            seen = mask if mask.shape[2] == 1 else mask[:, :, start : start + block]
+            logits = logits.masked_fill(~seen, -torch.inf)
+        parts.append((logits.softmax(-1) @ values, logits.logsumexp(-1)))
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)

@@ -1,0 +1,106 @@
+"""Mode `auto`: the planner chooses how the known prefix of each row is used."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from tokenlake.attention import AttentionShape
+from tokenlake.errors import TokenLakeError
+from tokenlake.identity import NodeId, SegmentKey
+from tokenlake.layout import Layout
+from tokenlake.planner import Batch, Costs, Decision, Model, PrefixTree, Rates, Request, Way, choose, grow
+from tokenlake_client.engines.common.counters import Counters
+from tokenlake_client.engines.common.pool import CachePool
+from tokenlake_client.engines.transformers.counters import Counts
+from tokenlake_client.engines.transformers.rows import Row
+
+__all__ = ["BatchPlanner"]
+
+RETRY_S = 30.0
+"""The pause in seconds before queries are shipped again after no query engine was found."""
+
+
+class BatchPlanner:
+    """Plans the batches of one model. After an error of the pool, prefixes are fetched as without a plan."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        shape: AttentionShape | None,
+        rates: Rates,
+        counters: Counters[Counts],
+        pool_failed: Callable[[str, BaseException], None],
+    ) -> None:
+        """`shape`: the shape of the model's queries; None if they cannot be shipped."""
+        self._layout = layout
+        self._ship_from = 0.0 if shape is not None else math.inf
+        self._model = Model.of(layout, shape or AttentionShape.of(layout, layout.kv_heads))
+        self._rates = rates
+        self._counters = counters
+        self._pool_failed = pool_failed
+
+    def plan(self, pool: CachePool, rows: Sequence[Row], new_tokens: int) -> bool:
+        """Set each row's `limit` and `found`. True: queries are shipped to the prefixes; False: prefixes are fetched.
+
+        The `lease` of a batch of one row is kept for its load. The leases of several rows are released, because
+        together they could exceed the limit of a session. The plan sets no in-flight markers and waits for no other
+        engine: rows are computed one after the other, and each load waits for itself."""
+        started = time.perf_counter()
+        ship = False
+        try:
+            ship = self._plan(pool, rows, new_tokens)
+        except Exception as error:
+            for row in rows:
+                # The loads do not ask a pool that failed again, so that it delays the batch by one deadline only.
+                row.limit = 0 if isinstance(error, TokenLakeError) else None
+                with suppress(Exception):
+                    row.release_lease()
+            self._pool_failed("planning", error)
+        self._counters.add(pool_seconds=time.perf_counter() - started)
+        return ship
+
+    def could_not_ship(self) -> None:
+        """No query engine was found for the queries of a plan: plan without shipping for `RETRY_S`."""
+        self._ship_from = time.monotonic() + RETRY_S
+
+    def _plan(self, pool: CachePool, rows: Sequence[Row], new_tokens: int) -> bool:
+        owners: dict[SegmentKey, tuple[NodeId, ...]] = {}
+        requests = []
+        size = self._layout.segment_tokens
+        steps = min(new_tokens, round(self._rates.answer_tokens.value))
+        for number, row in enumerate(rows):
+            keys = tuple(row.keys_to_use(size))
+            requests.append(Request(name=str(number), keys=keys, tokens=len(row.tokens), answer_tokens=steps))
+            if not keys:
+                continue
+            row.lease = lease = pool.match(keys, row.info.match_options())
+            nodes = lease.nodes() if lease.local_hits < lease.hits else [pool.node] * lease.hits
+            if len(rows) > 1:
+                row.release_lease()
+            owners |= {key: (NodeId(node),) for key, node in zip(keys, nodes, strict=False)}
+        tree = grow(requests, owners, size)
+        costs = Costs(tree, Batch(tree, range(len(rows)), self._rates), NodeId(pool.node), self._model, self._rates)
+        decisions, _ = choose(costs, ship=time.monotonic() >= self._ship_from)
+        return self._carry_out(pool, tree, decisions, rows)
+
+    def _carry_out(self, pool: CachePool, tree: PrefixTree, decisions: Sequence[Decision], rows: Sequence[Row]) -> bool:
+        ship = any(decision.way is Way.SHIP for decision in decisions)
+        size = self._layout.segment_tokens
+        limits = [0] * len(rows)
+        for decision in decisions:
+            start, count = tree.starts[decision.sequence] // size, len(tree.sequences[decision.sequence].keys)
+            if decision.way is not Way.RECOMPUTE:
+                for number in decision.requests:
+                    limits[number] = start + count
+            if decision.way is Way.FETCH and ship:
+                # Fetched into this node's arena first: the view that is opened later uses the cached copy.
+                keys = tree.requests[decision.requests[0]].keys[: start + count]
+                with pool.match(keys) as lease:
+                    lease.fetch(start, start + count)
+        for row, limit, found in zip(rows, limits, tree.hit_tokens, strict=True):
+            row.limit, row.found = limit, found // size
+            self._counters.add(tokens_skipped=found - limit * size)
+        return ship

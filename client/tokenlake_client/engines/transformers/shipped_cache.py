@@ -1,0 +1,108 @@
+"""The cache of prompts whose known prefix stays on its node: it holds only the tokens behind the prefix.
+
+A row of the storage; all rows have the same number of columns::
+
+    0               before         start                 length     capacity
+    | not stored here | zeroed      | computed            | free     |
+    | padding, prefix | of this row | after the prefix    |          |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tokenlake.identity import SegmentKey
+from tokenlake_client.engines.common.pool import PrefixView
+from tokenlake_client.engines.transformers.cache import RoomyCache, RoomyLayer
+from tokenlake_client.engines.transformers.segment_copy import LayerPair
+
+__all__ = ["SharedPrefix", "ShippedCache", "ShippedLayer"]
+
+
+@dataclass(slots=True, eq=False)
+class SharedPrefix:
+    """Whole segments at the beginning of one or several rows. While there is a `view`, queries attend to them on their
+    nodes. After the view was lost, `local` holds their keys and values [1, heads, tokens, dim] per layer."""
+
+    tokens: list[int]
+    keys: Sequence[SegmentKey]
+    view: PrefixView | None
+    elsewhere: Sequence[str] = ()
+    """The nodes of the segments that lay on other nodes when the view was opened, one per segment."""
+    local: list[LayerPair] | None = None
+    loaded: int = 0
+    """The number of tokens of `local` that came from the pool; the others were computed."""
+
+
+class ShippedLayer(RoomyLayer):
+    """`keys` and `values` begin with column `before` of the padded rows. `get_seq_length` counts the columns before it
+    too."""
+
+    def __init__(self, keys: Any, values: Any, length: int, before: int) -> None:
+        """Takes ownership of the storage, whose first `length` columns are valid."""
+        super().__init__(keys, values, length)
+        self.before = before
+
+    def get_seq_length(self) -> int:
+        """The length with the columns that are not stored here."""
+        return int(self.before + self.keys.shape[-2])
+
+    def shorten(self, length: int) -> None:
+        """Drop the columns behind the first `length`, as `get_seq_length` counts them."""
+        keys, values = self._storage or (self.keys, self.values)
+        self._show(keys, values, length - self.before)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times."""
+        keys, values = (tensor.repeat_interleave(repeats, dim=0) for tensor in (self.keys, self.values))
+        self._show(keys, values, keys.shape[-2])
+
+
+class ShippedCache(RoomyCache):
+    """The layers of one batch, and the prefixes of its rows."""
+
+    def __init__(
+        self, layers: Sequence[ShippedLayer], prefixes: Sequence[tuple[SharedPrefix, list[int]]], starts: list[int]
+    ):
+        """`prefixes`: each with its rows, ascending. `starts`: the first stored column of each row."""
+        super().__init__(layers)
+        self.prefixes = list(prefixes)
+        self.starts = starts
+        self._before = layers[0].before
+        self._mask: tuple[tuple[int, int], Any] = ((0, 0), None)
+
+    def row(self, row: int, start: int = 0) -> list[LayerPair]:
+        """As `RoomyCache.row`; `start` is not before the row's first stored column."""
+        return super().row(row, start - self._before)
+
+    def shorten(self, length: int) -> None:
+        """Drop the columns behind the first `length`."""
+        for layer in self.layers:
+            layer.shorten(length)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times; the copies of a row follow each other."""
+        super().batch_repeat_interleave(repeats)
+        self.starts = [start for start in self.starts for _ in range(repeats)]
+        self.prefixes = [
+            (prefix, [row * repeats + copy for row in rows for copy in range(repeats)])
+            for prefix, rows in self.prefixes
+        ]
+
+    def mask(self, queries: int, columns: int, device: Any) -> Any:
+        """The stored columns that each of the last `queries` tokens sees: bool [rows, 1, queries, columns]. None for
+        causal attention over all columns."""
+        if all(start == self._before for start in self.starts):
+            return None
+        shape, mask = self._mask
+        if shape != (queries, columns) or mask.device != device:
+            column = torch.arange(columns, device=device)
+            first = torch.tensor(self.starts, device=device)[:, None, None, None] - self._before
+            last = torch.arange(columns - queries, columns, device=device)[:, None]
+            mask = (column >= first) & (column <= last)
+            self._mask = ((queries, columns), mask)
+        return mask

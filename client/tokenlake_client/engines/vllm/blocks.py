@@ -1,0 +1,112 @@
+"""vLLM's paged cache as keys and values: the table of known memory layouts.
+
+vLLM gives each layer a tensor [blocks, KV heads, tokens, 2 * head dim] for every order in memory: NHD and HND differ in
+the strides only. The contents of the last two dimensions depend on the attention backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tokenlake.errors import LayoutRefused
+from tokenlake_client.engines.common.slots import LayerPair
+
+__all__ = ["BLOCK_VIEWS", "PagedLayers", "block_views", "check_tensors", "stack_layers"]
+
+BlockViews = Callable[[Any], LayerPair]
+"""A function from one block of some layers, [layers, KV heads, tokens, 2 * head dim], to views (keys, values), each
+[layers, KV heads, tokens, head dim]."""
+
+
+def _side_by_side(block: Any) -> LayerPair:
+    """FlashAttention and FlashInfer: the key of each token is followed by its value."""
+    keys, values = block.chunk(2, dim=-1)
+    return keys, values
+
+
+def _transposed_keys(block: Any) -> LayerPair:
+    """vLLM's CPU kernels: for each head all keys as [head dim, tokens], then all values as [tokens, head dim]."""
+    *outer, tokens, width = block.shape
+    halves = block.view(*outer, 2, tokens * width // 2)
+    keys = halves[..., 0, :].unflatten(-1, (width // 2, tokens)).transpose(-1, -2)
+    return keys, halves[..., 1, :].unflatten(-1, (tokens, width // 2))
+
+
+BLOCK_VIEWS: dict[str, BlockViews] = {
+    "CPU_ATTN/vec": _transposed_keys,
+    "CPU_ATTN/vec16": _transposed_keys,
+    "FLASH_ATTN": _side_by_side,
+    "FLASHINFER": _side_by_side,
+}
+"""By attention backend; on a CPU also by instruction set, because the kernels pack the cache differently."""
+
+
+def block_views(backend: str) -> BlockViews:
+    """The function for an attention backend. Raises `LayoutRefused` that names a backend with an unknown layout."""
+    if backend not in BLOCK_VIEWS:
+        raise LayoutRefused(
+            f"attention backend {backend!r} keeps its cache in an unknown layout; known: {', '.join(BLOCK_VIEWS)}"
+        )
+    return BLOCK_VIEWS[backend]
+
+
+class PagedLayers:
+    """Consecutive layers of the cache as one tensor."""
+
+    def __init__(self, tensor: Any, first: int, blocks: int, views: BlockViews) -> None:
+        """`tensor`: [layers, kernel blocks, KV heads, tokens, 2 * head dim], of the layers from `first` on. `blocks`:
+        the number of blocks as the scheduler counts them; a kernel may divide each into several kernel blocks."""
+        self.tensor = tensor
+        self.layers = slice(first, first + tensor.shape[0])
+        self.parts = tensor.shape[1] // blocks
+        """Kernel blocks per block."""
+        self.part_tokens = int(tensor.shape[3])
+        self._views = views
+
+    def block(self, number: int) -> list[LayerPair]:
+        """Views (keys, values) of block `number`, one per kernel block, each [layers, KV heads, tokens, head dim]."""
+        start = number * self.parts
+        return [self._views(self.tensor[:, at]) for at in range(start, start + self.parts)]
+
+
+def stack_layers(tensors: Sequence[Any], blocks: int, views: BlockViews) -> list[PagedLayers]:
+    """Combine the tensors of the layers: tensors at equal distances in one allocation become one view, so that one
+    operation copies all of them."""
+    stacks: list[list[Any]] = []
+    for tensor in tensors:
+        stack = stacks[-1] if stacks else None
+        if stack is not None and _continues(stack, tensor):
+            stack.append(tensor)
+        else:
+            stacks.append([tensor])
+    paged, first = [], 0
+    for stack in stacks:
+        head = stack[0]
+        distance = stack[1].storage_offset() - head.storage_offset() if len(stack) > 1 else 0
+        whole = head.as_strided((len(stack), *head.shape), (distance, *head.stride()), head.storage_offset())
+        paged.append(PagedLayers(whole, first, blocks, views))
+        first += len(stack)
+    return paged
+
+
+def _continues(stack: list[Any], tensor: Any) -> bool:
+    last = stack[-1]
+    if tensor.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
+        return False
+    if tensor.shape != last.shape or tensor.stride() != last.stride():
+        return False
+    distance = tensor.storage_offset() - last.storage_offset()
+    return distance > 0 and (len(stack) == 1 or distance == last.storage_offset() - stack[-2].storage_offset())
+
+
+def check_tensors(tensors: Mapping[str, Any], heads: int, width: int, dtype: Any, blocks: int) -> list[str]:
+    """The names of the layers in order. Raises `LayoutRefused` for a tensor of another shape or dtype than expected."""
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        if len(shape) != 4 or shape[1] != heads or shape[3] != width or shape[0] % blocks or tensor.dtype != dtype:
+            raise LayoutRefused(
+                f"the cache of {name} is {shape} of {tensor.dtype}; "
+                f"expected [a multiple of {blocks}, {heads}, tokens, {width}] of {dtype}"
+            )
+    return list(tensors)

@@ -1,0 +1,189 @@
+"""The cost of loading against the cost of computing, both as measured while the engine serves. Imports no engine.
+
+vLLM computes the end of a prompt, not its middle, so a load covers the hit up to the end of one of its segments::
+
+    0      local      stop                 hit           total
+    |------|------------|-------------------|--------------|
+    | vLLM | loaded     | found, not loaded | computed     |
+           |  seconds of loading            |
+                        |    seconds of prefill            |   the stop with the smallest sum is chosen
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from tokenlake.identity import NodeId
+from tokenlake.planner import PrefillFit, Rates, TransferFit
+from tokenlake.planner.fits import ENOUGH
+from tokenlake_client.engines.vllm.step_plan import LoadTime
+
+__all__ = ["LOCAL", "MAX_STEPS", "RETRY_S", "LoadCosts", "PrefillSteps", "StepPart"]
+
+LOCAL = ""
+"""Stands for the name of this node."""
+RETRY_S = 60.0
+"""After this time without a load from a source, one hit is loaded from it whatever the prediction says: it may have
+become faster."""
+FAR = 2.0
+"""A sample this many times above or below the prediction is a surprise."""
+MAX_STEPS = 16
+"""The number of steps whose time is awaited; older ones are forgotten."""
+
+
+class LoadCosts:
+    """Predicts the time of loads and prefills, and chooses how much of a hit is loaded. Not thread-safe."""
+
+    def __init__(self, rates: Rates, segment_tokens: int, segment_bytes: int, clock: Callable[[], float]) -> None:
+        """Adds the measured loads to `rates`."""
+        self._rates = rates
+        self._segment = segment_tokens
+        self._bytes = segment_bytes
+        self._clock = clock
+        self._tried: dict[str, float] = {}
+        """By source, when a hit was last loaded whatever the prediction said. One entry per node at most."""
+        self._surprises: dict[str, int] = {}
+        """By source, the number of surprises in a row."""
+
+    def cheapest_stop(self, owners: Sequence[str], start: int, until: int, total: int) -> int:
+        """The token up to which tokens [start, until) of a prompt of `total` tokens are loaded; `start` where no load
+        pays. `owners`: the node of each segment of the hit, or `LOCAL`.
+
+        Returns `until` while the time of a prefill is not known. A source with too few samples is predicted to take no
+        time, so that it is used and measured.
+        """
+        first, last = start // self._segment, -(-until // self._segment)
+        needed = owners[first:last]
+        if not needed or not self._rates.prefill.known:
+            return until
+        stop = self._search(needed, start, until, total, self._rates.prefill)
+        return until if stop < until and self._retry(needed) else stop
+
+    def prefill_s(self, total: int, local: int) -> float | None:
+        """The predicted time to compute a prompt behind its first `local` tokens; None while it is not known."""
+        fit = self._rates.prefill
+        return fit.seconds(total - local, local) if fit.known else None
+
+    def pays(self, total: int) -> bool:
+        """Is a load of all segments of a prompt, from the slowest known node, faster than computing them? Requires that
+        `prefill_s` is known."""
+        until = total - total % self._segment
+        nbytes = until // self._segment * self._bytes
+        begin, byte_s = self._coefficients(LOCAL)
+        prefill = self._rates.prefill
+        load_s = begin + byte_s * nbytes + self._rates.slowest_fetch_s(nbytes)
+        return load_s <= prefill.seconds(total, 0) - prefill.seconds(total - until, until)
+
+    def add_load(self, owners: Sequence[str], time: LoadTime) -> None:
+        """Add a load of segments from these nodes.
+
+        A load that lost segments counts only if that makes its nodes slower than predicted: it was ended by its
+        deadline, and nodes that are always too slow would otherwise have no samples. Its time is extrapolated by the
+        ratio of all segments to the fetched ones plus one.
+        """
+        now = self._clock()
+        remote = {owner: count * self._bytes for owner, count in Counter(owners).items() if owner != LOCAL}
+        if not time.lost:
+            self._add(LOCAL, len(owners) * self._bytes, time.copy_s + (0.0 if remote else time.fetch_s), now)
+        # All nodes sent at the same time. The time is divided in proportion to the predictions.
+        expected = {owner: self._fit(owner).seconds(part) + 1e-12 * part for owner, part in remote.items()}
+        fetch_s = time.fetch_s * len(owners) / min(len(owners), len(owners) - time.lost + 1)
+        ratio = fetch_s / sum(expected.values()) if remote else 0.0
+        if not time.lost or ratio > 1:
+            for owner, part in remote.items():
+                self._add(owner, part, ratio * expected[owner], now)
+
+    def _search(self, owners: Sequence[str], start: int, until: int, total: int, prefill: PrefillFit) -> int:
+        best, least = start, prefill.seconds(total - start, start)
+        seconds, copy_byte_s = self._coefficients(LOCAL)
+        byte_s = {LOCAL: copy_byte_s}
+        for index, owner in enumerate(owners, start // self._segment):
+            if owner not in byte_s:
+                begin, fetch_byte_s = self._coefficients(owner)
+                seconds += begin
+                byte_s[owner] = fetch_byte_s + copy_byte_s
+            seconds += byte_s[owner] * self._bytes
+            stop = min((index + 1) * self._segment, until)
+            cost = seconds + prefill.seconds(total - stop, stop)
+            if cost <= least:
+                best, least = stop, cost
+        return best
+
+    def _fit(self, source: str) -> TransferFit:
+        return self._rates.copy if source == LOCAL else self._rates.peer(NodeId(source)).fetch
+
+    def _coefficients(self, source: str) -> tuple[float, float]:
+        """Seconds to begin, and seconds per byte; zeros for a source with too few samples."""
+        fit = self._fit(source)
+        if not fit.known:
+            return 0.0, 0.0
+        begin, per_byte = fit.coefficients
+        return begin, per_byte
+
+    def _add(self, source: str, nbytes: int, seconds: float, now: float) -> None:
+        """Add a sample. After a change of the source its old samples would dominate for a long time. They are forgotten
+        when the first sample after `RETRY_S` is far below the prediction, or `ENOUGH` samples in a row are surprises.
+        """
+        fit = self._fit(source)
+        expected, age = fit.seconds(nbytes), fit.age(now)
+        if age is not None and age > RETRY_S and seconds < expected / FAR:
+            fit.forget()
+        fit.add(nbytes, seconds, now)
+        surprise = not expected / FAR <= seconds <= expected * FAR
+        self._surprises[source] = self._surprises.get(source, 0) + 1 if surprise else 0
+        if self._surprises[source] >= ENOUGH:
+            fit.forget(keep=ENOUGH)
+            self._surprises[source] = 0
+
+    def _retry(self, owners: Sequence[str]) -> bool:
+        """Has one of the sources been neither used nor retried for `RETRY_S`? Records the retry."""
+        now = self._clock()
+        found = False
+        for source in {LOCAL: None, **dict.fromkeys(owners)}:
+            age = self._fit(source).age(now)
+            if age is not None and age > RETRY_S and now - self._tried.get(source, -math.inf) > RETRY_S:
+                self._tried[source] = now
+                found = True
+        return found
+
+
+class StepPart(Protocol):
+    """The tokens of one request in a step."""
+
+    @property
+    def new(self) -> int:
+        """The tokens that the step computes."""
+        ...
+
+    @property
+    def computed(self) -> int:
+        """The tokens that are computed before the step."""
+        ...
+
+
+class PrefillSteps:
+    """Chooses the steps that are samples of the prefill time: at least half of their tokens belong to prompts. A
+    request that decodes in such a step counts as a prefill of one token, because all terms of the fit are sums over the
+    requests of a step. For the scheduler's thread."""
+
+    def __init__(self, fit: PrefillFit, clock: Callable[[], float]) -> None:
+        self._fit = fit
+        self._clock = clock
+        self._steps: dict[int, list[tuple[int, int]]] = {}
+
+    def begin(self, step: int, parts: Sequence[StepPart]) -> None:
+        """`step` computes these parts, one per request."""
+        prompts = sum(part.new for part in parts if part.new > 1)
+        if prompts and 2 * prompts >= sum(part.new for part in parts):
+            self._steps[step] = [(part.new, part.computed) for part in parts]
+            if len(self._steps) > MAX_STEPS:
+                del self._steps[next(iter(self._steps))]
+
+    def end(self, step: int, seconds: float) -> None:
+        """`step` took this long. Only the first time reported for a step counts."""
+        parts = self._steps.pop(step, None)
+        if parts is not None:
+            self._fit.add_step(parts, seconds, self._clock())

@@ -1,0 +1,85 @@
+"""The loads that the ranks execute, from the promise to vLLM until they end. Imports no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from tokenlake_client.engines.vllm.pool import MatchedLease
+from tokenlake_client.engines.vllm.step_plan import LoadPlan, LoadTime
+
+__all__ = ["ScheduledLoads"]
+
+
+@dataclass(slots=True)
+class _Load:
+    plan: LoadPlan
+    lease: MatchedLease | None
+    owners: tuple[str, ...]
+    step: int = 0
+    """The step in which the ranks get the plan; 0 before that."""
+    time: LoadTime | None = None
+    """The time on the slowest rank so far."""
+
+
+class ScheduledLoads:
+    """At most one load per request. Owns the leases of the loads. For the scheduler's thread."""
+
+    def __init__(self, measured: Callable[[tuple[str, ...], LoadTime], None]) -> None:
+        """`measured` is called with the nodes of a load's segments and the time it took."""
+        self._measured = measured
+        self._loads: dict[str, _Load] = {}
+
+    def __len__(self) -> int:
+        """The number of loads that have not ended."""
+        return len(self._loads)
+
+    def __contains__(self, request: str) -> bool:
+        return request in self._loads
+
+    def add(self, plan: LoadPlan, lease: MatchedLease | None = None, owners: tuple[str, ...] = ()) -> None:
+        """Add a load that was promised to vLLM. `lease` is released when the load ends. `owners`: the node of each
+        segment that the load reads."""
+        # A request that lost its blocks in the step that loaded them returns before the outcome of that step.
+        self.end(plan.request)
+        self._loads[plan.request] = _Load(plan, lease, owners)
+
+    def hand_out(self, step: int) -> tuple[LoadPlan, ...]:
+        """The plans that the ranks do not have yet; they get them in `step`."""
+        new = [load for load in self._loads.values() if not load.step]
+        for load in new:
+            load.step = step
+        return tuple(load.plan for load in new)
+
+    def add_times(self, times: Mapping[str, LoadTime]) -> None:
+        """Record the ranks' measurements, by request."""
+        for request, time in times.items():
+            load = self._loads.get(request)
+            if load is not None:
+                load.time = time if load.time is None else time.slower(load.time)
+
+    def fail(self, blocks: set[int]) -> list[str]:
+        """The requests whose loads were to fill one of these `blocks`, which were not filled."""
+        failed = {name: load for name, load in self._loads.items() if not blocks.isdisjoint(load.plan.blocks)}
+        for load in failed.values():
+            if load.time is not None:
+                load.time = replace(load.time, lost=max(1, load.time.lost))
+        return list(failed)
+
+    def end(self, request: str) -> None:
+        """Release the lease of the load of `request`, if there is one."""
+        load = self._loads.pop(request, None)
+        if load is not None and load.lease is not None:
+            load.lease.release()
+            if load.time is not None:
+                self._measured(load.owners, load.time)
+
+    def end_until(self, step: int) -> None:
+        """End all loads that were handed out up to `step`."""
+        for request in [name for name, load in self._loads.items() if 0 < load.step <= step]:
+            self.end(request)
+
+    def close(self) -> None:
+        """Release all leases."""
+        for request in list(self._loads):
+            self.end(request)

@@ -1,0 +1,76 @@
+"""Copies the segments of a lease into vLLM's blocks, on a rank. Imports no engine."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenlake.identity import LeaseId
+from tokenlake_client.engines.vllm.pool import RankPool
+from tokenlake_client.engines.vllm.step_plan import LoadPlan, LoadTime
+
+__all__ = ["BlockWriter", "Loaded", "load_blocks"]
+
+WINDOW = 32
+"""The number of segments that are fetched at a time; their arrays keep them leased until they are copied."""
+
+
+class BlockWriter(Protocol):
+    """Copies segments from slots into blocks."""
+
+    def from_slot(self, slot: NDArray[np.uint8], blocks: Sequence[int], skip: int) -> None:
+        """Fill `blocks` with the tokens of the segment in `slot`, from token `skip` on."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until all copies of this thread are complete."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The outcome of one load."""
+
+    blocks: int
+    """The number of blocks that were filled, from the first on."""
+    time: LoadTime
+
+
+def load_blocks(pool: RankPool, plan: LoadPlan, copy: BlockWriter, segment: int, block: int) -> Loaded:
+    """Fill the blocks of `plan`; only the first of them if segments were lost or corrupt. Raises the errors of the
+    pool; the contents of the blocks are undefined then."""
+    began = time.perf_counter()
+    lease = pool.attach(LeaseId(plan.lease), request=plan.request)
+    first, last = plan.start // segment, -(-plan.stop // segment)
+    filled, fetched, fetch_s = 0, 0, 0.0
+    try:
+        if lease.incarnation == plan.incarnation:
+            for start in range(first, min(last, lease.hits), WINDOW):
+                stop = min(start + WINDOW, last, lease.hits)
+                fetch_began = time.perf_counter()
+                arrays = lease.fetch(start, stop)
+                fetch_s += time.perf_counter() - fetch_began
+                for index, array in enumerate(arrays, start):
+                    skip = max(0, plan.start - index * segment)
+                    count = (min(plan.stop, (index + 1) * segment) - max(plan.start, index * segment)) // block
+                    copy.from_slot(array, plan.blocks[filled : filled + count], skip)
+                    filled += count
+                copy.finish()
+                fetched += len(arrays)
+                if len(arrays) < stop - start:
+                    break
+    except BaseException:
+        # Copies under way still read slots and write blocks, which are about to be given to other requests.
+        with contextlib.suppress(Exception):
+            copy.finish()
+        raise
+    finally:
+        lease.release()
+    copy_s = time.perf_counter() - began - fetch_s
+    return Loaded(filled, LoadTime(fetch_s, copy_s, lost=last - first - fetched))

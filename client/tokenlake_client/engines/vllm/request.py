@@ -1,0 +1,239 @@
+"""A request as the scheduler's side knows it, from its arrival to its end. Imports no engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from tokenlake.hints import Hints, Outlook
+from tokenlake.identity import SegmentKey
+from tokenlake.keys import Prefix
+from tokenlake_client.engines.vllm.lookup import Lookup
+from tokenlake_client.engines.vllm.pool import SchedulerPool
+
+__all__ = [
+    "HINTS_KEY",
+    "EngineRequest",
+    "RequestEnd",
+    "RequestState",
+    "SavedTokens",
+    "ScheduledPart",
+    "end_of",
+    "hints_of",
+    "loadable_segments",
+    "loadable_until",
+]
+
+HINTS_KEY = "tokenlake"
+"""The key of a request's hints in vLLM's `kv_transfer_params`."""
+_STOP_REASONS = {
+    "FINISHED_STOPPED": "stop",
+    "FINISHED_LENGTH_CAPPED": "length",
+    "FINISHED_REPETITION": "repetition",
+    "FINISHED_ABORTED": "abort",
+}
+_OUTLOOKS = {outlook.name.lower(): outlook for outlook in Outlook}
+_HINT_FIELDS = {"outlook": str, "category": str, "priority": int, "ttl_s": int | float}
+
+
+class EngineRequest(Protocol):
+    """The part of vLLM's `Request` that is used."""
+
+    request_id: str
+    num_computed_tokens: int
+    cache_salt: str | None
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of known tokens: the prompt and the sampled tokens."""
+        ...
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """The known tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledPart:
+    """The part of a step that belongs to one request."""
+
+    request: str
+    computed: int
+    """Tokens that are computed before the step."""
+    new: int
+    """Tokens that the step computes."""
+    blocks: Sequence[int]
+    """The blocks that the request was given for this step; with `whole`, all its blocks, shared ones first."""
+    whole: bool
+
+
+@dataclass(slots=True)
+class RequestState:
+    """The state of one request. The scheduler's side owns it."""
+
+    request: EngineRequest
+    saved: SavedTokens
+    hints: Hints | None = None
+    """The hints that came with the request."""
+    weights: str | None = None
+    """The digest of weights that were changed in place, for the keys; None: the layout's digest."""
+    prefix: Prefix | None = None
+    incarnation: int = 0
+    """The incarnation of the daemon whose secret `prefix` was hashed with."""
+    lookup: Lookup | None = None
+    placed: bool = False
+    """The request has blocks. If vLLM asks for matched tokens again, the request lost them and begins anew."""
+    may_store: bool = True
+    """False: the weights changed after the request got its blocks, so they may hold cache of two versions."""
+    may_load: bool = True
+    """False: a lookup was late or a load failed; the request does not use the pool again."""
+    local: int = 0
+    """Tokens in vLLM's own cache, at the last lookup."""
+    skipped: int = 0
+    """Tokens that the pool has and that are faster to compute than to load, at the last lookup."""
+    gap: int | None = None
+    """The first segment that this engine computes and other engines wait for; None: there is none."""
+    marker_s: float = 0.0
+    """How long the in-flight markers behind `gap` are to last, if the prompt takes several steps; 0: they are set, or
+    are not needed."""
+
+    def keys(self, pool: SchedulerPool, salt: str | None) -> Sequence[SegmentKey]:
+        """The keys of all full segments of the known tokens. Hashes only tokens that were not hashed before, or all of
+        them for another daemon, which may have another secret. `salt`: the engine's."""
+        if self.prefix is None or self.incarnation != pool.incarnation:
+            self.prefix = pool.prefix(salt=_joined(salt, self.request.cache_salt), weights_digest=self.weights)
+            self.incarnation = pool.incarnation
+        known = self.prefix.tokens
+        if known < self.request.num_tokens:
+            self.prefix.extend(self.request.all_token_ids[known : self.request.num_tokens])
+        return self.prefix.keys
+
+    def drop_lookup(self) -> None:
+        """Give back what the lookup found or will find."""
+        if self.lookup is not None:
+            self.lookup.drop()
+            self.lookup = None
+
+
+class SavedTokens:
+    """The segments of one request that were handed out to be stored, and those that may be next.
+
+    A segment may be stored once all its tokens are computed from a correct prefix. A step that waits for loads may turn
+    out to have computed from blocks that were never filled, for every request that shares these blocks. While such a
+    step is under way, only tokens are stored that an earlier step computed, whose outcome is known::
+
+        0      saved     confirmed          end of this step
+        |--------|-----------|---------------------|
+                 | store now | store once the outcome of the steps is known
+    """
+
+    def __init__(self, segment_tokens: int) -> None:
+        self._segment = segment_tokens
+        self.segments = 0
+        """Segments that were handed out."""
+        self._confirmed = 0
+        self._steps: deque[tuple[int, int]] = deque()
+        """(step, computed tokens at its end) of the steps whose outcome is not known."""
+
+    def add_step(self, step: int, computed: int) -> None:
+        """At the end of `step`, `computed` tokens of the request are computed."""
+        self._steps.append((step, computed))
+
+    def confirm(self, step: int) -> None:
+        """No load failed in the steps up to `step`."""
+        while self._steps and self._steps[0][0] <= step:
+            self._confirmed = self._steps.popleft()[1]
+
+    def void(self) -> None:
+        """A load failed: the outcome of the steps under way is unknown, and loaded segments may have to be stored
+        again."""
+        self._steps.clear()
+        self.segments = 0
+
+    def restart(self) -> None:
+        """The request lost its blocks and begins again."""
+        self._steps.clear()
+        self._confirmed = 0
+
+    def take(self, known: int, *, certain: bool) -> range:
+        """The segments to store now, of a request whose first `known` tokens are known. They count as handed out
+        afterwards. `certain`: no step that waits for loads is under way."""
+        computed = self._steps[-1][1] if certain and self._steps else self._confirmed
+        end = max(min(computed, known) // self._segment, self.segments)
+        segments = range(self.segments, end)
+        self.segments = end
+        return segments
+
+
+class RequestEnd(NamedTuple):
+    """The end of a request."""
+
+    complete: bool
+    """The request was not aborted: all its tokens but the last are computed."""
+    stop_reason: str = ""
+    """As in `tokenlake.hints`; empty if the request was refused."""
+    output_tokens: int = -1
+    """The length of the answer; -1: unknown."""
+
+
+def end_of(status: str, output_tokens: int) -> RequestEnd:
+    """The end of a request with vLLM's `status` and this length of its answer."""
+    reason = _STOP_REASONS.get(status, "")
+    return RequestEnd(reason in ("stop", "length"), reason, output_tokens if reason else -1)
+
+
+def loadable_until(hits: int, total: int, segment: int, block: int) -> int:
+    """The end of a load of the first `hits` segments of a request of `total` tokens. It is a multiple of the block
+    size, and leaves at least one token to compute, because vLLM needs its logits::
+
+        0      local hit            hits * segment      total
+        |------|---------------------|------------------|
+        | vLLM | loaded from the pool| computed         |
+               ^ a multiple of the block size, which may lie within a segment
+    """
+    return max(0, min(hits * segment, (total - 1) // block * block))
+
+
+def loadable_segments(total: int, segment: int, block: int) -> int:
+    """The number of segments, from the first on, that a load could use at most."""
+    return -(-loadable_until(total // segment, total, segment, block) // segment)
+
+
+def hints_of(params: Mapping[str, Any] | None) -> Hints | None:
+    """The hints in a request's `kv_transfer_params`; None without hints::
+
+        {"tokenlake": {"outlook": "goes_on", "category": "agent", "priority": 1, "ttl_s": 600}}
+
+    Raises `ValueError` that names an unknown or invalid field.
+    """
+    fields = (params or {}).get(HINTS_KEY)
+    if fields is None:
+        return None
+    known = ", ".join(_HINT_FIELDS)
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"field {HINTS_KEY!r} of kv_transfer_params must be an object with the fields {known}")
+    for name, value in fields.items():
+        if name not in _HINT_FIELDS:
+            raise ValueError(
+                f"field {HINTS_KEY!r} of kv_transfer_params has the unknown field {name!r}; known: {known}"
+            )
+        if not isinstance(value, _HINT_FIELDS[name]) or isinstance(value, bool):
+            raise ValueError(f"field {name!r} of {HINTS_KEY!r} in kv_transfer_params is {value!r}")
+    outlook = fields.get("outlook", "unknown")
+    if outlook not in _OUTLOOKS:
+        raise ValueError(
+            f"field 'outlook' of {HINTS_KEY!r} in kv_transfer_params is {outlook!r}; expected one of "
+            f"{', '.join(_OUTLOOKS)}"
+        )
+    others = {name: value for name, value in fields.items() if name != "outlook"}
+    return Hints(_OUTLOOKS[outlook], **others)
+
+
+def _joined(ours: str | None, theirs: str | None) -> str | None:
+    """One salt from the engine's and the request's. Different pairs give different salts."""
+    if ours is None or theirs is None:
+        return theirs if ours is None else ours
+    return f"{len(ours)}:{ours}{theirs}"

@@ -1,0 +1,142 @@
+"""Stores segments from vLLM's blocks, on a rank, behind the steps. Imports no engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenlake.wire import Code
+from tokenlake_client.engines.common.background import BackgroundQueue
+from tokenlake_client.engines.common.counters import Counters
+from tokenlake_client.engines.vllm.counters import Counts
+from tokenlake_client.engines.vllm.step_plan import SavePlan
+
+__all__ = ["BlockReader", "SaveWriter"]
+
+
+class BlockReader(Protocol):
+    """Copies segments from blocks into slots."""
+
+    def to_slot(self, slot: NDArray[np.uint8], blocks: Sequence[int]) -> None:
+        """Fill this rank's shards of `slot` with the segment in `blocks`. The copy is complete on return."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    plan: SavePlan
+    pool: Callable[[], Any]
+    ready: Callable[[], None]
+
+
+class _BlocksTaken(Exception):
+    """vLLM handed the blocks of the job out again."""
+
+
+class SaveWriter:
+    """Executes save jobs in their order. A job reads its blocks until it counts as `done`, or until `take_back` has
+    returned. One thread calls all methods; the jobs run in a thread of their own."""
+
+    def __init__(
+        self,
+        reader: BlockReader,
+        store: Callable[[Any, SavePlan, Callable[[int, NDArray[np.uint8]], None]], bytes],
+        counters: Counters[Counts],
+        report: Callable[[str, BaseException], None],
+        *,
+        tokens: int,
+        queue: int,
+    ) -> None:
+        """`store` stores the segments of a plan in a pool and returns a `Code` for each. `tokens`: of one segment.
+        `queue`: the largest number of jobs that wait."""
+        self._reader = reader
+        self._store = store
+        self._counters = counters
+        self._report = report
+        self._tokens = tokens
+        self._queue = BackgroundQueue(self._execute, "tokenlake-save", queue)
+        self._copying = threading.Lock()
+        """Held while one segment is copied out of its blocks."""
+        self._taken: frozenset[int] = frozenset()
+        """The unfinished jobs whose blocks were taken back. Written by the caller's thread only."""
+        self._last = 0
+        """The last job that was submitted or skipped."""
+
+    @property
+    def done(self) -> int:
+        """The jobs up to this one read no block any more."""
+        oldest = self._queue.oldest()
+        return oldest.plan.job - 1 if oldest is not None else self._last
+
+    def submit(self, plan: SavePlan, pool: Callable[[], Any], ready: Callable[[], None]) -> None:
+        """Store `plan` in the background. `pool` returns the pool or None, and may wait. `ready` returns once the
+        blocks hold the results of the step."""
+        self._last = max(self._last, plan.job)
+        if not self._queue.submit(_Task(plan, pool, ready)):
+            self._count_lost(plan)
+
+    def skip(self, job: int) -> None:
+        """This rank does not execute the jobs up to `job`."""
+        self._last = max(self._last, job)
+
+    def take_back(self, jobs: Sequence[int]) -> None:
+        """The blocks of these jobs are not read after this call. Waits for the copy of one segment at most."""
+        if not jobs:
+            return
+        done = self.done
+        self._taken = frozenset(job for job in self._taken.union(jobs) if job > done)
+        for task in self._queue.withdraw(lambda task: task.plan.job in jobs):
+            self._count_lost(task.plan)
+        with self._copying:
+            # The next copy sees that its blocks were taken.
+            pass
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until all jobs are done; False when `timeout` seconds were not enough."""
+        return self._queue.flush(timeout)
+
+    def close(self, timeout: float) -> None:
+        """Execute the waiting jobs, for at most `timeout` seconds, and end the thread."""
+        self._queue.close(timeout)
+
+    def _execute(self, task: _Task) -> None:
+        started = time.perf_counter()
+        try:
+            self._save(task)
+        except _BlocksTaken:
+            self._count_lost(task.plan)
+        except Exception as error:
+            self._count_lost(task.plan)
+            self._report("storing segments", error)
+        self._counters.add(save_seconds=time.perf_counter() - started)
+
+    def _save(self, task: _Task) -> None:
+        pool = task.pool()
+        if pool is None:
+            self._count_lost(task.plan)
+            return
+        task.ready()
+        plan = task.plan
+        per_segment = len(plan.blocks) // len(plan.keys)
+
+        def fill(index: int, slot: NDArray[np.uint8]) -> None:
+            with self._copying:
+                if plan.job in self._taken:
+                    raise _BlocksTaken
+                self._reader.to_slot(slot, plan.blocks[index * per_segment : (index + 1) * per_segment])
+
+        codes = self._store(pool, plan, fill)
+        stored = sum(code in (Code.COMMITTED, Code.RESERVED) for code in codes)
+        self._counters.add(tokens_stored=stored * self._tokens, tokens_not_stored=(len(codes) - stored) * self._tokens)
+        refused = [key for key, code in zip(plan.keys, codes, strict=False) if plan.marked and Code(code).refused]
+        if refused:
+            pool.claim(refused, 0.0)
+
+    def _count_lost(self, plan: SavePlan) -> None:
+        self._counters.add(tokens_not_stored=len(plan.keys) * self._tokens)

@@ -1,0 +1,76 @@
+"""A rank's connection to the session that the scheduler's side opened. Imports no engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from tokenlake_client.engines.vllm.pool import RankPool
+
+__all__ = ["RankSession"]
+
+WAIT_S = 0.05
+"""How long a step waits for the attempt to join a session. The attempt continues in the background."""
+RETRY_S = 1.0
+"""The pause between attempts to join one session."""
+
+P = TypeVar("P", bound=RankPool)
+
+
+class RankSession(Generic[P]):
+    """Joins the session that the plan of a step names, and leaves the previous one. Thread-safe."""
+
+    def __init__(self, join: Callable[[int], P], report: Callable[[str, BaseException], None]) -> None:
+        """`join` opens a connection in a session. `report` is called with the operation that failed and its error."""
+        self._join = join
+        self._report = report
+        self._lock = threading.Lock()
+        self._pool: P | None = None
+        self._attempt: threading.Thread | None = None
+        self._failed: tuple[int, int] | None = None
+        self._retry_at = 0.0
+        self._closed = False
+
+    def get(self, session: int, incarnation: int, wait_s: float = WAIT_S) -> P | None:
+        """The connection in `session` of the daemon with this incarnation; None where there is none within `wait_s`
+        seconds."""
+        target = (session, incarnation)
+        with self._lock:
+            if not session or self._closed:
+                return None
+            if self._pool is not None and (self._pool.session, self._pool.incarnation) == target:
+                return self._pool
+            if self._failed == target and time.monotonic() < self._retry_at:
+                return None
+            attempt = self._attempt
+            if attempt is None or not attempt.is_alive():
+                attempt = threading.Thread(target=self._try, args=(target,), name="tokenlake-join", daemon=True)
+                self._attempt = attempt
+                attempt.start()
+        attempt.join(wait_s)
+        with self._lock:
+            pool = self._pool
+            return pool if pool is not None and (pool.session, pool.incarnation) == target else None
+
+    def close(self) -> None:
+        """Leave the session."""
+        with self._lock:
+            self._closed = True
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+    def _try(self, target: tuple[int, int]) -> None:
+        try:
+            pool = self._join(target[0])
+        except Exception as error:
+            self._report("joining the scheduler's session", error)
+            with self._lock:
+                self._failed, self._retry_at = target, time.monotonic() + RETRY_S
+            return
+        with self._lock:
+            previous, self._pool = (pool, None) if self._closed else (self._pool, pool)
+        if previous is not None:
+            previous.close()

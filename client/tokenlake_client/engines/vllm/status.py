@@ -1,0 +1,69 @@
+"""The state of the connection to the pool: each change is logged once. Imports no engine."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from typing import Protocol
+
+__all__ = ["PoolStatus"]
+
+
+class StatusPool(Protocol):
+    """The part of `tokenlake_client.pool.Pool` that is used."""
+
+    @property
+    def socket(self) -> object:
+        """The path of the daemon's socket."""
+        ...
+
+    @property
+    def node(self) -> str:
+        """The name of the daemon's node."""
+        ...
+
+    @property
+    def connected(self) -> bool:
+        """Does the connection exist, as far as is known?"""
+        ...
+
+
+class _State(enum.Enum):
+    NEVER_CONNECTED = enum.auto()
+    CONNECTED = enum.auto()
+    SILENT = enum.auto()
+    LOST = enum.auto()
+
+
+class PoolStatus:
+    """Compares the connection with its state at the previous call. For the scheduler's thread."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._state = _State.NEVER_CONNECTED
+
+    def update(self, pool: StatusPool | None, *, silent: bool) -> None:
+        """Log the state if it has changed. `pool`: the connection, None before the first one. `silent`: the daemon owes
+        an answer that is overdue."""
+        state = _state_of(pool, silent=silent)
+        if pool is None or state is self._state:
+            return
+        previous, self._state = self._state, state
+        if state is _State.LOST:
+            self._logger.warning("TokenLake: lost the daemon at %s; serving without the pool", pool.socket)
+        elif state is _State.SILENT:
+            self._logger.warning(
+                "TokenLake: the daemon at %s does not answer; serving without the pool until it does", pool.socket
+            )
+        elif previous is _State.NEVER_CONNECTED:
+            self._logger.info("TokenLake: connected to the pool: node %s at %s", pool.node, pool.socket)
+        else:
+            self._logger.info("TokenLake: the daemon at %s is back; using the pool again", pool.socket)
+
+
+def _state_of(pool: StatusPool | None, *, silent: bool) -> _State:
+    if pool is None:
+        return _State.NEVER_CONNECTED
+    if not pool.connected:
+        return _State.LOST
+    return _State.SILENT if silent else _State.CONNECTED

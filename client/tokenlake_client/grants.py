@@ -1,0 +1,390 @@
+"""The leases and writes that the daemon has granted to this process, and when a grant is given back.
+
+Leases, writes and the garbage collector call this module at any time, from any thread. `sweep` sends the messages that
+give grants back, when a thread uses the connection anyway.
+
+The daemon counts one owner of a grant per process. Several objects of this process may hold the same lease or write:
+an item is given back when the last of them has given it up. While the reply to an `Attach` is on its way, no item that
+the reply may grant again is given back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenlake.errors import DeadlinePassed, Refused, TokenLakeError, Unreachable
+from tokenlake.identity import LeaseId, WriteId
+from tokenlake.wire import engine
+from tokenlake_client.link import Link
+
+__all__ = ["Grants", "LeaseHold"]
+
+log = logging.getLogger(__name__)
+
+END = (1 << 32) - 1
+"""Beyond the last item of every lease."""
+
+
+class LeaseHold:
+    """The items (segments) of a lease that one `Lease` object holds: each until it is released and no array over it is
+    alive. Guarded by the lock of `Grants`. It refers to nothing that keeps the pool alive."""
+
+    __slots__ = ("id", "link", "pins", "unreleased")
+
+    def __init__(self, lease: LeaseId, link: Link, items: int) -> None:
+        self.id = lease
+        self.link = link
+        """The link over which the lease was granted."""
+        self.pins = np.zeros(items, np.uint32)
+        """Per item: groups of arrays over it that are alive."""
+        self.unreleased = np.ones(items, np.bool_)
+
+    def held(self) -> NDArray[np.bool_]:
+        """Per item: it is unreleased or pinned."""
+        held: NDArray[np.bool_] = np.logical_or(self.unreleased, self.pins)
+        return held
+
+    def pin(self, start: int, stop: int) -> int:
+        """Pin the items from `start` to `stop`, or to the first released one. Returns where the pinned items end."""
+        unreleased = self.unreleased[start:stop]
+        if not unreleased.all():
+            stop = start + int(unreleased.argmin())
+        self.pins[start:stop] += 1
+        return stop
+
+    def release(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Release items. Returns, per item, whether this ended that the object holds it."""
+        free: NDArray[np.bool_] = self.unreleased[start:stop] & (self.pins[start:stop] == 0)
+        self.unreleased[start:stop] = False
+        return free
+
+    def unpin(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Unpin items. Returns, per item, whether this ended that the object holds it."""
+        self.pins[start:stop] -= 1
+        return ~self.held()[start:stop]
+
+
+class Grants:
+    """The grants of one pool. `lock` guards the link, `closed`, and all counts here and in the holds."""
+
+    def __init__(self, link: Link) -> None:
+        self.lock = threading.RLock()
+        self._link = link
+        self._closed = False
+        self._ended_pins: deque[tuple[LeaseHold, int, int]] = deque()
+        self._pins = 0
+        self._fillings = 0
+        self._leases: dict[int, list[LeaseHold]] = {}
+        self._writes: dict[int, int] = {}
+        """Number of objects that hold each write."""
+        self._abort_when_free: set[int] = set()
+        """Writes to abort when no object holds them any more."""
+        self._attaching: dict[int, tuple[int, bool]] = {}
+        """By number of the request, (lease or write, is it a write): attaches over the current link whose reply may
+        still arrive."""
+        self._releases: list[tuple[int, int, int]] = []
+        self._aborts: list[int] = []
+
+    @property
+    def link(self) -> Link:
+        """The current link."""
+        return self._link
+
+    @property
+    def closed(self) -> bool:
+        """The pool was closed: nothing is granted any more."""
+        return self._closed
+
+    @property
+    def accesses(self) -> int:
+        """Groups of arrays over leased slots that are alive, and writes whose slots may still be filled."""
+        with self.lock:
+            return self._pins + self._fillings
+
+    # -- the connection
+
+    def switch_to(self, link: Link) -> None:
+        """Use `link` from now on. Grants of another life are dropped: they ended with it."""
+        with self.lock:
+            if self._closed:
+                self._leave(link)
+                return
+            self._return_orphans()
+            self._attaching.clear()
+            if link.life != self._link.life:
+                self._leases.clear()
+                self._writes.clear()
+                self._abort_when_free.clear()
+                self._releases.clear()
+                self._aborts.clear()
+                self._pins = self._fillings = 0
+            with contextlib.suppress(TokenLakeError):
+                # The first message: the daemon takes back the grants of replies that were cut off.
+                link.channel.tell(engine.ReconcileGrants(tuple(self._leases), tuple(self._writes)))
+            previous, self._link = self._link, link
+            # A link and its regions refer to each other: without this the memory of a dead daemon stays mapped, and
+            # locked for a GPU where it was, until the garbage collector runs.
+            previous.forget()
+            # Messages that gave something back over the previous connection may not have arrived.
+            self._abort_when_free.intersection_update(self._writes)
+            for lease in self._leases:
+                self._release_unheld(lease)
+
+    def current(self, link: Link) -> Link:
+        """The current link, for a grant that was made over `link`. Raises `Unreachable` when the grant ended with its
+        daemon or session, or the pool was closed."""
+        current = self._link
+        if self._closed:
+            raise Unreachable("the pool was closed")
+        if link.incarnation != current.incarnation:
+            raise Unreachable("the daemon restarted; its leases and writes are gone")
+        if link.life != current.life:
+            raise Unreachable("the session ended with the connection; its leases and writes are gone")
+        return current
+
+    def close(self) -> None:
+        """Grant nothing any more and leave the daemon. While arrays are alive the daemon keeps their slots.
+        Idempotent."""
+        with self.lock:
+            if self._closed:
+                return
+            self.sweep()
+            self._closed = True
+            self._leave(self._link)
+
+    def close_unless_pinned(self) -> bool:
+        """Close and return True, unless arrays are alive that the garbage collector is about to collect."""
+        with self.lock:
+            self.sweep()
+            if self._pins:
+                return False
+            self.close()
+            return True
+
+    def _leave(self, link: Link) -> None:
+        if not self.accesses and not link.channel.broken:
+            try:
+                link.channel.tell(engine.Bye())
+            except TokenLakeError as error:
+                log.debug("Bye was not sent: %s", error)
+        link.forget()
+        link.channel.close()
+
+    def _is_current(self, link: Link) -> bool:
+        return not self._closed and link.life == self._link.life
+
+    # -- leases
+
+    def hold_lease(self, hold: LeaseHold) -> None:
+        """A lease was granted or attached to. Raises `Unreachable`."""
+        with self.lock:
+            if hold.id and self._is_current(hold.link):
+                self._check_over(hold.link)
+                self._leases.setdefault(hold.id, []).append(hold)
+
+    def _check_over(self, link: Link) -> None:
+        if link is not self._link:
+            # Another connection was opened after the grant, and its `Holds` did not name the grant.
+            raise Unreachable("the connection broke; the newest grant is given back")
+
+    def count_pin(self) -> None:
+        """Arrays over leased slots are about to be made. The caller holds `lock` and has just called `current`."""
+        self._pins += 1
+
+    def note_unpin(self, hold: LeaseHold, start: int, stop: int) -> None:
+        """The arrays of one pin are gone. For finalisers, which may run in the middle of any code: it only notes the
+        fact, and `sweep` does the rest."""
+        self._ended_pins.append((hold, start, stop))
+
+    def release(self, hold: LeaseHold, start: int, stop: int) -> None:
+        """Release items of `hold`; those that no array pins are given back. Never raises."""
+        with self.lock:
+            self._give_back(hold, start, hold.release(start, stop))
+        self.sweep()
+
+    def _give_back(self, hold: LeaseHold, start: int, free: NDArray[np.bool_]) -> None:
+        """`hold` does not hold the items from `start` on that `free` marks any more."""
+        if not hold.id or not self._is_current(hold.link):
+            return
+        others = self._leases.get(hold.id, [])
+        if not hold.held().any():
+            others = [other for other in others if other is not hold]
+            if others:
+                self._leases[hold.id] = others
+            else:
+                self._leases.pop(hold.id, None)
+        if self._is_attaching(hold.id):
+            return
+        for other in others:
+            if other is not hold:
+                free = free & ~other.held()[start : start + len(free)]
+        self._releases += [(hold.id, *span) for span in _ranges(start, free)]
+
+    # -- writes
+
+    def hold_write(self, link: Link, write: WriteId) -> None:
+        """An object that holds a write was made. Raises `Unreachable`."""
+        with self.lock:
+            if write and self._is_current(link):
+                self._check_over(link)
+                self._writes[write] = self._writes.get(write, 0) + 1
+
+    def begin_filling(self, link: Link, write: WriteId) -> None:
+        """As `hold_write`, and the caller is about to fill the slots of the write. Raises `Unreachable`."""
+        with self.lock:
+            self.current(link)
+            self._check_over(link)
+            self._fillings += 1
+            self.hold_write(link, write)
+
+    def end_filling(self, link: Link) -> None:
+        """The slots of a write are not filled any more."""
+        with self.lock:
+            if link.life == self._link.life:
+                self._fillings -= 1
+
+    def drop_write(self, link: Link, write: WriteId, *, abort: bool) -> None:
+        """An object holds a write no longer. `abort`: abort the write when no other object holds it."""
+        with self.lock:
+            if write and self._is_current(link):
+                left = self._writes.pop(write, 1) - 1
+                if left > 0:
+                    self._writes[write] = left
+                if abort:
+                    self._abort_when_free.add(write)
+                self._abort_if_free(write)
+        self.sweep()
+
+    def leave_write(self, link: Link, write: WriteId) -> None:
+        """Abort a write when no object holds it any more."""
+        with self.lock:
+            if write and self._is_current(link):
+                self._abort_when_free.add(write)
+                self._abort_if_free(write)
+        self.sweep()
+
+    def _abort_if_free(self, write: int) -> None:
+        if write in self._abort_when_free and write not in self._writes and not self._is_attaching(write):
+            self._abort_when_free.discard(write)
+            self._aborts.append(write)
+
+    # -- attaching
+
+    @contextlib.contextmanager
+    def attaching(self, grant: LeaseId | WriteId, *, write: bool) -> Iterator[tuple[Link, engine.EngineReply]]:
+        """Attach to a grant of another process of the session: yields the link and the reply, and the caller makes the
+        object that holds the grant inside the `with` block. What the reply grants and no object holds is given back,
+        also when the reply is late."""
+        self.sweep()
+        link = self._link
+        number = 0
+
+        def make(request: int) -> engine.Attach:
+            nonlocal number
+            with self.lock:
+                if self.current(link) is not link:
+                    raise Unreachable("the connection broke")
+                self._attaching[request] = (grant, write)
+                # Sent after the request, these messages would take back the grant of its reply.
+                self._releases = [release for release in self._releases if release[0] != grant]
+                self._aborts = [other for other in self._aborts if other != grant]
+            number = request
+            return engine.Attach(request, grant)
+
+        pending = link.channel.begin(make)
+        try:
+            reply = link.wait(pending, link.deadlines.store_s if write else None)
+            yield link, reply
+        except BaseException as error:
+            if not pending.done and not isinstance(error, DeadlinePassed):
+                link.channel.drop(pending)
+            raise
+        finally:
+            if pending.reply is not None or isinstance(pending.error, Refused):
+                self._answered(link, number)
+        self.sweep()
+
+    def _answered(self, link: Link, number: int) -> None:
+        with self.lock:
+            if link is self._link and number in self._attaching:
+                self._attached(*self._attaching.pop(number))
+
+    def _attached(self, grant: int, write: bool) -> None:
+        """The reply to an `Attach` has arrived or will never arrive: give back the items that it may have granted
+        and no object holds."""
+        if self._is_attaching(grant):
+            return
+        if write:
+            if grant not in self._writes:
+                self._abort_when_free.discard(grant)
+                self._aborts.append(grant)
+            return
+        self._release_unheld(grant)
+
+    def _release_unheld(self, lease: int) -> None:
+        holds = self._leases.get(lease)
+        if not holds:
+            self._releases.append((lease, 0, END))
+            return
+        free = ~np.logical_or.reduce([hold.held() for hold in holds])
+        self._releases += [(lease, *span) for span in _ranges(0, free)]
+
+    def _is_attaching(self, grant: int) -> bool:
+        return bool(self._attaching) and any(grant == other for other, _ in self._attaching.values())
+
+    # -- messages to the daemon
+
+    def sweep(self) -> None:
+        """Send the messages that give back the grants that no object holds. Never waits, never raises."""
+        with self.lock:
+            if self._closed:
+                return
+            self._unpin_ended()
+            self._return_orphans()
+            channel = self._link.channel
+            try:
+                while self._aborts:
+                    channel.tell(engine.Abort(self._aborts[-1]))
+                    self._aborts.pop()
+                if self._releases:
+                    channel.tell(engine.Release(tuple(self._releases)))
+                    self._releases.clear()
+            except TokenLakeError as error:
+                log.debug("not given back yet: %s", error)
+
+    def _unpin_ended(self) -> None:
+        while self._ended_pins:
+            hold, start, stop = self._ended_pins.popleft()
+            if hold.link.life == self._link.life:
+                self._pins -= 1
+            free = hold.unpin(start, stop)
+            if free.any():
+                self._give_back(hold, start, free)
+
+    def _return_orphans(self) -> None:
+        """Give back the grants of replies that no caller waits for any more."""
+        orphans = self._link.channel.orphans
+        while orphans:
+            reply = orphans.popleft()
+            attached = self._attaching.pop(reply.id, None)
+            if attached is not None:
+                self._attached(*attached)
+            elif isinstance(reply, engine.Matched) and reply.lease:
+                self._releases.append((reply.lease, 0, reply.hits))
+            elif isinstance(reply, engine.Prepared) and reply.write:
+                self._aborts.append(reply.write)
+
+
+def _ranges(start: int, marks: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """The marked items as half-open ranges; the first mark is that of item `start`."""
+    padded = np.zeros(len(marks) + 2, np.bool_)
+    padded[1:-1] = marks
+    edges = np.flatnonzero(padded[1:] != padded[:-1]) + start
+    return [(first, last) for first, last in edges.reshape(-1, 2).tolist()]

@@ -1,0 +1,124 @@
+"""Heartbeats to the daemon, and a new connection when the daemon went away: one thread per pool.
+
+The thread refers to the grants and not to the pool. It ends when the pool is closed, or when the pool and all its
+leases, writes and arrays are collected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+import weakref
+
+from tokenlake.errors import DeadlinePassed, ListenerUntrusted, Refused, TokenLakeError
+from tokenlake.identity import SessionId
+from tokenlake.wire import engine
+from tokenlake_client.grants import Grants
+from tokenlake_client.link import Connector, Link
+
+__all__ = ["HeartbeatThread", "PendingHeartbeat", "Wake"]
+
+log = logging.getLogger(__name__)
+
+RECONNECT_S = 0.2
+"""Between two attempts to reach a daemon that does not listen."""
+COLLECT_S = 0.05
+"""Between two checks whether arrays that are collected together with their pool are gone."""
+
+
+class Wake:
+    """Ends a wait of the thread. It may be called at any time, also by the garbage collector while the thread is in
+    `wait`."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def __call__(self) -> None:
+        self._queue.put(None)
+
+    def wait(self, limit_s: float) -> None:
+        """Wait for a call, at most `limit_s`."""
+        with contextlib.suppress(queue.Empty):
+            self._queue.get(timeout=limit_s)
+
+    def forget(self) -> None:
+        """Calls that were made until now end no wait."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._queue.get_nowait()
+
+
+class HeartbeatThread(threading.Thread):
+    """Sends heartbeats while `keeper` is alive: the object to which the pool and all its leases, writes and arrays
+    refer."""
+
+    def __init__(self, grants: Grants, connector: Connector, wake: Wake, keeper: object) -> None:
+        """`wake`: also called by `connector` when the connection breaks."""
+        super().__init__(name="tokenlake", daemon=True)
+        self.expired = 0
+        """Times that the daemon had ended the session because its heartbeats did not arrive."""
+        self._grants = grants
+        self._connector = connector
+        self._wake = wake
+        self._untrusted = ""
+        """The last warning about a listener that is not trusted: it is logged once."""
+        self._keeper = weakref.ref(keeper, lambda _: wake())
+
+    def run(self) -> None:
+        """Until the pool is closed or collected."""
+        while not self._grants.closed:
+            if self._keeper() is None and self._grants.close_unless_pinned():
+                return
+            try:
+                self._beat()
+            except DeadlinePassed as error:
+                log.debug("heartbeat: %s", error)
+            except TokenLakeError as error:
+                # Other errors end when the daemon is back. This one may need an administrator.
+                first = isinstance(error, ListenerUntrusted) and str(error) != self._untrusted
+                self._untrusted = str(error) if first else self._untrusted
+                log.log(logging.WARNING if first else logging.DEBUG, "no connection: %s", error)
+            link = self._grants.link
+            if link.channel.broken and not self._grants.closed:
+                time.sleep(RECONNECT_S)
+            else:
+                self._wake.wait(link.heartbeat_s if self._keeper() is not None else COLLECT_S)
+            self._wake.forget()
+
+    def _beat(self) -> None:
+        link = self._grants.link
+        if link.channel.broken:
+            self._reconnect(link)
+            return
+        if link.channel.overdue:
+            link.channel.probe(engine.Heartbeat, link.deadlines.call_s)
+        self._grants.sweep()
+        reply = link.call(engine.Heartbeat, engine.HeartbeatReply)
+        if not reply.alive:
+            self.expired += 1
+            log.warning("the daemon ended session %d: its heartbeats did not arrive in time", link.session)
+
+    def _reconnect(self, previous: Link) -> None:
+        """Resume the session where the daemon still has it, else open a new one."""
+        try:
+            link = self._connector.connect(previous.session, previous.connection, previous.incarnation)
+        except Refused as error:
+            log.debug("session %d cannot be resumed: %s", previous.session, error)
+            link = self._connector.connect(SessionId(0))
+        self._grants.switch_to(link)
+        log.warning("connected again to the daemon of node %s at %s", link.node, link.channel.path)
+
+
+class PendingHeartbeat:
+    """A heartbeat whose reply is awaited. For one thread."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._pending = link.channel.begin(engine.Heartbeat)
+
+    def poll(self) -> bool:
+        """Has the daemon answered? Never waits. Raises `Unreachable`."""
+        return self._link.channel.poll(self._pending) is not None

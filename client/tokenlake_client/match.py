@@ -1,0 +1,104 @@
+"""A match: its options, and the request whose answer is awaited."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+from tokenlake.hints import Hints
+from tokenlake.identity import SegmentKey
+from tokenlake.wire.engine import Match, Matched
+from tokenlake.wire.slots import join_keys
+from tokenlake_client.lease import Lease
+from tokenlake_client.pool_state import PoolState
+
+__all__ = ["DEFAULT_MATCH", "MatchOptions", "PendingMatch"]
+
+log = logging.getLogger(__name__)
+
+
+class MatchOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """For which request a match is, and how it may wait for other engines."""
+
+    request: str | None = None
+    """The name of the request in the logs of all nodes and for `tokenlake explain`, at most 64 characters; None: the
+    pool makes one."""
+    hints: Hints | None = None
+    """What the engine knows of the request (`tokenlake.hints`)."""
+    prompt_tokens: int = 0
+    """Tokens of the prompt, for `tokenlake explain`; 0: as many as the keys have."""
+    in_flight_wait_s: float = 0.0
+    """At most 10 s. Where an in-flight marker says that another engine computes the first missing segment, the match
+    waits this long for it. Where there is none, the match sets one for its caller, and matches of other engines wait: a
+    prompt that arrives at many engines at once is computed once."""
+    in_flight_wait_per_segment_s: float = 0.0
+    """A part of `in_flight_wait_s` for each segment that is missing; 0: the whole of it, however few are."""
+    planned: bool = False
+    """One of a batch that a scheduler plans as a whole: reads of hot segments are spread exactly over their copies."""
+
+
+DEFAULT_MATCH = MatchOptions()
+
+
+class PendingMatch:
+    """A match that was begun. For one thread."""
+
+    def __init__(
+        self, state: PoolState, keys: Sequence[SegmentKey], request: str, options: MatchOptions, deadline_s: float
+    ) -> None:
+        """`request`: the name of the request, also where `options` has none. Raises `Unreachable`."""
+        self._state = state
+        self._keys = keys
+        self._request = request
+        self._deadline_s = deadline_s
+        self._waits = options.in_flight_wait_s > 0
+        self._lease: Lease | None = None
+        packed = join_keys(keys)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("request %r: match of %d segments", request, len(keys))
+        self._link = state.grants.link
+        self._pending = self._link.channel.begin(
+            lambda number: Match(
+                number,
+                packed,
+                deadline_s,
+                state.verify,
+                request,
+                options.hints,
+                options.prompt_tokens,
+                options.in_flight_wait_s,
+                options.planned,
+                options.in_flight_wait_per_segment_s,
+            )
+        )
+
+    def poll(self) -> Lease | None:
+        """The lease once the answer has arrived, None before. Never waits. Raises `Unreachable`."""
+        if self._lease is None:
+            reply = self._link.channel.poll(self._pending)
+            if reply is not None:
+                self._lease = self._lease_of(self._link.expect(reply, Matched))
+        return self._lease
+
+    def wait(self) -> Lease:
+        """The lease. Raises `Unreachable` at the latest after the deadline; with `in_flight_wait_s`, as soon as the
+        daemon does not answer a heartbeat."""
+        if self._lease is None:
+            if self._waits:
+                reply = self._link.wait_while_alive(self._pending)
+            else:
+                reply = self._link.channel.wait(self._pending, self._deadline_s + self._link.deadlines.grace_s)
+            self._lease = self._lease_of(self._link.expect(reply, Matched))
+        return self._lease
+
+    def cancel(self) -> None:
+        """The caller does not need the lease any more: it is released, now or when the answer arrives."""
+        if self._lease is not None:
+            self._lease.release()
+        else:
+            self._link.channel.drop(self._pending)
+
+    def _lease_of(self, matched: Matched) -> Lease:
+        return Lease(self._state, self._link, self._keys, matched, self._request)

@@ -1,0 +1,63 @@
+"""The memory that this machine and the cgroups of this process can still provide."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenlake.config import format_size
+from tokenlake.errors import LimitReached
+
+__all__ = ["available_bytes", "require_memory"]
+
+RESERVE_BYTES = 64 << 20
+"""Kept for the daemon itself: interpreter, index, buffers."""
+
+
+def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, str]:
+    """(bytes, source of the limit): the least of MemAvailable and of the room in every cgroup of this process."""
+    limits = [(_mem_available(proc), "MemAvailable of /proc/meminfo")]
+    own = _own_cgroup(proc)
+    if own is not None:
+        group = cgroup / own.lstrip("/")
+        for directory in [group, *group.parents]:
+            room = _cgroup_room(directory)
+            if room is not None:
+                limits.append((room, f"memory.max of cgroup {directory}"))
+            if directory == cgroup:
+                break
+    return min(limits)
+
+
+def require_memory(nbytes: int) -> None:
+    """Raise `LimitReached` when `nbytes` are not available: writing to them would call the OOM killer."""
+    room, source = available_bytes()
+    if nbytes + RESERVE_BYTES > room:
+        raise LimitReached(
+            f"setting 'memory' asks for {format_size(nbytes)}, but only {room >> 20} MiB are available ({source}), "
+            f"of which {RESERVE_BYTES >> 20} MiB are kept for the daemon; lower 'memory' or free memory"
+        )
+
+
+def _mem_available(proc: Path) -> int:
+    for line in (proc / "meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 1 << 62
+
+
+def _own_cgroup(proc: Path) -> str | None:
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    return next((line[3:] for line in lines if line.startswith("0::")), None)
+
+
+def _cgroup_room(directory: Path) -> int | None:
+    try:
+        limit = (directory / "memory.max").read_text().strip()
+        if limit == "max":
+            return None
+        return int(limit) - int((directory / "memory.current").read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,68 @@
+"""Blocking sockets, for threads: the dialling side of a handshake, whole frames, exact numbers of bytes."""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+import socket
+
+from tokenlake.errors import ProtocolRefused, TokenLakeError
+from tokenlake.wire import FrameDecoder, pack_frame, peer
+from tokenlake.wire.frames import decode
+from tokenlake_server.handshake import NONCE_BYTES, Dialler, PeerIdentity
+
+__all__ = ["introduce", "read_frame", "receive_exactly", "size_buffer"]
+
+LOOPBACK_BUFFER = 256 << 10
+"""Bytes between two processes of one machine should stay in the processor's cache."""
+
+
+def introduce(sock: socket.socket, identity: PeerIdentity, node: str, purpose: peer.Purpose) -> None:
+    """Do the handshake with `node` on a connection that this node opened. Raises `TokenLakeError` when either side
+    refuses, `OSError` when the connection ends or the socket's timeout passes."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    dialler = Dialler(identity, node, secrets.token_bytes(NONCE_BYTES), purpose)
+    sock.sendall(pack_frame(dialler.hello))
+    challenge = decode(peer.handshake_decoder, read_frame(sock, identity.max_frame))
+    if not isinstance(challenge, peer.PeerChallenge):
+        raise ProtocolRefused(f"node {node} refused a {purpose} connection: {challenge}")
+    try:
+        proof = dialler.answer(challenge)
+    except TokenLakeError as error:
+        sock.sendall(pack_frame(peer.PeerRefused(type(error).__name__, str(error))))
+        raise
+    sock.sendall(pack_frame(proof))
+    welcome = decode(peer.handshake_decoder, read_frame(sock, identity.max_frame))
+    if not isinstance(welcome, peer.PeerWelcome):
+        raise ProtocolRefused(f"node {node} refused a {purpose} connection: {welcome}")
+
+
+def read_frame(sock: socket.socket, max_frame: int) -> bytes:
+    """The body of the next frame; bytes behind it stay in the socket. Raises `ProtocolRefused` for a frame of more than
+    `max_frame` bytes, `OSError` as `receive_exactly`."""
+    decoder = FrameDecoder(max_frame)
+    while (body := decoder.next_frame()) is None:
+        received = sock.recv(decoder.missing, socket.MSG_WAITALL)
+        if not received:
+            raise _ended()
+        decoder.add(received)
+    return body
+
+
+def receive_exactly(sock: socket.socket, target: memoryview) -> None:
+    """Fill `target`. Raises `OSError`: `ConnectionError` when the connection ends first."""
+    filled = 0
+    while filled < len(target):
+        received = sock.recv_into(target[filled:], 0, socket.MSG_WAITALL)
+        if not received:
+            raise _ended()
+        filled += received
+
+
+def size_buffer(sock: socket.socket, option: int) -> None:
+    if ipaddress.ip_address(sock.getpeername()[0]).is_loopback:
+        sock.setsockopt(socket.SOL_SOCKET, option, LOOPBACK_BUFFER)
+
+
+def _ended() -> ConnectionError:
+    return ConnectionError("the connection ended in the middle of a message")

@@ -1,0 +1,164 @@
+"""One connection of an engine's process to the local socket: its identity, and the limits of its requests.
+
+::
+
+    accept -> Hello -> identified -> the rules create or join a session -> joined -> closed -> the process is dead
+                                                                                       |
+                                                              (a process that maps the arena may outlive its socket)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+
+from tokenlake.config import format_size
+from tokenlake.errors import LimitReached, ProtocolRefused, TokenLakeError
+from tokenlake.keys import KEY_BYTES, probe
+from tokenlake.layout import Layout
+from tokenlake.store.region import RegionShape
+from tokenlake.wire import agree, engine, pack_frame
+from tokenlake_server.connected_process import ConnectedProcess
+from tokenlake_server.frame_connection import FrameConnection
+from tokenlake_server.tenants import Tenants
+
+__all__ = ["HELLO_S", "MAX_IN_FLIGHT", "MAX_KEYS", "EngineConnection", "keys_over_limit"]
+
+HELLO_S = 10.0
+"""A connection without a `Hello` is closed after this time."""
+MAX_KEYS = 1 << 16
+"""Limit of the segments in one request."""
+MAX_IN_FLIGHT = 1024
+"""Limit of the unanswered requests of one connection."""
+
+
+class EngineConnection:
+    """Lives on the control loop. Owns the socket and the pidfd of the process."""
+
+    def __init__(
+        self,
+        number: int,
+        sock: socket.socket,
+        max_frame: int,
+        loop: asyncio.AbstractEventLoop,
+        on_frame: Callable[[EngineConnection, bytes], None],
+        on_closed: Callable[[EngineConnection, str], None],
+    ) -> None:
+        """`on_frame(connection, body)` for each frame; `on_closed(connection, reason)` once, when the socket is
+        closed."""
+        self.number = number
+        self.origin = number
+        """Number of the first of the connections that this one resumes, one after the other. The process knows itself
+        by it, and may never have heard of those between (tests/client/test_resumed.py)."""
+        self.process = ConnectedProcess(sock)
+        self.hello: engine.Hello | None = None
+        """The process's `Hello`; None until it has proven its tenant and layout."""
+        self.layout: Layout | None = None
+        self.tenant = ""
+        self.secret = b""
+        self.session = 0
+        self.joined = False
+        """The process belongs to a session of the rules."""
+        self.maps = False
+        """The process was given a descriptor of the arena, over this connection or over one that this one resumes."""
+        self._loop = loop
+        self._version = 0
+        self._in_flight = 0
+        self._frames: FrameConnection | None = FrameConnection(
+            loop,
+            sock,
+            max_frame,
+            lambda body: on_frame(self, body),
+            lambda reason: self._on_closed(reason, on_closed),
+            lambda error: self.refuse(0, error),
+        )
+        self._deadline = loop.call_later(HELLO_S, self.close, f"no Hello within {HELLO_S:.0f} s")
+
+    def _on_closed(self, reason: str, on_closed: Callable[[EngineConnection, str], None]) -> None:
+        self._frames = None
+        self._deadline.cancel()
+        on_closed(self, reason)
+
+    # -- replies
+
+    def send(self, message: engine.EngineReply, descriptors: Sequence[int] = ()) -> None:
+        """Send a reply; nothing once the socket is closed. `descriptors` stay the caller's."""
+        if self._frames is not None:
+            self._frames.send(pack_frame(message), descriptors)
+
+    def fail(self, request: int, kind: type[TokenLakeError], reason: str) -> None:
+        """Reply that one request failed. The connection stays open."""
+        self.send(engine.Failed(request, kind.__name__, reason))
+
+    def refuse(self, request: int, error: Exception) -> None:
+        """Reply with the error and close the socket."""
+        self.fail(request, type(error) if isinstance(error, TokenLakeError) else ProtocolRefused, str(error))
+        self.close(f"refused: {error}")
+
+    def close(self, reason: str) -> None:
+        """Close the socket. Idempotent."""
+        if self._frames is not None:
+            self._frames.close(reason)
+
+    # -- requests
+
+    def limit_reached(self, message: engine.EngineRequest) -> str:
+        """The limit that a request which will be answered exceeds; empty when it is within all limits."""
+        if self._in_flight >= MAX_IN_FLIGHT:
+            return f"limit 'max_in_flight' of {MAX_IN_FLIGHT} unanswered requests is reached"
+        return keys_over_limit(message)
+
+    def begin_request(self) -> None:
+        """The rules have been given a request that they will answer."""
+        self._in_flight += 1
+
+    def answer(self, message: engine.EngineReply) -> None:
+        """Send the rules' answer to a request."""
+        self._in_flight = max(0, self._in_flight - 1)
+        self.send(message)
+        if isinstance(message, engine.Failed) and not self.joined:
+            self.close(f"refused: {message.reason}")
+
+    # -- identity
+
+    def identify(self, hello: engine.Hello, tenants: Tenants, region_bytes: int) -> None:
+        """Take tenant, layout and protocol version from a `Hello`. Raises `TokenLakeError` and changes nothing when the
+        daemon does not serve this process."""
+        version = agree(hello.oldest_version, hello.newest_version)
+        tenant = tenants.identify(self.process.uid, hello.token)
+        layout = Layout.decode(hello.layout)
+        if hello.probe != probe(engine.PROBE_SECRET, layout.fingerprint()):
+            raise ProtocolRefused(
+                "the probe hash differs: client and daemon compute different keys for the same prefix; "
+                "install the same version of tokenlake on both sides"
+            )
+        if not RegionShape(region_bytes, layout.segment_bytes).slots:
+            raise LimitReached(
+                f"one segment of this layout takes {layout.segment_bytes} bytes, more than a region of "
+                f"{format_size(region_bytes)}; raise the daemon's 'region_size'"
+            )
+        self.hello, self.layout, self._version = hello, layout, version
+        self.tenant, self.secret = tenant.name, tenant.secret
+
+    def welcome(self, session: int, resumed: EngineConnection | None) -> int:
+        """The process has joined `session`. `resumed`: the connection whose leases and reservations the rules handed to
+        this one. Returns the protocol version that was agreed on."""
+        self.joined = True
+        self.session = session
+        if resumed is not None:
+            self.maps, self.origin = resumed.maps, resumed.origin
+        self._deadline.cancel()
+        return self._version
+
+
+def keys_over_limit(message: engine.EngineRequest) -> str:
+    """The limit that the number of segments in a request exceeds; empty when it is within the limit."""
+    keys = 0
+    if isinstance(message, engine.Match | engine.Prepare | engine.Hint | engine.Claim):
+        keys = len(message.keys) // KEY_BYTES
+    elif isinstance(message, engine.Commit):
+        keys = len(message.indices)
+    if keys > MAX_KEYS:
+        return f"{keys} segments in one request; limit 'max_keys' is {MAX_KEYS}"
+    return ""

@@ -1,0 +1,326 @@
+"""The local socket: engines' processes connect, are identified, and exchange requests and answers with the rules."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from tokenlake.core import events
+from tokenlake.core.instructions import Answer, Welcomed
+from tokenlake.errors import CredentialRefused, LayoutRefused, LimitReached, ProtocolRefused, TokenLakeError
+from tokenlake.identity import Incarnation, NodeId
+from tokenlake.keys import probe
+from tokenlake.layout import Layout
+from tokenlake.wire import engine
+from tokenlake.wire.frames import decode
+from tokenlake_server.arena import Arena
+from tokenlake_server.driver import Driver
+from tokenlake_server.engine_connection import EngineConnection, keys_over_limit
+from tokenlake_server.local_socket import listen
+from tokenlake_server.tenants import Tenants
+
+__all__ = ["EngineListener", "EngineSettings"]
+
+log = logging.getLogger(__name__)
+
+PROCESSES_PER_SESSION = 16
+"""The limit of connections is `max_sessions` times this: the ranks of one engine and its scheduler, with room to
+restart."""
+ACCEPT_PAUSE_S = 0.5
+"""Pause after an accept that failed because no descriptor was left: the listening socket stays readable."""
+
+
+ConnectQuery = Callable[[str, bytes], socket.socket]
+
+
+class EngineSettings(msgspec.Struct, frozen=True):
+    """Settings and identity of the node that a listener needs."""
+
+    node: NodeId
+    incarnation: Incarnation
+    path: Path
+    max_frame: int
+    max_sessions: int
+    region_bytes: int
+    lease_s: float
+
+
+class EngineListener:
+    """Owns the socket's path and all connections to it."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        tenants: Tenants,
+        arena: Arena,
+        driver: Driver,
+        loop: asyncio.AbstractEventLoop,
+        connect_query: ConnectQuery,
+    ) -> None:
+        """`connect_query(tenant, layout)` returns a connection to the query engine, which the caller closes; raises
+        `TokenLakeError`."""
+        self._connect_query = connect_query
+        self._settings = settings
+        self._tenants = tenants
+        self._arena = arena
+        self._driver = driver
+        self._loop = loop
+        self._connections: dict[int, EngineConnection] = {}
+        self._last = 0
+        self._requests: dict[type, Callable[[EngineConnection, engine.EngineRequest], None]] = {
+            engine.Hello: self._hello,
+            engine.OpenRegion: self._open_region,
+            engine.OpenQuery: self._open_query,
+            engine.Explain: self._explain,
+            engine.Bye: self._bye,
+        }
+        self._sock = listen(settings.path)
+        loop.add_reader(self._sock, self._accept)
+        driver.carry_out(Answer, self._answer)
+        driver.carry_out(Welcomed, self._welcomed)
+
+    # -- connections
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._sock.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            log.warning("a local connection could not be accepted: %s", error)
+            self._loop.remove_reader(self._sock)
+            self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
+            return
+        self._last += 1
+        connection = EngineConnection(
+            self._last, sock, self._settings.max_frame, self._loop, self._received, self._socket_closed
+        )
+        self._connections[connection.number] = connection
+        limit = self._settings.max_sessions * PROCESSES_PER_SESSION
+        if len(self._connections) > limit:
+            connection.refuse(0, LimitReached(f"{limit} processes are connected; no more are accepted"))
+
+    def _accept_again(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.add_reader(self._sock, self._accept)
+
+    def _socket_closed(self, connection: EngineConnection, reason: str) -> None:
+        log.info("connection %d of process %d: %s", connection.number, connection.process.pid, reason)
+        # A process that maps the arena and is alive may still touch it: its grants end with the process.
+        if not connection.maps:
+            self._gone(connection)
+
+    def _gone(self, connection: EngineConnection) -> None:
+        """The process is dead, or holds no part of the arena."""
+        joined = connection.joined
+        if self._forget(connection) and joined:
+            self._driver.handle(events.ProcessGone(connection.number))
+
+    def _forget(self, connection: EngineConnection) -> bool:
+        """Release the resources of the connection; False when that was done before."""
+        if self._connections.pop(connection.number, None) is None:
+            return False
+        connection.joined = False
+        if connection.process.pidfd is not None:
+            self._loop.remove_reader(connection.process.pidfd)
+        connection.process.close()
+        connection.close("the process is gone")
+        return True
+
+    def refuse(self, number: int, error: Exception) -> None:
+        """Reply with the error on this connection and close it."""
+        connection = self._connections.get(number)
+        if connection is not None:
+            connection.refuse(0, error)
+
+    @property
+    def count(self) -> int:
+        """Processes that may access the arena."""
+        return len(self._connections)
+
+    def close(self) -> None:
+        """Stop listening, remove the path, close all connections."""
+        self._loop.remove_reader(self._sock)
+        self._sock.close()
+        self._settings.path.unlink(missing_ok=True)
+        for connection in list(self._connections.values()):
+            connection.close("the daemon stops")
+            self._forget(connection)
+
+    # -- requests
+
+    def _received(self, connection: EngineConnection, body: bytes) -> None:
+        try:
+            message = decode(engine.request_decoder, body)
+            if not connection.joined and not isinstance(message, engine.Hello | engine.Explain):
+                raise ProtocolRefused(f"the first frame must be Hello, not {type(message).__name__}")
+        except ProtocolRefused as error:
+            connection.refuse(0, error)
+            return
+        own = self._requests.get(type(message))
+        if own is None:
+            self._pass_on(connection, message)
+            return
+        try:
+            own(connection, message)
+        except OSError as error:
+            # No descriptor is left. Without a reply the engine would take this daemon for frozen.
+            reason = f"the daemon cannot serve a {type(message).__name__} now: {error.strerror}"
+            connection.fail(getattr(message, "id", 0), LimitReached, reason)
+
+    def _pass_on(self, connection: EngineConnection, message: engine.EngineRequest) -> None:
+        """Hand a request to the rules, unless it exceeds a limit."""
+        if log.isEnabledFor(logging.DEBUG) and isinstance(message, engine.Match | engine.Prepare | engine.Fetch):
+            kind = type(message).__name__
+            log.debug("request %r: a %s of connection %d", message.request, kind, connection.number)
+        number = getattr(message, "id", None)
+        if number is None:
+            # The message has no reply that could carry the error, and the project's clients stay within the limit.
+            if reason := keys_over_limit(message):
+                connection.refuse(0, LimitReached(reason))
+                return
+        else:
+            if reason := connection.limit_reached(message):
+                connection.fail(number, LimitReached, reason)
+                return
+            connection.begin_request()
+        self._driver.handle(events.Requested(connection.number, message))
+
+    def _hello(self, connection: EngineConnection, message: engine.EngineRequest) -> None:
+        assert isinstance(message, engine.Hello)
+        if connection.hello is not None:
+            connection.refuse(message.id, ProtocolRefused("Hello was sent twice on one connection; expected one"))
+            return
+        if message.incarnation not in (0, self._settings.incarnation):
+            # Session and connection are numbers of an earlier daemon; in this one they may belong to other processes.
+            message = msgspec.structs.replace(message, session=0, resume=0)
+        try:
+            connection.identify(message, self._tenants, self._settings.region_bytes)
+            layout = connection.layout
+            assert layout is not None
+            self._check_session(message.session, connection.tenant, layout)
+        except TokenLakeError as error:
+            connection.refuse(message.id, error)
+            return
+        resumed = self._resumed(connection)
+        self._driver.handle(
+            events.Joined(
+                connection.number,
+                message.id,
+                connection.tenant,
+                layout.segment_bytes,
+                layout.shards,
+                # Tokens that a query engine reads are counted at the node of the engine that sent the query.
+                0 if self._tenants.is_query_engine(message.token) else layout.segment_tokens,
+                message.session,
+                resumed.number if resumed else 0,
+            )
+        )
+
+    def _resumed(self, connection: EngineConnection) -> EngineConnection | None:
+        """The earlier connection of the same process that its `Hello` resumes."""
+        hello = connection.hello
+        if hello is None or not hello.resume:
+            return None
+        resumed = (hello.resume, hello.session, connection.process.pid)
+        others = (c for c in self._connections.values() if c.joined and c is not connection)
+        return next((c for c in others if (c.origin, c.session, c.process.pid) == resumed), None)
+
+    def _check_session(self, session: int, tenant: str, layout: Layout) -> None:
+        """Raise `LayoutRefused` for a process that joins a session of its tenant with another layout."""
+        if not session:
+            return
+        layouts = (c.layout for c in self._connections.values() if c.session == session and c.tenant == tenant)
+        other = next((each for each in layouts if each is not None), layout)
+        for field in layout.__struct_fields__:
+            mine, theirs = getattr(layout, field), getattr(other, field)
+            if mine != theirs:
+                raise LayoutRefused(f"layout field '{field}' is {mine!r}; in session {session} it is {theirs!r}")
+
+    def _open_region(self, connection: EngineConnection, message: engine.EngineRequest) -> None:
+        assert isinstance(message, engine.OpenRegion)
+        pool = self._driver.core.store.region_owner(message.region)
+        if pool is None or pool.tenant != connection.tenant:
+            # The reply does not tell whether the region belongs to another tenant or to none.
+            connection.fail(message.id, CredentialRefused, f"region {message.region} is not one of this tenant")
+            return
+        region = self._arena.region(message.region)
+        descriptor = region.reopen(write=message.write)
+        connection.maps = True
+        try:
+            connection.send(engine.Region(message.id, message.region, region.nbytes, pool.slot_bytes), [descriptor])
+        finally:
+            os.close(descriptor)
+
+    def _open_query(self, connection: EngineConnection, message: engine.EngineRequest) -> None:
+        assert isinstance(message, engine.OpenQuery)
+        assert connection.layout is not None
+        try:
+            sock = self._connect_query(connection.tenant, connection.layout.encode())
+        except TokenLakeError as error:
+            connection.fail(message.id, type(error), str(error))
+            return
+        with sock:
+            connection.send(engine.QueryOpened(message.id), [sock.fileno()])
+
+    def _explain(self, connection: EngineConnection, message: engine.EngineRequest) -> None:
+        assert isinstance(message, engine.Explain)
+        if reason := connection.limit_reached(message):
+            connection.fail(message.id, LimitReached, reason)
+            return
+        tenant = connection.tenant
+        if not connection.joined:
+            try:
+                tenant = self._tenants.identify(connection.process.uid, message.token).name
+            except TokenLakeError as error:
+                connection.refuse(message.id, error)
+                return
+        connection.begin_request()
+        # Events are recorded; a recording holds no token.
+        self._driver.handle(
+            events.ExplainRequested(connection.number, tenant, msgspec.structs.replace(message, token=None))
+        )
+
+    def _bye(self, connection: EngineConnection, message: engine.EngineRequest) -> None:
+        connection.close("the client sent Bye")
+        self._gone(connection)
+
+    # -- instructions
+
+    def _welcomed(self, instruction: Welcomed) -> None:
+        connection = self._connections.get(instruction.connection)
+        if connection is None or connection.layout is None:
+            return
+        resumed = self._resumed(connection)
+        if connection.process.pidfd is not None:
+            self._loop.add_reader(connection.process.pidfd, self._gone, connection)
+        version = connection.welcome(instruction.session, resumed)
+        if resumed is not None:
+            # The rules handed its grants to the new connection.
+            self._forget(resumed)
+        connection.send(
+            engine.Welcome(
+                id=instruction.request,
+                version=version,
+                node=self._settings.node,
+                incarnation=self._settings.incarnation,
+                session=instruction.session,
+                connection=connection.origin,
+                tenant=connection.tenant,
+                secret=connection.secret,
+                probe=probe(connection.secret, connection.layout.fingerprint()),
+                heartbeat_s=self._settings.lease_s / 3,
+                max_frame=self._settings.max_frame,
+            ),
+        )
+
+    def _answer(self, instruction: Answer) -> None:
+        connection = self._connections.get(instruction.connection)
+        if connection is not None:
+            connection.answer(instruction.message)

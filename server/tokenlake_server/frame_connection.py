@@ -1,0 +1,145 @@
+"""A socket of the control loop that receives and sends frames and never blocks.
+
+It uses reader and writer callbacks of the loop, because asyncio's transports cannot pass descriptors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from tokenlake.errors import ProtocolRefused
+from tokenlake.wire import FrameDecoder
+
+__all__ = ["FrameConnection"]
+
+READ_BYTES = 64 << 10
+"""Size of one read. From 128 KiB on each read would map and unmap memory, which costs more than the read."""
+MAX_UNSENT_BYTES = 16 << 20
+"""A connection whose other side leaves more than this unread is closed, so that memory is bounded."""
+
+
+class FrameConnection:
+    """Owns `sock`. Callbacks run on the loop. `on_closed(reason)` is called exactly once, unless the socket is
+    detached."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        sock: socket.socket,
+        max_frame: int,
+        on_frame: Callable[[bytes], None],
+        on_closed: Callable[[str], None],
+        on_broken: Callable[[ProtocolRefused], None] | None = None,
+    ) -> None:
+        """`on_broken(error)` is called before the connection closes because a frame exceeds `max_frame`; it may send
+        the reason to the other side."""
+        self.sock = sock
+        self.on_frame = on_frame
+        self.on_closed = on_closed
+        self.on_broken = on_broken
+        self._loop = loop
+        self._decoder = FrameDecoder(max_frame)
+        self._unsent: deque[bytes | memoryview] = deque()
+        self._unsent_bytes = 0
+        self._open = True
+        sock.setblocking(False)
+        loop.add_reader(sock, self._readable)
+
+    def send(self, frame: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Send the frame; the part that does not fit into the socket's buffer is queued. Does nothing once closed.
+        `descriptors` are sent with the frame's first byte and stay the caller's."""
+        if not self._open:
+            return
+        if descriptors:
+            self._send_with(frame, descriptors)
+            return
+        if not self._unsent:
+            try:
+                sent = self.sock.send(frame)
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:
+                self.close(f"write failed: {error}")
+                return
+            if sent == len(frame):
+                return
+            self._loop.add_writer(self.sock, self._writable)
+            self._keep(memoryview(frame)[sent:])
+        else:
+            self._keep(frame)
+
+    def _send_with(self, frame: bytes, descriptors: Sequence[int]) -> None:
+        # Descriptors cannot be queued: a connection whose other side does not read its replies is closed.
+        try:
+            if self._unsent:
+                raise BlockingIOError
+            sent = socket.send_fds(self.sock, [frame], list(descriptors))
+        except OSError as error:
+            self.close(f"a descriptor could not be sent: {error}")
+            return
+        if sent < len(frame):
+            self._loop.add_writer(self.sock, self._writable)
+            self._keep(memoryview(frame)[sent:])
+
+    def _keep(self, data: bytes | memoryview) -> None:
+        self._unsent.append(data)
+        self._unsent_bytes += len(data)
+        if self._unsent_bytes > MAX_UNSENT_BYTES:
+            self.close(f"the other side left {self._unsent_bytes} bytes unread")
+
+    def _writable(self) -> None:
+        try:
+            while self._unsent:
+                sent = self.sock.send(self._unsent[0])
+                self._unsent_bytes -= sent
+                if sent < len(self._unsent[0]):
+                    self._unsent[0] = memoryview(self._unsent[0])[sent:]
+                    return
+                self._unsent.popleft()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.close(f"write failed: {error}")
+            return
+        self._loop.remove_writer(self.sock)
+
+    def _readable(self) -> None:
+        try:
+            data = self.sock.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.close(f"read failed: {error}")
+            return
+        if not data:
+            self.close("closed by the other side")
+            return
+        try:
+            for body in self._decoder.feed(data):
+                self.on_frame(body)
+                if not self._open:
+                    return
+        except ProtocolRefused as error:
+            if self.on_broken is not None:
+                self.on_broken(error)
+            self.close(str(error))
+
+    def detach(self) -> tuple[socket.socket, bytes]:
+        """Remove the callbacks. Returns the socket, which is the caller's from now on, and the bytes that were read and
+        are not a whole frame. Not for a connection with unsent bytes."""
+        self._open = False
+        self._loop.remove_reader(self.sock)
+        self._loop.remove_writer(self.sock)
+        return self.sock, self._decoder.rest()
+
+    def close(self, reason: str) -> None:
+        """Close the socket. Idempotent."""
+        if not self._open:
+            return
+        self.detach()
+        self.sock.close()
+        self._unsent.clear()
+        self.on_closed(reason)

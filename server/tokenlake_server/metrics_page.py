@@ -1,0 +1,218 @@
+"""The pages /metrics (for Prometheus) and /health, over HTTP on loopback.
+
+Counters are declared beside the code that counts (`tokenlake.metrics`). Gauges are read from the state of the rules on
+the control loop, all at one moment, when a page is requested.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import json
+import logging
+import socketserver
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+import msgspec
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from tokenlake.config import Address
+from tokenlake.core import NodeCore
+from tokenlake.errors import ConfigurationError
+from tokenlake.metrics import Metric
+from tokenlake.store import Kind
+from tokenlake.wire import supervision
+from tokenlake_server.query_engine import QueryEngine
+
+__all__ = ["MetricsServer", "Snapshot"]
+
+log = logging.getLogger(__name__)
+
+SNAPSHOT_S = 2.0
+"""When the control loop takes longer than this to take a snapshot, the daemon reports itself as unhealthy."""
+MAX_THREADS = 32
+"""Requests that are served at the same time; further connections are closed without a reply."""
+
+_QUERY_ENGINE_HELP = {
+    "starts": "Processes of the query engine that were started",
+    "ready": "1 while the query engine serves",
+    "connections": "Connections of engines and of other query engines",
+    "views": "Sequences of segments that are open for queries",
+    "answers": "Queries of engines that were answered, one per step and layer",
+    "lost_parts": "Parts of those answers that were LOST",
+    "results": "Answers to other query engines",
+    "late_results": "Answers of other query engines that arrived too late",
+}
+
+
+class Snapshot:
+    """All counters and gauges at one moment. Made on the control loop."""
+
+    def __init__(self, core: NodeCore, processes: int, peers: list[str], query_engine: QueryEngine | None) -> None:
+        self.counters = {metric: core.counters[metric] for metric in Metric.all() if not metric.label}
+        self.labelled = {metric: core.counters.by_label(metric) for metric in Metric.all() if metric.label}
+        self.gauges: list[tuple[str, str, dict[str, str], float]] = [
+            ("tokenlake_processes", "Processes of engines that may access the arena", {}, processes),
+            ("tokenlake_peers_connected", "Other nodes that are connected", {}, len(peers)),
+            ("tokenlake_spare_regions", "Regions that no tenant has", {}, core.store.regions.spare),
+        ]
+        if query_engine is not None:
+            self._add_query_engine(query_engine)
+        for name, count in core.hot().items():
+            self._gauge(
+                "tokenlake_hot_segments",
+                "Hot segments: known, of this directory node, copies on this node",
+                {"of": name},
+                count,
+            )
+        for name, entries in core.census().items():
+            self._gauge("tokenlake_map_entries", "Entries of each map in the rules", {"map": name}, entries)
+        for pool in core.store.pools():
+            labels = {"tenant": pool.tenant, "slot_bytes": str(pool.slot_bytes)}
+            self._gauge("tokenlake_regions", "Regions of a tenant and slot size", labels, len(pool.regions))
+            self._gauge("tokenlake_slots", "Slots of a tenant and slot size", labels, pool.slots)
+            self._gauge("tokenlake_free_slots", "Slots that hold no segment", labels, len(pool.free))
+            self._gauge(
+                "tokenlake_quarantined_slots",
+                "Slots without a segment that a process may still access",
+                labels,
+                pool.quarantined,
+            )
+            for kind in Kind:
+                at = labels | {"kind": kind.name.lower()}
+                self._gauge(
+                    "tokenlake_segments",
+                    "Segments by kind, including those that are being written",
+                    at,
+                    pool.counts[kind],
+                )
+
+    def _add_query_engine(self, engine: QueryEngine) -> None:
+        report = engine.report or supervision.Report(0, 0, 0, 0, 0, 0)
+        values = {"starts": engine.starts, "ready": engine.ready, **msgspec.structs.asdict(report)}
+        for name, value in values.items():
+            self._gauge(f"tokenlake_query_engine_{name}", _QUERY_ENGINE_HELP[name], {}, value)
+
+    def _gauge(self, name: str, help: str, labels: dict[str, str], value: float) -> None:
+        self.gauges.append((name, help, labels, value))
+
+
+class _Collector:
+    def __init__(self, take: Callable[[], Snapshot]) -> None:
+        self._take = take
+
+    def describe(self) -> Iterable[Any]:
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        snapshot = self._take()
+        for metric, value in snapshot.counters.items():
+            yield CounterMetricFamily(metric.name.removesuffix("_total"), metric.help, value=value)
+        for metric, counted in snapshot.labelled.items():
+            labelled = CounterMetricFamily(metric.name.removesuffix("_total"), metric.help, labels=[metric.label])
+            for label, value in counted.items():
+                labelled.add_metric([label], value)
+            yield labelled
+        families: dict[str, Any] = {}
+        for name, help, labels, level in snapshot.gauges:
+            family = families.setdefault(name, GaugeMetricFamily(name, help, labels=list(labels)))
+            family.add_metric(list(labels.values()), level)
+        yield from families.values()
+
+
+class MetricsServer:
+    """Serves both pages, with a thread per request."""
+
+    def __init__(self, address: Address, loop: asyncio.AbstractEventLoop, take: Callable[[], Snapshot], node: str):
+        self._loop = loop
+        self._take_now = take
+        self._node = node
+        registry = CollectorRegistry()
+        registry.register(_Collector(self.take))
+        self._metrics = make_wsgi_app(registry)
+        try:
+            self._server = make_server(address.host, address.port, self._serve, _Server, _Quiet)
+        except OSError as error:
+            raise ConfigurationError(
+                "metrics",
+                str(address),
+                f"an address that is free ({error.strerror}); give each daemon of a machine its own",
+            ) from error
+        self.address = Address(address.host, self._server.server_port)
+        threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
+
+    def take(self) -> Snapshot:
+        """A snapshot, for any thread except the loop's. Raises TimeoutError when the loop does not answer within
+        `SNAPSHOT_S`."""
+
+        async def on_loop() -> Snapshot:
+            return self._take_now()
+
+        waiting: concurrent.futures.Future[Snapshot] = asyncio.run_coroutine_threadsafe(on_loop(), self._loop)
+        return waiting.result(timeout=SNAPSHOT_S)
+
+    def _serve(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        path = environ.get("PATH_INFO", "/")
+        if path == "/metrics":
+            return self._metrics(environ, start_response)  # type: ignore[no-any-return]
+        if path in ("/", "/health"):
+            status, body = self._health()
+        else:
+            status, body = "404 Not Found", {"error": "unknown page; expected /metrics or /health"}
+        start_response(status, [("Content-Type", "application/json")])
+        return [json.dumps(body).encode() + b"\n"]
+
+    def _health(self) -> tuple[str, dict[str, object]]:
+        try:
+            snapshot = self.take()
+        except (TimeoutError, concurrent.futures.TimeoutError):
+            return "503 Service Unavailable", {
+                "node": self._node,
+                "healthy": False,
+                "reason": f"the control loop did not answer within {SNAPSHOT_S:.0f} s",
+            }
+        gauges = {name: value for name, _, labels, value in snapshot.gauges if not labels}
+        return "200 OK", {"node": self._node, "healthy": True, **gauges}
+
+    def close(self) -> None:
+        """Stop serving and close the port."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    """Serves at most `MAX_THREADS` requests at the same time."""
+
+    daemon_threads = True
+
+    def __init__(self, *args: Any) -> None:
+        self._room = threading.BoundedSemaphore(MAX_THREADS)
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._room.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._room.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+
+class _Quiet(WSGIRequestHandler):
+    timeout = 10.0
+    """Seconds after which a connection without a request is closed, so that it frees its thread."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        log.debug(format, *args)

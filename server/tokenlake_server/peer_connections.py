@@ -1,0 +1,337 @@
+"""The port for other daemons: handshakes, and one control connection per pair of nodes.
+
+The node whose name sorts first dials. A connection goes through these states::
+
+    connected -> handshake (`tokenlake_server.handshake`) -> control connection with a peer
+                                                          -> handed over, for another purpose
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tokenlake.config import Address
+from tokenlake.core import events
+from tokenlake.core.instructions import Note, SendToPeer
+from tokenlake.errors import ConfigurationError, ProtocolRefused, RingRefused, TokenLakeError
+from tokenlake.ring import Ring
+from tokenlake.wire import pack_frame, peer
+from tokenlake.wire.frames import decode
+from tokenlake_server.driver import Driver
+from tokenlake_server.frame_connection import FrameConnection
+from tokenlake_server.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity
+
+__all__ = ["Adopt", "PeerConnections", "ring_members"]
+
+log = logging.getLogger(__name__)
+
+REDIAL_S = 0.1
+"""Pause between two attempts to dial a peer. A closed port on the same machine refuses at once, so that attempts are
+cheap."""
+HANDSHAKE_S = 5.0
+"""A connection whose handshake takes longer is closed."""
+MAX_HANDSHAKES = 64
+"""Connections whose handshake is not complete; further ones are closed at once."""
+MAX_REASON = 2000
+"""Characters of the other side's reason that are logged."""
+REFUSAL_S = 1.0
+"""Least time between two lines about refusals of the same node."""
+
+
+Adopt = Callable[[socket.socket, peer.PeerHello, bytes], None]
+"""Called with (socket, the dialler's hello, bytes behind the handshake that were read already); takes the socket
+over."""
+
+
+@dataclass
+class _Handshake:
+    """A connection whose other side has not yet proven its identity."""
+
+    timer: asyncio.TimerHandle
+    dialled: str | None
+    """The node that this one dialled; None where the other side dialled."""
+    ended: asyncio.Future[None] | None
+    """Where this node dialled: done when the attempt has succeeded or failed."""
+    side: Dialler | Acceptor | None
+    """This node's side; None until the other side's hello."""
+
+    @property
+    def node(self) -> str:
+        """The node that was dialled, or the unproven name that the dialler gave; empty before its hello."""
+        return self.side.hello.node if isinstance(self.side, Acceptor) else self.dialled or ""
+
+
+def ring_members(ring: Ring, weights: Mapping[str, int]) -> tuple[str, ...]:
+    """Members as error texts show them: the name, and the weight where it is a size."""
+    return tuple(f"{name}/{weights[name]}" if weights[name] > 1 else name for name in ring.members)
+
+
+class PeerConnections:
+    """Lives on the control loop. Owns the listening socket, the handshakes and the control connections."""
+
+    def __init__(
+        self,
+        identity: PeerIdentity,
+        listen: Address,
+        peers: Mapping[str, Address],
+        driver: Driver,
+        loop: asyncio.AbstractEventLoop,
+        adopt: Mapping[peer.Purpose, Adopt],
+    ) -> None:
+        """`adopt`: for each purpose but control, the function that takes such connections over."""
+        self._identity = identity
+        self._addresses = dict(peers)
+        self._driver = driver
+        self._loop = loop
+        self._adopters = adopt
+        self._connections: dict[str, tuple[FrameConnection, int]] = {}
+        self._handshakes: dict[FrameConnection, _Handshake] = {}
+        self._dialling: dict[str, asyncio.Task[None]] = {}
+        self._refused: dict[str, tuple[str, float]] = {}
+        """The last line about a refusal, and its time, by node."""
+        self._closing = False
+        self._sock = _listen(listen)
+        self.address = Address(*self._sock.getsockname()[:2])
+        loop.add_reader(self._sock, self._accept)
+        driver.carry_out(SendToPeer, self._say)
+        driver.carry_out(Note, lambda note: log.warning("%s", note.text))
+        for name in self._addresses:
+            self._dial_soon(name)
+
+    # -- dialling
+
+    def _dial_soon(self, name: str) -> None:
+        if self._identity.node < name and not self._closing and name not in self._dialling:
+            self._dialling[name] = self._loop.create_task(self._dial(name))
+
+    async def _dial(self, name: str) -> None:
+        """Dial until there is a connection. The peer's `PeerWelcome` completes it."""
+        try:
+            while name not in self._connections and not self._closing:
+                try:
+                    await self._attempt(name)
+                except OSError:
+                    pass
+                except Exception:
+                    # Every failure is retried; otherwise the peer would never be connected again.
+                    log.exception("dialling %s failed", name)
+                if name not in self._connections:
+                    await asyncio.sleep(REDIAL_S)
+        finally:
+            self._dialling.pop(name, None)
+
+    async def _attempt(self, name: str) -> None:
+        """Connect once and wait until the handshake has succeeded or failed. Raises OSError when there is no
+        connection."""
+        address = self._addresses[name]
+        sock = socket.socket(_family(address), socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            await asyncio.wait_for(self._loop.sock_connect(sock, tuple(address)), HANDSHAKE_S)
+            if sock.getsockname() == sock.getpeername():
+                # Where no peer listens, the kernel may choose its port for this socket, and TCP connects it to itself.
+                raise ConnectionRefusedError
+            ended: asyncio.Future[None] = self._loop.create_future()
+            self._begin_handshake(sock, name, ended)
+        except BaseException:
+            sock.close()
+            raise
+        await ended
+
+    # -- accepting
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._sock.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            log.warning("a connection could not be accepted: %s", error)
+            self._loop.remove_reader(self._sock)
+            self._loop.call_later(REDIAL_S, self._accept_again)
+            return
+        if len(self._handshakes) >= MAX_HANDSHAKES:
+            sock.close()
+            return
+        self._begin_handshake(sock, None, None)
+
+    def _accept_again(self) -> None:
+        if not self._closing:
+            self._loop.add_reader(self._sock, self._accept)
+
+    def _begin_handshake(self, sock: socket.socket, dialled: str | None, ended: asyncio.Future[None] | None) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+        def closed(reason: str) -> None:
+            gone = self._handshakes.pop(connection, None)
+            if gone is not None:
+                gone.timer.cancel()
+            if ended is not None and not ended.done():
+                ended.set_result(None)
+
+        connection = FrameConnection(
+            self._loop,
+            sock,
+            self._identity.max_frame,
+            lambda body: self._continue_handshake(connection, handshake, body),
+            closed,
+            lambda error: self._refuse_handshake(connection, handshake, error),
+        )
+        timer = self._loop.call_later(HANDSHAKE_S, lambda: connection.close(f"no handshake within {HANDSHAKE_S:.0f} s"))
+        handshake = self._handshakes[connection] = _Handshake(timer, dialled, ended, None)
+        if dialled is not None:
+            handshake.side = Dialler(self._identity, dialled, secrets.token_bytes(NONCE_BYTES), purpose="control")
+            connection.send(pack_frame(handshake.side.hello))
+
+    def _continue_handshake(self, connection: FrameConnection, handshake: _Handshake, body: bytes) -> None:
+        """Handle one frame of a handshake."""
+        try:
+            match decode(peer.handshake_decoder, body), handshake.side:
+                case peer.PeerRefused() as refused, _:
+                    self._log_refusal(handshake, refused.reason)
+                    connection.close("refused by the other side")
+                case peer.PeerHello() as hello, None:
+                    handshake.side = Acceptor(self._identity, hello, secrets.token_bytes(NONCE_BYTES))
+                    connection.send(pack_frame(handshake.side.challenge))
+                case peer.PeerChallenge() as challenge, Dialler(incarnation=None) as dialler:
+                    connection.send(pack_frame(dialler.answer(challenge)))
+                case peer.PeerProof() as proof, Acceptor() as acceptor:
+                    acceptor.check(proof)
+                    self._accepted(connection, acceptor.hello)
+                case peer.PeerWelcome(), Dialler(incarnation=int(incarnation)):
+                    assert handshake.dialled is not None
+                    self._established(connection, handshake.dialled, incarnation)
+                    if handshake.ended is not None:
+                        handshake.ended.set_result(None)
+                case message, _:
+                    raise ProtocolRefused(f"unexpected {type(message).__name__} during the handshake")
+        except TokenLakeError as error:
+            self._refuse_handshake(connection, handshake, error)
+
+    def _refuse_handshake(self, connection: FrameConnection, handshake: _Handshake, error: TokenLakeError) -> None:
+        self._log_refusal(handshake, str(error))
+        connection.send(pack_frame(peer.PeerRefused(type(error).__name__, str(error))))
+        connection.close(str(error))
+
+    def _accepted(self, connection: FrameConnection, hello: peer.PeerHello) -> None:
+        """The other side dialled and has proven that it is a member."""
+        current = self._connections.get(hello.node)
+        if current is not None and current[1] > hello.incarnation:
+            raise RingRefused(
+                f"two daemons are called '{hello.node}', and the one that started later is connected; give every node "
+                "a name of its own"
+            )
+        connection.send(pack_frame(peer.PeerWelcome()))
+        if connection not in self._handshakes:
+            # The send failed and closed the connection.
+            return
+        if hello.purpose == "control":
+            self._established(connection, hello.node, hello.incarnation)
+        else:
+            self._handshakes.pop(connection).timer.cancel()
+            sock, rest = connection.detach()
+            self._adopters[hello.purpose](sock, hello, rest)
+
+    def _log_refusal(self, handshake: _Handshake, reason: str) -> None:
+        """Log a refusal, unless it is the last one that was logged of this node. Peers repeat their attempts, so that
+        no reason is lost when `REFUSAL_S` has not passed."""
+        # Name and reason may come from an unproven process: it can neither forge a line of the log nor make the map
+        # grow. All names that are not those of peers share one entry.
+        name = handshake.node or "an unnamed process"
+        if handshake.dialled is None:
+            name = f"{name} (not proven)"
+        line = "".join(each if each.isprintable() else " " for each in f"{name} refused: {reason}"[:MAX_REASON])
+        node = handshake.node if handshake.node in self._addresses else ""
+        last, logged_at = self._refused.get(node, ("", -REFUSAL_S))
+        now = self._loop.time()
+        if line != last and now - logged_at >= REFUSAL_S:
+            self._refused[node] = line, now
+            log.error("connection with %s", line)
+
+    # -- established
+
+    def _established(self, connection: FrameConnection, node: str, incarnation: int) -> None:
+        self._handshakes.pop(connection).timer.cancel()
+        self._drop(node, "replaced by a newer connection")
+        self._refused.pop(node, None)
+        self._connections[node] = (connection, incarnation)
+        connection.on_broken = None
+        connection.on_frame = lambda body: self._frame(connection, node, body)
+        connection.on_closed = lambda reason: self._lost(connection, node, incarnation, reason)
+        log.info("peer %s (incarnation %d) is connected", node, incarnation)
+        self._driver.handle(events.PeerUp(node, incarnation))
+
+    def _frame(self, connection: FrameConnection, node: str, body: bytes) -> None:
+        try:
+            message = decode(peer.peer_decoder, body)
+        except ProtocolRefused as error:
+            connection.close(str(error))
+            return
+        if log.isEnabledFor(logging.DEBUG) and isinstance(message, peer.Lookup | peer.Offer):
+            log.debug("request %r: a %s of %s", message.request, type(message).__name__, node)
+        self._driver.handle(events.PeerSent(node, message))
+
+    def _lost(self, connection: FrameConnection, node: str, incarnation: int, reason: str) -> None:
+        current = self._connections.get(node)
+        if current is None or current[0] is not connection:
+            return
+        del self._connections[node]
+        if self._closing:
+            return
+        log.warning("connection with %s ended: %s", node, reason)
+        self._driver.handle(events.PeerDown(node, incarnation))
+        self._dial_soon(node)
+
+    def _drop(self, node: str, reason: str) -> None:
+        current = self._connections.get(node)
+        if current is not None:
+            current[0].close(reason)
+
+    def refuse(self, node: str, error: Exception) -> None:
+        """The rules refused a message of this peer: close its connection. It may connect again."""
+        self._drop(node, str(error))
+
+    def _say(self, instruction: SendToPeer) -> None:
+        current = self._connections.get(instruction.node)
+        if current is not None:
+            current[0].send(pack_frame(instruction.message))
+
+    @property
+    def connected(self) -> list[str]:
+        """Names of the peers with a control connection."""
+        return list(self._connections)
+
+    async def close(self) -> None:
+        """Stop listening and dialling, close all connections."""
+        self._closing = True
+        self._loop.remove_reader(self._sock)
+        self._sock.close()
+        for task in list(self._dialling.values()):
+            task.cancel()
+        await asyncio.gather(*self._dialling.values(), return_exceptions=True)
+        for connection in [*self._handshakes, *(connection for connection, _ in self._connections.values())]:
+            connection.close("the daemon stops")
+
+
+def _family(address: Address) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address.host else socket.AF_INET
+
+
+def _listen(address: Address) -> socket.socket:
+    sock = socket.socket(_family(address), socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(tuple(address))
+    except OSError as error:
+        sock.close()
+        raise ConfigurationError(
+            "listen", str(address), f"an address that is free ({error.strerror}); give each daemon of a machine its own"
+        ) from error
+    sock.listen(128)
+    sock.setblocking(False)
+    return sock

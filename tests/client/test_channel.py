@@ -1,0 +1,150 @@
+"""Deadlines, overdue daemons and broken connections."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.client.connections import answers
+from tests.robustness.live import (
+    LAYOUT,
+    LIMIT_S,
+    PATIENT,
+    PATIENT_S,
+    Prompt,
+    daemons,
+    match,
+    read,
+    store,
+    wait_pushed,
+    wait_until,
+)
+from tokenlake.errors import DeadlinePassed, LimitReached, Unreachable
+from tokenlake.wire import engine
+from tokenlake_client.channel import Channel
+from tokenlake_testing.cluster import Cluster
+
+pytestmark = pytest.mark.live
+
+
+def test_calls_fail_at_once_without_a_daemon(cluster: Cluster) -> None:
+    with cluster.connect(0, LAYOUT) as pool:
+        cluster.nodes[0].kill()
+        for _ in range(50):
+            with pytest.raises(Unreachable):
+                pool.match([])
+        assert pool.timeouts == 0
+
+
+def test_a_frozen_daemon_costs_one_deadline(cluster: Cluster) -> None:
+    node = cluster.nodes[0]
+    prompt = Prompt(5, 40)
+    with cluster.connect(0, LAYOUT) as pool:
+        store(pool, prompt)
+        keys = pool.prefix(prompt.tokens).keys
+        node.freeze()
+        with pytest.raises(DeadlinePassed, match="did not answer within"):
+            pool.match(keys)
+        for _ in range(100):
+            with pytest.raises(DeadlinePassed, match="still owes"):
+                pool.match(keys)
+            with pytest.raises(DeadlinePassed, match="still owes"):
+                pool.store(keys)
+        assert pool.timeouts == 1
+        node.thaw()
+        wait_until(lambda: answers(pool), "it answers again")
+        # The late answer leased 40 of the 120 segments that a session may lease: three more leases of 40 fit only when
+        # it was given back.
+        leases = [match(pool, prompt) for _ in range(3)]
+        assert [lease.hits for lease in leases] == [40] * 3
+        for lease in leases:
+            lease.release()
+        assert pool.connected
+
+
+def test_a_frozen_daemon_costs_each_thread_one_deadline(cluster: Cluster) -> None:
+    node = cluster.nodes[0]
+    with cluster.connect(0, LAYOUT) as pool:
+        given_up: list[str] = []
+
+        def work() -> None:
+            for _ in range(20):
+                try:
+                    pool.match([], deadline_s=1.0)
+                except DeadlinePassed as error:
+                    given_up.append(str(error))
+
+        node.freeze()
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+        assert len(given_up) == 80
+        # Three more threads, and the heartbeat, may have sent their call before the first gave up.
+        assert 1 <= pool.timeouts <= 5
+        node.thaw()
+        wait_until(lambda: answers(pool), "it answers again")
+
+
+def test_a_fetch_without_deadline_of_a_frozen_daemon() -> None:
+    """The daemon predicts the deadline. When it does not run, a heartbeat without a reply shows that."""
+    with daemons(3) as cluster, cluster.connect(0, LAYOUT) as writer, cluster.connect(2, LAYOUT) as reader:
+        prompt = Prompt(10, 8)
+        store(writer, prompt)
+        wait_pushed(cluster)
+        lease = match(reader, prompt)
+        assert lease.local_hits < lease.hits == 8
+        cluster.nodes[2].freeze()
+        with pytest.raises(DeadlinePassed):
+            lease.fetch()
+        assert reader.timeouts == 1
+        with pytest.raises(DeadlinePassed, match="still owes"):
+            lease.fetch()
+        cluster.nodes[2].thaw()
+        wait_until(lambda: answers(reader), "it answers again")
+        lease.release()
+        wait_until(lambda: read(reader, prompt) == 8, "all is found again")
+
+
+def test_a_request_that_is_too_large_is_not_sent(cluster: Cluster) -> None:
+    with cluster.connect(0, LAYOUT) as pool:
+        keys = pool.prefix(Prompt(8, 1).tokens).keys * (1 << 17)
+        with pytest.raises(LimitReached, match="max_frame"):
+            pool.match(keys * 2)
+        assert pool.match(keys[:10]).hits == 0
+
+
+class _BrokenBeforePoll(socket.socket):
+    """A socket whose channel another thread closes right before the reader polls its descriptor."""
+
+    channel: Channel | None = None
+    same_descriptor = False
+
+    def fileno(self) -> int:
+        number = super().fileno()
+        channel, self.channel = self.channel, None
+        if channel is not None:
+            identity = os.fstat(number).st_ino
+            breaker = threading.Thread(target=channel.close)
+            breaker.start()
+            breaker.join()
+            self.same_descriptor = super().fileno() == number and os.fstat(number).st_ino == identity
+        return number
+
+
+def test_a_broken_connection_is_closed_by_its_reader() -> None:
+    """Closed by another thread, the descriptor was that of another socket when the reader polled it: the call waited
+    for its whole deadline instead of failing at once."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with theirs, _BrokenBeforePoll(fileno=ours.detach()) as sock:
+        channel = Channel(sock, Path("scripted"), lambda: None, PATIENT)
+        sock.channel = channel
+        with pytest.raises(Unreachable):
+            channel.call(engine.Heartbeat, PATIENT_S)
+        assert sock.same_descriptor
+        assert sock.fileno() == -1, "closed in the end"

@@ -1,0 +1,220 @@
+"""Leases and writes that several objects of one process hold, and attaches whose reply is late."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.client.connections import answers, refill, scripted_link
+from tests.robustness.live import (
+    LAYOUT,
+    LIMIT_S,
+    PATIENT,
+    PATIENT_S,
+    Prompt,
+    match,
+    outcomes,
+    read,
+    store,
+    total,
+    wait_until,
+)
+from tokenlake.errors import DeadlinePassed, Unreachable
+from tokenlake.identity import LeaseId
+from tokenlake.wire import Code, engine
+from tokenlake_client import Pool
+from tokenlake_client.grants import END, Grants, LeaseHold
+from tokenlake_testing.cluster import Cluster
+
+pytestmark = pytest.mark.live
+
+
+def processes(cluster: Cluster) -> float:
+    """Processes that may access the daemon's arena."""
+    return total(cluster.nodes[0], "tokenlake_processes")
+
+
+def fill_from_another_pool(cluster: Cluster) -> None:
+    """Write more than the arena holds."""
+    with cluster.connect(0, LAYOUT) as other:
+        refill(other)
+
+
+def test_nothing_is_granted_after_close(cluster: Cluster) -> None:
+    """The daemon may reuse the slots after Bye."""
+    prompt = Prompt(1, 8)
+    pool = cluster.connect(0, LAYOUT)
+    store(pool, prompt)
+    read(pool, prompt)
+    lease = match(pool, prompt)
+    pool.close()
+    wait_until(lambda: processes(cluster) == 0, "the daemon processed Bye")
+    fill_from_another_pool(cluster)
+    for attempt in (
+        lease.fetch,
+        lambda: lease.copy_into([np.empty(LAYOUT.segment_bytes, np.uint8)]),
+        lambda: pool.match([]),
+        lambda: pool.store(pool.prefix(prompt.tokens).keys),
+    ):
+        with pytest.raises(Unreachable, match="closed"):
+            attempt()
+    lease.release()
+
+
+def test_close_while_another_thread_fetches(cluster: Cluster) -> None:
+    """A thread that fetches while the pool is closed either gets no array, or the daemon receives no Bye and keeps the
+    process, and with it the slots of the arrays."""
+    prompt, rounds_with_arrays = Prompt(2, 8), 0
+    kept: list[list[Any]] = []
+    with cluster.connect(0, LAYOUT) as other:
+        store(other, prompt)
+        for _ in range(20):
+            pool = cluster.connect(0, LAYOUT)
+            lease = match(pool, prompt)
+            lease.fetch(0, 1)
+            arrays: list[Any] = []
+            begun = threading.Barrier(2)
+
+            def fetch(lease: Any = lease, arrays: list[Any] = arrays, begun: threading.Barrier = begun) -> None:
+                begun.wait(LIMIT_S)
+                try:
+                    while True:
+                        arrays[:] = lease.fetch()
+                except Unreachable:
+                    return
+
+            thread = threading.Thread(target=fetch)
+            thread.start()
+            begun.wait(LIMIT_S)
+            pool.close()
+            thread.join(LIMIT_S)
+            with pytest.raises(Unreachable, match="closed"):
+                pool.match([])
+            rounds_with_arrays += bool(arrays)
+            kept.append(arrays)
+        refill(other)
+        assert processes(cluster) >= 1 + rounds_with_arrays, "the daemon does not know of an array"
+        for arrays in kept:
+            assert prompt.wrong(arrays) == 0
+
+
+def attach_late(cluster: Cluster, attach: Callable[[], object]) -> None:
+    """An attach whose reply arrives after its deadline."""
+    node = cluster.nodes[0]
+    node.freeze()
+    try:
+        with pytest.raises(DeadlinePassed):
+            attach()
+    finally:
+        node.thaw()
+
+
+def test_a_late_attach_ends_no_second_attach(cluster: Cluster) -> None:
+    """The daemon counts one owner per process: the grant of a late reply is given back only if no object
+    holds it."""
+    prompt = Prompt(3, 8)
+    node = cluster.nodes[0]
+    with (
+        cluster.connect(0, LAYOUT) as pool,
+        Pool.connect(node.socket, LAYOUT, session=pool.session, deadlines=PATIENT) as rank,
+    ):
+        store(pool, prompt)
+        read(rank, prompt)
+        lease = match(pool, prompt)
+        attach_late(cluster, lambda: rank.attach(lease.id))
+        wait_until(lambda: answers(rank), "the daemon answers again")
+        held = rank.attach(lease.id)
+        arrays = held.fetch()
+        lease.release()
+        answers(rank)
+        fill_from_another_pool(cluster)
+        assert len(arrays) == 8
+        assert prompt.wrong(arrays) == 0
+        del arrays
+        held.release()
+        fill_from_another_pool(cluster)
+        assert read(pool, prompt) == 0, "nothing stayed leased"
+
+
+def test_a_late_attach_to_a_lease_of_this_process(cluster: Cluster) -> None:
+    prompt = Prompt(4, 8)
+    with cluster.connect(0, LAYOUT) as pool:
+        store(pool, prompt)
+        lease = match(pool, prompt)
+        attach_late(cluster, lambda: pool.attach(lease.id))
+        lease.release(6)
+        wait_until(lambda: answers(pool), "the daemon answers again")
+        answers(pool)
+        fill_from_another_pool(cluster)
+        arrays = lease.fetch(0, 6)
+        assert len(arrays) == 6
+        assert prompt.wrong(arrays) == 0
+        with pool.match(pool.prefix(prompt.tokens).keys[6:], deadline_s=PATIENT_S) as gone:
+            assert gone.hits == 0, "a segment that was released meanwhile is not leased"
+        del arrays
+        lease.release()
+        fill_from_another_pool(cluster)
+        assert read(pool, prompt) == 0, "nothing stayed leased"
+
+
+def test_a_lease_ends_with_its_last_holder(cluster: Cluster) -> None:
+    prompt = Prompt(5, 8)
+    with cluster.connect(0, LAYOUT) as pool:
+        store(pool, prompt)
+        first = match(pool, prompt)
+        second = pool.attach(first.id)
+        first.release()
+        fill_from_another_pool(cluster)
+        arrays = second.fetch()
+        assert len(arrays) == 8
+        assert prompt.wrong(arrays) == 0
+        second.release()
+        fill_from_another_pool(cluster)
+        assert prompt.wrong(arrays) == 0, "an array pins it"
+        del arrays
+        answers(pool)
+        fill_from_another_pool(cluster)
+        assert read(pool, prompt) == 0
+
+
+def test_a_write_ends_with_its_last_holder(cluster: Cluster) -> None:
+    """The reservation is released while the same process still fills the write, after an attach with a late reply."""
+    prompt = Prompt(6, 4)
+    with cluster.connect(0, LAYOUT) as pool:
+        keys = pool.prefix(prompt.tokens).keys
+        reserved = pool.reserve(keys)
+        attach_late(cluster, lambda: pool.attach_write(reserved.id))
+        wait_until(lambda: answers(pool), "the daemon answers again")
+        with pool.attach_write(reserved.id) as write:
+            reserved.release()
+            answers(pool)
+            fill_from_another_pool(cluster)
+            for index, array in write.slots:
+                prompt.fill(index, array)
+        assert outcomes(bytes(write.codes)) == {Code.COMMITTED}
+        assert read(pool, prompt) == 4
+        aborted = pool.reserve(pool.prefix(Prompt(60, 4).tokens).keys)
+        filling = pool.attach_write(aborted.id)
+        filling.abort()
+        assert outcomes(store(pool, Prompt(60, 4), patience=0)) == {Code.PENDING}, "reserved as before"
+        aborted.release()
+        assert outcomes(store(pool, Prompt(60, 4))) == {Code.COMMITTED}
+
+
+def test_a_release_waits_for_an_attach() -> None:
+    """While an attach is on its way, the only holder releases its lease: the daemon must not receive that message after
+    it has answered the attach."""
+    lease = LeaseId(7)
+    with scripted_link() as (link, daemon):
+        grants = Grants(link)
+        hold = LeaseHold(lease, link, 4)
+        grants.hold_lease(hold)
+        daemon.send(engine.Matched(1, lease, 0, b"", b"", b""))
+        with grants.attaching(lease, write=False):
+            grants.release(hold, 0, 4)
+            assert daemon.received() == [engine.Attach(1, lease)]
+        assert daemon.received() == [engine.Release(((lease, 0, END),))]

@@ -1,0 +1,254 @@
+"""Reconnecting: to a daemon that was restarted, and to the same session after the connection broke."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.client.connections import answers, heartbeat_threads, reconnect, reconnected, refill, through_proxy
+from tests.robustness.live import (
+    LAYOUT,
+    LIMIT_S,
+    PATIENT,
+    Prompt,
+    accounted,
+    match,
+    outcomes,
+    read,
+    store,
+    total,
+    wait_until,
+)
+from tests.robustness.matrix.proxy import Cut
+from tokenlake.errors import Unreachable
+from tokenlake.layout import Layout
+from tokenlake.wire import Code
+from tokenlake_client import Pool
+from tokenlake_testing.cluster import Cluster
+
+pytestmark = pytest.mark.live
+
+OTHER = Layout(**(msgspec.structs.asdict(LAYOUT) | {"model_id": "another"}))
+PROMPT = Prompt(1, 8)
+
+
+def processes(cluster: Cluster) -> float:
+    """Processes that may access the daemon's arena."""
+    return total(cluster.nodes[0], "tokenlake_processes")
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_restarted_daemon(cluster: Cluster, how: str) -> None:
+    node = cluster.nodes[0]
+    prompt, other = Prompt(1, 4), Prompt(2, 4)
+    with cluster.connect(0, LAYOUT) as pool:
+        store(pool, prompt)
+        keys = pool.prefix(prompt.tokens).keys
+        lease = match(pool, prompt)
+        arrays = lease.fetch()
+        begun = pool.begin_match(keys)
+        pool.match([])
+        write = pool.store(pool.prefix(other.tokens).keys)
+        for index, array in write.slots:
+            other.fill(index, array)
+        first = pool.incarnation
+        getattr(node, how)()
+        with pytest.raises(Unreachable):
+            pool.match(keys)
+        node.start()
+        wait_until(lambda: pool.connected and pool.incarnation != first, "connected to the new daemon")
+
+        with match(pool, prompt) as fresh:
+            assert fresh.hits == 0
+        assert outcomes(write.commit()) == {Code.EXPIRED}, "granted by the daemon that is gone"
+        with pytest.raises(Unreachable, match="restarted"):
+            lease.fetch()
+        # Slots of the previous arena must not be looked up in the new one, where they hold other segments.
+        refill(pool)
+        with pytest.raises(Unreachable, match="restarted"):
+            begun.wait().fetch()
+        assert prompt.wrong(arrays) == 0, "old arrays stay readable"
+        lease.release()
+        assert outcomes(store(pool, prompt)) == {Code.COMMITTED}
+        assert read(pool, prompt) == 4
+    wait_until(lambda: total(node, "tokenlake_processes") == 0, "closed")
+
+
+def test_a_session_goes_on_after_its_connection_broke(cluster: Cluster) -> None:
+    node = cluster.nodes[0]
+    prompt, other = Prompt(3, 4), Prompt(4, 4)
+    with through_proxy(node) as (pool, proxy):
+        store(pool, prompt)
+        lease = match(pool, prompt)
+        arrays = lease.fetch(0, 2)
+        write = pool.store(pool.prefix(other.tokens).keys)
+        session = pool.session
+        for _ in range(5):
+            link = pool.link
+            proxy.cut()
+            lease.release(3)  # The message may be lost with the connection.
+            reconnected(pool, link)
+        assert pool.session == session
+        assert total(node, "tokenlake_processes") == 1, "the daemon forgot the previous connections"
+        refill(pool)
+        assert prompt.wrong(arrays) == 0
+        assert prompt.wrong(lease.fetch(2, 3), start=2) == 0
+        keys = pool.prefix(prompt.tokens).keys
+        with pool.match(keys[3:]) as gone:
+            assert gone.hits == 0, "a segment that was released meanwhile is not leased"
+        for index, array in write.slots:
+            other.fill(index, array)
+        assert outcomes(write.commit()) == {Code.COMMITTED}
+        assert read(pool, other) == 4
+
+
+def test_a_release_that_was_lost_is_repeated(cluster: Cluster) -> None:
+    """The segments in the lost message stayed leased until the process ended."""
+    node = cluster.nodes[0]
+    with through_proxy(node) as (pool, proxy):
+        store(pool, PROMPT)
+        lease = match(pool, PROMPT)
+        assert len(lease.fetch()) == 8
+        previous = pool.link
+        proxy.fault = Cut("up", "body")
+        lease.release(0, 3)
+        wait_until(lambda: proxy.done == 1, "the frame is cut")
+        reconnected(pool, previous)
+        assert len(lease.fetch(3)) == 5
+        lease.release()
+        wait_until(lambda: accounted(node), "all grants are given back")
+
+
+def test_a_welcome_that_was_lost(cluster: Cluster) -> None:
+    """The daemon had moved the grants to a connection whose number the engine never received."""
+    node = cluster.nodes[0]
+    with through_proxy(node) as (pool, proxy):
+        store(pool, PROMPT)
+        lease = match(pool, PROMPT)
+        arrays = lease.fetch()
+        for times in (1, 2):
+            proxy.fault = Cut("down", "hello")
+            reconnect(pool, proxy)
+            assert proxy.done == times
+        assert PROMPT.wrong(arrays) == 0
+        del arrays
+        lease.release()
+        wait_until(lambda: accounted(node), "all grants are given back")
+        assert node.metrics()["tokenlake_processes"] == 1
+
+
+def test_a_lease_of_a_process_that_mapped_nothing(cluster: Cluster) -> None:
+    """The daemon ends the leases of such a process at once. The session goes on with its other processes, and the
+    lease's slots hold other segments by now."""
+    with cluster.connect(0, LAYOUT) as scheduler:
+        store(scheduler, PROMPT)
+        with through_proxy(cluster.nodes[0], scheduler.session) as (rank, proxy):
+            lease = match(rank, PROMPT)
+            write = rank.reserve(rank.prefix(Prompt(2, 2).tokens).keys)
+            assert (lease.hits, bool(write.id)) == (8, True)
+            reconnect(rank, proxy)
+            assert rank.session == scheduler.session
+            refill(scheduler)
+            with pytest.raises(Unreachable):
+                lease.fetch()
+            with pytest.raises(Unreachable):
+                lease.copy_into([np.empty(LAYOUT.segment_bytes, np.uint8)])
+            lease.release()
+            write.release()
+            with match(rank, PROMPT) as again:
+                assert len(again.fetch()) == again.hits
+
+
+def test_a_lease_ends_with_its_session(cluster: Cluster) -> None:
+    """The connection broke before the process mapped a region: the daemon forgot it and serves it as a new process."""
+    prompt = Prompt(7, 8)
+    with cluster.connect(0, LAYOUT) as other:
+        store(other, prompt)
+    with through_proxy(cluster.nodes[0]) as (pool, proxy):
+        lease, session = match(pool, prompt), pool.session
+        assert lease.hits == 8
+        begun = pool.reserve(pool.prefix(Prompt(70, 2).tokens).keys)
+        reconnect(pool, proxy)
+        assert pool.session != session
+        refill(pool)
+        with pytest.raises(Unreachable, match="session ended"):
+            lease.fetch()
+        lease.release()
+        begun.release()
+        assert outcomes(store(pool, prompt)) == {Code.COMMITTED}
+        assert read(pool, prompt) == 8
+
+
+def test_pools_of_two_layouts_reconnect(cluster: Cluster, tmp_path: Path) -> None:
+    """In another order than before the restart: the session numbers of the previous daemon neither prevent a connection
+    nor join one pool to the session of another."""
+    node, path = cluster.nodes[0], tmp_path / "link.sock"
+    path.symlink_to(node.socket)
+    one, two = Pool.connect(path, LAYOUT, deadlines=PATIENT), cluster.connect(0, OTHER)
+    twin = cluster.connect(0, LAYOUT)
+    path.unlink()
+    node.kill()
+    node.start()
+    cluster.wait_ready()
+    wait_until(lambda: answers(two) and answers(twin), "the other pools are connected")
+    assert not answers(one)
+    path.symlink_to(node.socket)
+    wait_until(lambda: answers(one), "this pool is connected too")
+    assert len({one.session, two.session, twin.session}) == 3
+    for pool in (one, two, twin):
+        pool.close()
+
+
+def fill_from_another_pool(cluster: Cluster) -> None:
+    """Write more than the arena holds."""
+    with cluster.connect(0, LAYOUT) as other:
+        refill(other)
+
+
+def test_leases_and_writes_outlive_their_pool(cluster: Cluster) -> None:
+    """Leases, arrays and writes keep the heartbeats going. The process leaves with the last of them."""
+    prompt, other = Prompt(9, 4), Prompt(90, 4)
+    before = heartbeat_threads()
+    pool = cluster.connect(0, LAYOUT)
+    (heartbeat,) = heartbeat_threads() - before
+    store(pool, prompt)
+    lease = match(pool, prompt)
+    write = pool.store(pool.prefix(other.tokens).keys)
+    gc.disable()
+    try:
+        del pool
+        fill_from_another_pool(cluster)
+        arrays = lease.fetch()
+        assert len(arrays) == 4
+        assert prompt.wrong(arrays) == 0
+        del lease
+        fill_from_another_pool(cluster)
+        assert prompt.wrong(arrays) == 0
+        for index, array in write.slots:
+            other.fill(index, array)
+        assert outcomes(write.commit()) == {Code.COMMITTED}
+        del write, array
+        assert heartbeat.is_alive()
+        assert processes(cluster) == 1
+        del arrays
+        wait_until(lambda: processes(cluster) == 0, "the process left")
+        heartbeat.join(LIMIT_S)
+        assert not heartbeat.is_alive()
+    finally:
+        gc.enable()
+
+
+def test_a_pool_collected_in_a_cycle_with_its_arrays(cluster: Cluster) -> None:
+    prompt = Prompt(10, 4)
+    pool = cluster.connect(0, LAYOUT)
+    store(pool, prompt)
+    cycle: list[Any] = [pool, match(pool, prompt)]
+    cycle += [cycle[1].fetch(), cycle]
+    del pool, cycle
+    gc.collect()
+    wait_until(lambda: processes(cluster) == 0, "the process left")

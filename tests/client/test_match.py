@@ -1,0 +1,124 @@
+"""Matches that are begun, polled and cancelled, and matches that wait for other engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT_S, Prompt, match, store, wait_until
+from tokenlake.errors import DeadlinePassed
+from tokenlake.identity import SegmentKey
+from tokenlake.wire import Code
+from tokenlake_client import MatchOptions, Pool
+from tokenlake_testing.cluster import Cluster
+
+pytestmark = pytest.mark.live
+
+
+WAIT = MatchOptions(in_flight_wait_s=10.0)
+
+
+def wait_claimed(pool: Pool, keys: Sequence[SegmentKey], code: Code) -> None:
+    """Wait until a match of all `keys` says `code`."""
+    wait_until(lambda: set(pool.match(keys, deadline_s=PATIENT_S).codes) == {code}, f"all are {code.name}")
+
+
+def test_a_prompt_is_computed_once(three: Cluster) -> None:
+    prompt = Prompt(7, 12)
+    with three.connect(0, LAYOUT) as first, three.connect(1, LAYOUT) as second, three.connect(2, LAYOUT) as third:
+        keys = first.prefix(prompt.tokens).keys
+        with first.match(keys, WAIT, deadline_s=PATIENT_S) as lease:
+            assert lease.hits == 0
+        waiting = [pool.begin_match(keys, WAIT, deadline_s=PATIENT_S) for pool in (second, third)]
+        store(first, prompt)
+        for pending in waiting:
+            with pending.wait() as lease:
+                assert lease.hits == 12
+                assert prompt.wrong(lease.fetch(deadline_s=LIMIT_S)) == 0
+
+
+def test_a_match_waits_for_all_parts(three: Cluster) -> None:
+    prompt = Prompt(8, 12)
+    with three.connect(0, LAYOUT) as first, three.connect(1, LAYOUT) as second:
+        keys = first.prefix(prompt.tokens).keys
+        first.claim(keys, 10.0)
+        wait_claimed(second, keys, Code.PENDING)
+        waiting = second.begin_match(keys, WAIT, deadline_s=PATIENT_S)
+        for start in range(0, 12, 4):
+            assert waiting.poll() is None
+            part = [np.frombuffer(prompt.content(index), np.uint8) for index in range(start, start + 4)]
+            assert set(first.store_all(keys[start : start + 4], part, start, 20.0)) == {Code.COMMITTED}
+        with waiting.wait() as lease:
+            assert lease.hits == 12
+            assert prompt.wrong(lease.fetch(deadline_s=LIMIT_S)) == 0
+
+
+def test_claims_end_when_removed_and_with_the_pool(three: Cluster) -> None:
+    with three.connect(1, LAYOUT) as second:
+        with three.connect(0, LAYOUT) as first:
+            keys = first.prefix(Prompt(9, 12).tokens).keys
+            first.claim(keys, 10.0)
+            wait_claimed(second, keys, Code.PENDING)
+            first.claim(keys, 0.0)
+            wait_claimed(second, keys, Code.MISSING)
+            first.claim(keys, 10.0)
+            wait_claimed(second, keys, Code.PENDING)
+        wait_claimed(second, keys, Code.MISSING)
+
+
+def test_a_heartbeat_is_answered_while_a_match_waits(three: Cluster) -> None:
+    with three.connect(0, LAYOUT) as first, three.connect(1, LAYOUT) as second:
+        keys = first.prefix(Prompt(10, 12).tokens).keys
+        first.claim(keys, 10.0)
+        wait_claimed(second, keys, Code.PENDING)
+        waiting = second.begin_match(keys, WAIT, deadline_s=PATIENT_S)
+        beat = second.begin_heartbeat()
+        wait_until(beat.poll, "the daemon answers")
+        assert waiting.poll() is None
+        first.claim(keys, 0.0)
+        with waiting.wait() as lease:
+            assert (lease.hits, lease.codes[0]) == (0, Code.MISSING)
+
+
+def test_begin_poll_and_cancel(pool: Pool, shared: Cluster) -> None:
+    prompt = Prompt(6, 40)
+    store(pool, prompt)
+    keys = pool.prefix(prompt.tokens).keys
+    pending = pool.begin_match(keys)
+    wait_until(lambda: pending.poll() is not None, "the answer is here")
+    lease = pending.poll()
+    assert lease is not None
+    assert lease.hits == 40
+    lease.release()
+    # More than a session may lease at a time, begun and cancelled: nothing stays behind.
+    for _ in range(10):
+        pool.begin_match(keys).cancel()
+    answered = pool.begin_match(keys)
+    answered.wait()
+    answered.cancel()
+    wait_until(lambda: match(pool, prompt).hits == 40, "cancelled matches are given back")
+
+
+def test_a_cancelled_answer_is_given_back(pool: Pool) -> None:
+    prompt = Prompt(7, 40)
+    store(pool, prompt)
+    keys = pool.prefix(prompt.tokens).keys
+    pending = [pool.begin_match(keys) for _ in range(3)]
+    pool.match([]).release()
+    for each in pending:
+        each.cancel()
+    with match(pool, prompt) as lease:
+        assert lease.hits == 40
+
+
+def test_a_waiting_match_notices_a_frozen_daemon(cluster: Cluster) -> None:
+    with cluster.connect(0, LAYOUT) as pool:
+        keys = pool.prefix(Prompt(5, 4).tokens).keys
+        pool.match(keys, WAIT).release()
+        cluster.nodes[0].freeze()
+        with pytest.raises(DeadlinePassed, match=f"did not answer within {PATIENT_S * 1e3:.0f} ms"):
+            pool.match(keys, WAIT)
+        assert pool.timeouts == 1
+        cluster.nodes[0].thaw()

@@ -1,0 +1,279 @@
+"""A lookup waits for another engine no longer than a prefill would take, and never for its own engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.connector.fakes import FakeRequest
+from tests.connector.side import CHEAP, SEGMENT, TOKEN_S, Bench, blocks_of, load, prefill, request
+from tokenlake.errors import Unreachable
+from tokenlake_client.engines.common.in_flight import FACTOR, LONGEST_S
+from tokenlake_client.engines.vllm.lookup import MAX_WAITING
+from tokenlake_client.engines.vllm.request import RequestEnd
+from tokenlake_client.engines.vllm.step_plan import LoadTime
+
+DEADLINE_S = 0.020
+TOKENS = 100
+BOUND_S = FACTOR * TOKENS * TOKEN_S
+
+
+def measured(mode: str = "async") -> Bench:
+    """The prefill time is known; the pool does not answer from now on."""
+    bench = Bench(mode)
+    prefill(bench)
+    bench.pool.answers = False
+    return bench
+
+
+def asked(bench: Bench, name: str = "r", tokens: int = TOKENS, first: int = 0) -> FakeRequest:
+    one = request(tokens, name, first)
+    bench.side.new_request(one)
+    return one
+
+
+def test_a_wait_is_limited_by_the_prefill_time() -> None:
+    bench = measured()
+    asked(bench)
+    assert bench.pool.matches[-1].options.in_flight_wait_s == pytest.approx(BOUND_S, rel=0.01)
+    assert bench.pool.matches[-1].options.in_flight_wait_per_segment_s == pytest.approx(
+        FACTOR * SEGMENT * TOKEN_S, rel=0.05
+    )
+    asked(bench, "long", 100_000, 1000)
+    assert bench.pool.matches[-1].options.in_flight_wait_s == LONGEST_S
+
+
+def test_no_wait_where_it_does_not_pay() -> None:
+    bench = Bench()
+    asked(bench, "unknown")
+    prefill(bench)
+    asked(bench, "short", 15, 1000)
+    load(bench, CHEAP)
+    asked(bench, "long", TOKENS, 2000)
+    assert [
+        match.options.in_flight_wait_s > 0
+        for match in bench.pool.matches
+        if match.options.request in ("unknown", "short", "long")
+    ] == [
+        False,
+        False,
+        True,
+    ]
+    slow = Bench()
+    prefill(slow)
+    load(slow, LoadTime(0.0, 8.0))
+    asked(slow)
+    assert slow.pool.matches[-1].options.in_flight_wait_s == 0.0
+    far = Bench()
+    prefill(far)
+    load(far, LoadTime(8.0, 0.0), "far")
+    asked(far)
+    assert far.pool.matches[-1].options.in_flight_wait_s == 0.0
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_segments_stored_during_the_wait_are_loaded(mode: str) -> None:
+    bench = measured(mode)
+    one = asked(bench)
+    for _ in range(6):
+        assert bench.side.matched(one, 0) is None
+        bench.now += DEADLINE_S
+    bench.know(one.all_token_ids)
+    bench.pool.answers = True
+    assert bench.side.matched(one, 0) == 96
+    assert bench.counters.read().lookups_late == 0
+
+
+def test_a_wait_ends_at_its_limit_without_an_overdue_lookup() -> None:
+    bench = measured()
+    one = asked(bench)
+    while bench.side.matched(one, 0) is None:
+        bench.now += DEADLINE_S / 2
+        assert bench.now < 1.0
+    assert BOUND_S <= bench.now <= BOUND_S + 3 * DEADLINE_S
+    assert bench.pool.matches[-1].cancelled
+    assert bench.counters.read().lookups_late == 1
+    # The daemon answers, so no lookup is overdue.
+    bench.pool.answers = True
+    other = asked(bench, "other", TOKENS, 1000)
+    bench.know(other.all_token_ids)
+    assert bench.side.matched(other, 0) == 96
+
+
+@pytest.mark.parametrize("frozen_s", [0.0, 0.05])
+def test_a_frozen_daemon_costs_one_deadline_during_a_wait(frozen_s: float) -> None:
+    bench = measured()
+    one = asked(bench, "one", 10_000)
+    while bench.now < frozen_s:
+        assert bench.side.matched(one, 0) is None
+        bench.now += 0.001
+    bench.pool.alive = False
+    while bench.side.matched(one, 0) is None:
+        bench.now += 0.001
+        assert bench.now < 1.0
+    # A sign of life is asked for once per deadline.
+    assert bench.now <= frozen_s + (2 if frozen_s else 1) * DEADLINE_S + 0.002
+    asked_before = len(bench.pool.matches)
+    for number in range(5):
+        assert bench.place(request(TOKENS, str(number), 20_000 * number)) == 0
+    assert len(bench.pool.matches) == asked_before
+    bench.pool.answers = bench.pool.alive = True
+    later = request(TOKENS, "later", 500_000)
+    bench.know(later.all_token_ids)
+    assert bench.place(later) == 96
+
+
+def test_one_sign_of_life_per_deadline() -> None:
+    bench = measured()
+    many = [asked(bench, str(number), 1000, 2000 * number) for number in range(8)]
+    while bench.now < 0.5:
+        assert [bench.side.matched(one, 0) for one in many] == [None] * 8
+        bench.now += 0.001
+    assert bench.pool.beats <= 8 + 0.5 / DEADLINE_S
+    quiet = Bench()
+    quiet.place(request(TOKENS))
+    assert quiet.pool.beats == 0
+
+
+def test_the_number_of_waiting_lookups_is_limited() -> None:
+    bench = measured()
+    many = [asked(bench, str(number), TOKENS, 1000 * number) for number in range(2 * MAX_WAITING)]
+    for _ in range(3):
+        assert [bench.side.matched(one, 0) for one in many] == [None] * len(many)
+    assert [match.options.in_flight_wait_s > 0 for match in bench.pool.matches[-len(many) :]] == [
+        *[True] * MAX_WAITING,
+        *[False] * MAX_WAITING,
+    ]
+    # An aborted request and an answered lookup make room.
+    bench.side.finished(many[0], [], RequestEnd(complete=False))
+    bench.pool.answers = True
+    assert bench.side.matched(many[1], 0) == 0
+    bench.pool.answers = False
+    for number in range(3):
+        later = asked(bench, f"later {number}", TOKENS, 100_000 + 1000 * number)
+        assert bench.side.matched(later, 0) is None
+    assert [match.options.in_flight_wait_s > 0 for match in bench.pool.matches[-3:]] == [True, True, False]
+
+
+def test_a_lost_daemon_ends_the_wait() -> None:
+    bench = measured()
+    one = asked(bench)
+    assert bench.side.matched(one, 0) is None
+    bench.pool.reachable = False
+    with pytest.raises(Unreachable):
+        bench.side.matched(one, 0)
+
+
+def computes(bench: Bench, one: FakeRequest) -> None:
+    """The pool lacks the prompt of `one`, so this engine computes it."""
+    bench.pool.answers = True
+    assert bench.side.matched(one, 0) == 0
+    bench.pool.answers = False
+    bench.side.allocated(one, blocks_of(one), 0)
+
+
+def test_no_wait_for_a_request_of_the_same_engine() -> None:
+    bench = measured()
+    first, beside = asked(bench, "first"), asked(bench, "beside")
+    computes(bench, first)
+    # The lookup began before this engine computed the prompt; it is repeated without a wait.
+    waiting = bench.pool.matches[-1]
+    assert waiting.options.in_flight_wait_s > 0
+    assert bench.side.matched(beside, 96) is None
+    assert waiting.cancelled
+    assert bench.pool.matches[-1].options.in_flight_wait_s == 0.0
+    longer = request(2 * TOKENS, "longer")
+    bench.side.new_request(longer)
+    assert bench.pool.matches[-1].options.in_flight_wait_s == 0.0
+    bench.pool.answers = True
+    assert bench.side.matched(beside, 96) == 0
+    # After the end of that request its segments are in the pool, or never will be.
+    bench.side.finished(first, [], RequestEnd(complete=False))
+    bench.side.finished(beside, [], RequestEnd(complete=False))
+    bench.pool.answers = False
+    asked(bench, "again")
+    assert bench.pool.matches[-1].options.in_flight_wait_s > 0
+
+
+def test_a_preempted_request_does_not_wait_for_itself() -> None:
+    bench = measured()
+    one = asked(bench)
+    computes(bench, one)
+    bench.step(one, 0, TOKENS)
+    bench.side.matched(one, 0)
+    assert bench.pool.matches[-1].options.in_flight_wait_s == 0.0
+
+
+def test_no_wait_for_tokens_in_vllms_own_cache() -> None:
+    bench = measured()
+    one = asked(bench)
+    bench.now += DEADLINE_S
+    assert bench.side.matched(one, 96) is None
+    assert bench.pool.matches[-1].options.in_flight_wait_s == 0.0
+    bench.pool.answers = True
+    assert bench.side.matched(one, 96) == 0
+
+
+def test_no_lookup_while_another_is_overdue() -> None:
+    bench = measured()
+    owed = asked(bench, "owed", TOKENS, 5000)
+    one = asked(bench)
+    bench.pool.alive = False
+    bench.now += 2 * DEADLINE_S
+    assert bench.side.matched(owed, 0) == 0
+    assert bench.side.matched(one, 96) == 0
+
+
+def test_a_prompt_of_several_steps_is_marked_in_the_first() -> None:
+    bench = measured()
+    one = asked(bench)
+    keys = tuple(bench.pool.prefix(one.all_token_ids).keys)
+    bench.pool.known |= set(keys[:2])
+    bench.pool.answers = True
+    assert bench.side.matched(one, 0) == 16
+    bench.side.allocated(one, blocks_of(one), 16)
+    bench.step(one, 16, 40)
+    bench.step(one, 56, 44)
+    one.all_token_ids.append(1)
+    bench.step(one, TOKENS, 1)
+    ((claimed, seconds),) = bench.pool.claimed
+    assert claimed == keys[2:]
+    # Ten of the twelve segments that could be loaded are missing.
+    assert seconds == pytest.approx(10 * FACTOR * SEGMENT * TOKEN_S, rel=0.05)
+    bench.side.finished(one, [], RequestEnd(complete=True, stop_reason="stop", output_tokens=1))
+    assert len(bench.pool.claimed) == 1
+
+
+def test_a_prompt_of_one_step_sets_no_further_markers() -> None:
+    bench = measured()
+    one = asked(bench)
+    computes(bench, one)
+    (save,) = bench.step(one, 0, TOKENS).saves
+    assert bench.pool.claimed == []
+    assert save.marked, "the lookup set the marker"
+
+
+def test_the_last_aborted_request_removes_the_markers() -> None:
+    bench = measured()
+    first, second = asked(bench, "first"), asked(bench, "second")
+    for one in (first, second):
+        computes(bench, one)
+    bench.side.finished(first, [], RequestEnd(complete=False, stop_reason="abort", output_tokens=0))
+    assert bench.pool.claimed == []
+    bench.side.finished(second, [], RequestEnd(complete=False, stop_reason="abort", output_tokens=0))
+    assert bench.pool.claimed == [(tuple(bench.pool.prefix(second.all_token_ids).keys), 0.0)]
+
+
+def test_an_engine_that_does_not_store_sets_no_markers() -> None:
+    bench = Bench(save=False)
+    prefill(bench)
+    asked(bench)
+    assert bench.pool.matches[-1].options.in_flight_wait_s == 0.0
+
+
+def test_a_failing_marker_call_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = measured()
+    one = asked(bench)
+    computes(bench, one)
+    monkeypatch.setattr(bench.pool, "claim", lambda keys, seconds: 1 // 0)
+    assert bench.step(one, 0, 40).saves
+    assert bench.reported == ["setting in-flight markers"]

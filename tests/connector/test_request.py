@@ -1,0 +1,122 @@
+"""The state of a request: its hints, the tokens that can be loaded, and the segments that can be stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenlake.hints import Hints, Outlook
+from tokenlake_client.engines.vllm.request import SavedTokens, hints_of, loadable_segments, loadable_until
+
+SEGMENT = 4
+SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 4)).map(lambda shape: (shape[0] * shape[1] * 4, shape[1] * 4))
+AGENT = Hints(Outlook.GOES_ON, "agent", priority=1, ttl_s=600.0)
+
+
+def test_hints_of_a_request() -> None:
+    said = {"outlook": "goes_on", "category": "agent", "priority": 1, "ttl_s": 600}
+    assert hints_of({"tokenlake": said, "other": 1}) == AGENT
+    assert hints_of(None) is hints_of({}) is hints_of({"other": 1}) is None
+    assert hints_of({"tokenlake": {}}) == Hints()
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ("over", "an object with the fields outlook, category, priority, ttl_s"),
+        ({"outlok": "over"}, "'outlok'; known: outlook"),
+        ({"outlook": "perhaps"}, "'perhaps'; expected one of unknown, goes_on, over"),
+        ({"outlook": 2}, "'outlook'"),
+        ({"category": "x" * 33}, "'category' has 33 characters"),
+        ({"priority": 5}, "'priority' is 5"),
+        ({"priority": True}, "'priority'"),
+        ({"ttl_s": float("nan")}, "'ttl_s' is nan"),
+        ({"ttl_s": "600"}, "'ttl_s'"),
+        ({"ttl_s": 10**400}, "'ttl_s'"),
+        ({"category": "\ud800"}, "'category'"),
+    ],
+)
+def test_an_invalid_hint_is_named(said: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        hints_of({"tokenlake": said})
+
+
+@given(SHAPES, st.integers(1, 300), st.integers(0, 40))
+def test_a_load_has_whole_blocks_and_leaves_a_token(shape: tuple[int, int], total: int, hits: int) -> None:
+    segment, block = shape
+    until = loadable_until(hits, total, segment, block)
+    assert until % block == 0
+    assert until <= min(hits * segment, total - 1)
+    # One more block is not in the pool, or leaves no token to compute.
+    assert until + block > min(hits * segment, total - 1)
+
+
+@given(SHAPES, st.integers(1, 300))
+def test_only_loadable_segments_are_looked_up(shape: tuple[int, int], total: int) -> None:
+    segment, block = shape
+    wanted = loadable_segments(total, segment, block)
+    assert wanted <= total // segment
+    best = loadable_until(total // segment, total, segment, block)
+    assert loadable_until(wanted, total, segment, block) == best
+    assert not wanted or loadable_until(wanted - 1, total, segment, block) < best
+
+
+def test_a_step_without_loads_stores_what_it_computes() -> None:
+    saved = SavedTokens(SEGMENT)
+    saved.add_step(1, 10)
+    assert saved.take(100, certain=True) == range(2)
+    saved.add_step(2, 11)
+    assert saved.take(100, certain=True) == range(2, 2)
+    saved.add_step(3, 12)
+    assert saved.take(100, certain=True) == range(2, 3)
+
+
+def test_unknown_tokens_are_not_stored() -> None:
+    saved = SavedTokens(SEGMENT)
+    saved.add_step(1, 8)
+    assert saved.take(7, certain=True) == range(1)
+    assert saved.take(8, certain=True) == range(1, 2)
+
+
+def test_only_confirmed_tokens_are_stored_during_a_load() -> None:
+    saved = SavedTokens(SEGMENT)
+    saved.add_step(1, 8)
+    assert saved.take(100, certain=False) == range(0)
+    saved.add_step(2, 12)
+    saved.confirm(1)
+    assert saved.take(100, certain=False) == range(2)
+    saved.confirm(2)
+    assert saved.take(100, certain=False) == range(2, 3)
+
+
+def test_a_failed_load_voids_the_steps_under_way() -> None:
+    saved = SavedTokens(SEGMENT)
+    saved.segments = 2
+    saved.add_step(1, 16)
+    saved.add_step(2, 20)
+    saved.void()
+    saved.confirm(2)
+    assert saved.take(100, certain=False) == range(0)
+    saved.add_step(3, 12)
+    saved.confirm(3)
+    # The segments that could not be read are offered again.
+    assert saved.take(100, certain=False) == range(3)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.booleans()), max_size=30))
+def test_segments_are_taken_in_order_once_computed(steps: list[tuple[int, bool, bool]]) -> None:
+    saved = SavedTokens(SEGMENT)
+    computed, confirmed, expected = 0, 0, 0
+    for number, (tokens, sure, confirms) in enumerate(steps, 1):
+        computed += tokens
+        saved.add_step(number, computed)
+        taken = saved.take(1 << 20, certain=sure)
+        assert taken.start == expected
+        assert taken.stop * SEGMENT <= (computed if sure else max(confirmed, expected * SEGMENT))
+        expected = taken.stop
+        if confirms:
+            saved.confirm(number)
+            confirmed = computed

@@ -1,0 +1,168 @@
+"""The scheduler's side measures prefills and loads, and loads what is faster to load."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.connector.side import CHEAP, DEAR, ENOUGH, SEGMENT, Bench, blocks_of, know, load, prefill, request
+from tokenlake.errors import Unreachable
+from tokenlake_client.engines.vllm.step_plan import LoadTime, StepReport
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize(("took", "tokens"), [(CHEAP, 32), (DEAR, 0)])
+def test_measurements_decide_what_is_loaded(mode: str, took: LoadTime, tokens: int) -> None:
+    bench, asked = Bench(mode), request(33)
+    prefill(bench)
+    load(bench, took)
+    know(bench, asked, ["here"] * 4)
+    before = bench.counters.read()
+    assert bench.place(asked) == tokens
+    counts = bench.counters.read()
+    assert counts.tokens_hit - before.tokens_hit == tokens
+    assert counts.tokens_skipped_by_cost == 32 - tokens
+    assert bench.pool.leases[-1].released == (tokens == 0)
+
+
+def test_every_hit_is_loaded_below_eight_prefills() -> None:
+    bench, asked = Bench(), request(33)
+    prefill(bench, ENOUGH - 1)
+    load(bench, DEAR)
+    know(bench, asked, ["here"] * 4)
+    assert bench.place(asked) == 32
+
+
+def test_weigh_loads_false_loads_every_hit() -> None:
+    bench, asked = Bench(weigh_loads=False), request(33)
+    prefill(bench)
+    load(bench, DEAR)
+    know(bench, asked, ["here"] * 4)
+    assert bench.place(asked) == 32
+    assert bench.counters.read().tokens_skipped_by_cost == 0
+
+
+def test_segments_of_a_slow_node_are_computed() -> None:
+    bench, asked = Bench(), request(45)
+    prefill(bench)
+    load(bench, CHEAP)
+    load(bench, CHEAP, "near")
+    load(bench, DEAR, "far")
+    know(bench, asked, ["here", "near", "here", "far", "far"])
+    bench.side.new_request(asked)
+    assert bench.side.matched(asked, 0) == 24
+    lease = bench.pool.leases[-1]
+    assert (lease.released_from, lease.released) == (3, False)
+    # vLLM had no free blocks, and asks again.
+    assert bench.side.matched(asked, 0) == 24
+    bench.side.allocated(asked, blocks_of(asked), 24)
+    plan = bench.side.step([], lambda name: [])
+    (loads,) = plan.loads
+    assert (loads.start, loads.stop, loads.local) == (0, 24, False)
+    assert bench.counters.read().tokens_skipped_by_cost == 16
+
+
+def test_token_counts_add_up() -> None:
+    """asked = local + hit + skipped + missing in the pool."""
+    bench = Bench()
+    prefill(bench)
+    load(bench, CHEAP)
+    load(bench, DEAR, "far")
+    before = bench.counters.read()
+    missing = 0
+    for number, (nodes, local) in enumerate(
+        [(["here"] * 2, 0), (["here", "far"], 0), (["far"], 0), (["here", "here", "far"], 12), ([], 4), (["here"], 16)]
+    ):
+        one = request(33, str(number), 100 * number)
+        know(bench, one, nodes)
+        missing += 33 - max(local, SEGMENT * len(nodes))
+        bench.place(one, local)
+    counts = bench.counters.read()
+    asked = counts.tokens_asked - before.tokens_asked
+    hit = counts.tokens_hit - before.tokens_hit
+    assert asked == 6 * 33
+    assert counts.tokens_local - before.tokens_local == 32
+    assert (hit, counts.tokens_skipped_by_cost) == (16 + 8 + 4, 8 + 8 + 8)
+    assert asked == 32 + hit + counts.tokens_skipped_by_cost + missing
+
+
+def test_a_failed_load_is_no_sample() -> None:
+    bench = Bench()
+    for number in range(ENOUGH):
+        one = request(SEGMENT + 1, str(number), 100 * number)
+        know(bench, one, ["here"])
+        bench.place(one)
+        plan = bench.side.step([], lambda name: [])
+        # Another rank has completed the load.
+        report = StepReport(plan.step, 0, loaded={one.request_id: CHEAP})
+        bench.side.worker_output(report, [one.request_id], {plan.loads[0].blocks[0]})
+    assert bench.side.rates.copy.at is None
+
+
+def test_a_load_takes_the_time_of_its_slowest_rank() -> None:
+    bench, one = Bench(), request(SEGMENT + 1)
+    know(bench, one, ["here"])
+    bench.place(one)
+    for took in (LoadTime(0, 2.0), LoadTime(0, 5.0), LoadTime(0, 1.0)):
+        plan = bench.side.step([], lambda name: [])
+        bench.side.worker_output(StepReport(plan.step, 0, loaded={"r": took}), [], set())
+    bench.side.worker_output(StepReport(plan.step, 0), ["r"], set())
+    for _ in range(ENOUGH - 1):
+        bench.side.rates.copy.add(1 << 20, 5.0, 0.0)
+    assert bench.side.rates.copy.seconds(1 << 20) == pytest.approx(5.0)
+
+
+def test_nodes_are_asked_for_without_waiting() -> None:
+    bench, asked = Bench(), request(33)
+    bench.pool.answers = bench.pool.answers_where = False
+    know(bench, asked, ["far"] * 4)
+    bench.side.new_request(asked)
+    assert bench.side.matched(asked, 0) is None
+    bench.pool.answers = True
+    bench.now = 0.019
+    bench.side.worker_output(None, [], set())
+    # The segments are on other nodes, and the second question has its own deadline.
+    bench.now = 0.030
+    assert bench.side.matched(asked, 0) is None
+    bench.pool.leases[0].answers = True
+    assert bench.side.matched(asked, 0) == 32
+
+
+def test_a_missing_answer_costs_one_deadline_and_no_lease() -> None:
+    bench, asked = Bench(), request(33)
+    bench.pool.answers_where = False
+    know(bench, asked, ["far"] * 4)
+    bench.side.new_request(asked)
+    assert bench.side.matched(asked, 0) is None
+    bench.now = 0.020
+    assert bench.side.matched(asked, 0) == 0
+    assert bench.counters.read().lookups_late == 1
+    assert bench.place(request(33, "next", 500)) == 0
+    assert len(bench.pool.matches) == 1
+    bench.pool.leases[0].answers = True
+    assert bench.place(request(33, "later", 900)) == 0
+    assert (len(bench.pool.matches), bench.pool.leases[0].released) == (2, True)
+
+
+def test_a_failed_question_releases_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, asked = Bench(), request(33)
+    bench.pool.answers_where = False
+    know(bench, asked, ["far"] * 4)
+    bench.side.new_request(asked)
+    assert bench.side.matched(asked, 0) is None
+    bench.now = 0.020
+    assert bench.side.matched(asked, 0) == 0
+
+    def gone(nodes: object) -> None:
+        raise Unreachable("gone")
+
+    monkeypatch.setattr("tests.connector.fakes.FakeNodes.poll", gone)
+    bench.side.new_request(request(33, "next", 500))
+    assert bench.pool.leases[0].released
+    assert len(bench.pool.matches) == 2
+
+
+def test_pool_calls_carry_the_request_name() -> None:
+    bench, asked = Bench(shared=True), request(33, "chatcmpl-7")
+    bench.place(asked)
+    (save,) = bench.step(asked, 0, 33).saves
+    assert bench.pool.matches[0].options.request == bench.pool.reservations[0].request == save.request == "chatcmpl-7"

@@ -1,0 +1,118 @@
+"""vLLM's memory layouts: the contents of each block, and the slots that are copied from and to them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tokenlake.errors import LayoutRefused
+from tokenlake.layout import Layout
+from tokenlake_client.engines.common.slots import slot_flat, slot_tensors
+from tokenlake_client.engines.vllm.blocks import BLOCK_VIEWS, block_views, check_tensors, stack_layers
+from tokenlake_client.engines.vllm.cuda_copy import CudaCopy
+from tokenlake_client.engines.vllm.host_copy import HostCopy
+from tokenlake_client.engines.vllm.ranks import rank_shards
+
+LAYERS, HEADS, DIM, SEGMENT, BLOCK, BLOCKS = 3, 4, 8, 16, 8, 6
+LAYOUT = Layout(
+    model_id="m",
+    weights_digest="d",
+    dtype="float32",
+    layers=LAYERS,
+    kv_heads=HEADS,
+    key_dim=DIM,
+    value_dim=DIM,
+    position="p",
+    segment_tokens=SEGMENT,
+)
+ORDERS = {"HND": (0, 1, 2, 3), "NHD": (0, 2, 1, 3)}
+CASES = [
+    (backend, order, together, parts)
+    for backend, order, together, parts in itertools.product(BLOCK_VIEWS, ORDERS, (True, False), (1, 2))
+    # vLLM's CPU kernels support one order of blocks only.
+    if order == "HND" or not backend.startswith("CPU")
+]
+
+
+def caches(heads: int, order: str, parts: int, *, together: bool) -> list[Any]:
+    """One tensor per layer, as vLLM gives them: logical [kernel blocks, heads, tokens, 2 * dim] of any strides."""
+    logical = (BLOCKS * parts, heads, BLOCK // parts, 2 * DIM)
+    axes = ORDERS[order]
+    physical = tuple(logical[axis] for axis in axes)
+    count = int(np.prod(physical))
+    whole = torch.zeros(LAYERS * count)
+    flat = whole.view(LAYERS, count).unbind(0) if together else [torch.zeros(count) for _ in range(LAYERS)]
+    return [layer.view(physical).permute(*np.argsort(axes).tolist()) for layer in flat]
+
+
+def kernel_write(backend: str, cache: Any, at: int, keys: Any, values: Any) -> None:
+    """Write keys and values [heads, tokens, dim] of a whole kernel block, as a kernel does."""
+    if not backend.startswith("CPU"):
+        cache[at, :, :, :DIM], cache[at, :, :, DIM:] = keys, values
+        return
+    heads, tokens, _ = keys.shape
+    packed = torch.cat([keys.transpose(1, 2).reshape(heads, -1), values.reshape(heads, -1)], dim=1)
+    cache[at] = packed.view(heads, tokens, 2 * DIM)
+
+
+@pytest.mark.parametrize(("backend", "order", "together", "parts"), CASES)
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 2), (3, 4), (5, 8)])
+def test_a_segment_goes_out_in_canonical_order_and_comes_back(
+    backend: str, order: str, together: bool, parts: int, rank: int, size: int
+) -> None:
+    torch.manual_seed(0)
+    shards = rank_shards(LAYOUT, rank, size)
+    heads = max(1, HEADS // size)
+    tensors = caches(heads, order, parts, together=together)
+    tokens = torch.randn(2, LAYERS, heads, SEGMENT, DIM)
+    blocks = [4, 1]
+    step = BLOCK // parts
+    for layer, (number, part) in itertools.product(range(LAYERS), itertools.product(range(2), range(parts))):
+        start = number * BLOCK + part * step
+        piece = tokens[:, layer, :, start : start + step]
+        kernel_write(backend, tensors[layer], blocks[number] * parts + part, piece[0], piece[1])
+    stacks = stack_layers(tensors, BLOCKS, block_views(backend))
+    assert len(stacks) == (1 if together else LAYERS)
+    copy = HostCopy(LAYOUT, shards, stacks)
+    slot = np.zeros(LAYOUT.segment_bytes, np.uint8)
+    copy.to_slot(slot, blocks)
+    for layer, sides in enumerate(slot_tensors(slot, LAYOUT)):
+        for side, written in enumerate(sides):
+            mine = written[shards.first : shards.stop].flatten(0, 1)
+            assert torch.equal(mine, tokens[side, layer])
+            assert torch.count_nonzero(written) == torch.count_nonzero(mine), "shards of others were touched"
+    other = caches(heads, order, parts, together=together)
+    back = HostCopy(LAYOUT, shards, stack_layers(other, BLOCKS, block_views(backend)))
+    back.from_slot(slot, blocks[1:], BLOCK)
+    back.from_slot(slot, blocks[:1], 0)
+    assert all(torch.equal(theirs, ours) for theirs, ours in zip(other, tensors, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_gpus_buffer_is_this_ranks_part_of_a_slot(size: int) -> None:
+    """`CudaCopy` on the host gathers the same bytes as `HostCopy`."""
+    torch.manual_seed(1)
+    shards = rank_shards(LAYOUT, size - 1, size)
+    tensors = caches(HEADS // size, "NHD", 1, together=True)
+    for tensor in tensors:
+        tensor.copy_(torch.randn(tensor.shape))
+    stacks = stack_layers(tensors, BLOCKS, block_views("FLASH_ATTN"))
+    slot = np.zeros(LAYOUT.segment_bytes, np.uint8)
+    HostCopy(LAYOUT, shards, stacks).to_slot(slot, [3, 0])
+    count = shards.stop - shards.first
+    buffer = torch.zeros(count, LAYOUT.shard_bytes // 4)
+    for mine, theirs in CudaCopy(LAYOUT, shards, stacks)._pairs(buffer, [3, 0], 0):
+        mine.copy_(theirs)
+    whole = slot_flat(slot, LAYOUT).view(LAYOUT.shards, -1)
+    assert torch.equal(buffer, whole[shards.first : shards.stop])
+
+
+def test_an_unknown_layout_is_refused_by_name() -> None:
+    with pytest.raises(LayoutRefused, match="'CPU_ATTN/amx'"):
+        block_views("CPU_ATTN/amx")
+    with pytest.raises(LayoutRefused, match=r"cache of layer\.0 is \(6, 4, 8, 16\)"):
+        check_tensors({"layer.0": torch.zeros(6, 4, 8, 16)}, 2, 16, torch.float32, 6)

@@ -1,0 +1,188 @@
+"""Mode `auto`: the planner chooses by the measurements, and the tokens equal those of the model alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.engines.memory_pool import MemoryLease, MemoryPool
+from tests.engines.models import family, prompt
+from tests.engines.test_shipping import READER, SEGMENT, batch, check, engine_at, put, shipped
+from tests.query.scene import serving
+from tests.robustness.live import daemons
+from tokenlake.identity import NodeId
+from tokenlake.planner import Rates
+from tokenlake_client.engines.transformers import EngineOptions, TokenLakeEngine, layout_of
+from tokenlake_testing.cluster import Cluster
+
+pytestmark = pytest.mark.live
+
+SAMPLES = 64
+"""The number of samples of a full fit; the engine's own samples change it little."""
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return family("llama-gqa")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with serving(3, "64MiB") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def rows(cluster: Cluster, model: Any, request: pytest.FixtureRequest) -> list[list[int]]:
+    """Rows whose segments are stored on several nodes."""
+    # Each test has its own rows, because segments fetched by one test would be local in the next.
+    seed = 10 * sum(map(ord, request.node.name))
+    made = [prompt(6 * SEGMENT + 1 + number, seed + number) for number in range(3)]
+    put(cluster, model, made)
+    return made
+
+
+def measured(engine: TokenLakeEngine, cluster: Cluster, prefill_s: float, byte_s: float, query_s: float) -> Rates:
+    """Set the rates to these seconds: per new token, per byte from any node, per query and layer there."""
+    rates = engine.rates
+    for sample in range(SAMPLES):
+        count = 1 + sample % 7
+        rates.prefill.add(64 * count, 16 * (sample % 5), prefill_s * 64 * count, 0.0)
+        rates.copy.add(count << 14, 1e-6 + 1e-12 * (count << 14), 0.0)
+        rates.decode.add(count, 64, 1e-5 * count, 0.0)
+        for node in cluster.nodes:
+            peer = rates.peer(NodeId(node.name))
+            peer.fetch.add(count << 14, byte_s * (count << 14), 0.0)
+            peer.queries.add(count, count << 10, 16 * count, query_s, 0.0)
+    for node in cluster.nodes:
+        rates.peer(NodeId(node.name)).open_s.add(query_s, 0.0)
+    return rates
+
+
+def test_prefixes_are_fetched_before_measurements(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
+    with engine_at(cluster, READER, model, mode="auto") as engine:
+        counts = check(engine, model, rows)
+        assert counts.tokens_hit == shipped(rows)
+        assert counts.tokens_shipped == counts.tokens_skipped == 0
+
+
+def test_segments_that_are_slow_to_fetch_are_computed(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
+    with engine_at(cluster, READER, model, mode="auto") as engine:
+        measured(engine, cluster, prefill_s=1e-6, byte_s=1.0, query_s=100.0)
+        counts = check(engine, model, rows)
+        assert counts.tokens_shipped == 0
+        # Segments on this node may be read nevertheless.
+        assert counts.tokens_skipped > 0
+        assert counts.tokens_hit + counts.tokens_skipped == shipped(rows)
+
+
+def test_queries_are_shipped_where_that_is_cheapest(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
+    with engine_at(cluster, READER, model, mode="auto") as engine:
+        measured(engine, cluster, prefill_s=10.0, byte_s=1.0, query_s=1e-5)
+        counts = check(engine, model, rows)
+        assert counts.tokens_shipped == shipped(rows)
+        assert counts.bytes_sent > 0
+        assert counts.tokens_skipped == 0
+
+
+def test_prefixes_are_fetched_where_that_is_cheapest(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
+    with engine_at(cluster, READER, model, mode="auto") as engine:
+        measured(engine, cluster, prefill_s=10.0, byte_s=1e-12, query_s=10.0)
+        counts = check(engine, model, rows)
+        assert counts.tokens_hit == shipped(rows)
+        assert counts.bytes_sent == 0
+
+
+def test_an_engine_measures_its_work(cluster: Cluster, model: Any, rows: list[list[int]]) -> None:
+    with engine_at(cluster, READER, model, mode="ship") as engine:
+        check(engine, model, rows)
+        others = [engine.rates.peer(NodeId(node.name)) for node in cluster.nodes if node is not cluster.nodes[READER]]
+        assert any(peer.queries.at is not None and peer.open_s.samples for peer in others)
+    with engine_at(cluster, READER, model, mode="fetch") as engine:
+        check(engine, model, rows)
+        others = [engine.rates.peer(NodeId(node.name)) for node in cluster.nodes if node is not cluster.nodes[READER]]
+        assert any(peer.fetch.at is not None for peer in others)
+        check(engine, model, rows)
+        rates = engine.rates
+        assert None not in (rates.copy.at, rates.prefill.at, rates.decode.at)
+        assert rates.answer_tokens.samples == 2
+
+
+def test_a_missing_query_engine_is_not_asked_again(model: Any) -> None:
+    with daemons(2, "64MiB") as cluster, engine_at(cluster, 1, model, mode="auto") as engine:
+        row = prompt(6 * SEGMENT + 1, 7)
+        put(cluster, model, [row])
+        rates = measured(engine, cluster, prefill_s=10.0, byte_s=1.0, query_s=1e-5)
+        ids, mask = batch([row])
+        settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+        expected = model.generate(ids, attention_mask=mask, **settings).tolist()
+        for _ in range(2):
+            assert engine.generate(ids, attention_mask=mask, **settings).tolist() == expected
+        counts = engine.counts
+        assert counts.tokens_hit == 2 * 6 * SEGMENT
+        assert counts.tokens_shipped == 0
+        assert counts.failures == 1, "the second time nobody asks"
+        assert rates is engine.rates
+
+
+@pytest.mark.parametrize("call", ["match", "nodes", "fetch", "prefix"])
+def test_a_pool_failure_during_planning_changes_no_token(model: Any, call: str) -> None:
+    pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
+    row = prompt(4 * SEGMENT + 3, 5)
+    ids, mask = batch([row])
+    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, attention_mask=mask, **settings).tolist()
+    with TokenLakeEngine(model, pool, EngineOptions(mode="auto", segment_tokens=SEGMENT)) as engine:
+        assert engine.generate(ids, attention_mask=mask, **settings).tolist() == expected
+        assert engine.flush(30)
+        pool.broken.add(call)
+        assert engine.generate(ids, attention_mask=mask, **settings).tolist() == expected
+
+
+class FarLease(MemoryLease):
+    """A lease whose segments all lie on another node."""
+
+    local_hits = 0
+
+    def __init__(self, pool: MemoryPool, keys: Any, hits: int) -> None:
+        self.pool, self.keys, self.hits = pool, keys, hits
+
+    def nodes(self) -> list[str]:
+        return ["far"] * self.hits
+
+
+def test_lost_segments_do_not_make_a_node_fast(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = MemoryPool(layout_of(model, segment_tokens=SEGMENT))
+    row = prompt(4 * SEGMENT + 3, 6)
+    with TokenLakeEngine(model, pool, EngineOptions(segment_tokens=SEGMENT)) as engine:
+        engine.prefill(row)
+        assert engine.flush(30)
+        monkeypatch.setattr("tests.engines.memory_pool.MemoryLease", FarLease)
+        fetch = engine.rates.peer(NodeId("far")).fetch
+        pool.lose_after = 1
+        assert engine.prefill(row).tokens_hit == SEGMENT
+        assert fetch.at is None
+        pool.lose_after = None
+        assert engine.prefill(row).tokens_hit == 4 * SEGMENT
+        assert fetch.at is not None
+
+
+@pytest.mark.parametrize("mode", ["auto", "ship"])
+def test_rows_with_a_shared_prefix_share_leases(model: Any, mode: str) -> None:
+    """A session may lease half of its node's memory."""
+    layout = layout_of(model, segment_tokens=SEGMENT)
+    head = prompt((1 << 20) // layout.segment_bytes // 3 * SEGMENT, 11)
+    rows = [head + prompt(1 + number, 12 + number) for number in range(4)]
+    # One region of 1 MiB belongs to the layout that `serving` uses.
+    with serving(1, "2MiB") as cluster, engine_at(cluster, 0, model, mode=mode) as engine:
+        with engine_at(cluster, 0, model, mode="fetch") as writer:
+            writer.prefill([*head, 2])
+            assert writer.flush(30)
+            assert writer.counts.tokens_stored == len(head)
+        # Every hit is predicted to be faster to read.
+        measured(engine, cluster, prefill_s=10.0, byte_s=1.0, query_s=10.0)
+        ids, mask = batch(rows)
+        engine.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False, eos_token_id=None)
+        assert engine.counts.tokens_hit + engine.counts.tokens_shipped == len(rows) * len(head)

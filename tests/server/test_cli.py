@@ -1,0 +1,178 @@
+"""`tokenlake serve` refuses wrong settings with a reason and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.robustness.live import LAYOUT, LIMIT_S, Prompt, daemons, store
+from tokenlake.errors import ConfigurationError
+from tokenlake_server.config_file import read_config_file
+from tokenlake_testing.cluster import Node
+
+pytestmark = pytest.mark.live
+
+SERVE = [sys.executable, "-m", "tokenlake_server"]
+
+
+def start(tmp_path: Path, *flags: str, environment: dict[str, str] | None = None) -> str:
+    """The error of a daemon that does not start; its status must be 1 or 2, without a traceback."""
+    given = {word for word in flags if word.startswith("--")}
+    defaults = {
+        "--node": "x",
+        "--memory": "1MiB",
+        "--socket": str(tmp_path / "x.sock"),
+        "--listen": "127.0.0.1:0",
+        "--metrics": "",
+    }
+    words = [word for name, value in defaults.items() if name not in given for word in (name, value)]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TOKENLAKE_")}
+    ended = subprocess.run(
+        [*SERVE, *words, *flags],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=clean | (environment or {}),
+        check=False,
+    )
+    assert ended.returncode in (1, 2), ended
+    assert "Traceback" not in ended.stderr, ended.stderr
+    assert not (tmp_path / "x.sock").exists()
+    return ended.stderr
+
+
+def test_settings_that_are_wrong(tmp_path: Path) -> None:
+    assert "memory" in start(tmp_path, "--memory", "lots")
+    flag = start(tmp_path, "--sokcet", "x")
+    assert "No such option" in flag
+    assert "--socket" in flag
+    assert "lease_s" in start(tmp_path, "--lease-s", "-1")
+    assert "TOKENLAKE_MEMROY" in start(tmp_path, environment={"TOKENLAKE_MEMROY": "1GiB"})
+    file = tmp_path / "tokenlake.toml"
+    file.write_text("memroy = '1GiB'\n")
+    message = start(tmp_path, "--config", str(file))
+    assert "memroy" in message
+    assert "'memory'" in message
+    file.write_text("node = 'x'\nmemory = \n")
+    message = start(tmp_path, "--config", str(file))
+    assert str(file) in message
+    assert "line 2" in message
+    file.write_bytes(b"node = 'x'\n# caf\xe9\n")
+    assert f"'{file}'; expected text in UTF-8, which line 2 is not" in start(tmp_path, "--config", str(file))
+    assert str(tmp_path / "none.toml") in start(tmp_path, "--config", str(tmp_path / "none.toml"))
+    assert "record" in start(tmp_path, "--record", str(tmp_path / "no" / "such" / "log"))
+    file.write_text(f"arena_directory = '{tmp_path / 'nowhere'}'\n")
+    assert "arena_directory" in start(tmp_path, "--config", str(file))
+
+
+def test_a_file_with_secrets_that_others_may_read(tmp_path: Path) -> None:
+    file = tmp_path / "tokenlake.toml"
+    for secrets, named in (
+        (f"cluster_secret = '{'aa' * 32}'\n", "cluster_secret"),
+        (f"[[tenants]]\nname = 'a'\nsecret = '{'aa' * 32}'\n", "tenants"),
+    ):
+        file.write_text(secrets)
+        for mode in (0o644, 0o640, 0o602):
+            file.chmod(mode)
+            with pytest.raises(
+                ConfigurationError, match=f"0600, because it sets '{named}'; with mode {mode:04o}"
+            ) as caught:
+                read_config_file(file)
+            assert "aaaa" not in str(caught.value)
+    assert "chmod 600" in start(tmp_path, "--config", str(file))
+
+
+def test_files_that_are_accepted(tmp_path: Path) -> None:
+    file = tmp_path / "tokenlake.toml"
+    for mode, text in ((0o644, "cluster_secret = ''\n"), (0o600, f"cluster_secret = '{'aa' * 32}'\n")):
+        file.write_text(text)
+        file.chmod(mode)
+        assert read_config_file(file) == text
+
+
+def test_a_missing_state_directory(tmp_path: Path) -> None:
+    missing = tmp_path / "none"
+    message = start(tmp_path, "--state-directory", str(missing))
+    assert f"setting 'state_directory' is '{missing}'; expected a directory that exists" in message
+    assert not missing.exists()
+
+
+def test_huge_pages_that_were_not_set_aside(tmp_path: Path) -> None:
+    free = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("HugePages_Free"))
+    if int(free.split()[1]):
+        pytest.skip("this machine has huge pages")
+    message = start(tmp_path, "--memory", "2MiB", "--huge-pages", "true")
+    assert "'huge_pages'" in message
+    assert "sysctl vm.nr_hugepages" in message
+
+
+def test_variables_of_a_kubernetes_service(tmp_path: Path) -> None:
+    """The daemon ignores them and ends at the missing directory."""
+    service = {"TOKENLAKE_PORT": "tcp://10.0.0.7:7440", "TOKENLAKE_SERVICE_HOST": "10.0.0.7"}
+    message = start(tmp_path, "--state-directory", str(tmp_path / "none"), environment=service)
+    assert "state_directory" in message
+    lines = [line for line in message.splitlines() if "Kubernetes" in line]
+    assert len(lines) == 1
+    assert lines[0].endswith("not settings: TOKENLAKE_PORT, TOKENLAKE_SERVICE_HOST")
+
+
+def test_only_loopback_is_listened_on(tmp_path: Path) -> None:
+    for setting in ("--listen", "--metrics"):
+        message = start(tmp_path, setting, "0.0.0.0:0" if setting == "--listen" else "[::]:7440")
+        assert setting.strip("-") in message
+        assert "loopback" in message
+
+
+def test_addresses_in_use(tmp_path: Path, node: Node) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        for setting in ("listen", "metrics"):
+            message = start(tmp_path, f"--{setting}", taken)
+            assert f"'{setting}'" in message
+            assert taken in message
+    message = start(tmp_path, "--socket", str(node.socket))
+    assert "'socket'" in message
+    assert "other daemon" in message
+    (tmp_path / "a-file").write_text("mine")
+    assert "'socket'" in start(tmp_path, "--socket", str(tmp_path / "a-file"))
+    assert (tmp_path / "a-file").read_text() == "mine"
+    assert "'socket'" in start(tmp_path, "--socket", str(tmp_path / "no" / "such" / "directory.sock"))
+
+
+def test_more_memory_than_there_is(tmp_path: Path) -> None:
+    before = _available()
+    message = start(tmp_path, "--memory", "1TiB")
+    assert "'memory' asks for 1TiB" in message
+    assert "available" in message
+    assert _available() > before // 2, "nothing was touched"
+
+
+def _available() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+
+
+def test_stale_sockets_and_clean_stops() -> None:
+    with daemons() as cluster:
+        node = cluster.nodes[0]
+        node.kill()
+        assert stat.S_ISSOCK(node.socket.stat().st_mode), "a killed daemon leaves its socket"
+        node.start()
+        cluster.wait_ready()
+        assert stat.S_IMODE(node.socket.stat().st_mode) == 0o660
+        with cluster.connect(0, LAYOUT) as pool:
+            store(pool, Prompt(1, 2))
+            assert node.stop() == 0
+            assert not node.socket.exists()
+        node.start()
+        cluster.wait_ready()
+        assert node.process is not None
+        node.process.send_signal(signal.SIGINT)
+        assert node.process.wait(LIMIT_S) == 0

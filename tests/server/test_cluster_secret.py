@@ -1,0 +1,259 @@
+"""A process without the cluster secret obtains no segments and no facts on the port for peers."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from msgspec.structs import replace
+
+from tests.robustness.live import (
+    LAYOUT,
+    LIMIT_S,
+    PATIENT,
+    Prompt,
+    daemons,
+    outcomes,
+    read,
+    store,
+    total,
+    wait_pushed,
+    wait_until,
+)
+from tests.server.raw import Raw, identity_of, introduce, peer_address
+from tokenlake.config import Secret
+from tokenlake.wire import Code, pack_frame, peer
+from tokenlake.wire.frames import decode
+from tokenlake_client import Pool
+from tokenlake_server.handshake import NONCE_BYTES, Dialler, PeerIdentity, dialler_proof
+from tokenlake_testing.cluster import Cluster, Node, free_port
+
+pytestmark = pytest.mark.live
+
+SECRET = "5ec7e7" * 10
+CONFIG = """
+cluster_secret = "{secret}"
+
+[[tenants]]
+name = "red"
+secret = "{tenant}"
+uids = [{uid}]
+"""
+PROMPT = Prompt(500, 12)
+
+
+def config(path: Path, secret: str = SECRET) -> str:
+    """A file with this cluster secret and one tenant."""
+    path.write_text(CONFIG.format(secret=secret, tenant="aa" * 32, uid=os.getuid()))
+    path.chmod(0o600)
+    return str(path)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """Two nodes that hold PROMPT between them."""
+    with daemons(2, config=config(tmp_path / "tokenlake.toml")) as cluster:
+        with cluster.connect(0, LAYOUT) as pool:
+            assert outcomes(store(pool, PROMPT)) == {Code.COMMITTED}
+            wait_pushed(cluster)
+        yield cluster
+
+
+def keys_of(cluster: Cluster) -> bytes:
+    with cluster.connect(0, LAYOUT) as pool:
+        return b"".join(pool.prefix(PROMPT.tokens).keys)
+
+
+def believed(cluster: Cluster) -> Callable[[], tuple[float, ...]]:
+    """Metrics of node0 that change when it accepts a handshake."""
+    names = ("tokenlake_peers_connected", "tokenlake_sent_segments_total", "tokenlake_received_segments_total")
+    return lambda: tuple(total(cluster.nodes[0], name) for name in names)
+
+
+def test_the_right_secret_opens_control_and_bulk_connections(cluster: Cluster) -> None:
+    with cluster.connect(1, LAYOUT) as pool:
+        assert read(pool, PROMPT) == PROMPT.segments
+    assert sum(total(node, "tokenlake_received_segments_total") for node in cluster.nodes) > 0
+    with Raw(peer_address(cluster.nodes[0])) as raw:
+        assert isinstance(introduce(raw, identity_of(cluster.nodes[1]), "node0", purpose="bulk"), peer.PeerWelcome)
+        raw.send(peer.Pull("red", keys_of(cluster)))
+        assert outcomes(decode(peer.pulled_decoder, raw.body()).codes) & {Code.LOCAL}, "so Pull is what a thief says"
+
+
+def test_another_secret_is_logged_on_both_sides(tmp_path: Path) -> None:
+    ports = {name: free_port() for name in ("a", "b", "c")}
+    peers = ",".join(f"{name}=127.0.0.1:{port}" for name, port in ports.items())
+    right, wrong = config(tmp_path / "right.toml"), config(tmp_path / "wrong.toml", "0badca" * 10)
+    with daemons() as cluster:
+        nodes = {
+            name: Node(
+                name,
+                cluster.directory,
+                {"memory": "4MiB", "region-size": "1MiB", "match-deadline-ms": "2000", "peers": peers}
+                | {"listen": f"127.0.0.1:{port}", "config": right if name != "c" else wrong},
+            )
+            for name, port in ports.items()
+        }
+        cluster.nodes += nodes.values()
+        for node in nodes.values():
+            node.start()
+        for name in ("a", "b"):
+            text = f"'c' did not prove to '{name}'"
+            for log in (nodes[name].log, nodes["c"].log):
+                wait_until(lambda log=log, text=text: text in log.read_text(), f"{log} says so")  # type: ignore[misc]
+                line = next(line for line in log.read_text().splitlines() if text in line)
+                assert "TOKENLAKE_CLUSTER_SECRET" in line
+        wait_until(lambda: total(nodes["a"], "tokenlake_peers_connected") == 1, "a and b know each other")
+        prompts = [Prompt(seed, 3) for seed in range(600, 620)]
+        with (
+            Pool.connect(nodes["a"].socket, LAYOUT, deadlines=PATIENT) as one,
+            Pool.connect(nodes["b"].socket, LAYOUT, deadlines=PATIENT) as two,
+        ):
+            for prompt in prompts:
+                assert outcomes(store(one, prompt)) == {Code.COMMITTED}
+            assert [read(one, prompt) for prompt in prompts] == [3] * len(prompts)
+            # Those whose directory node is c are not found from elsewhere.
+            assert sum(read(two, prompt) for prompt in prompts) > 0
+        assert [total(node, "tokenlake_peers_connected") for node in nodes.values()] == [1, 1, 0]
+        for node in nodes.values():
+            text = node.log.read_text()
+            assert SECRET not in text
+            assert "0badca" not in text
+            assert text.count("did not prove") < 10, "said once, not at every attempt"
+
+
+def refused(raw: Raw, kind: str) -> None:
+    """The daemon says no, tells nothing, and closes."""
+    answer = raw.answer()
+    assert isinstance(answer, peer.PeerRefused), answer
+    assert answer.kind == kind
+    assert "node1, " not in answer.reason
+    assert ", node1" not in answer.reason
+    raw.write(pack_frame(peer.Pull("red", bytes(32))))
+    assert raw.closed()
+
+
+def challenged(raw: Raw, hello: peer.PeerHello) -> peer.PeerChallenge:
+    """Say hello; the daemon's challenge, which tells nothing of the ring."""
+    raw.send(hello)
+    challenge = raw.answer()
+    assert isinstance(challenge, peer.PeerChallenge)
+    return challenge
+
+
+@pytest.mark.parametrize("purpose", get_args(peer.Purpose))
+def test_a_stranger_cannot_pose_as_a_dead_member(cluster: Cluster, purpose: peer.Purpose) -> None:
+    node, member = cluster.nodes
+    keys, address, posing = keys_of(cluster), peer_address(node), identity_of(member)
+    hello, proof = record(address, posing, purpose)
+    member.kill()
+    wait_until(lambda: total(node, "tokenlake_peers_connected") == 0, "the member is gone, the recording too")
+    watched = believed(cluster)
+    before = watched()
+    # 1. A recorded handshake, word for word.
+    with Raw(address) as raw:
+        challenged(raw, hello)
+        raw.send(proof)
+        refused(raw, "CredentialRefused")
+    # 2. A secret of one's own, and the one that stands in where there is none.
+    for secret in (Secret(b"guess" * 4), Secret()):
+        with Raw(address) as raw:
+            challenge = challenged(raw, replace(hello, nonce=secrets.token_bytes(32)))
+            ring = peer.PeerProof(posing.epoch, posing.members, bytes(32))
+            raw.send(replace(ring, proof=dialler_proof(secret, hello, challenge, ring)))
+            refused(raw, "CredentialRefused")
+    # 3. The node's own proof, handed back.
+    with Raw(address) as raw:
+        challenge = challenged(raw, hello)
+        raw.send(peer.PeerProof(posing.epoch, posing.members, challenge.proof))
+        refused(raw, "CredentialRefused")
+    # 4. No proof at all, before and after the hello.
+    for said in ((), (hello,)):
+        for message in (peer.Pull("red", keys), peer.Lookup(1, "red", keys), peer.Ping(1, (0.0, 0.0, 0.0), 0.0, 0)):
+            with Raw(address) as raw:
+                for each in said:
+                    challenged(raw, each)
+                raw.send(message)
+                refused(raw, "ProtocolRefused")
+    # 5. The hello and the frames after the welcome, without waiting for replies.
+    with Raw(address) as raw:
+        raw.write(pack_frame(hello) + pack_frame(proof) + pack_frame(peer.Pull("red", keys)))
+        assert isinstance(raw.answer(), peer.PeerChallenge)
+        refused(raw, "CredentialRefused")
+    assert watched() == before
+    assert "did not prove to 'node0'" in node.log.read_text()
+    member.start()
+    cluster.wait_ready()
+    with cluster.connect(1, LAYOUT) as pool:
+        store(pool, PROMPT)
+        wait_pushed(cluster)
+        assert read(pool, PROMPT) == PROMPT.segments
+
+
+def record(
+    address: tuple[str, int], posing: PeerIdentity, purpose: peer.Purpose
+) -> tuple[peer.PeerHello, peer.PeerProof]:
+    """The messages of a member in an accepted handshake. A control connection replaces the member's own."""
+    dialler = Dialler(posing, "node0", secrets.token_bytes(NONCE_BYTES), purpose)
+    with Raw(address) as raw:
+        proof = dialler.answer(challenged(raw, dialler.hello))
+        raw.send(proof)
+        assert isinstance(raw.answer(), peer.PeerWelcome)
+    return dialler.hello, proof
+
+
+def test_refusals_of_two_nodes_are_logged_once_each() -> None:
+    """Two nodes with another secret took turns, and each of their attempts, ten a second, was a line of the log."""
+    with daemons(peers=f"x=127.0.0.1:{free_port()},y=127.0.0.1:{free_port()}") as cluster:
+        node = cluster.nodes[0]
+        for _ in range(10):
+            for name in ("x", "y"):
+                identity = replace(identity_of(node), node=name)
+                with Raw(peer_address(node)) as raw:
+                    challenged(raw, Dialler(identity, node.name, secrets.token_bytes(NONCE_BYTES), "control").hello)
+                    raw.send(peer.PeerRefused("CredentialRefused", f"'node0' did not prove to '{name}'"))
+                    assert raw.closed()
+        text = node.log.read_text()
+        assert [text.count(f"did not prove to '{name}'") for name in ("x", "y")] == [1, 1]
+
+
+def test_a_stranger_at_a_members_address_learns_nothing(cluster: Cluster) -> None:
+    """node0 dials node1, whose port a stranger took."""
+    node, member = cluster.nodes
+    with Raw(peer_address(member)) as raw:
+        recorded = challenged(raw, Dialler(identity_of(node), "node1", bytes(NONCE_BYTES), purpose="control").hello)
+    member.kill()
+    with socket.create_server(peer_address(member)) as listener:
+        listener.settimeout(LIMIT_S)
+        for challenge in (recorded, replace(recorded, proof=bytes(32))):
+            sock, _ = listener.accept()
+            with sock:
+                sock.settimeout(LIMIT_S)
+                hello = decode(peer.handshake_decoder, frame(sock))
+                assert isinstance(hello, peer.PeerHello)
+                sock.sendall(pack_frame(challenge))
+                answer = decode(peer.handshake_decoder, frame(sock))
+                assert isinstance(answer, peer.PeerRefused)
+                assert answer.kind == "CredentialRefused"
+                assert "node0, " not in answer.reason
+                assert sock.recv(1) == b""
+        # A welcome without a handshake, and a message of a peer.
+        for message in (peer.PeerWelcome(), peer.Ready(1, "red", bytes(32))):
+            sock, _ = listener.accept()
+            with sock:
+                sock.settimeout(LIMIT_S)
+                frame(sock)
+                sock.sendall(pack_frame(message))
+                assert isinstance(decode(peer.handshake_decoder, frame(sock)), peer.PeerRefused)
+    assert total(node, "tokenlake_peers_connected") == 0
+    assert "'node1' did not prove to 'node0'" in node.log.read_text()
+
+
+def frame(sock: socket.socket) -> bytes:
+    size = int.from_bytes(sock.recv(4, socket.MSG_WAITALL), "little")
+    return sock.recv(size, socket.MSG_WAITALL)

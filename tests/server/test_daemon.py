@@ -1,0 +1,268 @@
+"""A daemon starts and stops on a signal, its metrics add up, its event log replays, its memory moves between
+layouts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import urllib.error
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.robustness.live import (
+    LAYOUT,
+    LIMIT_S,
+    PATIENT,
+    PATIENT_S,
+    SEGMENT_TOKENS,
+    EngineProcess,
+    Prompt,
+    daemons,
+    match,
+    outcomes,
+    read,
+    store,
+    total,
+    wait_pushed,
+    wait_until,
+)
+from tokenlake.config import load_config
+from tokenlake.layout import Layout
+from tokenlake.wire import Code, engine
+from tokenlake_client import Pool
+from tokenlake_server.daemon import run
+from tokenlake_testing.cluster import Node
+
+pytestmark = pytest.mark.live
+
+OTHER_LAYOUT = Layout(**(msgspec.structs.asdict(LAYOUT) | {"layers": 5}))
+COUNTED = ("asked", "local", "fetched", "skipped_by_cost", "pending_timeout", "missing")
+
+
+def tokens(node: Node, name: str) -> float:
+    return total(node, f"tokenlake_{name}_tokens_total")
+
+
+def test_the_token_counters_add_up() -> None:
+    """Compared with counts of the test, from the codes that the client received."""
+    draw = random.Random(11)
+    prompts = [Prompt(seed, 6) for seed in range(20)]
+    with daemons(3) as cluster:
+        pools = [cluster.connect(number, LAYOUT) for number in range(3)]
+        counts = [dict.fromkeys(COUNTED, 0) for _ in pools]
+        for step in range(150):
+            at = draw.randrange(3)
+            pool, count, prompt = pools[at], counts[at], draw.choice(prompts)
+            keys = pool.prefix(prompt.tokens).keys
+            writing = pool.store(keys) if step % 10 == 3 else None
+            with pool.match(keys, deadline_s=PATIENT_S) as lease:
+                count["asked"] += len(keys)
+                count["local"] += lease.local_hits
+                remote = lease.hits - lease.local_hits
+                pending = lease.hits < len(keys) and lease.codes[lease.hits] == Code.PENDING
+                count["pending_timeout"] += pending
+                count["missing"] += len(keys) - lease.hits - pending
+                if draw.random() < 0.3:
+                    count["skipped_by_cost"] += remote
+                else:
+                    arrays = lease.fetch(deadline_s=LIMIT_S)
+                    assert prompt.wrong(arrays) == 0
+                    assert len(arrays) == lease.hits
+                    count["fetched"] += remote
+                    del arrays
+            if writing is not None:
+                writing.abort()
+            store(pool, prompt)
+            wait_pushed(cluster)
+        for pool in pools:
+            pool.close()
+        for node, count in zip(cluster.nodes, counts, strict=True):
+            wait_until(lambda node=node: total(node, "tokenlake_processes") == 0, "closed")  # type: ignore[misc]
+            seen = {name: tokens(node, name) / SEGMENT_TOKENS for name in COUNTED}
+            assert seen == count
+            assert seen["asked"] == sum(seen[name] for name in COUNTED[1:])
+        assert sum(count["fetched"] for count in counts) > 50
+        assert sum(count["pending_timeout"] for count in counts) > 0
+        assert sum(count["skipped_by_cost"] for count in counts) > 0
+
+
+def test_metrics_and_health_pages() -> None:
+    with daemons(2) as cluster:
+        node = cluster.nodes[0]
+        with cluster.connect(0, LAYOUT):
+            health = json.loads(node.page("/health"))
+            assert health["node"] == "node0"
+            assert health["healthy"] is True
+            assert (health["tokenlake_peers_connected"], health["tokenlake_processes"]) == (1, 1)
+            page = node.page("/metrics")
+            assert "# HELP tokenlake_asked_tokens_total" in page
+            assert "secret" not in page
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            node.page("/elsewhere")
+        cluster.nodes[1].kill()
+        wait_until(lambda: json.loads(node.page("/health"))["tokenlake_peers_connected"] == 0, "the peer is gone")
+
+
+def replay(log: Path) -> subprocess.CompletedProcess[str]:
+    """`tokenlake replay`."""
+    script = "import sys; from tokenlake.command import main; sys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-c", script, "replay", str(log)], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_the_log_of_a_live_run_replays(tmp_path: Path) -> None:
+    logs = [tmp_path / f"{number}.log" for number in range(2)]
+    with daemons(2, "2MiB") as cluster:
+        for node, log in zip(cluster.nodes, logs, strict=True):
+            assert node.stop() == 0
+            node.settings["record"] = str(log)
+            node.start()
+        cluster.wait_ready()
+        with cluster.connect(0, LAYOUT) as one, cluster.connect(1, LAYOUT) as two:
+            for seed in range(30):
+                prompt = Prompt(seed, 8)
+                store((one, two)[seed % 2], prompt)
+                read((two, one)[seed % 2], prompt)
+            with EngineProcess(cluster.nodes[0].socket) as process:
+                process.ask("match", seed=3, segments=8)
+                process.ask("prepare", seed=99, segments=2)
+        cluster.nodes[0].freeze()
+        with cluster.connect(1, LAYOUT) as two:
+            match(two, Prompt(500, 8)).release()
+        cluster.nodes[0].thaw()
+        cluster.wait_ready()
+        for node in cluster.nodes:
+            assert node.stop() == 0
+    for log in logs:
+        ended = replay(log)
+        assert ended.returncode == 0, ended
+        assert "the same instructions as recorded" in ended.stdout
+        assert "not a whole record" not in ended.stdout
+        events = int(ended.stdout.split()[0])
+        assert events > 100
+
+        whole = log.read_bytes()
+        cut = tmp_path / "cut.log"
+        cut.write_bytes(whole[:-7])
+        ended = replay(cut)
+        assert ended.returncode == 0, ended
+        assert f"{events - 1} events" in ended.stdout
+        assert "not a whole record" in ended.stdout
+
+        draw = random.Random(5)
+        for _ in range(2):
+            tampered = bytearray(whole)
+            tampered[draw.randrange(len(whole) // 2, len(whole) - 200)] ^= 1 << draw.randrange(8)
+            cut.write_bytes(tampered)
+            ended = replay(cut)
+            # A length that was changed looks like the end of the log.
+            assert ended.returncode != 0 or "not a whole record" in ended.stdout, ended
+            assert "Traceback" not in ended.stderr, ended
+    junk = tmp_path / "junk.log"
+    junk.write_bytes(random.Random(6).randbytes(5000))
+    ended = replay(junk)
+    assert ended.returncode == 1
+    assert "is not an event log" in ended.stderr
+
+
+def test_memory_moves_to_another_layout() -> None:
+    prompt = Prompt(1, 4)
+    with daemons(1, "1MiB", "512KiB") as cluster:
+        node = cluster.nodes[0]
+        with EngineProcess(node.socket) as old:
+            for seed in range(10):
+                old.ask("store", seed=100 + seed, segments=8)
+            assert total(node, "tokenlake_spare_regions") == 0
+            with Pool.connect(node.socket, OTHER_LAYOUT, deadlines=PATIENT) as new:
+                assert outcomes(_store_other(new, prompt)) == {Code.NO_REGION}, "the old layout is in use"
+                old.kill()
+                wait_until(
+                    lambda: outcomes(_store_other(new, prompt)) <= {Code.COMMITTED, Code.EXISTS}, "a region is free"
+                )
+                _read_other(new, prompt)
+        with Pool.connect(node.socket, OTHER_LAYOUT, deadlines=PATIENT) as new, cluster.connect(0, LAYOUT) as again:
+            _read_other(new, prompt)
+            for seed in range(10):
+                store(again, Prompt(200 + seed, 8), patience=1.0)
+            assert sum(read(again, Prompt(200 + seed, 8)) for seed in range(10)) > 0
+            _read_other(new, prompt)
+
+
+def _content(prompt: Prompt, index: int) -> bytes:
+    return prompt.content(index, OTHER_LAYOUT)
+
+
+def _store_other(pool: Pool, prompt: Prompt) -> bytes:
+    with pool.store(pool.prefix(prompt.tokens).keys) as write:
+        for index, array in write.slots:
+            array[:] = bytearray(_content(prompt, index))
+    return bytes(write.codes)
+
+
+def _read_other(pool: Pool, prompt: Prompt) -> None:
+    with match(pool, prompt) as lease:
+        arrays = lease.fetch()
+        assert len(arrays) == 4
+        assert [array.tobytes() for array in arrays] == [_content(prompt, index) for index in range(4)]
+        del arrays
+
+
+def test_stopping_in_the_middle_of_transfers() -> None:
+    with daemons(2, "48MiB", "4MiB") as cluster:
+        prompts = [Prompt(seed, 48) for seed in range(6)]
+        with cluster.connect(0, LAYOUT) as writer, cluster.connect(1, LAYOUT) as reader:
+            for prompt in prompts:
+                store(writer, prompt)
+            pending = [reader.begin_match(reader.prefix(prompt.tokens).keys) for prompt in prompts]
+            leases = [each.wait() for each in pending]
+            channel = reader.link.channel
+            for lease in leases:
+                channel.begin(lambda number, lease=lease: _fetch(number, lease.id, lease.hits))  # type: ignore[misc]
+            for node in cluster.nodes:
+                assert node.process is not None
+                node.process.send_signal(signal.SIGTERM)
+            assert [node.stop() for node in cluster.nodes] == [0, 0]
+        for node in cluster.nodes:
+            assert "Traceback" not in node.log.read_text(), node.log.read_text()[-3000:]
+
+
+def _fetch(number: int, lease: int, hits: int) -> engine.Fetch:
+    return engine.Fetch(number, lease, 0, hits, 0.0)
+
+
+def test_a_signal_while_memory_is_populated(tmp_path: Path) -> None:
+    """The daemon populated all of its memory first, which took most of a minute with 64 GiB."""
+    text = f'memory = "256MiB"\nsocket = "{tmp_path / "s"}"\nlisten = "127.0.0.1:0"\nmetrics = ""\n'
+    config = load_config(toml_text=text, environ={}, flags={}, uid=os.getuid()).config
+    reports: list[tuple[int, int]] = []
+
+    async def scene() -> None:
+        loop = asyncio.get_running_loop()
+
+        def report(done: int, total: int) -> None:
+            """Runs in the thread that populates."""
+            if not reports:
+                os.kill(os.getpid(), signal.SIGTERM)
+            reports.append((done, total))
+            # The loop handles the signal within one of these round trips.
+            for _ in range(10):
+                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(LIMIT_S)
+
+        await run(config, report, lambda daemon: reports.clear())
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        asyncio.run(scene())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    done, total = reports[-1]
+    assert done < total == 256 << 20
+    assert not (tmp_path / "s").exists()

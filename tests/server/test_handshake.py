@@ -1,0 +1,129 @@
+"""Handshakes: both sides accept the right secret and refuse messages that were changed or recorded."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+from msgspec.structs import replace
+
+from tokenlake.config import Secret
+from tokenlake.errors import CredentialRefused, ProtocolRefused, RingRefused
+from tokenlake.wire import peer
+from tokenlake_server.handshake import NONCE_BYTES, Acceptor, Dialler, PeerIdentity, acceptor_proof, dialler_proof
+
+SECRET = Secret(b"s" * 16)
+MEMBERS = ("a", "b", "c-of-the-ring")
+A = PeerIdentity("a", 5, 77, MEMBERS, MEMBERS, 1 << 20, SECRET)
+B = replace(A, node="b", incarnation=6)
+NONCE_A, NONCE_B = b"a" * NONCE_BYTES, b"b" * NONCE_BYTES
+
+
+def half_way(a: PeerIdentity = A, b: PeerIdentity = B, purpose: peer.Purpose = "control") -> tuple[Dialler, Acceptor]:
+    """a dials b; b has not answered yet."""
+    dialler = Dialler(a, "b", NONCE_A, purpose=purpose)
+    return dialler, Acceptor(b, dialler.hello, NONCE_B)
+
+
+@pytest.mark.parametrize("secret", [SECRET, Secret(b"x" * 64), Secret()])
+@pytest.mark.parametrize("purpose", get_args(peer.Purpose))
+def test_both_sides_accept_the_same_secret(secret: Secret, purpose: peer.Purpose) -> None:
+    dialler, acceptor = half_way(replace(A, secret=secret), replace(B, secret=secret), purpose=purpose)
+    assert dialler.incarnation is None
+    acceptor.check(dialler.answer(acceptor.challenge))
+    assert dialler.incarnation == B.incarnation
+
+
+@pytest.mark.parametrize("other", [Secret(b"t" * 16), Secret()])
+def test_another_secret_is_refused_and_the_ring_is_not_shown(other: Secret) -> None:
+    dialler, acceptor = half_way(replace(A, secret=other))
+    with pytest.raises(CredentialRefused, match="'b' did not prove.*'cluster_secret'") as refused:
+        dialler.answer(acceptor.challenge)
+    assert "c-of-the-ring" not in str(refused.value)
+    assert dialler.incarnation is None
+    ring = peer.PeerProof(A.epoch, A.members, bytes(32))
+    proof = dialler_proof(other, dialler.hello, acceptor.challenge, ring)
+    with pytest.raises(CredentialRefused, match="'a' did not prove.*'cluster_secret'") as refused:
+        acceptor.check(replace(ring, proof=proof))
+    assert "c-of-the-ring" not in str(refused.value)
+    assert "77" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"node": "c"}, {"incarnation": 9}, {"purpose": "bulk"}, {"nonce": b"c" * 32}, {"oldest_version": 0}],
+    ids=str,
+)
+def test_a_changed_hello_is_refused(change: dict[str, Any]) -> None:
+    """A recorded handshake against a fresh nonce, a control connection's proof on a bulk one, and so on."""
+    dialler, acceptor = half_way()
+    changed = Acceptor(B, replace(dialler.hello, **change), NONCE_B)
+    with pytest.raises(CredentialRefused):
+        dialler.answer(changed.challenge)
+    with pytest.raises(CredentialRefused):
+        changed.check(dialler.answer(acceptor.challenge))
+
+
+@pytest.mark.parametrize(
+    "change", [{"node": "c"}, {"incarnation": 9}, {"version": 2}, {"nonce": b"c" * 32}, {"proof": bytes(32)}], ids=str
+)
+def test_a_changed_challenge_is_refused(change: dict[str, Any]) -> None:
+    dialler, acceptor = half_way()
+    with pytest.raises(CredentialRefused):
+        dialler.answer(replace(acceptor.challenge, **change))
+
+
+@pytest.mark.parametrize("change", [{"epoch": 78}, {"members": ("a", "b")}, {"proof": bytes(32)}], ids=str)
+def test_a_changed_proof_is_refused(change: dict[str, Any]) -> None:
+    dialler, acceptor = half_way()
+    proof = dialler.answer(acceptor.challenge)
+    with pytest.raises(CredentialRefused):
+        acceptor.check(replace(proof, **change))
+
+
+def test_a_recorded_handshake_is_refused() -> None:
+    dialler, acceptor = half_way()
+    recorded = dialler.answer(acceptor.challenge)
+    again = Acceptor(B, dialler.hello, b"d" * NONCE_BYTES)
+    with pytest.raises(CredentialRefused):
+        again.check(recorded)
+    with pytest.raises(CredentialRefused):
+        Dialler(A, "b", b"e" * NONCE_BYTES, purpose="control").answer(acceptor.challenge)
+
+
+def test_the_proof_of_one_side_is_not_that_of_the_other() -> None:
+    """A stranger that has a node prove itself cannot hand the proof back."""
+    dialler, acceptor = half_way()
+    with pytest.raises(CredentialRefused):
+        acceptor.check(peer.PeerProof(A.epoch, A.members, acceptor.challenge.proof))
+    ring = dialler.answer(acceptor.challenge)
+    with pytest.raises(CredentialRefused):
+        dialler.answer(replace(acceptor.challenge, proof=ring.proof))
+
+
+def test_rings_are_compared_after_the_proof() -> None:
+    for changes, reason in (
+        ({"epoch": 78, "members": ("a", "b")}, "its members are a, b; those of 'b' are a, b, c-of-the-ring"),
+        ({"node": "z"}, "'z' is not one of the members"),
+        ({"node": "b"}, "two daemons are called 'b'"),
+    ):
+        dialler, acceptor = half_way(replace(A, **changes))
+        with pytest.raises(RingRefused, match=reason):
+            acceptor.check(dialler.answer(acceptor.challenge))
+
+
+def test_another_node_at_the_address_and_versions() -> None:
+    acceptor = Acceptor(B, Dialler(A, "c", NONCE_A, purpose="control").hello, NONCE_B)
+    with pytest.raises(RingRefused, match="address of 'c' calls itself 'b'"):
+        Dialler(A, "c", NONCE_A, purpose="control").answer(acceptor.challenge)
+    dialler, acceptor = half_way()
+    strange = replace(acceptor.challenge, version=9)
+    strange = replace(strange, proof=acceptor_proof(SECRET, dialler.hello, strange))
+    with pytest.raises(ProtocolRefused, match="version 9"):
+        dialler.answer(strange)
+    with pytest.raises(ProtocolRefused, match="versions 8 to 9"):
+        Acceptor(B, replace(dialler.hello, oldest_version=8, newest_version=9), NONCE_B)
+
+
+def test_no_representation_shows_the_secret() -> None:
+    assert "ssss" not in f"{A} {A!r} {SECRET} {SECRET!r}"

@@ -1,0 +1,63 @@
+"""State that all parts of a simulated cluster share: clock, settings, ids, and the findings of the checks."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable
+
+from tests.sim.arena import REGION_BYTES, View
+from tests.sim.clock import RandomClock
+from tokenlake.core.context import CoreConfig
+
+__all__ = ["World"]
+
+SHORT_RULES = {
+    "lease_s": 0.6,
+    "reservation_s": 0.8,
+    "peer_lease_s": 1.0,
+    "sync_grace_s": 0.6,
+    "dirty_share": 0.4,
+    "cached_share": 0.2,
+    "session_reserve_share": 0.6,
+}
+"""Deadlines that a short run reaches, and shares of at least one slot in an arena of a dozen."""
+REMEMBERED = 64
+"""Number of released views that are checked again: wrong bytes must show in the slot's generation."""
+
+
+class World:
+    """`Cluster` without its nodes; nodes, engines and links depend on this part alone."""
+
+    def __init__(self, names: Iterable[str], seed: int, *, regions: int, recording: bool, **rules: float) -> None:
+        self.clock = RandomClock(seed)
+        self.recording = recording
+        self.regions = regions
+        self.rules = {**SHORT_RULES, **rules}
+        self.lease_s = self.rules["lease_s"]
+        self.wrong: list[str] = []
+        """Violations seen so far; the next check reports them."""
+        self.refusals: list[str] = []
+        """Reasons of refused joins."""
+        self._names = list(names)
+        self._ids = itertools.count(1000)
+        self._copies: deque[View] = deque(maxlen=REMEMBERED)
+
+    def config(self, name: str, incarnation: int) -> CoreConfig:
+        """The configuration of one life of a node."""
+        memory = self.regions * REGION_BYTES
+        members = dict.fromkeys(self._names, memory)
+        return CoreConfig(name, incarnation, members, self.regions, REGION_BYTES, **self.rules)  # type: ignore[arg-type]
+
+    def next_id(self) -> int:
+        """An id that is never used twice in this cluster."""
+        return next(self._ids)
+
+    def expect(self, truth: bool, wrong: str) -> None:
+        """Record the violation `wrong` unless `truth`; the next check reports it."""
+        if not truth:
+            self.wrong.append(wrong)
+
+    def remember(self, view: View) -> None:
+        """Check a released view again later, as a process that copies out of it does."""
+        self._copies.append(view)

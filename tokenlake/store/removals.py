@@ -1,0 +1,60 @@
+"""A log of the segments that left this node, or were not stored: when, where and by which rule. `tokenlake explain`
+reads it to say why a request missed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from tokenlake.identity import SegmentKey, TenantId
+
+__all__ = [
+    "CACHED_RULE",
+    "CORRUPT_RULE",
+    "MAX_REMOVALS",
+    "NOT_ADMITTED_RULE",
+    "RECLAIMED_RULE",
+    "Removal",
+    "RemovalLog",
+]
+
+# Rules beside those of the policies of eviction.
+CACHED_RULE = "least recently used of the cached copies"
+RECLAIMED_RULE = "its memory went to another tenant or layout"
+NOT_ADMITTED_RULE = "not admitted: the next victim had a higher retention value"
+CORRUPT_RULE = "its bytes were wrong"
+
+MAX_REMOVALS = 1 << 15
+"""Segments in the log; the oldest entry goes first."""
+
+
+class Removal(NamedTuple):
+    """How a segment left, or why it was not stored."""
+
+    at: float
+    rule: str
+    node: str = ""
+    """The node that it left; empty: this one."""
+    unused_s: float = 0.0
+    """Seconds since its last access; 0 where that is not known."""
+
+
+class RemovalLog:
+    """Segments of this node, and segments that other nodes reported to this node as their directory node."""
+
+    def __init__(self) -> None:
+        self._removals: OrderedDict[tuple[TenantId, SegmentKey], Removal] = OrderedDict()
+
+    def add(self, tenant: TenantId, key: SegmentKey, removal: Removal) -> None:
+        """Replaces an earlier entry of the same segment."""
+        self._removals[tenant, key] = removal
+        self._removals.move_to_end((tenant, key))
+        if len(self._removals) > MAX_REMOVALS:
+            self._removals.popitem(last=False)
+
+    def get(self, tenant: TenantId, key: SegmentKey) -> Removal | None:
+        """The newest entry of a segment, if it is still in the log."""
+        return self._removals.get((tenant, key))
+
+    def __len__(self) -> int:
+        return len(self._removals)

@@ -1,0 +1,96 @@
+"""The slots of all regions: the generation of each, the segment in it, and the one walk over all segments.
+
+A segment stays in one slot for life, so a walk in order of slots passes each segment that stays exactly once, however
+many segments come and go while the walk pauses.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tokenlake.store.segment import Segment
+from tokenlake.wire.slots import SlotRef
+
+__all__ = ["Cursor", "SlotTable"]
+
+
+class Cursor(NamedTuple):
+    """The next slot of a walk."""
+
+    region: int = 0
+    slot: int = 0
+
+
+class SlotTable:
+    """Slots of the regions that belong to some pool. A segment in quarantine still has its slot."""
+
+    def __init__(self) -> None:
+        self._segments: dict[int, list[Segment | None]] = {}
+        """By region and slot; None where the slot is free."""
+        self._generations: dict[int, list[int]] = {}
+        """By region and slot; of a region that belongs to no pool only the greatest."""
+        self._regions: list[int] = []
+        """In ascending order."""
+
+    def add_region(self, region: int, slots: int) -> None:
+        """A pool got a region; all slots are free. Generations go on from the greatest that the region ever had, so
+        that a reference to its earlier memory fits no slot of the new one."""
+        generation = max(self._generations.get(region, [0]))
+        self._generations[region] = [generation] * slots
+        self._segments[region] = [None] * slots
+        insort(self._regions, region)
+
+    def drop_region(self, region: int) -> None:
+        """The region, which is empty, belongs to no pool any more."""
+        del self._segments[region]
+        self._regions.remove(region)
+        self._generations[region] = [max(self._generations[region])]
+
+    def next_generation(self, region: int, slot: int) -> SlotRef:
+        """Raise the generation of a free slot that gets a new segment."""
+        generations = self._generations[region]
+        generations[slot] += 1
+        return SlotRef(region, slot, generations[slot])
+
+    def put(self, segment: Segment) -> None:
+        """The segment is in its slot from now on."""
+        self._segments[segment.place.region][segment.place.slot] = segment
+
+    def clear(self, place: SlotRef) -> None:
+        """The slot is free."""
+        self._segments[place.region][place.slot] = None
+
+    def in_region(self, region: int) -> list[Segment]:
+        """The segments in a region that belongs to a pool, in order of slots."""
+        return [segment for segment in self._segments[region] if segment is not None]
+
+    def walk(self, start: Cursor, slots: int) -> tuple[list[Segment], Cursor | None]:
+        """The segments in the next `slots` slots, and the cursor that continues the walk; None at the end."""
+        found: list[Segment] = []
+        for at in range(bisect_left(self._regions, start.region), len(self._regions)):
+            region = self._regions[at]
+            first = start.slot if region == start.region else 0
+            here = self._segments[region]
+            found += [segment for segment in here[first : first + slots] if segment is not None]
+            if first + slots < len(here):
+                return found, Cursor(region, first + slots)
+            slots -= len(here) - first
+            if not slots:
+                return found, Cursor(region + 1)
+        return found, None
+
+    def __iter__(self) -> Iterator[Segment]:
+        for region in self._regions:
+            yield from self.in_region(region)
+
+    def check_integrity(self) -> None:
+        """AssertionError when a segment is in another slot, or under another generation, than it says, or when more
+        than one number is kept of a region without a pool."""
+        assert all(len(self._generations[region]) == 1 for region in self._generations if region not in self._segments)
+        assert sorted(self._segments) == self._regions
+        for region, segments in self._segments.items():
+            generations = self._generations[region]
+            for slot, segment in enumerate(segments):
+                assert segment is None or segment.place == (region, slot, generations[slot])
