@@ -11,6 +11,7 @@ from tokenlake.core.context import Context, CoreConfig
 from tokenlake.core.grants import SHIPPED, SKIPPED, Grants, Lease, SessionGrants, Write
 from tokenlake.core.instructions import SendToPeer
 from tokenlake.core.peers import Peers
+from tokenlake.hints import NO_HINTS
 from tokenlake.identity import ConnectionId, Incarnation, LeaseId, NodeId, SegmentKey, TenantId, WriteId
 from tokenlake.store import Kind, Segment, State
 from tokenlake.wire import Code, peer
@@ -50,15 +51,14 @@ class Scene:
         return write
 
     def lease(self, places: Sequence[NodeId | None]) -> Lease:
-        """Of one item per place: None is a segment of this node."""
-        lease = Lease(LeaseId(9), [key(number) for number in range(len(places))], ONE)
-        for number, place in enumerate(places):
-            if place is None:
-                segment = self.reserve(number)
+        """One item per place: None is a segment of this node."""
+        segments = [self.reserve(number) if place is None else None for number, place in enumerate(places)]
+        for segment in segments:
+            if segment is not None:
                 self.context.store.publish(segment, b"", 0.0)
-                lease.segments[number] = segment
-            lease.remotes[number] = place
-        lease.remote_leases = [(OTHER, 4711)] if OTHER in places else []
+        keys = [key(number) for number in range(len(places))]
+        remote_leases = [(OTHER, 4711)] if OTHER in places else []
+        lease = Lease(LeaseId(9), keys, ONE, NO_HINTS, segments, places, remote_leases)
         self.grants.add_lease(self.session, lease)
         return lease
 

@@ -40,17 +40,28 @@ class Lease:
     it back.
     """
 
-    def __init__(self, lease: LeaseId, keys: list[SegmentKey], connection: ConnectionId) -> None:
+    def __init__(
+        self,
+        lease: LeaseId,
+        keys: list[SegmentKey],
+        connection: ConnectionId,
+        hints: Hints,
+        segments: Sequence[Segment | None],
+        remotes: Sequence[NodeId | None] = (),
+        remote_leases: Iterable[tuple[NodeId, int]] = (),
+    ) -> None:
+        """`remotes` is empty where every item is local."""
         self.id = lease
         self.keys = keys
-        self.segments: list[Segment | None] = [None] * len(keys)
-        self.remotes: list[NodeId | None] = [None] * len(keys)
+        self.segments = list(segments)
+        """Per item, the local segment, pinned."""
+        self.remotes: list[NodeId | None] = list(remotes) or [None] * len(keys)
         """Per item, the node from which it can still be fetched."""
         self.coming: dict[int, int] = {}
         """Items that are being fetched, and the number of fetches that wait for each."""
-        self.remote_leases: list[tuple[NodeId, int]] = []
+        self.remote_leases = list(remote_leases)
         """The leases at other nodes that keep the remote items there."""
-        self.hints: Hints | None = None
+        self.hints = hints
         """Those of the request; they go with every read of an item."""
         self.trail: Trail | None = None
         """The record of the request for `Explain`; None for a request without a name."""
@@ -69,7 +80,7 @@ class Lease:
 
     def add_hints(self, hints: Hints) -> None:
         """Newer hints of the request."""
-        self.hints = hints if self.hints is None else hints.merged_over(self.hints)
+        self.hints = hints.merged_over(self.hints)
 
     def is_held(self, index: int) -> bool:
         """Does a process hold this item?"""

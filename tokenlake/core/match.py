@@ -542,20 +542,17 @@ class Matches:
             session.recent.add(match.request.keys, result.access)
         lease: Lease | None = None
         if hits:
-            lease = Lease(LeaseId(self._context.next_id()), match.keys[:hits], process.connection)
-            lease.segments = list(result.segments)
-            lease.hints = with_access(match.request.hints, result.access)
-            if result.owners:
-                lease.remotes = list(result.owners)
-            lease.remote_leases += result.leases
+            number, hints = LeaseId(self._context.next_id()), with_access(match.request.hints, result.access)
+            places = result.segments, result.owners, result.leases
+            lease = Lease(number, match.keys[:hits], process.connection, hints, *places)
             self._grants.add_lease(session, lease)
         self._count(match, result)
         if match.request.request and session.segment_tokens:
             self._leave_trail(match, result, lease)
         if process.alive:
             packed = pack(result.segments, session.shards, checksums=match.request.checksums)
-            number = lease.id if lease is not None else 0
-            matched = engine.Matched(match.request.id, number, hits, result.codes, *packed)
+            lease_id = lease.id if lease is not None else 0
+            matched = engine.Matched(match.request.id, lease_id, hits, result.codes, *packed)
             self._context.emit(Answer(process.connection, matched))
 
     def _conclude(self, match: _Match) -> MatchResult:
