@@ -148,19 +148,16 @@ class SegmentStore:
 
     def capacity(self, pool: PoolId) -> int:
         """Slots that a pool with memory has or can still get."""
-        here = self._pools[pool]
-        return here.slots + self.regions.room(pool.tenant) * here.region_slots
+        return self._capacity(self._pools[pool])
 
     def dirty_room(self, pool: PoolId) -> int:
         """Number of dirty copies that `pool` may still take, as a share of its capacity: the first region of a fresh
         node is no reason to refuse."""
-        here = self._pools[pool]
-        return max(0, here.budget(here.budgets.dirty, self.capacity(pool)) - here.counts[Kind.DIRTY])
+        return self._room_for(Kind.DIRTY, self._budgets.dirty, self._pools[pool])
 
     def replica_room(self, pool: PoolId) -> int:
         """Number of replicas that `pool` may still take."""
-        here = self._pools[pool]
-        return max(0, here.budget(here.budgets.replica, self.capacity(pool)) - here.counts[Kind.REPLICA])
+        return self._room_for(Kind.REPLICA, self._budgets.replica, self._pools[pool])
 
     def vacancy(self, now: float) -> Vacancy:
         """The share of free memory, and of the next victims among primary copies, one per pool, the greatest age and
@@ -206,9 +203,9 @@ class SegmentStore:
             if len(self._unserved) < MAX_UNSERVED:
                 self._unserved[PoolId(tenant, slot_bytes)] = None
             return self.refusal(tenant, Code.NO_REGION)
-        if kind is Kind.DIRTY and not self.dirty_room(pool.id):
+        if kind is Kind.DIRTY and not self._room_for(kind, self._budgets.dirty, pool):
             return Code.WRITE_BUDGET
-        if kind is Kind.REPLICA and not self.replica_room(pool.id):
+        if kind is Kind.REPLICA and not self._room_for(kind, self._budgets.replica, pool):
             return Code.REPLICA_BUDGET
         if not pool.free and self.regions.room(tenant):
             self._grow(pool)
@@ -456,6 +453,13 @@ class SegmentStore:
             self.pool(*claimed)
 
     # -- inside
+
+    def _capacity(self, pool: SlotPool) -> int:
+        return pool.slots + self.regions.room(pool.tenant) * pool.region_slots
+
+    def _room_for(self, kind: Kind, share: float, pool: SlotPool) -> int:
+        """Number of segments of `kind` that the pool may still take within `share` of its capacity."""
+        return max(0, pool.budget(share, self._capacity(pool)) - pool.counts[kind])
 
     def _free(self, pool: SlotPool, segment: Segment) -> None:
         self._slots.clear(segment.place)

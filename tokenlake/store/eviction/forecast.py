@@ -180,7 +180,8 @@ class Forecast(LearningPolicy[_Cohort]):
         segment.touched = self._now
         cohort = record.cohort
         if not again or cohort is None:
-            self._leave_cohort(record)
+            if cohort is not None:
+                self._leave_cohort(record)
             cohort = self._join_cohort(record, segment.hints)
         if not cohort.here:
             self._live += 1
