@@ -158,11 +158,11 @@ class Channel:
     def _check(self) -> None:
         if self._process != os.getpid():
             raise Unreachable("a forked process must connect on its own: the connection is its parent's")
-        if self._broken is None and self.overdue and self._start_reading(None, 0.0):
+        if self._broken is None and self._liveness.overdue and self._start_reading(None, 0.0):
             self._read_until(None, 0.0)
         if self._broken is not None:
             raise Unreachable(str(self._broken))
-        if self.overdue:
+        if self._liveness.overdue:
             raise DeadlinePassed(f"the daemon at {self.path} still owes the answer to an earlier call")
 
     def _send(self, message: EngineRequest, pending: Pending | None = None) -> None:
