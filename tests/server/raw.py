@@ -106,13 +106,13 @@ def refusal(path: Path, message: msgspec.Struct) -> engine.Failed:
 
 def peer_address(node: Node) -> tuple[str, int]:
     """Where a daemon listens for peers."""
-    return "127.0.0.1", int(node._settings["listen"].rpartition(":")[2])
+    return "127.0.0.1", int(node.settings["listen"].rpartition(":")[2])
 
 
 def identity_of(node: Node) -> PeerIdentity:
     """What a daemon with the settings of `node` that starts now says of itself, its secret included."""
     incarnation = time.time_ns()
-    flags = {name.replace("-", "_"): value for name, value in node._settings.items()}
+    flags = {name.replace("-", "_"): value for name, value in node.settings.items()}
     file = flags.pop("config", None)
     text = Path(file).read_text() if file else None
     config = load_config(toml_text=text, environ={}, flags=flags, uid=os.geteuid()).config

@@ -117,7 +117,7 @@ def test_the_log_of_a_live_run_replays(tmp_path: Path) -> None:
     with daemons(2, "2MiB") as cluster:
         for node, log in zip(cluster.nodes, logs, strict=True):
             assert node.stop() == 0
-            node._settings["record"] = str(log)
+            node.settings["record"] = str(log)
             node.start()
         cluster.wait_ready()
         with cluster.connect(0, LAYOUT) as one, cluster.connect(1, LAYOUT) as two:

@@ -180,12 +180,12 @@ def world(
 
 
 def _put_links(made: World, stack: ExitStack) -> None:
-    ports = [int(node._settings["listen"].rpartition(":")[2]) for node in made.nodes]
+    ports = [int(node.settings["listen"].rpartition(":")[2]) for node in made.nodes]
     made.links += [stack.enter_context(Proxy(("127.0.0.1", port), seed=made.seed)) for port in ports]
     for node in made.nodes:
         linked = zip(made.nodes, made.links, strict=True)
         others = [(other.name, link.port) for other, link in linked if other is not node]
-        node._settings["peers"] = ",".join(f"{name}=127.0.0.1:{port}" for name, port in others)
+        node.settings["peers"] = ",".join(f"{name}=127.0.0.1:{port}" for name, port in others)
 
 
 def _kill(cluster: Cluster) -> None:
