@@ -39,7 +39,7 @@ def test_two_nodes_of_one_name() -> None:
         wait_until(lambda: _connected(two), "the two nodes know each other")
         again = _node(cluster, "a", ports["again"], f"b=127.0.0.1:{ports['b']}")
         again.socket = cluster.directory / "again.sock"
-        again._settings["socket"] = str(again.socket)
+        again.settings["socket"] = str(again.socket)
         again.log = cluster.directory / "again.log"
         again.start()
         _until_logged(one, lambda text: "two daemons are called 'a'" in text)
