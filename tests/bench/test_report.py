@@ -223,6 +223,6 @@ def test_the_plot_is_a_png(tmp_path: Path) -> None:
 def test_a_plot_that_cannot_be_drawn_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match=r"\.png"):
         plot_cache_hit(CACHE_HIT, {}, tmp_path / "a.pdf")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigurationError, match="matplotlib"):
         plot_cache_hit(CACHE_HIT, {}, tmp_path / "a.png")
