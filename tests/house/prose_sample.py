@@ -1,4 +1,4 @@
-"""Docstrings and comments drawn at random, without their code: `python -m tests.house.prose_sample COUNT SEED [--places]`.
+"""Docstrings and comments drawn at random: `python -m tests.house.prose_sample COUNT SEED [--places]`.
 
 For the check that prose can be understood by itself: a reader explains each text, and another reader, who sees the
 code at the printed place, decides whether the explanation is right.
