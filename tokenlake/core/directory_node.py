@@ -41,7 +41,7 @@ class DirectoryNode:
         self._peers = peers
         self._directory = Directory(context.config.directory_limit)
         self._known: dict[NodeId, Incarnation] = {}
-        """The incarnation of each peer whose entries the directory counts."""
+        """Per peer, the incarnation whose directory entries are valid; entries of earlier incarnations are ignored."""
         self._advertised: dict[NodeId, Incarnation] = {}
         """The incarnation of each peer that has advertised all its primary copies to this node."""
         self._complete = False

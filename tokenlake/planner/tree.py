@@ -60,7 +60,7 @@ class PrefixTree:
         """Cached tokens of each request's prefix."""
 
     def slots(self) -> dict[NodeId, int]:
-        """Number of the tree's segments that each node has."""
+        """Per node, the number of segments of this prefix tree that it has a copy of."""
         held: dict[NodeId, int] = {}
         for sequence in self.sequences:
             for node in sequence.owners:

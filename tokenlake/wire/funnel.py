@@ -35,7 +35,7 @@ class MissReason(StrEnum):
     TOO_SHORT = "too_short"
     """They do not fill a segment."""
     PENDING = "pending"
-    """An engine was still computing or writing them."""
+    """Another engine was still computing the tokens, or writing their segments, when the match ended."""
     TOO_SLOW = "too_slow"
     """A node did not answer, or did not send, within the deadline."""
     UNREACHABLE = "unreachable"

@@ -37,7 +37,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     serve_us: float
     """Processor time per segment of a prompt, for everything that serving it takes in the study."""
     policy_us: float
-    """The part of `serve_us` that the policy takes."""
+    """Processor time per segment of a prompt that is spent in the eviction policy; contained in `serve_us`."""
     of_clairvoyant: float | None = None
     of_lru: float | None = None
     of_one_node: float | None = None

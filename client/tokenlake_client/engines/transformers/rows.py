@@ -1,4 +1,4 @@
-"""The prompts of a batch, and their places in its cache."""
+"""The prompts of a batch, and the part of the batch's key and value tensors that belongs to each of them."""
 
 from __future__ import annotations
 

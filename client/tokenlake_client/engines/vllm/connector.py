@@ -89,7 +89,7 @@ class StepOutcome(KVConnectorWorkerMetadata):  # type: ignore[misc]
     report: StepReport
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepOutcome:
-        """The combined message of both ranks."""
+        """The outcome of this rank and of `other` (other tensor-parallel ranks) as one message."""
         return StepOutcome(self.report.merged(cast(StepOutcome, other).report))
 
 
