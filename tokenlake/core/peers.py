@@ -314,8 +314,8 @@ class Peers:
         return self._context.vacancy() if peer is None else peer.vacancy
 
     def loads(self) -> dict[NodeId, float]:
-        """Load (bytes per second read from the arena) of each reachable node: the last report of a peer, decayed, and the
-        present load of this node."""
+        """Load (bytes per second read from the arena) of each reachable node: the last report of a peer, decayed, and
+        the present load of this node."""
         now = self._context.now
         loads = {peer.node: peer.load.at(now) for peer in self._peers.values() if peer.reachable}
         return {**loads, self._context.node: self._context.load()}

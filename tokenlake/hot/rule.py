@@ -37,8 +37,8 @@ REACTS_S, DECIDES_S = 2.0, 60.0
 GROWTH, GROWTH_S = 1.5, 1.0
 """The number of copies grows by at most this factor per so many seconds."""
 DROP_SHARE, DROP_S = 0.25, 20.0
-"""A segment that is read for `DROP_S` seconds at less than `DROP_SHARE` of the read rate that justifies one copy loses its
-replicas."""
+"""A segment that is read for `DROP_S` seconds at less than `DROP_SHARE` of the read rate that justifies one copy loses
+its replicas."""
 SPARE = 1.25
 """The number of copies may exceed the need of the slow count by this factor."""
 LEAST_READS = 4.0

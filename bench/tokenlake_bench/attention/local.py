@@ -39,8 +39,8 @@ class Cache:
     layout: Layout
     neighbours: Sequence[NDArray[np.uint8]]
     scattered: Sequence[NDArray[np.uint8]]
-    """Slots in random order, as many as in `neighbours`, drawn from the same memory so that gaps lie between them (one slot
-    of five is not used)."""
+    """Slots in random order, as many as in `neighbours`, drawn from the same memory so that gaps lie between them (one
+    slot of five is not used)."""
     contiguous: Sequence[tuple[Any, Any]]
     """Per layer keys and values `[1, KV head, token, dim]` of `neighbours`."""
 

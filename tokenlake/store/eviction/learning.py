@@ -241,8 +241,8 @@ class Labels:
         return number
 
     def matched(self, others: Labels) -> list[tuple[int, int]]:
-        """(number in this table, number in `others`) of each label of `others`. A label that this table does not have yet
-        is added while the table has room, and left out otherwise."""
+        """(number in this table, number in `others`) of each label of `others`. A label that this table does not have
+        yet is added while the table has room, and left out otherwise."""
         for label in others:
             self.number(Hints(*label))
         return [(self._numbers[label], there) for there, label in enumerate(others) if label in self._numbers]
