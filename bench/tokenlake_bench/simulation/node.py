@@ -27,7 +27,7 @@ class Process(Protocol):
     joined: bool
 
     def hear(self, message: engine.EngineReply) -> None:
-        """Take a reply of the node; it leaves the node now."""
+        """Receive a reply that the node sends at the present simulated time."""
 
 
 class _SizedPull(Pull):
