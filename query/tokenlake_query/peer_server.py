@@ -59,7 +59,8 @@ class PeerServer:
         self._counters = counters
         self._lock = threading.Lock()
         self._views: dict[int, _OpenView | None] = {}
-        """Open views by their number; the value is None from the request to open a view until its segments are leased."""
+        """Open views by their number; the value is None from the request to open a view until its segments are
+        leased."""
         self._room = threading.Condition()
         self._pending_bytes = 0
         self._spare: list[bytearray] = []

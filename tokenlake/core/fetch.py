@@ -188,8 +188,8 @@ class Transfers:
             if known is not None:
                 self._join(known, on_arrival, refused)
                 if known in self._queued and not transfer.background:
-                    # The segment waits in the queue of background transfers, and now an engine waits for it: the queued transfer
-                    # that contains it starts at once.
+                    # The segment waits in the queue of background transfers, and now an engine waits for it: the
+                    # queued transfer that contains it starts at once.
                     self._start_queued(self._queued[known])
                 continue
             segment = self._context.store.reserve(

@@ -298,8 +298,8 @@ class Rig:
             return bytes(lease.codes)
 
     def keys(self, work: Work) -> tuple[SegmentKey, ...]:
-        """Keys of the prefix of `work` without a salt; the salted copies of the prefix, one per repetition, differ from them
-        in the salt alone."""
+        """Keys of the prefix of `work` without a salt; the salted copies of the prefix, one per repetition, differ
+        from them in the salt alone."""
         return tuple(self._keys(self._documents[work.prefix], ""))
 
     def run(self, use: PrefixUse, work: Work, suffixes: Sequence[Sequence[int]]) -> Timed:
