@@ -90,7 +90,7 @@ class Prefix:
 
 
 def encode_tokens(tokens: TokenIds) -> bytes:
-    """Token ids as uint32 little-endian. Errors as `Prefix.extend`."""
+    """The token ids as packed bytes, four per id (uint32, little-endian). Raises the errors of `Prefix.extend`."""
     if isinstance(tokens, np.ndarray):
         if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
             raise TypeError(f"token ids must be one row of integers, not {tokens.ndim} dimensions of {tokens.dtype}")

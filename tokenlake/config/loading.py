@@ -85,7 +85,7 @@ def _fill_computed_defaults(values: dict[str, Any], environ: Mapping[str, str], 
 
 
 def _check_together(config: ServerConfig, origin: Mapping[str, str]) -> None:
-    """Check the conditions that concern two settings. The error names the setting to change."""
+    """Check the conditions that concern several settings together. The error names the setting to change."""
 
     def refuse(field: str, expected: str) -> ConfigurationError:
         shown = settings_of(ServerConfig)[field].kind.show(getattr(config, field))

@@ -76,7 +76,7 @@ class FetchDone(_Event, frozen=True, tag=7):
 
 
 class PullRequested(_Event, frozen=True, tag=8):
-    """A peer requests segments on the bulk connection `stream`."""
+    """A request of peer `node` for segments has arrived on the bulk connection `stream`, where it is answered."""
 
     stream: int
     node: str

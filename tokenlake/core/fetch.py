@@ -62,7 +62,7 @@ PIECE_S = 0.05
 """Expected duration of a background piece: a read that starts meanwhile is delayed by little more than this."""
 MAX_PIECE_BYTES = 16 << 20
 MAX_CREDIT = 64 << 20
-"""Bytes of background transfers that reads can earn in advance."""
+"""Most bytes of background transfers for which fetches of engines earn credit in advance (see `BackgroundLimit`)."""
 
 CopiesOf = Callable[[TenantId, SegmentKey], list[NodeId]]
 """Other usable nodes that may have a copy of a segment, the likeliest first."""

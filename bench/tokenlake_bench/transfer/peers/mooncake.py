@@ -1,4 +1,7 @@
-"""Mooncake's store: over TCP from another process, and in shared memory. Run as a module: a client of it."""
+"""Mooncake's store, whose segments lie in another process: copied over TCP, or through shared memory.
+
+Run as a module, it is the client process that is measured; it also starts the store's servers.
+"""
 
 from __future__ import annotations
 

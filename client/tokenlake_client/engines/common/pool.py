@@ -104,7 +104,7 @@ class CachePool(Protocol):
 
 
 class RequestInfo(NamedTuple):
-    """The request that segments are read or stored for."""
+    """What an engine tells the pool about the request for which it reads or stores segments."""
 
     name: str | None = None
     """Its name in logs and for `tokenlake explain`; None: the pool makes one up."""
