@@ -66,7 +66,7 @@ class Daemon:
             text=True,
         )
         assert self.process.stderr is not None
-        assert any("serves" in line for line in self.process.stderr), "the daemon ended before it served"
+        assert any("is ready" in line for line in self.process.stderr), "the daemon ended before it was ready"
 
     def kill(self) -> None:
         self.process.kill()

@@ -1,4 +1,4 @@
-"""Damages stored segments."""
+"""Damages stored segments, and looks at what engines log about it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from tokenlake_client import Pool
 from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import Engine
 
-__all__ = ["spoil"]
+__all__ = ["spoil", "tracebacks"]
+
+
+def tracebacks(engine: Engine) -> list[str]:
+    """Lines of the engine's log that begin a traceback, without the one that vLLM itself logs where a tiny model has no
+    chat template (`renderers/base.py`, warm-up)."""
+    lines = engine.log.read_text().splitlines()
+    return [line for line in lines if "Traceback" in line and "[base.py:" not in line]
 
 
 def spoil(
