@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
+
+import pytest
 
 from tokenlake.core import NodeCore, events, instructions
 from tokenlake.core.context import CoreConfig
@@ -122,8 +123,11 @@ def test_a_pull_delivers_each_end_once() -> None:
     pull.ask(sender)
     assert pull.bulk is not None
     assert list(sender.sends) == [5]
-    for end in (pull.end_sending, pull.end_sending, partial(pull.end_receiving, b"", b"")):
-        end()
+    for _ in range(2):
+        pull.end_sending()
+    # The rules of the receiver began no such fetch and refuse its end, which shows that it reached them.
+    with pytest.raises(ValueError, match="fetch 7 is not under way"):
+        pull.end_receiving(b"", b"")
     assert (sender.sends, receiver.receives, pull.returned) == ({}, {}, True)
     assert sender.core.idle()
 

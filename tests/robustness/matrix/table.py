@@ -173,4 +173,4 @@ FOUND = (
         "test_a_broken_connection_is_closed_by_its_reader",
     ),
 )
-"""(Fault of ours, the test that names it), all in tests/robustness/test_findings.py."""
+"""(Defect, the test that shows it), in tests/robustness/test_findings.py or tests/client/test_channel.py."""
