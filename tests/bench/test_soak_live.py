@@ -57,5 +57,5 @@ def test_an_interruption_ends_the_load_and_writes_results(tmp_path: Path) -> Non
     verdicts = {claim["text"]: claim["holds"] for claim in result["claims"]}
     assert verdicts["as many segments as slots can be stored again"] is True
     assert verdicts["threads flat"] is None
-    assert "NOT TOLD" in (tmp_path / "soak.md").read_text()
+    assert "UNDECIDED" in (tmp_path / "soak.md").read_text()
     assert not [child for child in children if child.is_running()], "all processes ended"
