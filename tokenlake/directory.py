@@ -1,4 +1,4 @@
-"""A directory node's directory: the nodes that have, or are computing, the segments that hash to this node.
+"""A directory node's directory: the nodes that own, or are computing, the segments that hash to this node.
 
 An entry may be out of date; the node that it names decides. A lost entry costs a miss, a stale one a lookup. After a
 restart of a node its earlier entries do not count; their memory is freed bit by bit.
@@ -8,48 +8,30 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import NamedTuple
 
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 
-__all__ = ["Directory", "Entry", "Standing"]
-
-
-PREVIOUS_OWNERS_SHARE = 4
-"""Previous owners are remembered for at most one in so many of the limit's entries."""
-
-
-class Standing(IntEnum):
-    """Statement of a node about a segment."""
-
-    PENDING = 0
-    """An engine of the node is computing or writing it."""
-    DIRTY = 1
-    """The node has it as a dirty copy."""
-    PRIMARY = 2
-    """The node has the primary copy."""
+__all__ = ["Directory", "Entry"]
 
 
 class Entry(NamedTuple):
     """The newest statement about a segment."""
 
-    standing: Standing
     node: NodeId
     incarnation: Incarnation
     """Of the node at that time."""
-    deadline: float
-    """End of a PENDING entry; 0 for the others."""
+    deadline: float = 0.0
+    """0: the node owns the segment. Else the entry is an in-flight marker: an engine of the node computes the segment,
+    until this time at most."""
 
 
 class Directory:
-    """At most `limit` entries; the oldest are removed beyond that. For a part of the removed segments it remembers the
-    previous owner."""
+    """At most `limit` entries; the oldest are removed beyond that."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._entries: OrderedDict[tuple[TenantId, SegmentKey], Entry] = OrderedDict()
-        self._previous_owners: OrderedDict[tuple[TenantId, SegmentKey], NodeId] = OrderedDict()
         self._lives: dict[NodeId, Incarnation] = {}
         """Newest incarnation of each restarted node; its entries of other incarnations do not count."""
         self._unswept = 0
@@ -67,25 +49,25 @@ class Directory:
         return self._lives.get(entry.node, entry.incarnation) == entry.incarnation
 
     def get(self, tenant: TenantId, key: SegmentKey, now: float) -> Entry | None:
-        """The entry. A PENDING one past its deadline is removed."""
+        """The entry. An in-flight marker past its deadline is removed."""
         entry = self._find(tenant, key)
-        if entry is not None and entry.standing is Standing.PENDING and entry.deadline <= now:
+        if entry is not None and 0 < entry.deadline <= now:
             del self._entries[tenant, key]
             return None
         return entry
 
     def get_all(self, tenant: TenantId, keys: Sequence[SegmentKey], now: float) -> list[Entry | None]:
         """`get` of each."""
-        find, life, pending = self._entries.get, self._lives.get, Standing.PENDING
+        find, life = self._entries.get, self._lives.get
         entries = [find((tenant, key)) for key in keys]
         return [
             entry
-            if entry is None or (entry[0] is not pending and life(entry[1], entry[2]) == entry[2])
+            if entry is None or (not entry[2] and life(entry[0], entry[1]) == entry[1])
             else self.get(tenant, key, now)
             for key, entry in zip(keys, entries, strict=True)
         ]
 
-    def pending(
+    def mark(
         self,
         tenant: TenantId,
         key: SegmentKey,
@@ -94,34 +76,27 @@ class Directory:
         deadline: float,
         now: float,
     ) -> None:
-        """An engine of `node` computes it until `deadline`. Changes nothing where a node has it or another node
-        computes it."""
+        """An engine of `node` computes the segment until `deadline`, which is above 0. Changes nothing where a node
+        owns it or another node's marker stands."""
         entry = self.get(tenant, key, now)
-        if entry is None or (entry.standing is Standing.PENDING and entry.node == node):
-            self._put(tenant, key, Entry(Standing.PENDING, node, incarnation, deadline))
+        if entry is None or (entry.deadline and entry.node == node):
+            self._put(tenant, key, Entry(node, incarnation, deadline))
 
-    def withdraw(self, tenant: TenantId, key: SegmentKey, node: NodeId) -> None:
-        """`node` takes its PENDING entry back."""
+    def clear(self, tenant: TenantId, key: SegmentKey, node: NodeId) -> None:
+        """`node` takes its in-flight marker back."""
         entry = self._find(tenant, key)
-        if entry is not None and entry.standing is Standing.PENDING and entry.node == node:
+        if entry is not None and entry.deadline and entry.node == node:
             del self._entries[tenant, key]
 
-    def ready(self, tenant: TenantId, key: SegmentKey, node: NodeId, incarnation: Incarnation) -> NodeId | None:
-        """`node` committed it. Returns the other node whose commit came first, None when there is none."""
+    def own(
+        self, tenant: TenantId, key: SegmentKey, node: NodeId, incarnation: Incarnation, previous: NodeId | None = None
+    ) -> NodeId | None:
+        """`node` owns the segment, unless another node than `previous` does. Returns that node, None when there is
+        none."""
         entry = self._find(tenant, key)
-        if entry is not None and entry.standing is not Standing.PENDING and entry.node != node:
+        if entry is not None and not entry.deadline and entry.node not in (node, previous):
             return entry.node
-        if entry is None or entry.standing is not Standing.PRIMARY:
-            self._put(tenant, key, Entry(Standing.DIRTY, node, incarnation, 0.0))
-        return None
-
-    def held(self, tenant: TenantId, key: SegmentKey, node: NodeId, incarnation: Incarnation) -> NodeId | None:
-        """`node` has the primary copy. Returns the other node that has stated so before and remains the owner, None
-        when there is none."""
-        entry = self._find(tenant, key)
-        if entry is not None and entry.standing is Standing.PRIMARY and entry.node != node:
-            return entry.node
-        self._put(tenant, key, Entry(Standing.PRIMARY, node, incarnation, 0.0))
+        self._put(tenant, key, Entry(node, incarnation))
         return None
 
     def gone(self, tenant: TenantId, key: SegmentKey, node: NodeId) -> None:
@@ -129,17 +104,6 @@ class Directory:
         entry = self._find(tenant, key)
         if entry is not None and entry.node == node:
             del self._entries[tenant, key]
-
-    def remember(self, tenant: TenantId, key: SegmentKey, node: NodeId) -> None:
-        """`node` had it, or refused it, and has its access record."""
-        self._previous_owners[tenant, key] = node
-        self._previous_owners.move_to_end((tenant, key))
-        if len(self._previous_owners) > self.limit // PREVIOUS_OWNERS_SHARE:
-            self._previous_owners.popitem(last=False)
-
-    def previous_owner(self, tenant: TenantId, key: SegmentKey) -> NodeId | None:
-        """The candidate that had it last and has its access record."""
-        return self._previous_owners.get((tenant, key))
 
     def forget(self, node: NodeId, incarnation: Incarnation) -> None:
         """From now on only the entries of this incarnation of `node` count. Call `sweep` until it returns False."""
@@ -168,4 +132,3 @@ class Directory:
     def check_integrity(self) -> None:
         """AssertionError when the bound does not hold."""
         assert len(self._entries) <= self.limit
-        assert len(self._previous_owners) <= max(1, self.limit // PREVIOUS_OWNERS_SHARE)

@@ -42,23 +42,21 @@ class _Circle(NamedTuple):
 
 
 class Ring:
-    """Immutable. Members with equal `members` and `run_length` build equal rings on every machine."""
+    """Immutable. Members with equal `members` build equal rings on every machine."""
 
-    def __init__(self, members: Mapping[NodeId, int], run_length: int = 1) -> None:
-        """`members`: weight per node (bytes of memory). `run_length`: maximum number of consecutive new segments with
-        one owner; a part of the ring because all nodes must agree on it."""
+    def __init__(self, members: Mapping[NodeId, int]) -> None:
+        """`members`: weight per node (bytes of memory)."""
         if not members or min(members.values()) <= 0:
             raise ValueError("a ring needs at least one member, each of positive weight")
         self.members = tuple(sorted(members))
         self._names = np.array(self.members, dtype=object)
-        self.run_length = run_length
         # Some 100 ms for 256 members: a simulation has as many rings in one process.
         self._circle = _circle(tuple(members[node] for node in self.members), self.members)
         self.epoch = Epoch(self._digest(members))
 
     def _digest(self, members: Mapping[NodeId, int]) -> int:
         weights = [(node, members[node]) for node in self.members]
-        text = msgspec.msgpack.encode([VIRTUAL_NODES, self.run_length, weights])
+        text = msgspec.msgpack.encode([VIRTUAL_NODES, weights])
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
     def candidates(self, keys: bytes) -> list[tuple[NodeId, NodeId]]:

@@ -136,7 +136,7 @@ def _check_ring(identity: PeerIdentity, node: str, ring: peer.PeerProof) -> None
     if ring.epoch != identity.epoch:
         raise RingRefused(
             f"node '{node}' has another ring: its members are {theirs}; those of '{identity.node}' are {mine}. "
-            "Give all daemons the same 'peers' (with the same sizes) and 'run_length'"
+            "Give all daemons the same 'peers' (with the same sizes)"
         )
     if node not in identity.names:
         raise RingRefused(f"node '{node}' is not one of the members {mine}")

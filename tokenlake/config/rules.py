@@ -33,14 +33,6 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
             why="longer than the prefill of a long prompt",
         ),
     ] = 30.0
-    run_length: Annotated[
-        int,
-        Setting(
-            kinds.whole(0, 1024),
-            "number of consecutive segments that are kept on one node; 0 chooses 1 below 16 nodes and 4 from 16 on",
-            why="from 16 nodes on, single segments spread a prefix over too many nodes (measured)",
-        ),
-    ] = 0
     eviction: Annotated[
         str,
         Setting(
@@ -50,15 +42,6 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
             why="on eight nodes its hit rate is at least that of the other policies on each measured trace",
         ),
     ] = "reuse"
-    hot: Annotated[
-        str,
-        Setting(
-            kinds.one_of("on", "observe", "off"),
-            "on: a segment whose reads overload its node is copied to more nodes; observe: the node only logs the "
-            "copies that it would make",
-            why="without copies, the node of a prompt template that all requests share is the bottleneck",
-        ),
-    ] = "on"
     cached_share: Annotated[
         float,
         Setting(
@@ -72,14 +55,10 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Setting(
             _SHARE,
-            "limit of slots that are being written or wait to be pushed; above it a store is refused",
-            why="a buffer for writes while the network is slower than the engines",
+            "limit of slots that are being written; above it a store is refused",
+            why="the writes of all sessions together leave room for the segments that are read",
         ),
     ] = 0.10
-    replica_share: Annotated[
-        float,
-        Setting(_SHARE, "limit of slots for replicas of hot segments", why="some tens of segments are hot at a time"),
-    ] = 0.05
     session_lease_share: Annotated[
         float,
         Setting(
@@ -100,8 +79,8 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Setting(
             kinds.real(0.01, 0.99, "a share of the bytes that come in from other nodes"),
-            "share of pushes and copies of hot segments while engines of this node read from other nodes",
-            why="the same as for reads; with less, writers of other nodes would wait until their stores are refused",
+            "share of segments that other nodes hand over while engines of this node read from other nodes",
+            why="the same as for reads; with less, the other nodes evict segments before they are handed over",
         ),
     ] = 0.5
     max_sessions: Annotated[

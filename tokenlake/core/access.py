@@ -18,7 +18,7 @@ from tokenlake.core.peers import Peers
 from tokenlake.hints import NO_ACCESS, AccessRecord, Hints
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
-from tokenlake.store import Kind, Segment, State
+from tokenlake.store import Segment, State
 from tokenlake.wire import peer as wire
 from tokenlake.wire.fields import MAX_SECONDS
 from tokenlake.wire.slots import join_keys, split_keys
@@ -29,7 +29,7 @@ MAX_RECENT_MATCHES = 32
 """Incomplete matches that a session remembers: an upper bound on the requests that it computes at a time."""
 MAX_REPORTED = 4096
 """Keys reported to one owner per gossip interval; further reads of copies in that interval are not reported."""
-_READY, _PRIMARY = State.READY, Kind.PRIMARY
+_READY = State.READY
 
 
 KnownAccess = tuple[int, AccessRecord, float]
@@ -120,8 +120,16 @@ class _Batch:
 class Touches:
     """Records reads and hints in the local store, and reports them to the owners of the primary copies."""
 
-    def __init__(self, context: Context, peers: Peers, on_read: Callable[[list[Segment]], None]) -> None:
-        """`on_read`: called with READY segments of one prompt, in its order, after they were touched."""
+    def __init__(
+        self,
+        context: Context,
+        peers: Peers,
+        recorded_owner: Callable[[TenantId, SegmentKey], NodeId | None],
+        on_read: Callable[[list[Segment]], None],
+    ) -> None:
+        """`recorded_owner`: the owner of a segment according to this node's directory. `on_read`: called with READY
+        segments of one prompt, in its order, after they were touched."""
+        self._recorded_owner = recorded_owner
         self._on_read = on_read
         self._context = context
         self._peers = peers
@@ -138,8 +146,7 @@ class Touches:
     def hint(self, tenant: TenantId, keys: list[SegmentKey], hints: Hints) -> None:
         """Apply hints received after the match to segments of one prompt, in its order.
 
-        Hints for segments that this node lacks go to both candidates of each key: the owner is one of them, unless a
-        sequence of segments was kept together on another node.
+        Hints for segments that this node lacks go to their directory nodes, which relay them to the owners.
         """
         found = self._context.ready(tenant, keys)
         here = [segment for segment in found if segment is not None]
@@ -147,33 +154,41 @@ class Touches:
         report = _Report(hints, used=False, relayed=False)
         self._report_copies(here, report)
         absent = [key for key, segment in zip(keys, found, strict=True) if segment is None]
-        by_node: dict[NodeId, list[SegmentKey]] = {}
-        for key, pair in zip(absent, self._context.ring.candidates(join_keys(absent)), strict=True):
-            for node in dict.fromkeys(pair):
-                if node != self._context.node:
-                    by_node.setdefault(node, []).append(key)
-        for node, its_keys in by_node.items():
-            self._add(node, tenant, report, its_keys)
+        for node, its_keys in self._peers.by_directory_node(absent).items():
+            if node != self._context.node:
+                self._add(node, tenant, report, its_keys)
+            else:
+                self._relay(tenant, its_keys, report)
 
     def touched(self, message: wire.Touched) -> None:
-        """Another node reports reads of its copies, or hints; the keys come deepest first. They apply to the primary
-        copies of this node; about its other copies the report is relayed once to their sources."""
-        found = [s for s in self._context.ready(TenantId(message.tenant), split_keys(message.keys)) if s is not None]
-        primary = [segment for segment in reversed(found) if segment.kind is _PRIMARY]
+        """Another node reports reads of its copies, or hints; the keys come deepest first. They apply to the segments
+        that this node owns; about the others the report is relayed once to their owners."""
+        tenant, keys = TenantId(message.tenant), split_keys(message.keys)
+        found = self._context.ready(tenant, keys)
+        owned = [segment for segment in reversed(found) if segment is not None and segment.owned]
         if message.used:
-            self._context.store.touch(primary, self._context.now, message.hints)
-            self._on_read(found[::-1])
+            self._context.store.touch(owned, self._context.now, message.hints)
+            self._on_read(owned)
         elif message.hints is not None:
-            self._context.store.hint(primary, message.hints, self._context.now)
+            self._context.store.hint(owned, message.hints, self._context.now)
         if not message.relayed:
-            copies = [segment for segment in reversed(found) if segment.kind is not _PRIMARY]
-            self._report_copies(copies, _Report(message.hints, message.used, relayed=True))
+            report = _Report(message.hints, message.used, relayed=True)
+            self._report_copies([segment for segment in reversed(found) if segment is not None], report)
+            absent = [key for key, segment in zip(keys, found, strict=True) if segment is None]
+            self._relay(tenant, absent, report)
+
+    def _relay(self, tenant: TenantId, keys: list[SegmentKey], report: _Report) -> None:
+        """Queue a report about segments that this node lacks to the owners that its directory records."""
+        for key in keys:
+            owner = self._recorded_owner(tenant, key)
+            if owner is not None and owner != self._context.node:
+                self._add(owner, tenant, report._replace(relayed=True), [key])
 
     def _report_copies(self, segments: list[Segment], report: _Report) -> None:
-        """Queue a report to the source of each segment of which this node has a copy that is not primary."""
+        """Queue a report to the owner of each of these segments that this node does not own."""
         by_source: dict[NodeId, list[SegmentKey]] = {}
         for segment in reversed(segments):
-            if segment.kind is not _PRIMARY and segment.source is not None:
+            if segment.source is not None:
                 by_source.setdefault(segment.source, []).append(segment.key)
         for node, keys in by_source.items():
             self._add(node, segments[0].tenant, report, keys)

@@ -22,10 +22,8 @@ from tokenlake.core.fetch import Transfers
 from tokenlake.core.learned import Learned
 from tokenlake.core.peers import Peers
 from tokenlake.core.regions import Regions
-from tokenlake.core.replication import MAX_COUNTED
 from tokenlake.core.serve import Serving
 from tokenlake.core.sessions import Sessions
-from tokenlake.hot import COUNTERS
 from tokenlake.identity import ConnectionId, NodeId
 from tokenlake.keys import KEY_BYTES
 from tokenlake.layout import MAX_SEGMENT_BYTES, MAX_SHARDS
@@ -75,15 +73,11 @@ class Checks:
         self._messages: dict[type, Callable[[NodeId, Any], None]] = {
             peer.Pong: lambda node, m: self._reply(node, m, 0),
             peer.LookupReply: self._lookup_reply,
-            peer.ReadyReply: self._ready_reply,
             peer.OfferReply: lambda node, m: self._reply(node, m, len(m.codes)),
-            peer.ReplicateReply: lambda node, m: self._reply(node, m, len(m.codes)),
             peer.ExplainMissingReply: lambda node, m: self._reply(node, m, len(m.rules)),
             peer.Redundant: lambda node, m: self._names(m, m.nodes),
+            peer.Owned: self._owned,
             peer.Evicted: lambda node, m: self._names(m, (m.node,)),
-            peer.Replicate: lambda node, m: self._names(m, (m.source, m.owner)),
-            peer.ReadCounts: self._read_counts,
-            peer.HotSet: self._hot_set,
         }
 
     def check(self, event: events.Event, now: float) -> None:
@@ -152,23 +146,9 @@ class Checks:
         if message.redirect:
             self._names(message, (message.redirect,))
 
-    def _ready_reply(self, node: NodeId, message: peer.ReadyReply) -> None:
-        self._reply(node, message, len(message.codes))
-        self._names(message, message.first_writers)
-        self._names(message, [previous_owner for previous_owner in message.previous_owners if previous_owner])
-
-    def _read_counts(self, node: NodeId, message: peer.ReadCounts) -> None:
-        if len(message.depths) > COUNTERS:
-            raise ValueError(f"read counts of {len(message.depths)} segments; at most {COUNTERS}")
-
-    def _hot_set(self, node: NodeId, message: peer.HotSet) -> None:
-        members = len(self._members)
-        if len(message.entries) > MAX_COUNTED:
-            raise ValueError(f"a hot set of {len(message.entries)} segments; at most {MAX_COUNTED}")
-        if any(len(entry.nodes) > members for entry in message.entries):
-            raise ValueError(f"a hot set names more nodes than the ring's {members}")
-        if any(index >= members for entry in message.entries for index in entry.nodes):
-            raise ValueError(f"a hot set names a node beyond the ring's {members}")
+    def _owned(self, node: NodeId, message: peer.Owned) -> None:
+        if message.previous:
+            self._names(message, (message.previous,))
 
     def _pull_requested(self, event: events.PullRequested) -> None:
         self._peer(event.node)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 from tokenlake.config import RuleSettings, ServerConfig
 from tokenlake.core.instructions import Instruction
 from tokenlake.core.timers import Timer, Timers
-from tokenlake.hot import Rate
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Counters, Metric
-from tokenlake.placement import Vacancy, default_run_length
+from tokenlake.rate import Rate
 from tokenlake.ring import Ring
 from tokenlake.store import Budgets, Segment, SegmentStore, State
 from tokenlake.store.eviction import policy_named
 from tokenlake.store.removals import RemovalLog
+from tokenlake.vacancy import Vacancy
 from tokenlake.wire.fields import MAX_AMOUNT, MAX_SECONDS
 
 __all__ = ["GOSSIP_S", "LOAD_HALF_LIFE_S", "Context", "CoreConfig"]
@@ -64,14 +64,13 @@ class Context:
         self.config = config
         self.node = NodeId(config.node)
         self.incarnation = Incarnation(config.incarnation)
-        run_length = config.run_length or default_run_length(len(config.members))
-        self.ring = Ring({NodeId(name): weight for name, weight in config.members.items()}, run_length)
+        self.ring = Ring({NodeId(name): weight for name, weight in config.members.items()})
         self.counters = Counters()
         self.removals = RemovalLog()
         self.store = SegmentStore(
             range(config.regions),
             config.region_bytes,
-            Budgets(cached=config.cached_share, dirty=config.dirty_share, replica=config.replica_share),
+            Budgets(cached=config.cached_share, dirty=config.dirty_share),
             self.counters,
             policy=policy_named(config.eviction),
             quotas=config.quotas,
@@ -122,15 +121,6 @@ class Context:
         is cut into slices of a few hundred, so that no event takes longer than 1 ms."""
         if work():
             self.after(PAUSE_S, lambda: self.in_slices(work))
-
-    def by_directory_node(self, keys: Iterable[SegmentKey]) -> Mapping[NodeId, list[SegmentKey]]:
-        """Keys grouped by their directory node, in order."""
-        keys = list(keys)
-        grouped: dict[NodeId, list[SegmentKey]] = {}
-        if keys:
-            for key, (directory_node, _) in zip(keys, self.ring.candidates(b"".join(keys)), strict=True):
-                grouped.setdefault(directory_node, []).append(key)
-        return grouped
 
     def ready(self, tenant: TenantId, keys: Iterable[SegmentKey]) -> list[Segment | None]:
         """The READY segments of this node, None for the other keys."""

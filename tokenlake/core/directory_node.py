@@ -1,11 +1,13 @@
-"""This node as the directory node of the keys that hash to it.
+"""This node as the directory node of the keys that hash to it, and what it tells the directory nodes of other keys.
 
-The directory records, per key, the node that owns, has or writes the segment. It is in memory only: after a restart it
-is empty, and each peer advertises its primary copies to it again. Until all peers have done so it is incomplete, and
-the directory node answers UNKNOWN for a key without an entry instead of MISSING.
+The directory records, per key, the node that owns or computes the segment. It is in memory only: after a restart it is
+empty, and each peer advertises the segments that it owns again. Until all peers have done so it is incomplete, and the
+directory node answers UNKNOWN for a key without an entry instead of MISSING.
 
-Methods that take a `node` record a statement of that node; `announce`, `withdraw` and `advertise` tell the directory
-nodes of other keys about this node.
+While the directory node of a key cannot be reached, the other candidate of the key stands in for it::
+
+    a peer is down or SUSPECT --> each owner tells the stand-ins the segments that hash to the peer (one walk)
+    it can be reached again   --> each owner advertises to it the segments that hash to it (one walk)
 """
 
 from __future__ import annotations
@@ -14,10 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tokenlake.core.context import Context
 from tokenlake.core.peers import Peer, Peers
-from tokenlake.directory import Directory, Entry, Standing
+from tokenlake.directory import Directory, Entry
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
-from tokenlake.store import Cursor, Kind, State
-from tokenlake.store.removals import CORRUPT_RULE
+from tokenlake.store import Cursor, Segment
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
 from tokenlake.wire.slots import join_keys, split_keys
@@ -26,11 +27,8 @@ __all__ = ["DirectoryNode"]
 
 SWEPT_ENTRIES = 1024
 """Directory entries examined per slice of work after a peer came back with a new incarnation."""
-ADVERTISED_SLOTS = 512
-"""Slots examined per slice of work while this node advertises its primary copies."""
-
-_PENDING = Standing.PENDING
-_Record = Callable[[TenantId, SegmentKey, NodeId, Incarnation], NodeId | None]
+WALKED_SLOTS = 512
+"""Slots examined per slice of work while this node tells other nodes the segments that it owns."""
 
 
 class DirectoryNode:
@@ -43,10 +41,10 @@ class DirectoryNode:
         self._known: dict[NodeId, Incarnation] = {}
         """Per peer, the incarnation whose directory entries are valid; entries of earlier incarnations are ignored."""
         self._advertised: dict[NodeId, Incarnation] = {}
-        """The incarnation of each peer that has advertised all its primary copies to this node."""
+        """The incarnation of each peer that has advertised all its segments to this node."""
         self._complete = False
-        self._advertising: dict[NodeId, int] = {}
-        """Per peer, the id of the walk over this node's primary copies that is under way for it."""
+        self._walks: dict[NodeId, int] = {}
+        """Per peer, the id of the walk over the segments of this node that is under way because of it."""
 
     # -- answers
 
@@ -71,7 +69,7 @@ class DirectoryNode:
         for entry in entries:
             if entry is None:
                 answers.append(absent)
-            elif entry.standing is _PENDING:
+            elif entry.deadline:
                 answers.append(self._answer(entry))
             else:
                 if entry.node not in by_node:
@@ -83,15 +81,15 @@ class DirectoryNode:
         mine = entry.node == self._context.node
         if not mine and not self._peers.usable(entry.node):
             return Code.UNKNOWN, None
-        if entry.standing is _PENDING:
+        if entry.deadline:
             return Code.PENDING, None
         return (Code.MISSING, None) if mine else (Code.ELSEWHERE, entry.node)
 
-    def recorded_node(self, tenant: TenantId, key: SegmentKey) -> NodeId | None:
-        """The node that has the segment according to the directory, whether or not it can be reached; None where no
-        node has it."""
+    def recorded_owner(self, tenant: TenantId, key: SegmentKey) -> NodeId | None:
+        """The owner of the segment according to the directory, whether or not it can be reached; None where no node
+        owns it."""
         entry = self._directory.get(tenant, key, self._context.now)
-        return None if entry is None or entry.standing is _PENDING else entry.node
+        return None if entry is None or entry.deadline else entry.node
 
     # -- in-flight markers
 
@@ -110,72 +108,55 @@ class DirectoryNode:
         where the segment exists or another node's marker stands."""
         # `min` in this order: a deadline that is not a number is replaced by `reservation_s`.
         deadline = self._context.now + min(self._context.config.reservation_s, seconds)
-        self._directory.pending(tenant, key, node, self._incarnation(node), deadline, self._context.now)
+        if deadline > self._context.now:
+            self._directory.mark(tenant, key, node, self._incarnation(node), deadline, self._context.now)
 
     def withdraw(self, tenant: TenantId, keys: Sequence[SegmentKey]) -> None:
         """Tell the directory nodes of `keys` that no engine of this node computes them any more."""
         for key in self._tell(keys, lambda packed: wire.ClearInFlight(tenant, packed)):
-            self._directory.withdraw(tenant, key, self._context.node)
+            self._directory.clear(tenant, key, self._context.node)
 
     def withdrawn(self, node: NodeId, message: wire.ClearInFlight) -> None:
         """`node` takes back its in-flight markers."""
         for key in split_keys(message.keys):
-            self._directory.withdraw(TenantId(message.tenant), key, node)
+            self._directory.clear(TenantId(message.tenant), key, node)
 
     def _tell(self, keys: Iterable[SegmentKey], make: Callable[[bytes], wire.PeerMessage]) -> Sequence[SegmentKey]:
-        """Send `make(concatenated keys)` to each directory node of `keys` other than this one. Returns the keys whose
-        directory node this node is."""
+        """Send `make(concatenated keys)` to each node other than this one that keeps the entries of some `keys`.
+        Returns the keys whose entries this node keeps."""
         own: Sequence[SegmentKey] = ()
-        for directory_node, its_keys in self._context.by_directory_node(keys).items():
-            if directory_node == self._context.node:
+        for node, its_keys in self._peers.by_directory_node(keys).items():
+            if node == self._context.node:
                 own = its_keys
             else:
-                self._peers.tell(directory_node, make(join_keys(its_keys)))
+                self._peers.tell(node, make(join_keys(its_keys)))
         return own
 
-    # -- copies
+    # -- owners
 
-    def ready(self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey], call: int = 0) -> wire.ReadyReply:
-        """`node` committed these segments. Returns the answer to it, for its `call`.
+    def tell_owned(self, tenant: TenantId, keys: Sequence[SegmentKey], previous: str = "") -> wire.Redundant:
+        """Tell the directory nodes of `keys` that this node owns them; `previous` handed them over. Returns the answer
+        for the keys whose entries this node keeps; the other directory nodes answer with a message."""
+        own = self._tell(keys, lambda packed: wire.Owned(tenant, packed, previous))
+        return self.owned(self._context.node, tenant, own, NodeId(previous))
 
-        EXISTS, with the node of the first commit: another node that can be reached committed the segment before.
-        COMMITTED, with the previous owner if there is one: `node` is the first.
-        """
-        codes = bytearray()
-        first_writers: list[NodeId] = []
-        previous_owners: list[NodeId] = []
-        for key in keys:
-            first = self._record(self._directory.ready, tenant, key, node)
-            if first is not None:
-                codes.append(Code.EXISTS)
-                first_writers.append(first)
-            else:
-                codes.append(Code.COMMITTED)
-                previous_owners.append(self._directory.previous_owner(tenant, key) or NodeId(""))
-        known = tuple(previous_owners) if any(previous_owners) else ()
-        return wire.ReadyReply(call, bytes(codes), tuple(first_writers), known)
-
-    def held(self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey]) -> wire.Redundant:
-        """`node` has the primary copies of these. Returns the message for it: the keys whose primary copy is at another
-        node that can be reached, and those nodes."""
+    def owned(
+        self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey], previous: NodeId | None = None
+    ) -> wire.Redundant:
+        """`node` owns these segments. Returns the answer for it: the keys that another node owns that can be reached,
+        and those nodes. The entries of `previous`, and of a node that cannot be reached, are replaced."""
         redundant: list[SegmentKey] = []
         owners: list[str] = []
+        incarnation = self._incarnation(node)
         for key in keys:
-            owner = self._record(self._directory.held, tenant, key, node)
+            owner = self._directory.own(tenant, key, node, incarnation, previous)
+            if owner is not None and owner != self._context.node and not self._peers.reachable(owner):
+                self._directory.gone(tenant, key, owner)
+                owner = self._directory.own(tenant, key, node, incarnation, previous)
             if owner is not None:
                 redundant.append(key)
                 owners.append(owner)
         return wire.Redundant(tenant, join_keys(redundant), tuple(owners))
-
-    def _record(self, record: _Record, tenant: TenantId, key: SegmentKey, node: NodeId) -> NodeId | None:
-        """Record a statement of `node`. Returns the other node whose earlier statement stays in force. The statement of
-        a node that cannot be reached is replaced."""
-        incarnation = self._incarnation(node)
-        other = record(tenant, key, node, incarnation)
-        if other is not None and other != self._context.node and not self._peers.reachable(other):
-            self._directory.gone(tenant, key, other)
-            other = record(tenant, key, node, incarnation)
-        return other
 
     def _incarnation(self, node: NodeId) -> Incarnation:
         peer = self._peers.get(node)
@@ -186,22 +167,15 @@ class DirectoryNode:
         for key in keys:
             self._directory.gone(tenant, key, node)
 
-    def tell_evicted(
-        self, tenant: TenantId, keys: Iterable[SegmentKey], node: NodeId, rule: str = ""
-    ) -> Sequence[SegmentKey]:
-        """Tell the directory nodes other than this one that `node` does not have these, and by which rule they left it.
-        Returns the keys whose directory node this node is."""
-        return self._tell(keys, lambda packed: wire.Evicted(tenant, packed, node, rule))
+    def tell_gone(self, tenant: TenantId, keys: Iterable[SegmentKey], node: NodeId, rule: str = "") -> None:
+        """Tell the directory nodes that `node` does not have these segments, and by which rule they left it."""
+        self.gone(tenant, self._tell(keys, lambda packed: wire.Evicted(tenant, packed, node, rule)), node)
 
-    def left(self, node: NodeId, tenant: TenantId, keys: Sequence[SegmentKey], rule: str = "") -> None:
-        """`node` evicted these segments, or refused them. A candidate of a key becomes its previous owner, unless the
-        copy was dropped for wrong bytes."""
-        for key, pair in zip(keys, self._context.ring.candidates(join_keys(keys)), strict=True):
-            self._directory.gone(tenant, key, node)
-            if node in pair and rule != CORRUPT_RULE:
-                self._directory.remember(tenant, key, node)
+    # -- directory nodes that come and go
 
-    # -- after a break
+    def lost(self, peer: Peer) -> None:
+        """`peer` is down or SUSPECT: tell the stand-ins the segments of this node that hash to it."""
+        self._walk(peer.node, lambda: not self._peers.reachable(peer.node))
 
     def restored(self, peer: Peer) -> None:
         """`peer` can be reached again and may have missed messages: advertise to it. Entries of an earlier incarnation
@@ -210,53 +184,57 @@ class DirectoryNode:
             self._known[peer.node] = peer.incarnation
             self._directory.forget(peer.node, peer.incarnation)
             self._context.in_slices(lambda: self._directory.sweep(SWEPT_ENTRIES))
-        self.advertise(peer.node)
+        self._walk(
+            peer.node,
+            lambda: self._peers.reachable(peer.node),
+            lambda: self._peers.tell(peer.node, wire.AdvertisingDone()),
+        )
 
     def advertised(self, node: NodeId) -> None:
-        """`node` has told this node all its primary copies."""
+        """`node` has told this node all segments that it owns."""
         peer = self._peers.get(node)
         if peer is not None:
             self._advertised[node] = peer.incarnation
 
-    def advertise(self, node: NodeId) -> None:
-        """Tell the directory node `node` all primary copies here that hash to it, in slices, then `Advertised`. A walk
-        for the same node that is under way is replaced. Primary copies made meanwhile are told as they are made."""
+    def _walk(self, node: NodeId, needed: Callable[[], bool], done: Callable[[], None] = lambda: None) -> None:
+        """Tell the segments of this node that hash to `node` to the nodes that keep their entries now, in slices, for
+        as long as `needed`; then call `done`. A walk for the same node that is under way is replaced. Segments that
+        this node comes to own meanwhile are told at once."""
         number = self._context.next_id()
-        self._advertising[node] = number
+        self._walks[node] = number
         cursor: Cursor | None = Cursor()
 
         def work() -> bool:
             nonlocal cursor
-            if self._advertising.get(node) != number or cursor is None:
+            if self._walks.get(node) != number or cursor is None:
                 return False
-            reachable = self._peers.reachable(node)
-            cursor = self._advertise_from(node, cursor) if reachable else None
-            if cursor is not None:
-                return True
-            del self._advertising[node]
-            if reachable:
-                self._peers.tell(node, wire.AdvertisingDone())
+            if needed():
+                segments, cursor = self._context.store.walk(cursor, WALKED_SLOTS)
+                self._tell_segments(node, segments)
+                if cursor is not None:
+                    return True
+                done()
+            del self._walks[node]
             return False
 
         self._context.in_slices(work)
 
-    def _advertise_from(self, node: NodeId, start: Cursor) -> Cursor | None:
-        segments, following = self._context.store.walk(start, ADVERTISED_SLOTS)
+    def _tell_segments(self, node: NodeId, segments: Iterable[Segment]) -> None:
         by_tenant: dict[TenantId, list[SegmentKey]] = {}
         for segment in segments:
-            if segment.state is State.READY and segment.kind is Kind.PRIMARY:
+            if segment.owned:
                 by_tenant.setdefault(segment.tenant, []).append(segment.key)
         for tenant, keys in by_tenant.items():
-            its_keys = self._context.by_directory_node(keys).get(node)
-            if its_keys:
-                self._peers.tell(node, wire.PrimaryCopies(tenant, join_keys(its_keys)))
-        return following
+            pairs = self._context.ring.candidates(join_keys(keys))
+            its_keys = [key for key, (first, _) in zip(keys, pairs, strict=True) if first == node]
+            own = self._tell(its_keys, lambda packed, tenant=tenant: wire.Owned(tenant, packed))  # type: ignore[misc]
+            self.owned(self._context.node, tenant, own)
 
     # -- checks
 
     def census(self) -> dict[str, int]:
         """Entries of each map."""
-        return {"directory": len(self._directory), "advertisings": len(self._advertising)}
+        return {"directory": len(self._directory), "walks": len(self._walks)}
 
     def check_integrity(self) -> None:
         """AssertionError when the directory exceeds its bounds."""

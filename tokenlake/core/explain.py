@@ -184,7 +184,7 @@ class Explain:
             if gone is None or gone.rule == CACHED_RULE:
                 # Only a cached copy left this node; the end of the primary copy explains more.
                 unknown.append(key)
-        directory_nodes = dict(self._context.by_directory_node(unknown))
+        directory_nodes = dict(self._peers.by_directory_node(unknown))
         directory_nodes.pop(self._context.node, None)
         waiting = len(directory_nodes)
 
@@ -302,7 +302,7 @@ class Explain:
         """The other missing segments."""
         trail = question.trail
         keys = [key for key in trail.missing if key not in question.removals]
-        counts = {node: len(its_keys) for node, its_keys in self._context.by_directory_node(keys).items()}
+        counts = {node: len(its_keys) for node, its_keys in self._peers.by_directory_node(keys).items()}
         silent = {node: counts.pop(node) for node in question.silent if node in counts}
         reasons: list[Count] = []
         if counts:

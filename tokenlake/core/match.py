@@ -2,34 +2,37 @@
 
 ::
 
-    Match -> copies of this node: the whole prompt ----------------------------------------> Matched
+    Match -> copies of this node: the whole prompt ------------------------------------------> Matched
                 |  some keys are missing
                 v
-             round: Lookup of each missing key at both candidates, in parallel
-                    (of a hot segment at one copy; with many nodes of some keys first, see `_probes`)
-                |  then this node's own directory, for the keys of which it is a candidate
-                |  then the owners that directory nodes named, and the nodes that owners redirected to
+             ask the directory nodes of some missing keys (`_probes`), in parallel; the own directory at once
+                |  all have answered, or a part of the deadline has passed
+                v
+             ask the owners that they named, each also for the missing keys between those that it owns
+                |  a key that such an owner lacks: ask its directory node, then the owner that it names
                 v
              the first missing segment is in flight, or deferred, and the match may wait?
-                |  no                              yes: wait (`waiting`), then another round
+                |  no                              yes: wait (`waiting`), then ask again
                 v
              Matched: the prefix without a gap is leased, here or at other nodes; the rest is released
 
-A lease exists only where the slot is: the node that has the bytes grants it in its answer to the lookup. All rounds
+A lease exists only where the slot is: the node that has the bytes grants it in its answer to the lookup. All lookups
 until a wait have one deadline, which is also that of the engine.
 
-With many nodes the segments of a prompt share few candidates, and most lookups of an unknown prompt would ask for
-segments behind the first missing one, which are of no use. So a first round asks for the missing keys at places 0, 1,
-3, 7, 15, ..., which bounds the prefix to within twice its length, and a second one for the keys before the gap::
+A request computes consecutive segments on one node, so the owner of a segment mostly has its neighbours. The first
+lookups therefore ask for the missing keys at places 0, 1, 3, 7, 15, ... only, and the owner that they name is asked for
+the rest; a prompt that no node knows costs a few lookups. A directory node that does not answer hides little: its keys
+are asked of the owner of their neighbours::
 
-    missing keys     0 1 2 3 4 5 6 7 8 9 ...
-    first round      0 1   3       7         15
-    no node has 7              ->   second round: 2 4 5 6
+    missing keys         0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15
+    directory nodes      0 1   3       7                     15 <- not known
+    owner of 0, 1, 3, 7  0 1 2 3 4 5 6 7
+    directory nodes                      8 9 10 11 12 13 14
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,8 +46,6 @@ from tokenlake.core.fetch import MISSING
 from tokenlake.core.grants import Grants, Lease, pack
 from tokenlake.core.instructions import Answer
 from tokenlake.core.peers import Peers, Reply
-from tokenlake.core.replicas import Replicas
-from tokenlake.core.replication import Replication
 from tokenlake.core.sessions import Process
 from tokenlake.core.waiting import Wait, WaitingMatches
 from tokenlake.hints import AccessRecord
@@ -55,7 +56,7 @@ from tokenlake.wire import Code, engine
 from tokenlake.wire import peer as wire
 from tokenlake.wire.slots import join_keys, split_keys
 
-__all__ = ["ASKED", "LOCAL", "MANY_NODES", "PENDING", "MatchResult", "Matches"]
+__all__ = ["ASKED", "LOCAL", "PENDING", "MatchResult", "Matches"]
 
 ASKED = Metric("tokenlake_asked_tokens_total", "Tokens of full segments that engines asked for")
 LOCAL = Metric("tokenlake_local_tokens_total", "Tokens found in this node's arena")
@@ -65,15 +66,11 @@ PENDING = Metric(
 )
 MATCHES = Metric("tokenlake_match_requests_total", "Match requests")
 
-MANY_NODES = 32
-"""Cluster size from which a first round probes. In smaller clusters one round costs hardly more messages."""
 PART_OF_DEADLINE = 0.25
-"""Part of a match's deadline after which the own directory is asked though no other node has answered, and for which
+"""Part of a match's deadline for which all lookups of a round are awaited before the next ones are sent, and for which
 the answer to a redirect is awaited."""
 # Bound once: in Python 3.11 each access to a member of an enum costs some 100 ns, and these are compared for each key.
 _LOCAL, _REMOTE, _MISSING, _UNKNOWN, _ELSEWHERE = Code.LOCAL, Code.REMOTE, Code.MISSING, Code.UNKNOWN, Code.ELSEWHERE
-_NOT_LEASED = (Code.DEFERRED, Code.PENDING, Code.MISSING, Code.UNKNOWN)
-"""Answers to a lookup for a key that is neither leased nor known to be elsewhere."""
 _NO_COPY = (Code.PENDING, Code.MISSING, Code.ELSEWHERE)
 """Answers to a lookup from a node without a copy."""
 _GONE = State.GONE
@@ -103,13 +100,11 @@ class MatchResult(NamedTuple):
 class _Found:
     """What one match has found, by index of the key."""
 
-    __slots__ = ("absent", "accesses", "codes", "leases", "named", "owners", "segments", "silent")
+    __slots__ = ("accesses", "codes", "leases", "named", "owners", "segments", "silent")
 
     def __init__(self, segments: list[Segment | None]) -> None:
         """`segments`: the copies of this node, each pinned for the match."""
         self.segments = segments
-        self.codes = bytearray([_LOCAL]) * len(segments)
-        """The most definite answer so far, in order of `Code`."""
         self.accesses: list[KnownAccess] = []
         """From each answer the deepest segment with a known access."""
         self.silent: list[NodeId] = []
@@ -118,14 +113,13 @@ class _Found:
 
     def forget_remote(self) -> None:
         """Start over with the copies of this node."""
+        self.codes = bytearray(_LOCAL if segment is not None else _UNKNOWN for segment in self.segments)
         self.owners: list[NodeId | None] = [None] * len(self.segments)
         """The other node where the segment is leased."""
         self.leases: dict[NodeId, list[int]] = {}
         """All leases that other nodes granted."""
         self.named: dict[int, tuple[NodeId, NodeId]] = {}
         """(directory node, the owner that it named)"""
-        self.absent: set[tuple[int, NodeId]] = set()
-        """(index, node without a copy); only tested for membership."""
 
     def missing(self) -> list[int]:
         """Indices of the keys without a copy at this node, ascending."""
@@ -151,45 +145,36 @@ class _Match:
 
 
 @dataclass(eq=False, slots=True)
-class _Call:
-    """One lookup at one node."""
-
-    node: NodeId
-    indices: list[int]
-    awaited: bool = True
-    """The round does not end before the answer. False: the answer is used only if it comes in time."""
-
-
-@dataclass(eq=False, slots=True)
 class _Search:
     """What one match asks other nodes, and its own directory, for the keys that this node lacks."""
 
     match: _Match
     keys: list[SegmentKey]
     found: _Found
-    candidates: dict[int, tuple[NodeId, NodeId]]
     limit_s: float
-    """How long all rounds until a wait may take."""
+    """How long all lookups until a wait may take."""
     wait: Wait | None
     """None when the match may not wait."""
     arrivals: int
     """The store's count of arrivals when the missing keys were last looked up in it."""
+    directory_nodes: dict[int, NodeId] = field(default_factory=dict)
+    """By index of each missing key, ascending, the node that keeps its directory entry."""
     deadline: float = 0.0
     open: bool = False
-    """A round is under way. Otherwise answers are not used, and their leases are released."""
+    """Lookups are under way. Otherwise answers are not used, and their leases are released."""
     awaited: int = 0
-    """Calls whose answers the round awaits."""
-    first_calls: dict[NodeId, _Call] = field(default_factory=dict)
-    """The calls with which the newest round began."""
-    probes: list[int] = field(default_factory=list)
-    behind_probes: list[int] = field(default_factory=list)
-    """Keys that are not asked for before the probes are answered."""
-    own: list[int] = field(default_factory=list)
-    """Keys of which this node is a candidate, until its own directory is asked."""
-    copies: dict[int, NodeId] = field(default_factory=dict)
-    """The copy of a hot segment that is asked instead of the candidates, until it answers."""
+    """Lookups without an answer."""
+    rounds: int = 0
+    hurries: bool = False
+    """A round has taken its part of the deadline: from now on each answer leads to the next lookups at once."""
     asked: set[tuple[int, NodeId]] = field(default_factory=set)
-    """(index, node asked beside the candidates); only tested for membership."""
+    """(index, node); only tested for membership, as the next three."""
+    denied: set[tuple[int, NodeId]] = field(default_factory=set)
+    """(index, node): it did not lease the segment, or did not answer."""
+    absent: set[tuple[int, NodeId]] = field(default_factory=set)
+    """(index, node): it has no copy."""
+    answered: set[int] = field(default_factory=set)
+    """Keys whose directory node has answered."""
     redirects: dict[int, NodeId] = field(default_factory=dict)
     """The node to which an owner that has leased the segment redirects its readers."""
 
@@ -199,6 +184,13 @@ class _Search:
 
     def keys_of(self, indices: list[int]) -> list[SegmentKey]:
         return [self.keys[index] for index in indices]
+
+    def known_owner(self, index: int) -> NodeId | None:
+        """The node where the segment is leased, or that a directory node named and that has not denied it."""
+        leased, named = self.found.owners[index], self.found.named.get(index)
+        if leased is not None or named is None:
+            return leased
+        return None if (index, named[1]) in self.denied else named[1]
 
 
 class Matches:
@@ -210,8 +202,6 @@ class Matches:
         grants: Grants,
         peers: Peers,
         directory_node: DirectoryNode,
-        replicas: Replicas,
-        replication: Replication,
         waiting: WaitingMatches,
         explain: Explain,
     ) -> None:
@@ -219,8 +209,6 @@ class Matches:
         self._grants = grants
         self._peers = peers
         self._directory_node = directory_node
-        self._replicas = replicas
-        self._replication = replication
         self._waiting = waiting
         self._explain = explain
         self._under_way: dict[_Match, None] = {}
@@ -242,222 +230,173 @@ class Matches:
             self._finish(match)
 
     def _search(self, match: _Match) -> None:
-        request, found, now = match.request, match.found, self._context.now
-        missing = found.missing()
-        pairs = self._context.ring.candidates(join_keys([match.keys[index] for index in missing]))
-        candidates = dict(zip(missing, pairs, strict=True))
+        request, now = match.request, self._context.now
         limit_s = self._context.config.match_deadline_s
         if request.deadline_s > 0:
             limit_s = min(limit_s, request.deadline_s)
         wait_s = request.in_flight_wait_s
         wait = Wait(now, wait_s, request.in_flight_wait_per_segment_s) if wait_s else None
-        search = _Search(match, match.keys, found, candidates, limit_s, wait, self._context.store.arrivals)
-        match.search = search
-        self._begin(search, missing)
+        match.search = _Search(match, match.keys, match.found, limit_s, wait, self._context.store.arrivals)
+        self._begin(match.search)
 
-    # -- rounds
+    # -- lookups
 
-    def _begin(self, search: _Search, indices: list[int]) -> None:
-        """Ask for these keys, or for the probes among them."""
+    def _begin(self, search: _Search) -> None:
+        """Look for the keys that this node lacks, with a deadline from now on. This node's directory answers at
+        once."""
+        missing = search.found.missing()
+        directory_nodes = self._peers.directory_nodes(join_keys(search.keys_of(missing)))
+        search.directory_nodes = dict(zip(missing, directory_nodes, strict=True))
         search.deadline = self._context.now + search.limit_s
-        if len(self._context.ring.members) >= MANY_NODES:
-            places = {(1 << power) - 1 for power in range(len(indices).bit_length())}
-            search.probes = [index for place, index in enumerate(indices) if place in places]
-            search.behind_probes = [index for place, index in enumerate(indices) if place not in places]
-            indices = search.probes
-        self._round(search, indices)
+        search.open, search.hurries, search.rounds = True, False, 0
+        here = self._context.node
+        own = [index for index, node in search.directory_nodes.items() if node == here]
+        answers = self._directory_node.ask(search.tenant, search.keys_of(own)) if own else ()
+        for index, (code, owner) in zip(own, answers, strict=True):
+            self._heard(search, index, here, code, owner)
+        self._continue(search)
 
-    def _ask_behind_probes(self, search: _Search) -> bool:
-        """Begin the round for the keys between the probes, up to the first gap; False when there is none to ask for,
-        or no time left."""
-        found = search.found
-        behind = [index for index in search.behind_probes if found.segments[index] is None]
-        search.behind_probes = []
-        gaps = (index for index in search.probes if found.segments[index] is None and found.owners[index] is None)
-        gap = next(gaps, len(search.keys))
-        wanted = [index for index in behind if index < gap]
-        for index in behind[len(wanted) :]:
-            # Not asked for: a segment behind a gap is of no use.
-            found.codes[index] = _MISSING
-        if wanted and self._context.now < search.deadline:
-            self._round(search, wanted)
-            return True
-        for index in wanted:
-            found.codes[index] = _UNKNOWN
-        return False
-
-    def _round(self, search: _Search, indices: list[int]) -> None:
-        """Ask both candidates of each key; where the segment is hot, one copy."""
-        session, request = search.match.process.session, search.match.request
-        copies = self._replicas.choose(search.tenant, search.keys, indices, session.slot_bytes, planned=request.planned)
-        search.copies = copies
-        by_node: defaultdict[NodeId, list[int]] = defaultdict(list)
-        for index in indices:
-            directory_node, other = search.candidates[index]
-            search.found.codes[index] = _UNKNOWN
-            if index in copies:
-                by_node[copies[index]].append(index)
-                continue
-            by_node[directory_node].append(index)
-            if other != directory_node:
-                by_node[other].append(index)
-        search.own = by_node.pop(self._context.node, [])
-        search.open = True
-        calls = search.first_calls = {node: _Call(node, its_indices) for node, its_indices in by_node.items()}
+    def _continue(self, search: _Search) -> None:
+        """Send the lookups that follow from the answers so far. The search ends where there are none and no answer is
+        awaited."""
+        calls = self._next_calls(search) if self._context.now < search.deadline else {}
         if calls:
-            # The other nodes usually have everything, and the own directory need not be asked.
-            self._context.after(PART_OF_DEADLINE * search.limit_s, lambda: self._hurry(search, calls))
+            search.rounds += 1
+            self._context.after(PART_OF_DEADLINE * search.limit_s, partial(self._hurry, search, search.rounds))
             self._send(search, calls)
-        else:
-            self._hurry(search, calls)
+        elif not search.awaited:
+            self._end(search)
 
-    def _hurry(self, search: _Search, first_calls: dict[NodeId, _Call]) -> None:
-        """The round has taken a part of its deadline: ask the own directory for the keys that are not found, and the
-        candidates of hot keys whose copies are silent. The round does not wait for these copies any more."""
-        if not search.open or search.first_calls is not first_calls:
-            return
-        wanted: dict[NodeId, list[int]] = {}
-        for node in dict.fromkeys(search.copies.values()):
-            call = first_calls[node]
-            if all(index in search.copies for index in call.indices):
-                call.awaited = False
-                search.awaited -= 1
-            silent = [index for index, copy in search.copies.items() if copy == node]
-            self._ask_candidates(search, node, silent, wanted, [])
-        self._ask_own(search, wanted)
-        self._send(search, {node: _Call(node, indices) for node, indices in wanted.items()})
+    def _next_calls(self, search: _Search) -> dict[NodeId, list[int]]:
+        """By node, the ascending indices to ask it for; they count as asked from now on.
 
-    def _ask_candidates(
-        self, search: _Search, node: NodeId, indices: list[int], wanted: dict[NodeId, list[int]], absent: list[int]
-    ) -> None:
-        """Add the candidates of hot keys whose copy at `node` is of no use to `wanted`. `absent`: the keys of which the
-        node answered that it has no copy."""
-        for index in indices:
-            del search.copies[index]
-            for candidate in dict.fromkeys(search.candidates[index]):
-                if candidate == self._context.node:
-                    search.own.append(index)
-                elif candidate != node:
-                    wanted.setdefault(candidate, []).append(index)
-        self._replication.missed(search.tenant, len(indices), search.keys_of(absent), node)
+        Each key up to the first one that is known to be nowhere is asked of its owner, as far as it is known, else of
+        the owner of its neighbours, else of its directory node. Keys behind the last one with a known owner are asked
+        of both in the first round: the owner mostly has some of them.
+        """
+        found, asked, first_round = search.found, search.asked, not search.rounds
+        missing: list[int] = []
+        for index in search.directory_nodes:
+            if found.segments[index] is None and found.owners[index] is None:
+                if index in search.answered and search.known_owner(index) is None:
+                    break
+                missing.append(index)
+        neighbours, last = self._neighbours(search)
+        calls: dict[NodeId, list[int]] = {}
+        to_directory: list[int] = []
+        for index in missing:
+            node = search.known_owner(index) or neighbours.get(index)
+            if node is not None and (index, node) not in asked:
+                asked.add((index, node))
+                calls.setdefault(node, []).append(index)
+                if not (first_round and index > last):
+                    continue
+            if index not in search.answered and (index, search.directory_nodes[index]) not in asked:
+                to_directory.append(index)
+        for index in _probes(to_directory) if first_round else to_directory:
+            directory_node = search.directory_nodes[index]
+            asked.add((index, directory_node))
+            calls.setdefault(directory_node, []).append(index)
+        return {node: sorted(set(indices)) for node, indices in calls.items()}
 
-    def _ask_own(self, search: _Search, wanted: dict[NodeId, list[int]]) -> None:
-        """Ask this node's directory for the keys that are not found yet."""
-        own, search.own = search.own, []
-        self._ask_here(search, [index for index in own if search.found.owners[index] is None], wanted)
+    def _neighbours(self, search: _Search) -> tuple[dict[int, NodeId], int]:
+        """For each missing key, the owner of the nearest key before it with a known owner, else of the first one behind
+        it; empty where none is known. And the index of the last key with a known owner, -1 where there is none."""
+        owners = {index: owner for index in search.directory_nodes if (owner := search.known_owner(index)) is not None}
+        if not owners:
+            return {}, -1
+        nearest = next(iter(owners.values()))
+        neighbours: dict[int, NodeId] = {}
+        for index in search.directory_nodes:
+            nearest = owners.get(index, nearest)
+            neighbours[index] = nearest
+        return neighbours, next(reversed(owners))
 
-    def _ask_here(self, search: _Search, indices: list[int], wanted: dict[NodeId, list[int]]) -> None:
-        """This node's directory answers at once; the owners that it names are added to `wanted`."""
-        if not indices:
-            return
-        node, found = self._context.node, search.found
-        answers = self._directory_node.ask(search.tenant, search.keys_of(indices))
-        for index, (code, owner) in zip(indices, answers, strict=True):
-            candidates = search.candidates[index]
-            if candidates[0] == node:
-                if code < found.codes[index]:
-                    found.codes[index] = code
-            elif owner is None or candidates[1] != node:
-                found.absent.add((index, node))
-                continue
-            if owner is not None:
-                found.named[index] = (node, owner)
-                self._ask_owner(search, index, owner, wanted)
+    def _hurry(self, search: _Search, number: int) -> None:
+        """A round has taken a part of the deadline: go on without the answers that are missing."""
+        if search.open and search.rounds == number and not search.hurries:
+            search.hurries = True
+            self._continue(search)
 
-    def _ask_owner(self, search: _Search, index: int, owner: NodeId, wanted: dict[NodeId, list[int]]) -> None:
-        """Add the owner that a directory node named to `wanted`, unless it was asked."""
-        if owner in search.candidates[index] or (index, owner) in search.asked:
-            return
-        search.asked.add((index, owner))
-        if owner == self._context.node:
-            self._ask_here(search, [index], wanted)
-        else:
-            wanted.setdefault(owner, []).append(index)
-
-    def _send(self, search: _Search, calls: dict[NodeId, _Call]) -> None:
+    def _send(self, search: _Search, calls: dict[NodeId, list[int]]) -> None:
         may_defer = search.wait is not None and self._waiting.may_be_deferred(search.wait)
         search.awaited += len(calls)
-        for node, call in calls.items():
+        for node, indices in calls.items():
             limit_s = search.deadline - self._context.now
-            if search.redirects and all(search.redirects.get(index) == node for index in call.indices):
+            if search.redirects and all(search.redirects.get(index) == node for index in indices):
                 # Every key is leased at another node already: a redirect is not worth the whole deadline.
                 limit_s = min(limit_s, PART_OF_DEADLINE * search.limit_s)
-            keys, request = join_keys(search.keys_of(call.indices)), search.match.request.request
+            keys, request = join_keys(search.keys_of(indices)), search.match.request.request
             lookup = partial(wire.Lookup, tenant=search.tenant, keys=keys, request=request, may_defer=may_defer)
-            self._peers.call(node, lookup, limit_s, partial(self._answered, search, call))
-        if not calls and not search.awaited:
-            self._end_round(search)
+            self._peers.call(node, lookup, limit_s, partial(self._answered, search, node, indices))
 
-    def _answered(self, search: _Search, call: _Call, reply: Reply | None) -> None:
-        """A node answered a lookup, or did not in time. Sends the lookups that follow, or ends the round."""
+    def _answered(self, search: _Search, node: NodeId, indices: list[int], reply: Reply | None) -> None:
+        """A node answered a lookup, or did not in time."""
         answer = reply if isinstance(reply, wire.LookupReply) else None
         if not search.open:
             if answer is not None and answer.lease:
-                self._peers.tell(call.node, wire.ReleaseLease((answer.lease,)))
+                self._peers.tell(node, wire.ReleaseLease((answer.lease,)))
             return
-        search.awaited -= call.awaited
-        if reply is None:
-            search.found.silent.append(call.node)
-        wanted: dict[NodeId, list[int]] = {}
-        hot = [index for index in call.indices if index in search.copies] if search.copies else []
-        absent: list[int] = []
-        if answer is not None and len(answer.codes) == len(call.indices) >= answer.known_depth:
-            codes = dict(zip(call.indices, answer.codes, strict=True)) if hot else {}
-            self._take(search, call, answer, wanted)
-            # A copy that answers UNKNOWN or DEFERRED may exist: perhaps it cannot be leased at the moment.
-            absent = [index for index in hot if codes[index] in _NO_COPY]
-            for index in [index for index in hot if codes[index] == _LOCAL]:
-                del search.copies[index]
-                hot.remove(index)
-        if hot:
-            self._ask_candidates(search, call.node, hot, wanted, absent)
-        if search.own:
-            self._ask_own(search, wanted)
-        if wanted and self._context.now < search.deadline:
-            self._send(search, {node: _Call(node, indices) for node, indices in wanted.items()})
-        elif not search.awaited:
-            self._end_round(search)
+        search.awaited -= 1
+        if answer is None:
+            search.found.silent.append(node)
+            search.denied.update((index, node) for index in indices)
+        elif len(answer.codes) == len(indices) >= answer.known_depth:
+            redirected = self._take(search, node, indices, answer)
+            if redirected and self._context.now < search.deadline:
+                self._send(search, {NodeId(answer.redirect): redirected})
+        if search.hurries or not search.awaited:
+            self._continue(search)
 
-    def _take(self, search: _Search, call: _Call, reply: wire.LookupReply, wanted: dict[NodeId, list[int]]) -> None:
-        """Note the leases and codes of an answer; the nodes that it names are added to `wanted`."""
-        node, found = call.node, search.found
+    def _take(self, search: _Search, node: NodeId, indices: list[int], reply: wire.LookupReply) -> list[int]:
+        """Note the leases and codes of an answer. Returns the keys to ask the node for to which it redirects."""
+        found, owners = search.found, search.found.owners
         if reply.known_depth:
-            found.accesses.append((call.indices[reply.known_depth - 1], reply.last_access, reply.last_access_age_s))
+            found.accesses.append((indices[reply.known_depth - 1], reply.last_access, reply.last_access_age_s))
         if reply.lease:
             found.leases.setdefault(node, []).append(reply.lease)
-        named, codes, owners = iter(reply.nodes), found.codes, found.owners
-        for index, code in zip(call.indices, reply.codes, strict=True):
+        named = iter(reply.nodes)
+        for index, code in zip(indices, reply.codes, strict=True):
             if code == _LOCAL:
                 if owners[index] is None or search.redirects.get(index) == node:
                     owners[index] = node
-                    codes[index] = _REMOTE
-            elif code == _ELSEWHERE:
-                owner = NodeId(next(named, ""))
-                found.named[index] = (node, owner)
-                if owners[index] is None and owner:
-                    self._ask_owner(search, index, owner, wanted)
-            elif code == _MISSING and search.candidates[index][0] != node:
-                found.absent.add((index, node))
-            elif code in _NOT_LEASED and code < codes[index]:
-                codes[index] = code
+                    found.codes[index] = _REMOTE
+                continue
+            owner = NodeId(next(named, "")) if code == _ELSEWHERE else None
+            self._heard(search, index, node, code, owner)
         redirect = NodeId(reply.redirect)
-        # A candidate is not asked twice: it has answered, or will.
-        for index in call.indices if self._peers.usable(redirect) else ():
-            unasked = redirect not in search.candidates[index] and (index, redirect) not in search.asked
-            if owners[index] == node and unasked:
+        redirected: list[int] = []
+        for index in indices if self._peers.usable(redirect) else ():
+            if owners[index] == node and (index, redirect) not in search.asked:
                 search.asked.add((index, redirect))
                 search.redirects[index] = redirect
-                wanted.setdefault(redirect, []).append(index)
+                redirected.append(index)
+        return redirected
+
+    def _heard(self, search: _Search, index: int, node: NodeId, code: int, owner: NodeId | None) -> None:
+        """`node` does not have the segment. `owner`: the node that it names instead."""
+        found = search.found
+        search.denied.add((index, node))
+        if code in _NO_COPY:
+            search.absent.add((index, node))
+        elif code == Code.DEFERRED:
+            found.codes[index] = min(found.codes[index], code)
+        if search.directory_nodes[index] != node:
+            # Its statement about a key that does not hash to it proves nothing.
+            return
+        search.answered.add(index)
+        if owner is not None:
+            found.named[index] = (node, owner)
+            if owner == self._context.node:
+                search.denied.add((index, owner))
+                search.absent.add((index, owner))
+        elif code < found.codes[index]:
+            found.codes[index] = code
 
     # -- waiting
 
-    def _end_round(self, search: _Search) -> None:
-        """Every awaited answer has come: begin the round behind the probes, wait for the first missing segment, or
-        finish."""
-        if search.behind_probes:
-            self._recheck(search)
-            if self._ask_behind_probes(search):
-                return
+    def _end(self, search: _Search) -> None:
+        """No further lookup is of use: wait for the first missing segment, or finish."""
         wait = search.wait
         if wait is not None:
             self._recheck(search)
@@ -504,7 +443,7 @@ class Matches:
             else:
                 self._finish(search.match)
 
-        self._waiting.claim(wait, search.tenant, search.keys[gap], search.candidates[gap][0], answered)
+        self._waiting.claim(wait, search.tenant, search.keys[gap], search.directory_nodes[gap], answered)
 
     def _restart(self, search: _Search) -> None:
         """Release the leases at other nodes and ask again for every key that this node lacks: after a wait many nodes
@@ -512,10 +451,10 @@ class Matches:
         for node, leases in search.found.leases.items():
             self._peers.tell(node, wire.ReleaseLease(tuple(leases)))
         search.found.forget_remote()
-        search.asked.clear()
-        search.redirects.clear()
+        for known in (search.asked, search.denied, search.absent, search.answered, search.redirects):
+            known.clear()
         self._recheck(search)
-        self._begin(search, search.found.missing())
+        self._begin(search)
 
     def _recheck(self, search: _Search) -> None:
         """Find the segments that arrived at this node since the keys were looked up here."""
@@ -596,7 +535,7 @@ class Matches:
         found = search.found
         stale: dict[tuple[NodeId, NodeId], list[SegmentKey]] = {}
         for index, (directory_node, owner) in found.named.items():
-            if found.codes[index] > _REMOTE and (index, owner) in found.absent:
+            if found.codes[index] > _REMOTE and (index, owner) in search.absent:
                 found.codes[index] = min(found.codes[index], _MISSING)
                 stale.setdefault((directory_node, owner), []).append(search.keys[index])
         for (directory_node, owner), keys in stale.items():
@@ -614,7 +553,6 @@ class Matches:
         pending = int(hits < keys and result.codes[hits] in (Code.PENDING, Code.DEFERRED))
         counters.add(LOCAL, local * size)
         self._context.served(session.tenant, local * session.slot_bytes)
-        self._replication.read_here(result.segments)
         counters.add(PENDING, pending * size)
         counters.add(MISSING, (keys - hits - pending) * size)
 
@@ -640,3 +578,9 @@ class Matches:
     def census(self) -> dict[str, int]:
         """Entries of each map."""
         return {"matches": len(self._under_way)}
+
+
+def _probes(indices: list[int]) -> list[int]:
+    """Those at places 0, 1, 3, 7, 15, ...: they bound the prefix that is found to within twice its length."""
+    places = ((1 << power) - 1 for power in range(len(indices).bit_length()))
+    return [indices[place] for place in places]

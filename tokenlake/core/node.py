@@ -19,14 +19,13 @@ from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.explain import Explain
 from tokenlake.core.fetch import LeaseReads, Transfers
 from tokenlake.core.grants import Grants
+from tokenlake.core.handover import Handover
 from tokenlake.core.instructions import Answer, Instruction, SendToPeer, Stamp, Welcomed
 from tokenlake.core.learned import Learned
 from tokenlake.core.match import Matches
 from tokenlake.core.ownership import Ownership
 from tokenlake.core.peers import Peer, Peers
 from tokenlake.core.regions import Regions
-from tokenlake.core.replicas import Replicas
-from tokenlake.core.replication import Replication
 from tokenlake.core.serve import Serving
 from tokenlake.core.sessions import Process, Session, Sessions
 from tokenlake.core.waiting import InFlightMarkers, WaitingMatches
@@ -35,7 +34,6 @@ from tokenlake.identity import ConnectionId, Incarnation, LeaseId, NodeId, Segme
 from tokenlake.metrics import Counters
 from tokenlake.ring import Ring
 from tokenlake.store import Kind, Segment, SegmentStore, State
-from tokenlake.store.removals import CORRUPT_RULE
 from tokenlake.wire import engine, peer
 from tokenlake.wire.slots import split_keys
 
@@ -62,18 +60,17 @@ class NodeCore:
 
     def __init__(self, config: CoreConfig) -> None:
         context = self._context = Context(config)
-        self._peers = Peers(context, self._lost, self._suspected, self._restored)
+        self._peers = Peers(context, self._lost, lambda peer_: self._directory_node.lost(peer_), self._restored)
         self._directory_node = DirectoryNode(context, self._peers)
         self._transfers = Transfers(context, self._peers)
-        self._ownership = Ownership(context, self._peers, self._directory_node, self._transfers)
-        self._touches = Touches(context, self._peers, self._ownership.place_again)
-        self._replicas = Replicas(context, self._peers, self._transfers)
-        self._replication = Replication(context, self._peers, self._directory_node, self._ownership, self._replicas)
+        self._ownership = Ownership(context, self._directory_node)
+        self._handover = Handover(context, self._peers, self._directory_node, self._transfers)
+        self._touches = Touches(context, self._peers, self._directory_node.recorded_owner, self._ownership.read)
         self._markers = InFlightMarkers(context, self._directory_node)
         self._grants = Grants(context, self._peers, self._touches, self._directory_node.withdraw)
         self._sessions = Sessions(context, self._peers, self._grants)
         self._regions = Regions(context, self._sessions)
-        self._serving = Serving(context, self._peers, self._directory_node, self._replication)
+        self._serving = Serving(context, self._peers, self._directory_node)
         self._explain = Explain(context, self._peers)
         waiting = WaitingMatches(context, self._peers, self._directory_node)
         self._matches = Matches(
@@ -81,8 +78,6 @@ class NodeCore:
             self._grants,
             self._peers,
             self._directory_node,
-            self._replicas,
-            self._replication,
             waiting,
             self._explain,
         )
@@ -125,29 +120,22 @@ class NodeCore:
             engine.Claim: self._markers.claim,
             engine.ReconcileGrants: lambda process, m: self._sessions.reconcile(process, m.leases, m.writes),
             # Messages of another node: handler(node, message).
-            peer.Ping: self._pinged,
-            peer.Pong: self._ponged,
+            peer.Ping: self._peers.pinged,
+            peer.Pong: self._peers.replied,
             peer.Lookup: self._lookup,
             peer.LookupReply: self._peers.replied,
             peer.ReleaseLease: self._release_lease,
             peer.RenewLease: lambda node, m: self._serving.renew(node, m.leases),
             peer.MarkInFlight: self._directory_node.announced,
             peer.ClearInFlight: self._directory_node.withdrawn,
-            peer.Ready: self._ready,
-            peer.ReadyReply: self._peers.replied,
-            peer.Offer: self._ownership.offered,
+            peer.Offer: self._handover.offered,
             peer.OfferReply: self._peers.replied,
-            peer.PrimaryCopies: self._primary_copies,
+            peer.Owned: self._owned,
             peer.AdvertisingDone: lambda node, m: self._directory_node.advertised(node),
             peer.Redundant: lambda node, m: self._ownership.redundant(m),
             peer.Evicted: self._evicted,
             peer.Touched: lambda node, m: self._touches.touched(m),
             peer.Corrupt: self._corruption.node_reports,
-            peer.ReadCounts: lambda node, m: self._replication.reported(m),
-            peer.Replicate: self._replicas.requested,
-            peer.ReplicateReply: self._peers.replied,
-            peer.HotSet: self._replicas.hot_set,
-            peer.RequestHotSet: lambda node, m: self._replication.set_wanted(node),
             peer.EvictionStatistics: lambda node, m: self._learned.heard(m),
             peer.ExplainMissing: self._explain.ask,
             peer.ExplainMissingReply: self._peers.replied,
@@ -183,7 +171,7 @@ class NodeCore:
         """Call once, before the first event: timers begin at `now`."""
         self._context.now = self._context.started = now
         self._peers.start()
-        self._replication.start()
+        self._handover.start()
         self._learned.start()
         self._sessions.start()
         self._context.after(self._context.config.gossip_s, self._report)
@@ -275,10 +263,7 @@ class NodeCore:
 
     def _lost(self, peer_: Peer) -> None:
         self._serving.release_all(peer_.node)
-        self._ownership.owner_lost(peer_)
-
-    def _suspected(self, peer_: Peer) -> None:
-        self._ownership.owner_lost(peer_)
+        self._directory_node.lost(peer_)
 
     def _restored(self, peer_: Peer) -> None:
         self._directory_node.restored(peer_)
@@ -292,14 +277,6 @@ class NodeCore:
         keys = split_keys(event.keys)
         self._serving.pull(event.stream, NodeId(event.node), TenantId(event.tenant), keys, background=event.background)
 
-    def _pinged(self, node: NodeId, message: peer.Ping) -> None:
-        self._replicas.heard_version(node, message.hot_version)
-        self._peers.pinged(node, message)
-
-    def _ponged(self, node: NodeId, message: peer.Pong) -> None:
-        self._replicas.heard_version(node, message.hot_version)
-        self._peers.replied(node, message)
-
     def _lookup(self, node: NodeId, message: peer.Lookup) -> None:
         self._context.emit(SendToPeer(node, self._serving.lookup(node, message)))
 
@@ -307,41 +284,32 @@ class NodeCore:
         for lease in message.leases:
             self._serving.release(LeaseId(lease), node)
 
-    def _ready(self, node: NodeId, message: peer.Ready) -> None:
-        keys = split_keys(message.keys)
-        self._peers.tell(node, self._directory_node.ready(node, TenantId(message.tenant), keys, message.call))
-
-    def _primary_copies(self, node: NodeId, message: peer.PrimaryCopies) -> None:
-        redundant = self._directory_node.held(node, TenantId(message.tenant), split_keys(message.keys))
+    def _owned(self, node: NodeId, message: peer.Owned) -> None:
+        keys, previous = split_keys(message.keys), NodeId(message.previous)
+        redundant = self._directory_node.owned(node, TenantId(message.tenant), keys, previous)
         if redundant.keys:
             self._peers.tell(node, redundant)
 
     def _evicted(self, node: NodeId, message: peer.Evicted) -> None:
-        tenant, keys, owner = TenantId(message.tenant), split_keys(message.keys), NodeId(message.node)
-        self._directory_node.left(owner, tenant, keys, message.rule)
-        self._replication.gone(tenant, keys, owner)
+        tenant, keys = TenantId(message.tenant), split_keys(message.keys)
+        self._directory_node.gone(tenant, keys, NodeId(message.node))
         self._explain.gone(tenant, keys, message)
 
     def _report_evicted(self) -> None:
         """Tell the directory nodes which segments left this node, and by which rule."""
         evicted, self._context.store.evicted = self._context.store.evicted, []
-        by_rule: dict[tuple[TenantId, str], list[Segment]] = {}
+        by_rule: dict[tuple[TenantId, str], list[SegmentKey]] = {}
         for segment in evicted:
             gone = self._context.removals.get(segment.tenant, segment.key)
-            by_rule.setdefault((segment.tenant, gone.rule if gone is not None else ""), []).append(segment)
-        here = self._context.node
-        for (tenant, rule), segments in by_rule.items():
-            own = self._directory_node.tell_evicted(tenant, (segment.key for segment in segments), here, rule)
-            self._directory_node.left(here, tenant, own, rule)
-            if rule == CORRUPT_RULE:
-                self._replication.gone(tenant, own, here)
+            by_rule.setdefault((segment.tenant, gone.rule if gone is not None else ""), []).append(segment.key)
+        for (tenant, rule), keys in by_rule.items():
+            self._directory_node.tell_gone(tenant, keys, self._context.node, rule)
 
     def _copies_of(self, tenant: TenantId, key: SegmentKey) -> list[NodeId]:
-        """Other usable nodes that may have a copy, the most likely first: those of the hot set, the one that this
-        node's directory names, the candidates of the key."""
+        """Other usable nodes that may have a copy, the most likely first: the one that this node's directory names, the
+        candidates of the key."""
         named = self._directory_node.ask(tenant, [key])[0][1]
-        pair = self._context.ring.candidates(key)[0]
-        nodes = [*self._replicas.copies_of(tenant, key), *([named] if named is not None else []), *pair]
+        nodes = [*([named] if named is not None else []), *self._context.ring.candidates(key)[0]]
         return [node for node in dict.fromkeys(nodes) if self._peers.usable(node)]
 
     def _report(self) -> None:
@@ -361,21 +329,15 @@ class NodeCore:
             self._touches,
             self._transfers,
             self._serving,
-            self._ownership,
+            self._handover,
             self._peers,
             self._directory_node,
             self._explain,
-            self._replicas,
-            self._replication,
             self._markers,
             self._corruption,
         )
         counted = {name: count for part in parts for name, count in part.census().items()}
         return {**counted, "timers": len(self._context.timers)}
-
-    def hot(self) -> dict[str, int]:
-        """Number of hot segments, by their relation to this node: for gauges."""
-        return self._replication.gauges()
 
     def idle(self) -> bool:
         """True while nothing is leased, reserved, pinned, in transfer or waited for."""
@@ -393,10 +355,7 @@ class NodeCore:
         self._sessions.check_integrity()
         self._serving.check_integrity()
         self._transfers.check_integrity()
-        self._ownership.check_integrity()
         self._peers.check_integrity()
-        self._replicas.check_integrity()
-        self._replication.check_integrity()
         self._explain.check_integrity()
         self._corruption.check_integrity()
         self._directory_node.check_integrity()

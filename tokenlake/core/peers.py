@@ -21,18 +21,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 
 from tokenlake.core.context import LOAD_HALF_LIFE_S, Context
 from tokenlake.core.instructions import Note, SendToPeer
 from tokenlake.core.timers import Timer
-from tokenlake.hot import Rate
-from tokenlake.identity import Incarnation, NodeId
+from tokenlake.identity import Incarnation, NodeId, SegmentKey
 from tokenlake.keys import KEY_BYTES
 from tokenlake.liveness import Liveness
 from tokenlake.metrics import Metric
-from tokenlake.placement import UNKNOWN_VACANCY, Vacancy
+from tokenlake.rate import Rate
+from tokenlake.vacancy import UNKNOWN_VACANCY, Vacancy
 from tokenlake.wire import peer as wire
 from tokenlake.wire.checks import REPLY_TO
 
@@ -42,9 +42,7 @@ CALLS = Metric("tokenlake_peer_calls_total", "Requests sent to other nodes")
 TIMEOUTS = Metric("tokenlake_peer_timeouts_total", "Requests to other nodes that missed their deadline")
 SUSPECTED = Metric("tokenlake_suspected_peers_total", "Times a peer became SUSPECT")
 
-Reply = (
-    wire.LookupReply | wire.ReadyReply | wire.OfferReply | wire.ReplicateReply | wire.Pong | wire.ExplainMissingReply
-)
+Reply = wire.LookupReply | wire.OfferReply | wire.Pong | wire.ExplainMissingReply
 OnReply = Callable[[Reply | None], None]
 
 DEFAULT_RATE = 500e6
@@ -119,7 +117,6 @@ class Peers:
         self._round_s = context.config.gossip_s * math.ceil(len(names) / PINGED)
         """Duration of one rotation."""
         self._load_holds_s = max(LOAD_HOLDS_S, 2 * self._round_s)
-        self._hot_version = 0
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(self._peers.values())
@@ -143,10 +140,20 @@ class Peers:
         peer = self._peers.get(node)
         return peer is not None and peer.reachable
 
-    def settled(self, node: NodeId) -> bool:
-        """Is `node` another member that can be called now, and started at least `sync_grace_s` ago?"""
-        peer = self._peers.get(node)
-        return peer is not None and peer.usable and self._context.now >= peer.born + self._context.config.sync_grace_s
+    def directory_nodes(self, keys: bytes) -> list[NodeId]:
+        """For each of the concatenated `keys`, the node that keeps its directory entry now: its directory node, or its
+        other candidate while that one cannot be reached."""
+        away = [peer.node for peer in self._peers.values() if not peer.reachable]
+        pairs = self._context.ring.candidates(keys)
+        return [other if first in away else first for first, other in pairs] if away else [pair[0] for pair in pairs]
+
+    def by_directory_node(self, keys: Iterable[SegmentKey]) -> Mapping[NodeId, list[SegmentKey]]:
+        """Keys grouped by the node that keeps their directory entries now, in order."""
+        keys = list(keys)
+        grouped: dict[NodeId, list[SegmentKey]] = {}
+        for key, node in zip(keys, self.directory_nodes(b"".join(keys)) if keys else (), strict=True):
+            grouped.setdefault(node, []).append(key)
+        return grouped
 
     def start(self) -> None:
         """Begin to ping."""
@@ -256,7 +263,7 @@ class Peers:
     def replied(self, node: NodeId, message: Reply) -> None:
         """Pass a reply to its caller. The lease of a `LookupReply` after the deadline is given back."""
         peer = self._peers[node]
-        if not isinstance(message, wire.ReadyReply | wire.ReplicateReply | wire.ExplainMissingReply):
+        if not isinstance(message, wire.ExplainMissingReply):
             self._reported(peer, message)
         waiting = peer.calls.pop(message.call, None)
         if waiting is not None:
@@ -272,11 +279,11 @@ class Peers:
         config = self._context.config
         pinged = self._next_pinged()
         if pinged:
-            vacancy, load, hot = self._context.vacancy(), self._context.load(), self._hot_version
+            vacancy, load = self._context.vacancy(), self._context.load()
         for peer in pinged:
             self._send(
                 peer,
-                lambda call: wire.Ping(call, vacancy, load, hot),
+                lambda call: wire.Ping(call, vacancy, load),
                 config.suspect_s,
                 lambda reply, peer=peer: self._ponged(peer, reply),  # type: ignore[misc]
                 proves_life=True,
@@ -300,25 +307,13 @@ class Peers:
     def pinged(self, node: NodeId, message: wire.Ping) -> None:
         """Answer, and record the peer's vacancy and load."""
         self._reported(self._peers[node], message)
-        vacancy, load, hot = self._context.vacancy(), self._context.load(), self._hot_version
-        self._context.emit(SendToPeer(node, wire.Pong(message.call, vacancy, load, hot)))
+        vacancy, load = self._context.vacancy(), self._context.load()
+        self._context.emit(SendToPeer(node, wire.Pong(message.call, vacancy, load)))
 
     def _reported(self, peer: Peer, message: wire.Ping | wire.Pong | wire.LookupReply | wire.OfferReply) -> None:
         peer.reported_at = self._context.now
         peer.vacancy = Vacancy(*message.vacancy)
         peer.load.set(message.load, self._context.now + self._load_holds_s)
-
-    def vacancy(self, node: NodeId) -> Vacancy:
-        """Of a peer as last reported, of this node as it is."""
-        peer = self._peers.get(node)
-        return self._context.vacancy() if peer is None else peer.vacancy
-
-    def loads(self) -> dict[NodeId, float]:
-        """Load (bytes per second read from the arena) of each reachable node: the last report of a peer, decayed, and
-        the present load of this node."""
-        now = self._context.now
-        loads = {peer.node: peer.load.at(now) for peer in self._peers.values() if peer.reachable}
-        return {**loads, self._context.node: self._context.load()}
 
     def load(self, node: NodeId) -> float:
         """Of a peer, bytes per second: as reported, and the recent reads of this node there. The sum may count a read
@@ -330,18 +325,9 @@ class Peers:
         """This node is about to read so much there; no report includes it yet."""
         self._peers[node].announced.add(nbytes, self._context.now)
 
-    @property
-    def notices_s(self) -> float:
-        """Time after which every node has noticed that another one stopped."""
-        return 2 * self._round_s + self._context.config.suspect_s
-
     def silent_since(self, node: NodeId, began: float) -> None:
         """A transfer that began at `began` missed its deadline. The peer is overdue if it sent nothing since."""
         self._peers[node].liveness.deadline_missed(began)
-
-    def tell_hot_version(self, version: int) -> None:
-        """Pings and their answers carry this version of the node's hot set from now on."""
-        self._hot_version = version
 
     # -- speed
 

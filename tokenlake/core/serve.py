@@ -25,7 +25,6 @@ from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.fetch import deadline_s
 from tokenlake.core.instructions import SendBulk
 from tokenlake.core.peers import Peers
-from tokenlake.core.replication import Replication
 from tokenlake.core.timers import Timer
 from tokenlake.hints import NO_ACCESS, AccessRecord
 from tokenlake.identity import LeaseId, NodeId, SegmentKey, TenantId
@@ -197,11 +196,10 @@ class _PeerLease:
 class Serving:
     """Lookups, leases and sends. A lease and a send each pin their segments."""
 
-    def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode, replication: Replication) -> None:
+    def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode) -> None:
         self._context = context
         self._peers = peers
         self._directory_node = directory_node
-        self._replication = replication
         self._fan_out = FanOut(context, peers)
         self._leases: dict[LeaseId, _PeerLease] = {}
         self._leased: Counter[PoolId] = Counter()
@@ -218,9 +216,10 @@ class Serving:
         codes = bytearray([_LOCAL]) * len(keys)
         nodes = self._ask_directory(tenant, keys, found, codes) if None in found else []
         if message.claim_s:
-            missing = [key for key, code in zip(keys, codes, strict=True) if code == _MISSING]
-            for key in self._context.by_directory_node(missing).get(self._context.node, ()):
-                self._directory_node.claim(node, tenant, key, message.claim_s)
+            pairs = self._context.ring.candidates(message.keys)
+            for key, code, pair in zip(keys, codes, pairs, strict=True):
+                if code == _MISSING and self._context.node in pair:
+                    self._directory_node.claim(node, tenant, key, message.claim_s)
         leased = self._within_room(found, codes)
         verdict = self._fan_out.decide(node, leased, patient=message.may_defer) if leased else _SERVE
         if verdict.deferred:
@@ -256,21 +255,13 @@ class Serving:
         absent = [index for index, segment in enumerate(found) if segment is None]
         missing = [keys[index] for index in absent]
         nodes: list[NodeId] = []
-        not_candidate: list[SegmentKey] = []
         candidates = self._context.ring.candidates(join_keys(missing))
         answers = self._directory_node.ask(tenant, missing)
-        for index, (directory_node, other), (code, elsewhere) in zip(absent, candidates, answers, strict=True):
-            codes[index] = _MISSING
-            if here not in (directory_node, other):
-                # The reader asks this node because a directory node named it: that entry is out of date.
-                not_candidate.append(keys[index])
-            elif elsewhere is not None:
-                codes[index] = code
+        for index, pair, (code, elsewhere) in zip(absent, candidates, answers, strict=True):
+            # The reader may ask for keys that do not hash to this node: it was told that this node owns them.
+            codes[index] = code if here in pair else _MISSING
+            if codes[index] == Code.ELSEWHERE and elsewhere is not None:
                 nodes.append(elsewhere)
-            elif directory_node == here:
-                # The second candidate knows only the keys for which it stood in, so its MISSING proves nothing.
-                codes[index] = code
-        self._directory_node.tell_evicted(tenant, not_candidate, here)
         return nodes
 
     def _within_room(self, found: list[Segment | None], codes: bytearray) -> list[Segment]:
@@ -363,9 +354,7 @@ class Serving:
         if not background:
             self._context.counters.add(SENT_TO_READERS, len(sent))
             self._context.served(tenant, len(sent) * slot_bytes)
-            if self._replication.on:
-                self._fan_out.began(node, sent)
-            self._replication.count(sent)
+            self._fan_out.began(node, sent)
         slots = b"".join(segment.packed for segment in sent)
         checksums = b"".join(segment.checksums for segment in sent)
         self._context.emit(SendBulk(stream, slot_bytes, codes, slots, checksums))

@@ -1,7 +1,7 @@
 """Writes of local engines: prepare, then commit or abort.
 
-Prepare reserves slots and sets in-flight markers at the directory nodes. Commit publishes the segments at once as dirty
-copies, and `Ownership` then chooses their owners. Neither waits for the network.
+Prepare reserves slots and sets in-flight markers at the directory nodes. Commit publishes the segments at once, and
+this node owns them (`ownership`). Neither waits for the network.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Writes:
                 whole.append(segment)
         self._context.counters.add(STORED, len(whole))
         self._context.counters.add_for(WRITTEN_BYTES, session.tenant, len(whole) * session.slot_bytes)
-        self._ownership.committed(session.tenant, whole, write.request)
+        self._ownership.committed(session.tenant, whole)
         return bytes(codes)
 
     def abort(self, process: Process, request: wire.Abort) -> None:

@@ -22,9 +22,7 @@ class Budgets(msgspec.Struct, frozen=True):
     """Cached copies may displace primary copies up to this share. Beyond it they may use free slots, and displace
     primary copies when all cached copies are pinned."""
     dirty: float = 0.10
-    """Segments that are being written, and segments whose owner is not decided yet."""
-    replica: float = 0.05
-    """Extra copies of hot segments."""
+    """Segments that are being written."""
 
 
 class SlotPool:
@@ -47,12 +45,14 @@ class SlotPool:
             LeastRecentlyUsed(),
             LeastRecentlyUsed(),
             self.retention,
-            LeastRecentlyUsed(),
         ]
-        """READY segments that are not excluded. DIRTY and REPLICA segments are in order too, but are never victims."""
+        """READY segments that are not excluded. Segments that were just written are in order too, until their kind is
+        decided, but are never victims."""
         self.counts = [0] * len(Kind)
         """Segments that are RESERVED or READY, by kind."""
         self.quarantined = 0
+        self.evictions = 0
+        """Segments that were evicted so far."""
         self.draining: int | None = None
         """A region that is to be given away: its slots do not count, and get no new segments."""
 

@@ -34,13 +34,11 @@ class Kind(IntEnum):
     """The reason for which this node keeps a segment."""
 
     DIRTY = 0
-    """Written here, and the owner is not decided yet: never a victim."""
+    """A local engine is writing it: never a victim."""
     CACHED = 1
     """Kept because a local engine wrote or fetched it: the first victim."""
     PRIMARY = 2
     """The copy that counts: a victim by the policy of eviction."""
-    REPLICA = 3
-    """An extra copy of a hot segment: never a victim; it becomes CACHED when its directory node says so."""
 
 
 class PoolId(NamedTuple):
@@ -59,7 +57,7 @@ class PolicyState:
 class Segment:
     """Mutable. Owners of the fields: `SegmentStore` changes `kind`, `state`, `pins` and `hints`; the pool and its
     orders of eviction change `excluded`, `touched` and `policy_state`; the core changes `checksums`,
-    `missing_shards`, `source` and `previous_owner`. All other fields stay."""
+    `missing_shards` and `source`. All other fields stay."""
 
     __slots__ = (
         "checksums",
@@ -74,7 +72,6 @@ class Segment:
         "place",
         "policy_state",
         "pool",
-        "previous_owner",
         "slot_bytes",
         "source",
         "state",
@@ -108,10 +105,16 @@ class Segment:
         """Owned by the policy of eviction of primary copies; kept while the segment is in another order or in none."""
         self.missing_shards = 0
         """Bit mask of the shards that are not committed yet."""
-        self.previous_owner: NodeId | None = None
-        """Of a copy written here: the candidate whose history has the key."""
         self.source: NodeId | None = None
-        """Of a cached copy or a replica: the node that has the primary copy."""
+        """Of a cached copy: the node that owns the segment."""
+
+    @property
+    def owned(self) -> bool:
+        """Does this node own the segment? Its directory node names this node then: it has the primary copy, or a copy
+        that the policy did not admit."""
+        return self.state is State.READY and (
+            self.kind is Kind.PRIMARY or (self.kind is Kind.CACHED and self.source is None)
+        )
 
     def __repr__(self) -> str:
         return (

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from tokenlake.hints import NO_HINTS, AccessRecord, Hints
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters, Metric
-from tokenlake.placement import MAX_RETENTION_VALUE, Vacancy
 from tokenlake.store.eviction import POLICIES, EvictionPolicy, LeastRecentlyUsed
 from tokenlake.store.pool import Budgets, SlotPool
 from tokenlake.store.region import RegionShape
@@ -26,6 +25,7 @@ from tokenlake.store.removals import (
 )
 from tokenlake.store.segment import Kind, PoolId, Segment, State
 from tokenlake.store.slot_table import Cursor, SlotTable
+from tokenlake.vacancy import MAX_RETENTION_VALUE, Vacancy
 from tokenlake.wire.codes import Code
 from tokenlake.wire.fields import MAX_SECONDS
 from tokenlake.wire.slots import SlotRef
@@ -138,6 +138,10 @@ class SegmentStore:
             self._grow(pool)
         return pool
 
+    def slot_pool(self, pool: PoolId) -> SlotPool:
+        """A pool with memory. KeyError for another."""
+        return self._pools[pool]
+
     def pools(self) -> Iterable[SlotPool]:
         """All pools with memory, in order of creation."""
         return self._pools.values()
@@ -149,15 +153,6 @@ class SegmentStore:
     def capacity(self, pool: PoolId) -> int:
         """Slots that a pool with memory has or can still get."""
         return self._capacity(self._pools[pool])
-
-    def dirty_room(self, pool: PoolId) -> int:
-        """Number of dirty copies that `pool` may still take, as a share of its capacity: the first region of a fresh
-        node is no reason to refuse."""
-        return self._room_for(Kind.DIRTY, self._budgets.dirty, self._pools[pool])
-
-    def replica_room(self, pool: PoolId) -> int:
-        """Number of replicas that `pool` may still take."""
-        return self._room_for(Kind.REPLICA, self._budgets.replica, self._pools[pool])
 
     def vacancy(self, now: float) -> Vacancy:
         """The share of free memory, and of the next victims among primary copies, one per pool, the greatest age and
@@ -205,8 +200,6 @@ class SegmentStore:
             return self.refusal(tenant, Code.NO_REGION)
         if kind is Kind.DIRTY and not self._room_for(kind, self._budgets.dirty, pool):
             return Code.WRITE_BUDGET
-        if kind is Kind.REPLICA and not self._room_for(kind, self._budgets.replica, pool):
-            return Code.REPLICA_BUDGET
         if not pool.free and self.regions.room(tenant):
             self._grow(pool)
         # Mostly one turn; the slots of victims in a region that is drained do not become free.
@@ -497,6 +490,7 @@ class SegmentStore:
     def _evict(self, segment: Segment, now: float, rule: str = "") -> None:
         """`rule`: the reason, if it is none of the order of eviction."""
         self._counters.add(EVICTED)
+        self._pools[segment.pool].evictions += 1
         if not rule and segment.kind is Kind.PRIMARY:
             rule = self._pools[segment.pool].retention.rule(segment) or self._rule
         removal = Removal(now, rule or CACHED_RULE, unused_s=max(0.0, now - segment.touched))

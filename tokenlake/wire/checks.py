@@ -20,15 +20,12 @@ MOST_DEPTH = 1 << 32
 """Depths travel as `fields.Index`: a peer refuses a greater one."""
 KNOWN_CODES = bytes(Code)
 _LOOKUP_CODES = bytes([Code.LOCAL, Code.ELSEWHERE, Code.DEFERRED, Code.PENDING, Code.MISSING, Code.UNKNOWN])
-_READY_CODES = bytes([Code.COMMITTED, Code.EXISTS])
-_ELSEWHERE, _EXISTS = bytes([Code.ELSEWHERE]), bytes([Code.EXISTS])
+_ELSEWHERE = bytes([Code.ELSEWHERE])
 
 REPLY_TO: dict[type, type] = {
     peer.Ping: peer.Pong,
     peer.Lookup: peer.LookupReply,
-    peer.Ready: peer.ReadyReply,
     peer.Offer: peer.OfferReply,
-    peer.Replicate: peer.ReplicateReply,
     peer.ExplainMissing: peer.ExplainMissingReply,
 }
 """Which message answers which."""
@@ -130,19 +127,11 @@ def _lookup_reply(message: peer.LookupReply) -> None:
         raise ValueError(f"a LookupReply knows of key {message.known_depth} of {len(message.codes)}")
 
 
-def _ready_reply(message: peer.ReadyReply) -> None:
-    _codes(message, _READY_CODES)
-    exist = message.codes.count(_EXISTS)
-    _agree(message, exist, "segments that exist", "first_writers")
-    if message.previous_owners:
-        _agree(message, len(message.codes) - exist, "segments that were committed", "previous_owners")
-
-
-def _known_codes(message: peer.OfferReply | peer.ReplicateReply) -> None:
+def _known_codes(message: peer.OfferReply) -> None:
     _codes(message, KNOWN_CODES)
 
 
-def _wish(message: peer.Offer | peer.Replicate) -> None:
+def _wish(message: peer.Offer) -> None:
     count = _count(message)
     if not count:
         raise ValueError(f"a {type(message).__name__} of no segments")
@@ -158,12 +147,6 @@ def _told_why(message: peer.ExplainMissingReply) -> None:
     _agree(message, len(message.rules), "rules", "ago_s")
 
 
-def _reads(message: peer.ReadCounts) -> None:
-    count = _count(message)
-    _agree(message, count, "segments", "depths")
-    _agree(message, count, "segments", "counts")
-
-
 _SAID: dict[type, Callable[[Any], None]] = {
     peer.Lookup: _keys,
     peer.LookupReply: _lookup_reply,
@@ -171,11 +154,9 @@ _SAID: dict[type, Callable[[Any], None]] = {
     peer.RenewLease: _nothing,
     peer.MarkInFlight: _keys,
     peer.ClearInFlight: _keys,
-    peer.Ready: _keys,
-    peer.ReadyReply: _ready_reply,
     peer.Offer: _wish,
     peer.OfferReply: _known_codes,
-    peer.PrimaryCopies: _keys,
+    peer.Owned: _keys,
     peer.Redundant: _redundant,
     peer.Evicted: _keys,
     peer.Corrupt: _keys,
@@ -186,9 +167,4 @@ _SAID: dict[type, Callable[[Any], None]] = {
     peer.AdvertisingDone: _nothing,
     peer.Ping: _nothing,
     peer.Pong: _nothing,
-    peer.ReadCounts: _reads,
-    peer.Replicate: _wish,
-    peer.ReplicateReply: _known_codes,
-    peer.HotSet: _nothing,
-    peer.RequestHotSet: _nothing,
 }

@@ -40,7 +40,7 @@ class Code(IntEnum):
     NO_SLOT = 32
     """Refused: every slot is leased, being written or in quarantine."""
     WRITE_BUDGET = 33
-    """Refused: the bound on dirty copies is reached; a later attempt may succeed."""
+    """Refused: the bound on segments that are being written is reached; a later attempt may succeed."""
     SESSION_LIMIT = 34
     """Refused: the session's bound on leased or reserved slots is reached."""
     NO_REGION = 35
@@ -51,8 +51,6 @@ class Code(IntEnum):
     """Refused: memory is full, and every possible victim has a higher retention value."""
     QUOTA = 38
     """Refused: the tenant's quota of this node's memory is used, and no segment of it can be evicted now."""
-    REPLICA_BUDGET = 40
-    """Refused, between nodes: the bound on replicas is reached."""
 
     @property
     def refused(self) -> bool:

@@ -16,7 +16,6 @@ from tokenlake.hints import NO_ACCESS, AccessRecord, Hints
 from tokenlake.wire.fields import (
     Amount,
     Index,
-    Key,
     Name,
     Nonce,
     Proof,
@@ -27,7 +26,6 @@ from tokenlake.wire.fields import (
     Share,
     SlotBytes,
     Statistics,
-    Version,
 )
 
 __all__ = [
@@ -37,15 +35,12 @@ __all__ = [
     "Corrupt",
     "Evicted",
     "Handshake",
-    "PrimaryCopies",
-    "HotEntry",
-    "HotSet",
-    "RequestHotSet",
     "EvictionStatistics",
     "Lookup",
     "LookupReply",
     "Offer",
     "OfferReply",
+    "Owned",
     "PeerChallenge",
     "PeerHello",
     "PeerMessage",
@@ -57,14 +52,9 @@ __all__ = [
     "Pull",
     "Pulled",
     "Purpose",
-    "ReadCounts",
-    "Ready",
-    "ReadyReply",
     "Redundant",
     "ReleaseLease",
     "RenewLease",
-    "Replicate",
-    "ReplicateReply",
     "ExplainMissingReply",
     "Touched",
     "ClearInFlight",
@@ -125,8 +115,8 @@ class PeerRefused(_Message, frozen=True, tag=3):
 
 
 class Lookup(_Message, frozen=True, tag=4):
-    """Asks which of these keys the receiver has, or knows of as their directory node. Segments that the receiver has
-    are leased to the caller."""
+    """Asks which of these segments the receiver has, and for the keys of which it is a candidate, which node owns them.
+    Segments that the receiver has are leased to the caller."""
 
     call: int
     tenant: str
@@ -189,28 +179,8 @@ class ClearInFlight(_Message, frozen=True, tag=8):
     keys: bytes
 
 
-class Ready(_Message, frozen=True, tag=9):
-    """To the directory node: the sender committed these; they are dirty there."""
-
-    call: int
-    tenant: str
-    keys: bytes
-
-
-class ReadyReply(_Message, frozen=True, tag=10):
-    """Answers `Ready`, per key. COMMITTED: the sender's commit is the first. EXISTS: that of another node was."""
-
-    call: int
-    codes: bytes
-    first_writers: tuple[str, ...]
-    """One node for each EXISTS, in order."""
-    previous_owners: tuple[str, ...] = ()
-    """For each COMMITTED, in order, the candidate that had the segment before, or refused it, and has its access
-    record; "" for none. An empty tuple: for none of them."""
-
-
 class Offer(_Message, frozen=True, tag=11):
-    """To the chosen owner: pull these from the sender and keep them as primary copies."""
+    """To a node with emptier memory: take these over from the sender."""
 
     call: int
     tenant: str
@@ -219,10 +189,8 @@ class Offer(_Message, frozen=True, tag=11):
     """Index of each segment in its prompt."""
     slot_bytes: SlotBytes
     shards: Shards
-    request: RequestName = ""
-    """Name of the request that wrote them."""
     hints: Hints | None = None
-    """Hints of that request."""
+    """Hints of the newest request that read or wrote them."""
 
 
 class OfferReply(_Message, frozen=True, tag=12):
@@ -236,16 +204,18 @@ class OfferReply(_Message, frozen=True, tag=12):
     """As in `LookupReply`."""
 
 
-class PrimaryCopies(_Message, frozen=True, tag=13):
-    """To the directory node: the sender has the primary copies of these."""
+class Owned(_Message, frozen=True, tag=13):
+    """To the directory node: the sender owns these segments."""
 
     tenant: str
     keys: bytes
+    previous: str = ""
+    """The owner that handed them over, whose entries are replaced; empty: none."""
 
 
 class Redundant(_Message, frozen=True, tag=14):
-    """From the directory node: `nodes` has, per key, another node with a primary copy; that of the receiver becomes a
-    cached copy."""
+    """From the directory node, an answer to `Owned`: `nodes` has, per key, another node that owned the segment before.
+    The copy of the receiver becomes a cached copy."""
 
     tenant: str
     keys: bytes
@@ -309,61 +279,7 @@ class Touched(_Message, frozen=True, tag=16):
 
 
 class AdvertisingDone(_Message, frozen=True, tag=17):
-    """The sender has advertised all its primary copies to this incarnation of the receiver."""
-
-
-class ReadCounts(_Message, frozen=True, tag=40):
-    """To the directory node: reads from the sender's arena since its previous report that another copy could have
-    served."""
-
-    tenant: str
-    keys: bytes
-    depths: tuple[Index, ...]
-    counts: tuple[Index, ...]
-    """Number of reads of each."""
-    slot_bytes: SlotBytes
-    shards: Shards
-
-
-class Replicate(_Message, frozen=True, tag=41):
-    """From the directory node: fetch replicas of these from `source`, and keep them while the sender's hot set names
-    the receiver."""
-
-    call: int
-    tenant: str
-    keys: bytes
-    depths: tuple[Index, ...]
-    slot_bytes: SlotBytes
-    shards: Shards
-    source: str
-    owner: str
-    """The node with the primary copies."""
-
-
-class ReplicateReply(_Message, frozen=True, tag=42):
-    """Answers `Replicate`, per key: COMMITTED, or the reason why there is no replica."""
-
-    call: int
-    codes: bytes
-
-
-class HotEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A hot segment and the nodes with a copy, as positions in the ring's sorted members; the owner first."""
-
-    tenant: str
-    key: Key
-    nodes: tuple[Index, ...]
-
-
-class HotSet(_Message, frozen=True, tag=43):
-    """From a directory node: all its hot segments. A greater version of the same incarnation replaces a lower one."""
-
-    version: Version
-    entries: tuple[HotEntry, ...]
-
-
-class RequestHotSet(_Message, frozen=True, tag=44):
-    """To a directory node: the sender missed a version of its `HotSet` and asks for it."""
+    """The sender has told this incarnation of the receiver all segments that it owns and that hash to the receiver."""
 
 
 class Ping(_Message, frozen=True, tag=18):
@@ -372,8 +288,6 @@ class Ping(_Message, frozen=True, tag=18):
     call: int
     vacancy: tuple[Share, Seconds, RetentionValue]
     load: Amount
-    hot_version: Version
-    """Of the sender's `HotSet`; 0: it has none."""
 
 
 class Pong(_Message, frozen=True, tag=19):
@@ -382,7 +296,6 @@ class Pong(_Message, frozen=True, tag=19):
     call: int
     vacancy: tuple[Share, Seconds, RetentionValue]
     load: Amount
-    hot_version: Version
 
 
 class Pull(_Message, frozen=True, tag=20):
@@ -411,11 +324,9 @@ PeerMessage = (
     | RenewLease
     | MarkInFlight
     | ClearInFlight
-    | Ready
-    | ReadyReply
     | Offer
     | OfferReply
-    | PrimaryCopies
+    | Owned
     | Redundant
     | Evicted
     | Corrupt
@@ -426,11 +337,6 @@ PeerMessage = (
     | AdvertisingDone
     | Ping
     | Pong
-    | ReadCounts
-    | Replicate
-    | ReplicateReply
-    | HotSet
-    | RequestHotSet
 )
 
 peer_decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)

@@ -154,7 +154,7 @@ class _Study:
     def _run_pool(self, name: str) -> None:
         arguments = self.arguments
         capacity_tokens, segment_tokens = arguments.size
-        rules = {"hot": arguments.hot} | ({} if arguments.eviction is None else {"eviction": arguments.eviction})
+        rules = {} if arguments.eviction is None else {"eviction": arguments.eviction}
         options = pool_options(
             self.engine,
             nodes=arguments.nodes,

@@ -1,4 +1,4 @@
-"""Reads of the simulated arenas over time, and the extra copies made of hot segments."""
+"""Reads of the simulated arenas over time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class WindowLoad:
 
 class Meter:
     """A read is counted at the node whose arena the bytes were in, whether an engine of that node read them or another
-    node fetched them for one of its engines. Transfers of primary copies and replicas are not reads. Times are those of
+    node fetched them for one of its engines. Transfers that hand segments over are not reads. Times are those of
     the workload."""
 
     def __init__(self, nodes: int, segment_bytes: int, begins_s: float) -> None:
@@ -39,8 +39,6 @@ class Meter:
         self._node = array("q")
         self._reader = array("q")
         self._segment = array("q")
-        self.replicas_made = array("d")
-        """The time at which the transfer of each replica began."""
 
     def read(self, now: float, node: int, reader: int, keys: bytes) -> None:
         """Count segments read from the arena of `node` by an engine of node `reader`."""
@@ -50,10 +48,6 @@ class Meter:
         self._at_s.extend([now - self._begins_s] * count)
         self._node.extend([node] * count)
         self._reader.extend([reader] * count)
-
-    def replicated(self, now: float, segments: int) -> None:
-        """Count replicas whose transfer begins now."""
-        self.replicas_made.extend([now - self._begins_s] * segments)
 
     def log(self, start_s: float, stop_s: float) -> ReadLog:
         """The reads between two times, by the node whose arena was read."""

@@ -73,14 +73,10 @@ class _SizedPull(Pull):
         )
 
     def _count(self, codes: bytes) -> None:
-        """A transfer for an engine is a read of the sender's arena; one for a replica is an extra copy made; one that
-        moves a primary copy is neither."""
+        """A transfer for an engine is a read of the sender's arena; one that hands segments over is none."""
         order, source, target = self.order, self._source, self._target
         now, meter = source.clock.now, source.meter
         if order.background:
-            kept = target.store.get(TenantId(order.tenant), SegmentKey(order.keys[:KEY_BYTES]))
-            if kept is not None and kept.kind is Kind.REPLICA:
-                meter.replicated(now, codes.count(Code.LOCAL))
             return
         keys = order.keys
         if codes.count(Code.LOCAL) < len(codes):
@@ -112,10 +108,6 @@ class SimNode:
     def store(self) -> SegmentStore:
         """The segments that lie here."""
         return self.core.store
-
-    def replicas(self) -> int:
-        """Extra copies of hot segments that lie here now."""
-        return sum(pool.counts[Kind.REPLICA] for pool in self.store.pools())
 
     def connect(self, nodes: Iterable[SimNode]) -> None:
         """Learn of the other nodes. Call it before `driver.start`."""

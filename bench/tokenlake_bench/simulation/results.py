@@ -105,8 +105,6 @@ def result_of(
         load_cv=measured.load_cv,
         load_cv_floor=measured.load_cv_floor,
         load_max_over_mean=measured.load_max_over_mean,
-        hot_copies_per_node=measured.replicas_per_node,
-        hot_copies_per_node_minute=totals.replicas_made / minutes / view.nodes,
         flash_max_over_mean=tuple(flash),
         flash_floor=tuple(floor),
         bytes_moved=totals.bytes_moved,

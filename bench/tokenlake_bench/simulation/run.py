@@ -26,8 +26,7 @@ __all__ = ["Measured", "Simulation", "Totals"]
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of the time from `from_s` to `to_s` of the workload. Rates are shares; the load is defined in `balance`;
-    replicas are counted at the end of each window.
+    """Figures of the time from `from_s` to `to_s` of the workload. Rates are shares; the load is defined in `balance`.
 
     Engines read segments that their own node holds from there, so a part of the load follows the requests, and no rule
     of the pool can move it. `at_best`: the load with that part unchanged and the other reads as even as possible.
@@ -48,9 +47,6 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     sent_cv: float
     readers_cv: float
     readers_max_over_mean: float
-    replicas_per_node: float
-    most_replicas_on_a_node: int
-    replicas_made_per_node_minute: float
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +59,6 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     messages_per_request: float
     messages_per_request_by_type: dict[str, float]
     events: int
-    replicas_made: int
     processor_s: float
     stored: dict[str, int]
     cut_by: dict[str, int]
@@ -84,7 +79,6 @@ class Simulation:
         self._hits = array("q")
         self._remote = array("q")
         self._read_s = array("d")
-        self._replicas: list[tuple[float, list[int]]] = []
         self._processor_s = 0.0
 
     def run(
@@ -98,7 +92,6 @@ class Simulation:
         finished requests."""
 
         def sample() -> None:
-            self._replicas.append((self.cluster.now_s, [node.replicas() for node in self.cluster.nodes]))
             progress(self.done)
 
         began = time.process_time()
@@ -124,9 +117,6 @@ class Simulation:
         spread, floor = balance.spread(log), balance.floor(log, self.options.seed)
         best = meter.at_best(from_s, to_s)
         readers = balance.spread(meter.log_of_readers(from_s, to_s))
-        replicas = [counts for at, counts in self._replicas if from_s < at <= to_s]
-        made = np.array(meter.replicas_made)
-        made_here = int(((made >= from_s) & (made < to_s)).sum())
         return Measured(
             from_s=from_s,
             to_s=to_s,
@@ -142,9 +132,6 @@ class Simulation:
             sent_cv=balance.spread(meter.log_of_sent(from_s, to_s)).cv,
             readers_cv=readers.cv,
             readers_max_over_mean=readers.max_over_mean,
-            replicas_per_node=float(np.mean(replicas)) if replicas else 0.0,
-            most_replicas_on_a_node=int(np.max(replicas)) if replicas else 0,
-            replicas_made_per_node_minute=made_here / self.options.nodes / ((to_s - from_s) / 60),
         )
 
     def read_s(self, quantile: float) -> float:
@@ -163,7 +150,6 @@ class Simulation:
                 kind.__name__: round(count / done, 2) for kind, count in cluster.network.messages.most_common()
             },
             events=cluster.clock.scheduled,
-            replicas_made=len(cluster.meter.replicas_made),
             processor_s=self._processor_s,
             stored={code.name: self.stored[code] for code in sorted(self.stored)},
             cut_by={code.name: self.cut_by[code] for code in sorted(self.cut_by)},

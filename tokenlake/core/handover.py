@@ -1,0 +1,172 @@
+"""Hand-over of segments to a node whose memory is clearly emptier, before they are evicted here.
+
+::
+
+    every gossip interval, at a node whose memory is full and that evicted segments:
+        the emptiest other node is clearly emptier?
+            --> Offer of the next victims, about as many as were evicted
+                    |  the other node pulls those that its policy admits, owns them, tells their directory nodes
+                    v
+                OfferReply: the copies here become cached copies of the new owner, evicted first
+
+Engines that compute on some nodes only would else fill the memory of these and leave that of the others unused. Where
+the load is even, nothing is handed over. A push is an offer that the receiver pulls, so that bytes between nodes have
+one path, one deadline and one checksum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import islice
+
+from tokenlake.core.context import Context
+from tokenlake.core.directory_node import DirectoryNode
+from tokenlake.core.fetch import OnArrival, Transfers, deadline_s
+from tokenlake.core.peers import Peers, Reply
+from tokenlake.identity import NodeId, SegmentKey, TenantId
+from tokenlake.metrics import Metric
+from tokenlake.store import Kind, PoolId, Segment, State
+from tokenlake.wire import Code
+from tokenlake.wire import peer as wire
+from tokenlake.wire.fields import CHECKSUM_BYTES
+from tokenlake.wire.slots import join_keys, split_keys
+
+__all__ = ["Handover"]
+
+HANDED_OVER = Metric("tokenlake_handed_over_segments_total", "Segments that another node took over from this one")
+
+CLEARLY = 1.0
+"""Least lead of the other node (`Vacancy.lead`)."""
+OFFERED_S = 1.0
+"""Expected time of the transfers on offer at most; at least one segment is offered."""
+GRACE_S = 1.0
+"""Added to the deadline of an offer: the receiver may pull offers of other nodes first."""
+LOOKED_AT = 256
+"""Next victims that are looked at for one offer."""
+
+
+class Handover:
+    """Makes offers and takes those of other nodes."""
+
+    def __init__(self, context: Context, peers: Peers, directory_node: DirectoryNode, transfers: Transfers) -> None:
+        self._context = context
+        self._peers = peers
+        self._directory_node = directory_node
+        self._transfers = transfers
+        self._evictions: dict[PoolId, int] = {}
+        """Evictions of each pool up to the last interval."""
+        self._on_offer = 0
+        """Offers without an answer."""
+
+    def start(self) -> None:
+        """Begin to look once per gossip interval."""
+        if len(self._context.ring.members) > 1:
+            self._context.after(self._context.config.gossip_s, self._look)
+
+    # -- offers made
+
+    def _look(self) -> None:
+        store = self._context.store
+        evicted = {pool.id: pool.evictions - self._evictions.get(pool.id, 0) for pool in store.pools()}
+        self._evictions = {pool.id: pool.evictions for pool in store.pools()}
+        if any(evicted.values()) and not self._on_offer:
+            here = self._context.vacancy()
+            leads = [(peer.vacancy.lead(here), peer.node) for peer in self._peers if peer.usable]
+            lead, node = max(leads, key=lambda each: each[0], default=(0.0, NodeId("")))
+            if here.full and lead >= CLEARLY:
+                for pool, count in evicted.items():
+                    self._offer(node, self._next_victims(node, pool, count))
+        self._context.after(self._context.config.gossip_s, self._look)
+
+    def _next_victims(self, node: NodeId, at: PoolId, count: int) -> list[Segment]:
+        """Up to `count` primary copies that would be evicted next, less the cached copies that go before them."""
+        pool = self._context.store.slot_pool(at)
+        surplus = pool.counts[Kind.CACHED] - pool.budget(pool.budgets.cached, pool.slots)
+        count = min(count - max(0, surplus), LOOKED_AT)
+        if count <= 0:
+            return []
+        room = max(1, int(OFFERED_S / self._peers.predict_s(node, at.slot_bytes)))
+        victims = (segment for segment in islice(pool.retention, LOOKED_AT) if not segment.pins)
+        return list(islice(victims, min(count, room)))
+
+    def _offer(self, node: NodeId, segments: Sequence[Segment]) -> None:
+        if not segments:
+            return
+        first = segments[0]
+        make = partial(
+            wire.Offer,
+            tenant=first.tenant,
+            keys=join_keys(segment.key for segment in segments),
+            depths=tuple(segment.depth for segment in segments),
+            slot_bytes=first.slot_bytes,
+            shards=len(first.checksums) // CHECKSUM_BYTES,
+            hints=first.hints,
+        )
+        self._on_offer += 1
+        wait_s = GRACE_S + deadline_s(self._peers.predict_s(node, first.slot_bytes * len(segments)))
+        self._peers.call(node, make, wait_s, partial(self._answered, node, segments), proves_life=False)
+
+    def _answered(self, node: NodeId, segments: Sequence[Segment], reply: Reply | None) -> None:
+        self._on_offer -= 1
+        if not isinstance(reply, wire.OfferReply) or len(reply.codes) != len(segments):
+            return
+        for segment, code in zip(segments, reply.codes, strict=True):
+            if code == Code.COMMITTED and segment.owned:
+                segment.source = node
+                self._context.store.become(segment, Kind.CACHED, self._context.now)
+                self._context.counters.add(HANDED_OVER)
+
+    # -- offers taken
+
+    def offered(self, node: NodeId, message: wire.Offer) -> None:
+        """`node` offers these: pull those that the policy admits, own them, tell the directory nodes, answer."""
+        tenant = TenantId(message.tenant)
+        keys = split_keys(message.keys)
+        codes = bytearray(len(keys))
+        waiting = len(keys)
+
+        def arrived(index: int, segment: Segment | None, code: Code) -> None:
+            nonlocal waiting
+            waiting -= 1
+            if segment is None:
+                codes[index] = code if code.refused else Code.LOST
+            else:
+                self._context.store.unpin(segment)
+                codes[index] = self._take_over(segment)
+            if not waiting:
+                taken = [key for key, code in zip(keys, codes, strict=True) if code == Code.COMMITTED]
+                self._directory_node.tell_owned(tenant, taken, previous=node)
+                vacancy, load = self._context.vacancy(), self._context.load()
+                self._peers.tell(node, wire.OfferReply(message.call, bytes(codes), vacancy, load))
+
+        wanted: list[tuple[SegmentKey, int, OnArrival]] = [
+            (key, depth, partial(arrived, index))
+            for index, (key, depth) in enumerate(zip(keys, message.depths, strict=True))
+        ]
+        # No engine waits for a push: half of the grace is left for the answer to travel before the offer expires.
+        predicted = self._peers.predict_s(node, message.slot_bytes * len(keys))
+        self._transfers.bring(
+            node,
+            tenant,
+            wanted,
+            kind=Kind.PRIMARY,
+            slot_bytes=message.slot_bytes,
+            shards=message.shards,
+            wait_s=deadline_s(predicted) + GRACE_S / 2,
+            hints=message.hints,
+        )
+
+    def _take_over(self, segment: Segment) -> Code:
+        """A segment arrived, or was here: this node owns it from now on."""
+        if segment.state is not State.READY or segment.kind not in (Kind.PRIMARY, Kind.CACHED):
+            return Code.LOST
+        segment.source = None
+        self._context.store.become(segment, Kind.PRIMARY, self._context.now)
+        return Code.COMMITTED
+
+    # -- checks
+
+    def census(self) -> dict[str, int]:
+        """Entries of each map."""
+        return {"offers": self._on_offer}
