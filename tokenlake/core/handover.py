@@ -37,7 +37,9 @@ __all__ = ["Handover"]
 HANDED_OVER = Metric("tokenlake_handed_over_segments_total", "Segments that another node took over from this one")
 
 CLEARLY = 1.0
-"""Least lead of the other node (`Vacancy.lead`)."""
+"""Least lead of the other node (`Vacancy.lead`), now and as a running mean."""
+LASTING_S = 60.0
+"""Time constant of the running mean: where the load is even, each node is clearly emptier than others now and then."""
 OFFERED_S = 1.0
 """Expected time of the transfers on offer at most; at least one segment is offered."""
 GRACE_S = 1.0
@@ -58,6 +60,8 @@ class Handover:
         """Evictions of each pool up to the last interval."""
         self._on_offer = 0
         """Offers without an answer."""
+        self._leads: dict[NodeId, float] = {}
+        """Running mean of the lead of each peer."""
 
     def start(self) -> None:
         """Begin to look once per gossip interval."""
@@ -70,13 +74,17 @@ class Handover:
         store = self._context.store
         evicted = {pool.id: pool.evictions - self._evictions.get(pool.id, 0) for pool in store.pools()}
         self._evictions = {pool.id: pool.evictions for pool in store.pools()}
-        if any(evicted.values()) and not self._on_offer:
-            here = self._context.vacancy()
-            leads = [(peer.vacancy.lead(here), peer.node) for peer in self._peers if peer.usable]
-            lead, node = max(leads, key=lambda each: each[0], default=(0.0, NodeId("")))
-            if here.full and lead >= CLEARLY:
-                for pool, count in evicted.items():
-                    self._offer(node, self._next_victims(node, pool, count))
+        here, part = self._context.vacancy(), min(1.0, self._context.config.gossip_s / LASTING_S)
+        best, most = NodeId(""), CLEARLY
+        for peer in self._peers:
+            lead = peer.vacancy.lead(here)
+            mean = self._leads.get(peer.node, 0.0)
+            mean = self._leads[peer.node] = mean + part * (lead - mean)
+            if peer.usable and min(lead, mean) >= most:
+                best, most = peer.node, min(lead, mean)
+        if best and here.full and not self._on_offer:
+            for pool, count in evicted.items():
+                self._offer(best, self._next_victims(best, pool, count))
         self._context.after(self._context.config.gossip_s, self._look)
 
     def _next_victims(self, node: NodeId, at: PoolId, count: int) -> list[Segment]:
