@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from tokenlake.core import NodeCore, events, instructions
-from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.keys import KEY_BYTES
-from tokenlake.store import Kind, SegmentStore
+from tokenlake.store import SegmentStore
 from tokenlake.wire import Code, engine
 from tokenlake_bench.simulation.meter import Meter
 from tokenlake_bench.simulation.network import Link, Network

@@ -93,7 +93,6 @@ def result_of(
     compared = baselines(view.done, nodes=view.nodes, capacity_tokens=view.capacity_tokens, seed=seed)
     flash = [] if flash_at is None else balance.max_over_mean_from(view.reads, flash_at, FLASH_WINDOWS)
     floor = [] if flash_at is None else balance.floor_from(view.reads, seed, flash_at, FLASH_WINDOWS)
-    minutes = max(1.0, view.seconds / 60)
     duration_s = prompts[-1].at_s - prompts[0].at_s
     return SimulatedResult(
         token_hit_rate=measured.token_hit_rate,
