@@ -96,9 +96,7 @@ def _check_together(config: ServerConfig, origin: Mapping[str, str]) -> None:
     if config.huge_pages and config.region_size % HUGE_PAGE:
         raise refuse("region_size", f"a multiple of {format_size(HUGE_PAGE)}, because 'huge_pages' is true")
     if config.cached_share + config.dirty_share > 0.95 + 1e-9:
-        raise refuse(
-            "cached_share", "a sum with dirty_share of at most 0.95: the rest is for primary copies"
-        )
+        raise refuse("cached_share", "a sum with dirty_share of at most 0.95: the rest is for primary copies")
     if config.metrics == config.listen and parse_address(config.listen).port:
         raise refuse("metrics", f"another address than 'listen', which is {config.listen}")
 

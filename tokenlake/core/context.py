@@ -11,7 +11,7 @@ from tokenlake.config import RuleSettings, ServerConfig
 from tokenlake.core.instructions import Instruction
 from tokenlake.core.timers import Timer, Timers
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
-from tokenlake.metrics import Counters, Metric
+from tokenlake.metrics import Counters
 from tokenlake.rate import Rate
 from tokenlake.ring import Ring
 from tokenlake.store import Budgets, Segment, SegmentStore, State
@@ -21,12 +21,6 @@ from tokenlake.vacancy import Vacancy
 from tokenlake.wire.fields import MAX_AMOUNT, MAX_SECONDS
 
 __all__ = ["GOSSIP_S", "LOAD_HALF_LIFE_S", "Context", "CoreConfig"]
-
-READ_BYTES = Metric(
-    "tokenlake_read_bytes_total",
-    "Bytes of segments read from this node's arena, by its own engines and by other nodes",
-    "tenant",
-)
 
 LOAD_HALF_LIFE_S = 2.0
 GOSSIP_S = 0.250
@@ -103,13 +97,13 @@ class Context:
         """Seconds from `then` to now; at most `MAX_SECONDS`, the limit of a message's field."""
         return min(MAX_SECONDS, max(0.0, self.now - then))
 
-    def served(self, tenant: TenantId, nbytes: int) -> None:
-        """Count bytes read from this node's arena, by its own engines or by other nodes."""
-        self.counters.add_for(READ_BYTES, tenant, nbytes)
+    def sends(self, nbytes: int) -> None:
+        """Count bytes that this node sends to engines of other nodes."""
         self._load.add(nbytes, self.now)
 
     def load(self) -> float:
-        """Recent rate of reads from this node's arena, bytes per second; at most `MAX_AMOUNT`."""
+        """This node's load: the recent rate of bytes sent to engines of other nodes, per second; at most
+        `MAX_AMOUNT`."""
         return min(MAX_AMOUNT, self._load.at(self.now))
 
     def after(self, delay_s: float, callback: Callable[[], None]) -> Timer:

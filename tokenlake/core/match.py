@@ -64,6 +64,9 @@ PENDING = Metric(
     "tokenlake_pending_timeout_tokens_total",
     "Tokens of the first missing segment of matches that ended while the segment was being computed, or sent to others",
 )
+READ_BYTES = Metric(
+    "tokenlake_read_bytes_total", "Bytes of segments that engines of this node read from its arena", "tenant"
+)
 MATCHES = Metric("tokenlake_match_requests_total", "Match requests")
 
 PART_OF_DEADLINE = 0.25
@@ -502,6 +505,7 @@ class Matches:
             self._recheck(search)
             self._leave_out_dropped(found)
             self._report_stale(search)
+            self._set_codes_behind_the_gap(search)
         limit = self._grants.may_lease(session, found.segments, len(session.processes)) if match.process.alive else 0
         hits = found.prefix(limit) if search is not None else limit
         if hits == limit < len(match.keys) and found.codes[limit] <= _REMOTE:
@@ -544,6 +548,15 @@ class Matches:
             else:
                 self._peers.tell(directory_node, wire.Evicted(search.tenant, join_keys(keys), owner))
 
+    def _set_codes_behind_the_gap(self, search: _Search) -> None:
+        """Keys behind the first missing segment of which no directory node was asked count as missing with it."""
+        codes = search.found.codes
+        gap = search.found.prefix(len(codes))
+        if gap < len(codes) and codes[gap] != _UNKNOWN:
+            for index in search.directory_nodes:
+                if index > gap and codes[index] == _UNKNOWN and index not in search.answered:
+                    codes[index] = _MISSING
+
     def _count(self, match: _Match, result: MatchResult) -> None:
         """Count the tokens that the match decides; those at other nodes are counted when they are fetched, shipped or
         skipped."""
@@ -552,7 +565,7 @@ class Matches:
         local = hits - result.segments.count(None) if result.owners else hits
         pending = int(hits < keys and result.codes[hits] in (Code.PENDING, Code.DEFERRED))
         counters.add(LOCAL, local * size)
-        self._context.served(session.tenant, local * session.slot_bytes)
+        counters.add_for(READ_BYTES, session.tenant, local * session.slot_bytes)
         counters.add(PENDING, pending * size)
         counters.add(MISSING, (keys - hits - pending) * size)
 

@@ -353,7 +353,7 @@ class Serving:
         self._context.counters.add(SENT_BYTES, len(sent) * slot_bytes)
         if not background:
             self._context.counters.add(SENT_TO_READERS, len(sent))
-            self._context.served(tenant, len(sent) * slot_bytes)
+            self._context.sends(len(sent) * slot_bytes)
             self._fan_out.began(node, sent)
         slots = b"".join(segment.packed for segment in sent)
         checksums = b"".join(segment.checksums for segment in sent)

@@ -140,7 +140,7 @@ class LookupReply(_Message, frozen=True, tag=5):
     vacancy: tuple[Share, Seconds, RetentionValue]
     """The sender's."""
     load: Amount
-    """Recent rate of reads from the sender's arena, bytes per second."""
+    """Recent rate of bytes that the sender sends to engines of other nodes, per second."""
     known_depth: Index = 0
     """Number of keys up to the deepest one that the sender has or remembers; 0: none."""
     last_access: AccessRecord = NO_ACCESS
