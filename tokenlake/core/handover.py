@@ -1,10 +1,10 @@
-"""Hand-over of segments to a node whose memory is clearly emptier, before they are evicted here.
+"""Hand-over of new segments to a node whose memory is clearly emptier, and has been for long.
 
 ::
 
-    every gossip interval, at a node whose memory is full and that evicted segments:
-        the emptiest other node is clearly emptier?
-            --> Offer of the next victims, about as many as were evicted
+    commit at a node whose memory is full
+        another node is clearly emptier, now and as a running mean?
+            --> Offer of the new segments to the emptiest one
                     |  the other node pulls those that its policy admits, owns them, tells their directory nodes
                     v
                 OfferReply: the copies here become cached copies of the new owner, evicted first
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import islice
 
 from tokenlake.core.context import Context
 from tokenlake.core.directory_node import DirectoryNode
@@ -26,7 +25,7 @@ from tokenlake.core.fetch import OnArrival, Transfers, deadline_s
 from tokenlake.core.peers import Peers, Reply
 from tokenlake.identity import NodeId, SegmentKey, TenantId
 from tokenlake.metrics import Metric
-from tokenlake.store import Kind, PoolId, Segment, State
+from tokenlake.store import Kind, Segment, State
 from tokenlake.wire import Code
 from tokenlake.wire import peer as wire
 from tokenlake.wire.fields import CHECKSUM_BYTES
@@ -40,12 +39,10 @@ CLEARLY = 1.0
 """Least lead of the other node (`Vacancy.lead`), now and as a running mean."""
 LASTING_S = 60.0
 """Time constant of the running mean: where the load is even, each node is clearly emptier than others now and then."""
-OFFERED_S = 1.0
-"""Expected time of the transfers on offer at most; at least one segment is offered."""
+OFFERED_BYTES = 8 << 30
+"""Bytes on offer at a time, or one write; the segments of further writes stay here."""
 GRACE_S = 1.0
 """Added to the deadline of an offer: the receiver may pull offers of other nodes first."""
-LOOKED_AT = 256
-"""Next victims that are looked at for one offer."""
 
 
 class Handover:
@@ -56,50 +53,32 @@ class Handover:
         self._peers = peers
         self._directory_node = directory_node
         self._transfers = transfers
-        self._evictions: dict[PoolId, int] = {}
-        """Evictions of each pool up to the last interval."""
-        self._on_offer = 0
-        """Offers without an answer."""
         self._leads: dict[NodeId, float] = {}
         """Running mean of the lead of each peer."""
+        self._on_offer = 0
+        """Bytes of offers without an answer."""
 
     def start(self) -> None:
-        """Begin to look once per gossip interval."""
+        """Begin to compare the memory of the nodes once per gossip interval."""
         if len(self._context.ring.members) > 1:
-            self._context.after(self._context.config.gossip_s, self._look)
+            self._context.after(self._context.config.gossip_s, self._compare)
+
+    def _compare(self) -> None:
+        here, part = self._context.vacancy(), min(1.0, self._context.config.gossip_s / LASTING_S)
+        for peer in self._peers:
+            mean = self._leads.get(peer.node, 0.0)
+            self._leads[peer.node] = mean + part * (peer.vacancy.lead(here) - mean)
+        self._context.after(self._context.config.gossip_s, self._compare)
 
     # -- offers made
 
-    def _look(self) -> None:
-        store = self._context.store
-        evicted = {pool.id: pool.evictions - self._evictions.get(pool.id, 0) for pool in store.pools()}
-        self._evictions = {pool.id: pool.evictions for pool in store.pools()}
-        here, part = self._context.vacancy(), min(1.0, self._context.config.gossip_s / LASTING_S)
-        best, most = NodeId(""), CLEARLY
-        for peer in self._peers:
-            lead = peer.vacancy.lead(here)
-            mean = self._leads.get(peer.node, 0.0)
-            mean = self._leads[peer.node] = mean + part * (lead - mean)
-            if peer.usable and min(lead, mean) >= most:
-                best, most = peer.node, min(lead, mean)
-        if best and here.full and not self._on_offer:
-            for pool, count in evicted.items():
-                self._offer(best, self._next_victims(best, pool, count))
-        self._context.after(self._context.config.gossip_s, self._look)
-
-    def _next_victims(self, node: NodeId, at: PoolId, count: int) -> list[Segment]:
-        """Up to `count` primary copies that would be evicted next, less the cached copies that go before them."""
-        pool = self._context.store.slot_pool(at)
-        surplus = pool.counts[Kind.CACHED] - pool.budget(pool.budgets.cached, pool.slots)
-        count = min(count - max(0, surplus), LOOKED_AT)
-        if count <= 0:
-            return []
-        room = max(1, int(OFFERED_S / self._peers.predict_s(node, at.slot_bytes)))
-        victims = (segment for segment in islice(pool.retention, LOOKED_AT) if not segment.pins)
-        return list(islice(victims, min(count, room)))
-
-    def _offer(self, node: NodeId, segments: Sequence[Segment]) -> None:
-        if not segments:
+    def committed(self, segments: Sequence[Segment]) -> None:
+        """READY segments of one write, in prompt order, were committed here: offer those that this node owns where
+        another node is clearly emptier."""
+        segments = [segment for segment in segments if segment.owned]
+        nbytes = sum(segment.slot_bytes for segment in segments)
+        node = self._emptiest() if segments and max(self._leads.values(), default=0.0) >= CLEARLY else None
+        if node is None or (self._on_offer and self._on_offer + nbytes > OFFERED_BYTES):
             return
         first = segments[0]
         make = partial(
@@ -111,15 +90,25 @@ class Handover:
             shards=len(first.checksums) // CHECKSUM_BYTES,
             hints=first.hints,
         )
-        self._on_offer += 1
-        wait_s = GRACE_S + deadline_s(self._peers.predict_s(node, first.slot_bytes * len(segments)))
-        self._peers.call(node, make, wait_s, partial(self._answered, node, segments), proves_life=False)
+        self._on_offer += nbytes
+        wait_s = GRACE_S + deadline_s(self._peers.predict_s(node, nbytes))
+        self._peers.call(node, make, wait_s, partial(self._answered, node, segments, nbytes), proves_life=False)
 
-    def _answered(self, node: NodeId, segments: Sequence[Segment], reply: Reply | None) -> None:
-        self._on_offer -= 1
+    def _emptiest(self) -> NodeId | None:
+        """The usable node that is emptiest of those clearly emptier than this one, which is full; None without one."""
+        here = self._context.vacancy()
+        if not here.full:
+            return None
+        leads = [(peer.vacancy.lead(here), peer.node) for peer in self._peers if peer.usable]
+        lasting = [(lead, node) for lead, node in leads if min(lead, self._leads.get(node, 0.0)) >= CLEARLY]
+        return max(lasting, key=lambda each: each[0])[1] if lasting else None
+
+    def _answered(self, node: NodeId, segments: Sequence[Segment], nbytes: int, reply: Reply | None) -> None:
+        self._on_offer -= nbytes
         if not isinstance(reply, wire.OfferReply) or len(reply.codes) != len(segments):
             return
-        for segment, code in zip(segments, reply.codes, strict=True):
+        # Deepest first, so that parents are evicted last.
+        for segment, code in reversed(list(zip(segments, reply.codes, strict=True))):
             if code == Code.COMMITTED and segment.owned:
                 segment.source = node
                 self._context.store.become(segment, Kind.CACHED, self._context.now)
@@ -177,4 +166,4 @@ class Handover:
 
     def census(self) -> dict[str, int]:
         """Entries of each map."""
-        return {"offers": self._on_offer}
+        return {"bytes on offer": self._on_offer}

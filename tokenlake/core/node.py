@@ -83,7 +83,9 @@ class NodeCore:
         )
         self._corruption = Corruption(context)
         self._reads = LeaseReads(context, self._grants, self._peers, self._transfers, self._touches, self._copies_of)
-        self._writes = Writes(context, self._grants, self._directory_node, self._ownership, self._touches)
+        self._writes = Writes(
+            context, self._grants, self._directory_node, self._ownership, self._handover, self._touches
+        )
         self._learned = Learned(context, self._peers)
         self._checks = Checks(
             context, self._sessions, self._peers, self._transfers, self._serving, self._regions, self._learned

@@ -10,6 +10,7 @@ from tokenlake.core.access import Touches, with_access
 from tokenlake.core.context import Context
 from tokenlake.core.directory_node import DirectoryNode
 from tokenlake.core.grants import Grants, Write
+from tokenlake.core.handover import Handover
 from tokenlake.core.instructions import Answer
 from tokenlake.core.ownership import Ownership
 from tokenlake.core.sessions import Process, Session
@@ -38,12 +39,14 @@ class Writes:
         grants: Grants,
         directory_node: DirectoryNode,
         ownership: Ownership,
+        handover: Handover,
         touches: Touches,
     ) -> None:
         self._context = context
         self._grants = grants
         self._directory_node = directory_node
         self._ownership = ownership
+        self._handover = handover
         self._touches = touches
 
     def prepare(self, process: Process, request: wire.Prepare) -> None:
@@ -152,6 +155,7 @@ class Writes:
         self._context.counters.add(STORED, len(whole))
         self._context.counters.add_for(WRITTEN_BYTES, session.tenant, len(whole) * session.slot_bytes)
         self._ownership.committed(session.tenant, whole)
+        self._handover.committed(whole)
         return bytes(codes)
 
     def abort(self, process: Process, request: wire.Abort) -> None:

@@ -51,8 +51,6 @@ class SlotPool:
         self.counts = [0] * len(Kind)
         """Segments that are RESERVED or READY, by kind."""
         self.quarantined = 0
-        self.evictions = 0
-        """Segments that were evicted so far."""
         self.draining: int | None = None
         """A region that is to be given away: its slots do not count, and get no new segments."""
 

@@ -138,10 +138,6 @@ class SegmentStore:
             self._grow(pool)
         return pool
 
-    def slot_pool(self, pool: PoolId) -> SlotPool:
-        """A pool with memory. KeyError for another."""
-        return self._pools[pool]
-
     def pools(self) -> Iterable[SlotPool]:
         """All pools with memory, in order of creation."""
         return self._pools.values()
@@ -490,7 +486,6 @@ class SegmentStore:
     def _evict(self, segment: Segment, now: float, rule: str = "") -> None:
         """`rule`: the reason, if it is none of the order of eviction."""
         self._counters.add(EVICTED)
-        self._pools[segment.pool].evictions += 1
         if not rule and segment.kind is Kind.PRIMARY:
             rule = self._pools[segment.pool].retention.rule(segment) or self._rule
         removal = Removal(now, rule or CACHED_RULE, unused_s=max(0.0, now - segment.touched))
