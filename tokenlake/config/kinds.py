@@ -93,7 +93,7 @@ def whole(low: int, high: int) -> Kind:
 
 
 def real(low: float, high: float, unit: str) -> Kind:
-    """A finite number within [low, high]. `unit`: the noun in the message."""
+    """A finite number within [low, high]. `unit`: the noun by which errors describe it, such as `seconds`."""
     expected = f"{unit} from {low:g} to {high:g}"
 
     def parse(value: object) -> float:
@@ -166,7 +166,8 @@ def text() -> Kind:
 
 
 def optional(kind: Kind) -> Kind:
-    """A value of `kind`, or nothing: the empty text, and None in JSON. Nothing is read as None and shown as empty."""
+    """A value of `kind`, or no value, which is given as the empty text or None, read as None and shown as the empty
+    text."""
     expected = f"{kind.expected}, or nothing"
 
     def parse(value: object) -> object:

@@ -10,13 +10,13 @@ __all__ = ["Code"]
 class Code(IntEnum):
     """One per key and call."""
 
-    # From here to UNKNOWN in order: where several nodes answer for a key, the lowest code counts.
+    # LOCAL to UNKNOWN are ordered: where several nodes answer for a key, the lowest code counts.
     LOCAL = 1
     """Leased, in this node's arena: the slot is in the reply."""
     REMOTE = 2
     """Leased at another node: a fetch brings it here."""
     DEFERRED = 3
-    """Its owner has it and is sending it to other readers; a lookup that follows soon is served. Not leased."""
+    """Its owner is sending it to other readers now, and serves a lookup that follows soon. Not leased."""
     PENDING = 4
     """In flight: an engine is computing it."""
     MISSING = 5

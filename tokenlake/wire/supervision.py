@@ -79,7 +79,7 @@ class Report(_Message, frozen=True, tag=7):
     answers: int
     """Queries of engines that were answered, one per step and layer."""
     lost_parts: int
-    """Parts of these that were LOST."""
+    """Parts of the answered queries of engines that were LOST."""
     results: int
     """Answers to other query engines."""
     late_results: int
