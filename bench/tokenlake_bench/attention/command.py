@@ -57,7 +57,7 @@ class AttentionArguments:
             _numbers("queries", self.queries),
             time.process_time if self.processor_time else time.perf_counter,
         )
-        # Processor time would be that of this process alone.
+        # Processor time is measured for this process alone, so that the rows of other nodes need wall time.
         if self.nodes and not self.processor_time:
             from tokenlake_bench.attention.remote import remote_cases
 
@@ -70,7 +70,7 @@ class AttentionArguments:
 
 
 def run_attention(arguments: AttentionArguments) -> list[Row]:
-    """Run, print, and write the file that was asked for. Raises TokenLakeError."""
+    """Run the benchmark, print its table, and write the JSON file if one was asked for. Raises TokenLakeError."""
     console = Console()
     rows = []
     for case in arguments.cases():
@@ -109,7 +109,7 @@ def _numbers(field: str, text: str) -> Sequence[int]:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    table = Table(title="per call and layer; ceiling: in the same turns", title_justify="left")
+    table = Table(title="per call and layer; ceiling: the fastest other way, in the same turns", title_justify="left")
     table.add_column("row", min_width=max(len(row.name) for row in rows))
     for title in ("p50", "p99", "ceiling", "ratio", "least", "bytes", "formula"):
         table.add_column(title, justify="right")

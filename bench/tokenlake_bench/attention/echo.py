@@ -16,7 +16,7 @@ MOST_BYTES: Final = 64 << 20
 
 
 class Echo:
-    """The other process; it ends with `close`."""
+    """The other process of the transfers, which answers each of them; `close` ends it."""
 
     def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:

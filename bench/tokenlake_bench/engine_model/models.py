@@ -1,4 +1,5 @@
-"""The size of models: parameters, cache per token, arithmetic per token. From the published configurations."""
+"""The size of models: parameters, cache per token, arithmetic per token, computed from their published
+configurations."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ class GroupedAttention:
         return self.prefill_flops
 
     def copies(self, gpus: int) -> int:
-        """KV heads are split over the GPUs; with more GPUs than KV heads, several GPUs hold the same heads."""
+        """1 up to as many GPUs as KV heads, which are split over the GPUs; with more GPUs several hold the same
+        heads."""
         return max(1, gpus // self.kv_heads)
 
 
@@ -121,7 +123,8 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """A gated network (three matrices). A token passes `chosen` of the `experts` routed and all `shared` ones.
+    """A gated feed-forward network (three matrices per expert). A token passes through `chosen` of the `experts` routed
+    experts and through all `shared` ones.
 
     A dense layer is one shared expert.
     """
@@ -161,7 +164,7 @@ class Model:
     dense: FeedForward
     mixture: FeedForward | None = None
     weight_bytes: int = 2
-    """Bytes per parameter: 2 in bfloat16, 1 in FP8, where products run at the GPU's FP8 rate."""
+    """Bytes per parameter: 2 in bfloat16; 1 in FP8, with which matrix products run at the GPU's FP8 rate."""
 
     @property
     def mixture_layers(self) -> int:

@@ -8,9 +8,9 @@ ignores prefixes: no order of eviction finds more.
 
     Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 5(2), 1966
 
-The computation needs no segments, only the number of held segments by the request that uses them next: after a request,
-`count` of its segments wait for request `later`; when the capacity is exceeded, segments of the latest request are
-evicted. A request finds all segments that waited for it.
+The computation needs no single segments, only the number of held segments per request that uses them next: after a
+request, `count` of its segments wait for a later request; when the capacity is exceeded, segments that wait for the
+latest request are evicted. A request finds all segments that wait for it.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Bounds:
     def clairvoyant(self, segments: int) -> HitCount:
         """The hits of one cache of `segments` that knows the future."""
         held = [0] * len(self.waiting)
-        """Held segments by the request that uses them next."""
+        """By request, the number of held segments that it is the next to use."""
         total = hits = 0
         latest: list[int] = []
-        """A heap of negated requests; it may contain requests for which no segment waits any more."""
+        """A heap of negated request numbers, the latest request first; for some no segment may wait any more."""
         for index, later in enumerate(self.waiting):
             hits += held[index]
             total -= held[index]

@@ -30,18 +30,18 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     nodes: int
     policy: str
     hit_rate: float
-    """Share of all prompt tokens, those beyond the last full segment included."""
+    """Hit tokens as a share of all prompt tokens, those beyond the last full segment included."""
     orphan_share: float
     """Share of the held segments whose parent is not held; mean over samples."""
     copies_per_segment: float
     serve_us: float
-    """Processor time per segment of a prompt, for everything that serving it takes in the study."""
+    """Processor time per segment of a prompt for serving it in the study: store, placement and policy."""
     policy_us: float
     """Processor time per segment of a prompt that is spent in the eviction policy; contained in `serve_us`."""
     of_clairvoyant: float | None = None
     of_lru: float | None = None
     of_one_node: float | None = None
-    """Relative to the same policy and capacity on one node."""
+    """Hit rate relative to the same policy and capacity on one node."""
     policy_of_lru: float | None = None
     """The policy's time relative to LRU's."""
 
