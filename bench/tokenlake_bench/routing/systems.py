@@ -1,7 +1,7 @@
 """The systems compared, by name: a router, its knowledge, and whether prefill and decode run on separate instances.
 
-`-perfect`: the router knows every cache, and requests under way take no memory from the caches. `-real`: the router
-knows only the requests it sent, and the caches share their memory with the requests under way.
+Names end in `-perfect` where the router knows every cache and requests under way take no memory from the caches, and in
+`-real` where the router knows only the requests that it sent and caches share their memory with requests under way.
 """
 
 from __future__ import annotations

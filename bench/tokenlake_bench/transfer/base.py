@@ -10,7 +10,8 @@ __all__ = ["FAST", "HASH_MANY", "HASH_NEW", "MATCH", "MATCH_KEYS", "SIZES", "WIN
 
 MATCH_KEYS: Final = 128
 WINDOWS: Final = 9
-"""Sets of segments that the rows use in rotation: 9 x 128 MiB, so that no processor cache holds the next one."""
+"""Number of sets of segments (windows) that the rows use in rotation: 9 x 128 MiB, so that the next window is in no
+processor cache."""
 FAST: Final = 20
 """Samples per turn of a row that takes well under a millisecond."""
 
@@ -25,7 +26,7 @@ WIRE_CEILING: Final = "tcp_loop"
 
 @dataclass(frozen=True, slots=True)
 class RowKind:
-    """A row of the result. `nbytes`: bytes moved per call, 0 for a row without a rate; `ceiling`: the row of `Ceilings`
+    """A row to measure. `nbytes`: bytes moved per call, 0 for a row without a rate; `ceiling`: the row of `Ceilings`
     that bounds its rate."""
 
     name: str
@@ -43,7 +44,7 @@ class Size:
 
     @property
     def many(self) -> str:
-        """Label of such a call in the names of rows."""
+        """Label of a call with `count` segments in the names of rows."""
         return f"{self.count}x{self.label}"
 
     @property
@@ -86,7 +87,7 @@ SIZES: Final = (Size("1MiB", 1 << 20, 128), Size("32MiB", 32 << 20, 4))
 
 
 class System(Protocol):
-    """The pool, another store, or the machine itself."""
+    """A system to measure: the pool, another store, or the machine itself."""
 
     name: str
 
