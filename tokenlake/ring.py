@@ -44,7 +44,8 @@ class _Circle(NamedTuple):
 
 
 class Ring:
-    """Immutable. Members with equal `members` and `run_length` build equal rings on every machine."""
+    """The ring of a pool. Immutable. Nodes that are configured with equal `members` and `run_length` have equal
+    rings."""
 
     def __init__(self, members: Mapping[NodeId, int], run_length: int = 1) -> None:
         """`members`: weight per node (bytes of memory). `run_length`: maximum number of consecutive new segments with

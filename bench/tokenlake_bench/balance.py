@@ -103,7 +103,7 @@ def load_of_nodes(log: ReadLog) -> list[int]:
 
 
 def spread(log: ReadLog, window_s: float = WINDOW_S) -> Spread:
-    """The spread of the reads as they were served."""
+    """The spread of the reads over the nodes that served them."""
     reads = log.arrays()
     window, windows = reads.windows(window_s)
     return _spread(_table(window, windows, reads.node, reads.nbytes, reads.nodes))

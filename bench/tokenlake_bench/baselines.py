@@ -83,7 +83,7 @@ class Baselines:
 
 
 class Lru:
-    """Segment ids, at most `capacity`, least recently touched first."""
+    """An LRU cache of segment ids, of at most `capacity`."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

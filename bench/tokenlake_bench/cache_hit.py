@@ -30,7 +30,8 @@ more."""
 TRACE_CAPACITY_TOKENS = 3_000_000
 BUILTIN_SEGMENT_TOKENS = 64
 BUILTIN_CAPACITY_TOKENS = 24_000
-"""Less than the conversations of the built-in workload need, so that segments are evicted."""
+"""Default capacity of the pool for the built-in workload: less than its conversations need, so that segments are
+evicted."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -259,8 +259,10 @@ def attention(**arguments: object) -> None:
 @_json
 @click.option("--plot", "plot_file", type=_FILE, help="Draw the fastest way of each case as this .png file.")
 def planner(**arguments: object) -> None:
-    """Time every way to use a cached prefix over shaped links between real daemons, and compute the planner's
-    regret."""
+    """Time every way to use a cached prefix over links of given speeds between real daemons.
+
+    Then computes the planner's regret: how much slower its choices are than the fastest ways.
+    """
     from tokenlake_bench.planner.command import PlannerArguments, run_planner
 
     try:

@@ -41,7 +41,7 @@ WINDOW = 32
 CACHED_SHARE = ServerConfig().cached_share
 SENT_BYTES = "tokenlake_sent_bytes_total"
 SHIP_MEMORY = "128MiB"
-"""Memory of each node in the second part: all its documents fit."""
+"""Memory of each node in the second part of the demo, in which all documents of that part fit."""
 EVICTED = "tokenlake_evicted_segments_total"
 
 
@@ -66,13 +66,13 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions) -> tuple[DemoResult, DemoDetails]:
-    """Run, print, and write the JSON if asked for. Raises TokenLakeError, and ModuleNotFoundError where a module of the
-    engines is not installed."""
+    """Run the demo, print its tables, and write the JSON file if one was asked for. Raises TokenLakeError, and
+    ModuleNotFoundError where a module of the engines is not installed."""
     # Checked before the engine processes, which import these modules, are started.
     check_modules("torch", "transformers")
     console = Console()
     if options.trace is not None:
-        # Report an unreadable file before the models are loaded.
+        # Read here, so that an unreadable file is reported before the models are loaded.
         read_mooncake(options.trace, limit=1)
     began = time.monotonic()
     with contextlib.ExitStack() as stack:

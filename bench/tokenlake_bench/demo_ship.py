@@ -46,7 +46,8 @@ class _Served:
 def run_ship_part(
     console: Console, cluster: Cluster, engines: list[EngineHandle], layout: Layout, q_heads: int, vocabulary: int
 ) -> ShipResult:
-    """An engine at one node stores documents; an engine at another node answers questions about them, in both ways.
+    """An engine at one node stores documents; an engine at another node answers questions about them, once by fetching
+    and once by attending in place.
 
     The nodes of `cluster` have query engines and nothing stored. Raises TokenLakeError when an engine ends.
     """

@@ -1,4 +1,4 @@
-"""`tokenlake bench engine`: the pool's effect on one engine, and on two behind round robin."""
+"""`tokenlake bench engine`: times of one engine with and without the pool, and of two behind a round robin."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class EngineArguments:
 
 
 def run_engine(arguments: EngineArguments) -> dict[str, Any]:
-    """Measure, print and return; docs/results/engine.md describes the result's keys."""
+    """Run the benchmark, print its tables and return the result; docs/results/engine.md describes the result's keys."""
     against = [name for name in arguments.against.split(",") if name]
     for name in against:
         if name not in ARRANGEMENTS:

@@ -101,7 +101,7 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
         module = FAST_DAEMON if options.speed > 0 else SERVER
         memory = str(size.memory)
         cluster = stack.enter_context(Cluster(options.nodes, memory, memory, None, module, **options.settings()))
-        # Fetched segments have to fit among the cached copies.
+        # Fetched segments become cached copies, so a window has at most as many as a node may keep of these.
         window = max(1, min(WINDOW, int(CACHED_SHARE * size.node_segments)))
         clients = [
             LiveClient(pool, options.seed, window=window, haste=options.haste)

@@ -71,8 +71,8 @@ class LiveClient:
         chain: ChainOf = chain_of,
         haste: float = 1.0,
     ) -> None:
-        """`window`: segments read at a time. `tenant`: the owner of the expected bytes, by default the connection's
-        tenant. `haste`: seconds of the daemon's clock per real second."""
+        """`window`: number of segments read at a time. `tenant`: the tenant in whose name the expected bytes are
+        computed, by default that of the connection. `haste`: seconds of the daemon's clock per real second."""
         self.pool = pool
         self._window = window
         self._chain = chain

@@ -35,7 +35,7 @@ class LoadMeter:
         self._sent = [0] * len(cluster.nodes)
 
     def at(self, at_s: float) -> None:
-        """The next reads happen at `at_s`, which never decreases."""
+        """Set the trace time of the next reads, which must not decrease."""
         window = math.floor(at_s / self._window_s)
         if window != self._window:
             self.close_window()

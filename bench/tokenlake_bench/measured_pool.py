@@ -26,7 +26,7 @@ __all__ = ["MeasuredPool", "Watch"]
 
 
 class Watch:
-    """Measurements of a pool's calls, and switches for its reads. Thread-safe as far as several engine threads call."""
+    """Measurements of a pool's calls, and switches for its reads. Several threads of an engine may make the calls."""
 
     def __init__(self) -> None:
         self.flip = False
@@ -43,7 +43,7 @@ class Watch:
 
     @contextmanager
     def call(self, *, waited_for: bool) -> Iterator[None]:
-        """Context of one call of the pool; `waited_for`: a request waits for the call."""
+        """Context that measures one call of the pool. `waited_for`: does a request wait for the call?"""
         began = time.monotonic()
         try:
             yield

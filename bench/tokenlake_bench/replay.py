@@ -20,7 +20,7 @@ __all__ = ["ReplayLog", "replay"]
 
 @dataclass(slots=True)
 class ReplayLog:
-    """Sums over the requests done so far."""
+    """Sums over the requests that have been served so far."""
 
     requests: int = 0
     seconds: float = 0.0

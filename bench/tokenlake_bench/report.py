@@ -170,7 +170,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """'250 us', '1.50 ms', '2.00 s', '3 min 5 s'."""
+    """A duration with a unit that suits it: '250 us', '1.50 ms', '2.00 s', '3 min 5 s'."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 0.9995:

@@ -131,7 +131,7 @@ class SessionTrace:
 
 
 class _Chains:
-    """Segment ids, chained: equal ids mean that all blocks up to the segment's end are equal."""
+    """Assigns ids to segments: two segments get the same id if all blocks up to their ends are equal."""
 
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks

@@ -106,7 +106,8 @@ class Node:
 
 
 class Cluster:
-    """`nodes` daemons that know each other. As a context manager: started and ready inside, ended at the exit."""
+    """`nodes` daemons that know each other. A context manager: starts them and waits until they are ready; ends them at
+    the exit."""
 
     def __init__(
         self,

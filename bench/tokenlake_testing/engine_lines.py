@@ -187,7 +187,7 @@ class _Vllm:
         return bool(self._llm.reset_prefix_cache())
 
     def reset(self, how: str) -> bool:
-        """Reset vLLM's cache and the connector's, directly or by sleeping."""
+        """Reset vLLM's prefix cache and the connector's state, directly or by putting the engine to sleep."""
         if how == "sleep":
             self._llm.sleep(level=1)
             self._llm.wake_up()

@@ -29,9 +29,9 @@ class TinyModel:
 
 
 def save_tiny_model(directory: str | Path, model: TinyModel | None = None) -> Path:
-    """Write configuration and float32 weights to `directory` and return it. Needs the `transformers`
-    extra. Same `model`, same bytes. There are no special tokens: generation ends by length."""
-    # Imported here so that the package is importable without the extra.
+    """Write configuration and float32 weights to `directory` and return it. Equal `model` gives equal bytes. Needs the
+    `transformers` extra. There are no special tokens: generation ends by length."""
+    # Imported here, so that this module can be imported without the extra.
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

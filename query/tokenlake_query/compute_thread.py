@@ -65,7 +65,7 @@ class ComputeThread:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Sequence[Task]] = queue.SimpleQueue()
         self._kernels: dict[Attention, Kernel] = {}
-        """In order of use, the most recently used last."""
+        """Kernels in order of use, the most recently used last."""
 
     def start(self) -> None:
         """Start the thread."""

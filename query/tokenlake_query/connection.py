@@ -96,7 +96,8 @@ class FrameReader:
 
 
 class Connection:
-    """Owns `sock`. `serve` reads it in a thread of the connection; `send` may be called from any thread."""
+    """Sends and receives frames over `sock`, which it owns. `serve` reads it in a thread of the connection; `send` may
+    be called from any thread."""
 
     def __init__(self, sock: socket.socket, name: str) -> None:
         self.name = name

@@ -36,7 +36,7 @@ class ResultHandler(Protocol):
         """False when the results are not needed any more; they are then dropped."""
 
     def received(self, nbytes: int) -> None:
-        """A result of `nbytes` was received, its frame included."""
+        """Count `nbytes` bytes of a received result, including its frame."""
 
     def arrived(self, index: int, partial: Partial) -> None:
         """Take the result of part `index` of the request. The arrays are borrowed for the call."""

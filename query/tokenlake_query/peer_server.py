@@ -102,7 +102,7 @@ class PeerServer:
             self._refuse(message.view, error)
             return
         with self._lock:
-            # The view may have been closed while it was opened.
+            # The peer may have closed the view while this thread leased its segments.
             if message.view in self._views:
                 self._views[message.view] = _OpenView(Attention(layout, shape), segments)
                 self._counters.add(views=1)

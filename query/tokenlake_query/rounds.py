@@ -211,7 +211,7 @@ class Round:
         segments = step.parts[number].view.fetch(share, self._until)
         fetched = ("fetched", share)
         with self._lock:
-            # The peer may have answered while the segments were fetched.
+            # If the peer answered while its segments were fetched, they need not be computed here.
             if self._step is None or share not in self._awaited[number]:
                 return
             if segments is not None:

@@ -53,7 +53,7 @@ class Placement(NamedTuple):
 
 
 class View:
-    """A view of one engine. Thread-safe."""
+    """A view that one engine opened: the places of its segments. Thread-safe."""
 
     def __init__(self, pool: Pool, attention: Attention, local: Segments, shares: Sequence[Share]) -> None:
         self.pool = pool

@@ -111,7 +111,7 @@ def real(low: float, high: float, unit: str) -> Kind:
 
 
 def truth() -> Kind:
-    """true or false; in the environment also 1 or 0."""
+    """A truth value: true or false; in the environment also 1 or 0."""
     words = {"true": True, "1": True, "false": False, "0": False}
 
     def parse(value: object) -> bool:
@@ -240,7 +240,7 @@ def tenants() -> Kind:
         _require_unique((tenant.name for tenant in found), "each tenant's name once; given twice:")
         _require_unique((uid for tenant in found for uid in tenant.uids), "each uid once; given twice:")
         tokens = [token for tenant in found for token in tenant.tokens]
-        if len(set(tokens)) != len(tokens):  # the message must not show the token
+        if len(set(tokens)) != len(tokens):  # without `_require_unique`, whose message would show the token
             raise ValueError("each token once, over all tenants")
         return found
 

@@ -96,7 +96,8 @@ class CloseView(_Message, frozen=True, tag=4):
 
 
 class Step(_Message, frozen=True, tag=5):
-    """From an engine: from now on `Query` with this buffer means these parts. Not answered.
+    """From an engine: set the parts that each further `Query` of this buffer computes, and the places of their arrays.
+    Not answered.
 
     At `queries` in the buffer: [tokens of all parts, heads, key dim] of `dtype`, written by the engine before each
     `Query`. At `outputs`: float32 [tokens, heads, value dim], at `sums` float32 [tokens, heads] (natural logarithm

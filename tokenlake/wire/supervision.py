@@ -73,7 +73,7 @@ class Report(_Message, frozen=True, tag=7):
     """Counts, from the query engine: once when it begins to serve, and every second."""
 
     connections: int
-    """From engines and from other query engines."""
+    """Open connections from engines and from other query engines."""
     views: int
     """Open views, of engines of this node and of other nodes."""
     answers: int

@@ -44,7 +44,7 @@ class Case(Protocol):
 
 
 def row_of(case: Case, seconds: Sequence[float], ceilings: Sequence[float]) -> Row:
-    """`seconds[i]` and `ceilings[i]` are from one turn."""
+    """The row of a case. `seconds[i]` and `ceilings[i]`: times of the call and of its ceiling in turn i."""
     p50, p99 = np.quantile(seconds, (0.5, 0.99)).tolist()
     return Row(
         name=case.name,

@@ -1,4 +1,4 @@
-"""The command `bench attention`: each row in turn with its ceiling, then a table and JSON."""
+"""The command `bench attention`: times each row and its ceiling alternately, then writes a table and JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["AttentionArguments", "run_attention"]
 LEAST_TURNS = 5
 MOST_TURNS = 200
 WARM_TURNS = 1
-"""Turns to warm up, not counted."""
+"""Number of turns at the beginning that warm up and are not counted."""
 DTYPES = ("float32", "bfloat16")
 OWNERS = (1, 2, 4)
 
@@ -84,7 +84,8 @@ def run_attention(arguments: AttentionArguments) -> list[Row]:
 
 
 def take_turns(case: Case, seconds: float) -> Row:
-    """Time the call and the ceiling in turn, alternating which comes first, for about `seconds`."""
+    """Repeat turns for about `seconds`. A turn times the call and the ceiling once; turns alternate in which is
+    first."""
     taken: list[float] = []
     ceilings: list[float] = []
     until = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""Bare transfers as a ceiling: bytes to another process over TCP, and bytes back."""
+"""A ceiling for queries over the network: bare transfers of bytes to another process over TCP, and of bytes back."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ __all__ = ["LAYERS", "Q_HEADS", "SEGMENTS", "Fleet"]
 Q_HEADS: Final = 32
 LAYERS: Final = 2
 SEGMENTS: Final = 16
-"""Most segments of a view: 4,096 tokens."""
+"""Maximum number of segments of a view: 4,096 tokens."""
 NODES: Final = 5
 STORED: Final = 10 * SEGMENTS
 """Number of stored segments: enough that each node owns at least as many as a view takes from it."""
@@ -42,7 +42,7 @@ LOAD_SEGMENTS: Final = 4
 
 
 class Fleet:
-    """Five nodes, the first of which sends queries; every node owns its part of `keys`. A context manager."""
+    """Five nodes. The first one sends queries; each node owns the segments `keys[node]`. A context manager."""
 
     reader: Final = 0
     others: Final = tuple(range(1, NODES))

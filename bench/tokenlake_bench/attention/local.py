@@ -103,8 +103,9 @@ class LocalCase:
 def local_cases(
     dtypes: Sequence[str], tokens: Sequence[int], queries: Sequence[int], clock: Clock
 ) -> Iterator[LocalCase]:
-    """Every combination; the memory of one dtype and number of tokens exists at a time. Scattered slots are measured
-    for up to 16 queries: with more, the kernel gathers the segments first."""
+    """Yield the case of each combination. Only the cache of one dtype and number of tokens is in memory at a time.
+    Cases over scattered slots have up to 16 queries, because the kernel gathers the segments first where there are
+    more."""
     for dtype in dtypes:
         for length in tokens:
             cache = _cache(dtype, length)

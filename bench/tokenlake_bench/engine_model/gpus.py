@@ -27,7 +27,7 @@ class Gpu:
     flops: float
     """Peak in bfloat16, without sparsity."""
     fp8_flops: float
-    """Equal to `flops` where the GPU has no FP8."""
+    """Peak in FP8, without sparsity; equal to `flops` where the GPU has no FP8."""
     link_rate: float
     """Rate of the GPU's NVLinks, in one direction."""
     network_rate: float

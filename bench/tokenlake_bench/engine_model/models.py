@@ -108,16 +108,17 @@ class LatentAttention:
 
     @property
     def prefill_flops(self) -> int:
-        """Computed on the expanded keys and values."""
+        """Flops of scores and weighted values per head, computed on the expanded keys and values."""
         return 2 * self.heads * (self.nope_dim + self.rope_dim + self.value_dim)
 
     @property
     def decode_flops(self) -> int:
-        """Computed on the latent vectors: scores over latent and rotated part, then a weighted latent vector."""
+        """Flops per head, computed on the latent vectors: a score over latent and rotated part, and a weighted latent
+        vector."""
         return 2 * self.heads * (2 * self.latent + self.rope_dim)
 
     def copies(self, gpus: int) -> int:
-        """Every GPU holds the whole latent vector, as all heads need it."""
+        """One per GPU: every GPU holds the whole latent vector, because all heads need it."""
         return gpus
 
 
@@ -142,7 +143,7 @@ class FeedForward:
 
     @property
     def active(self) -> int:
-        """Parameters that a token is multiplied with, the routing included."""
+        """Number of parameters that are used to compute one token, including those of the routing."""
         return self.expert * (self.chosen + self.shared) + self.hidden * self.experts
 
     def read(self, tokens: int) -> float:
@@ -153,7 +154,8 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """`dense_layers` of `layers` have the feed-forward network `dense`, the others `mixture`."""
+    """The dimensions of a model. `dense_layers` of its `layers` have the feed-forward network `dense`, the others have
+    `mixture`."""
 
     name: str
     layers: int
@@ -239,7 +241,7 @@ MODELS: Final[dict[str, Model]] = {
         _DEEPSEEK_V3,
     )
 }
-"""By name; hyper-parameters from the models' config.json."""
+"""The models by name; their hyper-parameters are from their config.json."""
 
 
 def model_named(name: str) -> Model:

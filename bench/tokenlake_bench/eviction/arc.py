@@ -48,7 +48,8 @@ class AdaptiveReplacement(EvictionPolicy):
         (self._again if record.again else self._once)[segment] = None
 
     def _was_here(self, key: SegmentKey) -> bool:
-        """Whether the key has a ghost. If so, the queue that evicted it gets more room."""
+        """Whether the key has a ghost. If so, the ghost is removed and the queue that evicted it may have more
+        segments."""
         once, again = len(self._ghosts_once), len(self._ghosts_again)
         if key in self._ghosts_once:
             del self._ghosts_once[key]

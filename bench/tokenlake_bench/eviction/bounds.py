@@ -27,18 +27,19 @@ __all__ = ["Bounds", "bounds_of"]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The future of a workload, read once, for any number of capacities."""
+    """The next uses of all segments of a workload, from which the bounds for any capacity are computed."""
 
     accesses: Accesses
     waiting: list[list[tuple[int, int]]]
-    """Per request, its segments by the next request that uses them: (that request, number of segments)."""
+    """Per request, how many of its segments each later request is the next to use: (later request, number of
+    segments)."""
 
     def infinite(self) -> HitCount:
         """The hits of one cache for all requests that never evicts."""
         return self._count(sum(count for later in self.waiting for _, count in later))
 
     def clairvoyant(self, segments: int) -> HitCount:
-        """The hits of one cache of `segments` that knows the future."""
+        """The hits of one cache of `segments` segments that knows all future requests."""
         held = [0] * len(self.waiting)
         """By request, the number of held segments that it is the next to use."""
         total = hits = 0

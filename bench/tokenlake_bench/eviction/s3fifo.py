@@ -17,7 +17,7 @@ from tokenlake.store.segment import PolicyState, Segment
 __all__ = ["S3Fifo"]
 
 SMALL_SHARE = 0.1
-"""Share of all segments on probation; those beyond it are evicted first."""
+"""Share of all segments that may be on probation. While more are, segments on probation are evicted first."""
 MAX_ACCESSES = 3
 """Most accesses of a segment that are counted. A segment stays in the main queue for one more round per counted
 access."""
@@ -33,7 +33,7 @@ class _Record(PolicyState):
     def __init__(self, main: bool) -> None:
         self.main = main
         self.accesses = 0
-        """Accesses since the segment came or was moved, at most `MAX_ACCESSES`."""
+        """Accesses since the segment was added to its queue or moved to its end, at most `MAX_ACCESSES`."""
 
 
 class S3Fifo(EvictionPolicy):

@@ -110,7 +110,7 @@ class NodeStores:
         return sum(segment is not None for segment in self._held)
 
     def copies(self) -> int:
-        """Number of copies over all nodes."""
+        """Number of segments in the stores of all nodes, copies counted separately."""
         return sum(len(store.index(_TENANT)) for store in self._stores)
 
     def orphans(self) -> int:

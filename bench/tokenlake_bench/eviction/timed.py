@@ -18,7 +18,7 @@ class Timed(EvictionPolicy):
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
         self.taken_ns = 0
-        """Nanoseconds in all calls that change or compare segments."""
+        """Nanoseconds that all calls of the policy took which change its state or compare segments."""
 
     def insert(self, segment: Segment, now: float) -> None:
         """See `EvictionPolicy`."""

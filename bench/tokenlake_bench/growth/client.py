@@ -1,4 +1,4 @@
-"""A client process of `bench growth`: matches on command."""
+"""A client process of `bench growth`, which makes matches when its parent asks for them."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class GrowthArguments:
 
 
 def run_growth(arguments: GrowthArguments) -> GrowthResult:
-    """Run, print, and write the file that was asked for. Raises TokenLakeError."""
+    """Run the benchmark, print its tables, and write the JSON file if one was asked for. Raises TokenLakeError."""
     console = Console()
     # Start times are measured first, before the other daemons take memory.
     starts = _starts(arguments.sizes(), console)

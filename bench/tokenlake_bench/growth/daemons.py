@@ -31,7 +31,7 @@ PAGE: Final = 4096
 
 class GrowthDaemon:
     """One daemon with room for exactly the segments it holds, and a client of it. `empty_bytes`, `full_bytes`: resident
-    memory less shared memory before and after they were stored."""
+    memory less shared memory before and after the segments were stored."""
 
     def __init__(self, segments: int) -> None:
         """Start the daemon and fill it. Raises TokenLakeError."""

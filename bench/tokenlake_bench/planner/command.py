@@ -88,7 +88,7 @@ class PlannerArguments:
 
 
 def run_planner(arguments: PlannerArguments) -> Result:
-    """Run, print, and write the files that were asked for. Raises TokenLakeError."""
+    """Run the benchmark, print its tables, and write the files that were asked for. Raises TokenLakeError."""
     check_plot(arguments.plot_file)
     console = Console()
     works = arguments.works()
@@ -138,7 +138,7 @@ class _Bench:
 
     def learn_here(self) -> None:
         """Measure the inputs that do not depend on a link."""
-        # The first turn also sets up torch and the connections.
+        # The times of the first turn are not used, because it also sets up torch and the connections.
         self._turn(LEARNT[0], (PrefixUse.LOCAL, PrefixUse.RECOMPUTE))
         for work in LEARNT * LEARNING_TURNS:
             self._local_samples += self._turn(work, (PrefixUse.LOCAL, PrefixUse.RECOMPUTE)).values()

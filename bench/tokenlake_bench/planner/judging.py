@@ -1,4 +1,4 @@
-"""The regret of the planner's choices: one row per link and batch."""
+"""The regret of the planner's choices, by how much they are slower than the fastest way: one row per link and batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Prediction(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One link and batch; the prefix lies at another node, or at this one."""
+    """The planner's choice and the measured times of one batch over one link. `here`: the prefix lies at this node,
+    else at the other one."""
 
     megabytes_per_s: float
     delay_ms: float

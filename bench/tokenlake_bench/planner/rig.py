@@ -91,7 +91,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One batch served in one way."""
+    """The times and bytes of one batch that was served in one way."""
 
     use: PrefixUse
     work: Work
@@ -169,7 +169,8 @@ class _Document:
 
 
 class Rig:
-    """A context manager: starts all processes, and ends them at the exit."""
+    """The daemons, links, model and documents of the benchmark. A context manager: starts all processes, and ends them
+    at the exit."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         """`lengths`: lengths of the documents in tokens, multiples of `SEGMENT_TOKENS`."""

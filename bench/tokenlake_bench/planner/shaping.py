@@ -52,7 +52,7 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class Line:
-    """One direction between two nodes: computes when bytes may leave. Does no I/O."""
+    """The link in one direction between two nodes: computes when its bytes may leave. Does no I/O."""
 
     def __init__(self) -> None:
         self.shape = FREE

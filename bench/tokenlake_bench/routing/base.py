@@ -24,14 +24,14 @@ class RoutedRequest(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """Copy the first `segments` of the prompt from instance `source` before the prefill."""
+    """An order to copy the first `segments` segments of the prompt from instance `source` before the prefill."""
 
     source: int
     segments: int
 
 
 class Choice(NamedTuple):
-    """Indices of instances. `decode` equals `prefill` where one instance does both phases."""
+    """The instances that compute the prefill and the answer of a request, by index; equal where one computes both."""
 
     prefill: int
     decode: int

@@ -12,7 +12,8 @@ __all__ = ["ClockedInstance"]
 
 
 class ClockedInstance:
-    """`begin` and `first` as in `Instance`; `finished(job, now)` is called with the last token."""
+    """An `Instance` that the clock drives. `begin` and `first` as in `Instance`; `finished(job, now)` is called at the
+    last token of a job."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ _PROGRESS = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """`capacity_tokens`: KV cache of all instances together, split evenly; equal in every system."""
+    """Options that are equal for every system. `capacity_tokens`: KV cache of all instances together, split evenly."""
 
     instances: int
     capacity_tokens: int
@@ -162,7 +162,7 @@ class _Run:
         self._instances[choice.prefill].submit(Job(index, prompt.tokens, output, ready_s=ready_s))
 
     def _fetch(self, request: _Request, fetch: Fetch, now: float) -> float:
-        """Copy the prefix as far as the source really has it. Returns the seconds until it has arrived."""
+        """Copy those segments of the fetch that the source really has. Returns the seconds until they have arrived."""
         chain = request.routed.chain
         copied = min(fetch.segments, self._caches.match(chain, fetch.source))
         missing = copied - self._caches.match(chain, request.choice.prefill)
@@ -184,7 +184,7 @@ class _Run:
                 depth = max(self._caches.match(chain, instance), request.fetched)
                 job.cached = request.hit_tokens = depth * self._segment
                 request.began_s = now
-                # Count the prefix as used now, so that it is not evicted while it is read.
+                # The prefix counts as accessed now, so that it is not evicted while it is read.
                 self._caches.touch(chain[:depth], instance)
                 here = chain[: request.fetched - request.moved] + chain[request.fetched : depth]
                 self._read(here, instance, now)

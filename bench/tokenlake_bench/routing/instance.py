@@ -39,7 +39,7 @@ class Steps(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request at one instance. Times are the clock's; unknown times are NaN."""
+    """One request at one instance. Times are by the caller's clock; times that are not known yet are NaN."""
 
     number: int
     """The caller's identifier."""

@@ -22,7 +22,8 @@ __all__ = ["SYSTEMS", "System", "systems_named"]
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """`phases`: the proportion of prefill instances to decode instances, None where each instance does both."""
+    """One system. `phases`: the proportion of prefill instances to decode instances, None where each instance does
+    both."""
 
     name: str
     router: Callable[[Fleet], Router]
@@ -65,7 +66,8 @@ SYSTEMS: Final[dict[str, System]] = {
 
 
 def systems_named(names: str) -> list[System]:
-    """`all`, or names separated by commas. Raises ConfigurationError for a name that is not in `SYSTEMS`."""
+    """The systems of `names`: `all`, or names separated by commas. Raises ConfigurationError for a name that is not in
+    `SYSTEMS`."""
     if names == "all":
         return list(SYSTEMS.values())
     chosen = []

@@ -72,8 +72,8 @@ class SoakArguments:
 
 
 def run_soak(arguments: SoakArguments, console: Console | None = None) -> SoakResult:
-    """Run, print, and write the files that were asked for. A first interruption ends the load early, a second one the
-    checks afterwards. Raises TokenLakeError."""
+    """Run the soak, print its result, and write the files that were asked for. A first interruption ends the load
+    early, a second one the checks after the load. Raises TokenLakeError."""
     console = console or Console()
     console.print(arguments.command(), soft_wrap=True)
     with (
@@ -272,7 +272,7 @@ def _counts(counted: Counter[str]) -> str:
 
 
 def _wait_for_none(look: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Wait until all values are 0, for `DRAIN_S` at the longest. Returns the last values."""
+    """Call `look` until all values that it returns are 0, for at most `DRAIN_S`. Returns the last values."""
     until = time.monotonic() + DRAIN_S
     while any((found := look()).values()) and time.monotonic() < until:
         time.sleep(POLL_S)

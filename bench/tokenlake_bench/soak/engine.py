@@ -37,7 +37,7 @@ LONGEST_HOLD_S: Final = 15.0
 """Longest time in seconds for which a lease or write is held: several times the duration of a lease, which a live
 session renews, and longer than a reservation."""
 JUNK: Final = 0xEE
-"""Written into slots that must never be read."""
+"""The byte with which slots are filled whose segment must never be read."""
 
 
 @dataclass(slots=True)

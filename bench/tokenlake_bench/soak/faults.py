@@ -41,7 +41,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`for_s`: time until the process is started again or continued."""
+    """One fault of one process. `for_s`: seconds until the process is started again or continued."""
 
     at_s: float
     target: str

@@ -32,8 +32,8 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Flatness:
-    """`earlier`, `later`: medians of the halves; `allowed`: most by which the later may exceed the earlier;
-    `least_rate`: smallest growth per second that the comparison detects."""
+    """The comparison of the two halves of a process's life. `earlier`, `later`: medians of the gauge; `allowed`:
+    largest difference that counts as noise; `least_rate`: smallest growth per second that the comparison detects."""
 
     earlier: float
     later: float

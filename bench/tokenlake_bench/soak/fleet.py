@@ -50,7 +50,7 @@ tokens = ["{blue_token}"]
 
 
 class Fleet:
-    """A context manager: starts all processes, and ends them at the exit."""
+    """The daemons and engines. A context manager: starts all processes, and ends them at the exit."""
 
     def __init__(self, nodes: int, seed: int, rate: float, directory: Path) -> None:
         config = directory / "tokenlake.toml"
@@ -153,7 +153,7 @@ class Fleet:
                     self.recorder.add(at_s, name, pid, process_gauges(pid))
 
     def counted(self, metric: str) -> int:
-        """A counter over all daemons and their lives, as of the last samples."""
+        """A counter, summed over all daemons and all their lives, as of the last samples."""
         return self.counters[metric] + sum(last[metric] for last in self._last.values())
 
     def done(self) -> Counter[str]:

@@ -30,7 +30,7 @@ LIMIT_S: Final = 15.0
 """Deadline of one prompt in seconds. A store is delayed while the bound on dirty copies is reached, or while a region
 changes its tenant."""
 DEAD_S: Final = 60.0
-"""Time for the first daemon to notice that the others are gone."""
+"""Seconds within which the first daemon must notice that the others are gone."""
 _REFILL: Final = 1
 _DISPLACE: Final = 1_000_000
 """Numbers of the first new prompt of `refill` and of `displace`, so far apart that no prompt is used twice."""

@@ -92,7 +92,7 @@ class EngineSlot(threading.Thread):
         while not self.drained.is_set():
             self._may_start.wait()
             if self._ending.is_set() and self.lives:
-                # Killed, and not restarted when the load ended: there is nothing to give back.
+                # The process was killed and not started again before the load ended: it has nothing to give back.
                 self.drained.set()
                 return
             worker = self._start()

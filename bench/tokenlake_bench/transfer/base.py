@@ -13,7 +13,7 @@ WINDOWS: Final = 9
 """Number of sets of segments (windows) that the rows use in rotation: 9 x 128 MiB, so that the next window is in no
 processor cache."""
 FAST: Final = 20
-"""Samples per turn of a row that takes well under a millisecond."""
+"""Number of calls per turn in a row whose calls take well under a millisecond."""
 
 HASH_MANY: Final = "hash_32k_tokens"
 HASH_NEW: Final = "hash_256_tokens"
@@ -72,7 +72,8 @@ class Size:
         ]
 
     def key_rows(self) -> list[RowKind]:
-        """Rows whose cost is per key: measured at the size with `MATCH_KEYS` segments per call."""
+        """Rows whose cost depends on the number of keys, and not on the size of segments. They are measured only with
+        the size that has `MATCH_KEYS` segments per call."""
         if self.count != MATCH_KEYS:
             return []
         return [RowKind(name) for name in (HASH_MANY, HASH_NEW, MATCH, f"{MATCH}_remote", f"{MATCH}_under_load")]
@@ -95,7 +96,8 @@ class System(Protocol):
         """The rows that `sample` knows."""
 
     def sample(self, row: str, turn: int) -> list[float]:
-        """Seconds of one or several calls, whose bytes have been compared. `turn` chooses the window."""
+        """Make one or several calls of a row and compare their bytes. Returns the seconds of each call. `turn` chooses
+        the window."""
 
     def close(self) -> None:
         """End its processes. Idempotent."""

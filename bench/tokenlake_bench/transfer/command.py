@@ -1,4 +1,4 @@
-"""The command `bench transfer`: systems in turn, then tables, JSON and a picture."""
+"""The command `bench transfer`: runs the systems alternately, then writes tables, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tokenlake_bench.transfer.windows import Windows
 __all__ = ["TransferArguments", "run_transfer"]
 
 WARM_TURNS = 1
-"""Turns to warm up, not counted."""
+"""Number of turns at the beginning that warm up and are not counted."""
 REST_S = 0.05
 """Seconds of pause before each sample. This process has used processor time to compare bytes, and a peer's process has
 waited: with few processors the scheduler would without the pause delay this process while the clock runs."""
@@ -78,7 +78,7 @@ class TransferResult:
 
 
 def run_transfer(arguments: TransferArguments) -> TransferResult:
-    """Run, print, and write the files that were asked for. Raises TokenLakeError."""
+    """Run the benchmark, print its tables, and write the files that were asked for. Raises TokenLakeError."""
     console = Console()
     result = TransferResult()
     for size in arguments.measured():

@@ -31,7 +31,8 @@ PAUSE_S = 0.001
 PATIENCE_S = 5.0
 MATCH_S = 1.0
 FETCH_S = 10.0
-"""Deadlines are long: the benchmark measures how long a call takes, not whether it meets a deadline."""
+"""Deadline of a fetch in seconds; long, because the benchmark measures the time of a call and not whether it meets a
+deadline."""
 
 
 class PoolRows:
@@ -70,7 +71,7 @@ class PoolRows:
             self._prepare(writer, keys, number)
         self._reader = self._open.enter_context(daemons.start("reader", peers=1))
         if self._size.key_rows():
-            # The reader is the emptier candidate, so it becomes the owner.
+            # The reader becomes the owner of these segments, because it has more free memory than the writer.
             self._prepare(self._reader, self._near, 0)
             # The segments stay leased while the rows run, so that segments of the load do not displace them.
             self._open.enter_context(self._reader.match(self._near, deadline_s=MATCH_S))

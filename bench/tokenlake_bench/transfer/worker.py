@@ -42,8 +42,8 @@ class Worker:
         call_s: float = 120.0,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`module` is run by `python -m`; it calls `serve`. `call_s`: deadline of one call. `environment`: variables
-        added to this process's."""
+        """Starts the process. `module`: run by `python -m`; it must call `serve`. `call_s`: deadline of one call.
+        `environment`: variables that are added to those of this process."""
         self._module = module
         self._ended = False
         self._call_s = call_s
@@ -82,14 +82,14 @@ class Worker:
         return answer["result"]
 
     def close(self) -> None:
-        """Idempotent: the process and its group are gone afterwards."""
+        """End the process and its process group, and wait until they are gone. Idempotent."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with contextlib.suppress(OSError):
                 pipe.close()
         if not self._ended:
             self._ended = True
-            # End the group before reaping the process: afterwards its id may belong to another process.
+            # The group is killed before the process is reaped, because its id may belong to another process afterwards.
             self._wait_for_exit()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -41,7 +41,7 @@ class RagSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def turns_mean(self) -> float:
-        """A session is a single question."""
+        """1, because a session is a single question."""
         return 1.0
 
 

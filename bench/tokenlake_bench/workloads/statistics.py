@@ -24,7 +24,7 @@ class TraceStatistics(msgspec.Struct, frozen=True, kw_only=True):
     input_p99: float
     output_mean: float
     ideal_token_hit: float
-    """Share of the tokens found in a cache that never evicts, by longest prefix."""
+    """Share of the prompts' tokens whose longest prefix a cache that never evicts would find."""
     blocks: int
     used_once: float
     """Share of the blocks that occur in one request only."""

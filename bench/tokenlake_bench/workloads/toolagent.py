@@ -42,12 +42,13 @@ class ToolAgentSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def turns_mean(self) -> float:
-        """A session is a single tool call."""
+        """1, because a session is a single tool call."""
         return 1.0
 
 
 def tool_calls(settings: ToolAgentSettings, draw: Draw, starts: Iterator[float]) -> list[TraceLine]:
-    """`starts` gives the times of the tool calls; the conversations between them begin by a Poisson process."""
+    """Tool calls and conversations, in time order. `starts` gives the times of the tool calls; the conversations begin
+    at the times of a Poisson process."""
     share = settings.first_share + settings.second_share
     chats = round(settings.requests * (1 - share))
     lines = [_chats(settings, draw, chats)] if chats else []

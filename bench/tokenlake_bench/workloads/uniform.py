@@ -24,7 +24,7 @@ class UniformSettings(TraceSettings, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def turns_mean(self) -> float:
-        """A session is a single prompt."""
+        """1, because a session is a single prompt."""
         return 1.0
 
 

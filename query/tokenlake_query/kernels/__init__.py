@@ -1,4 +1,4 @@
-"""Attention kernels, by the device that has the segments."""
+"""Attention kernels, and the choice of one by the device on which the segments lie."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Store(Protocol):
     source: NDArray[np.uint8]
     """[WINDOWS, count, segment_bytes]; puts read it."""
     target: NDArray[np.uint8]
-    """The same shape; gets write it."""
+    """[WINDOWS, count, segment_bytes]; gets write it."""
 
     def exist(self, names: Sequence[str]) -> int:
         """Number of names that the store has, in one batch."""
@@ -67,7 +67,7 @@ class _Rows:
         store.target[:] = 1
         for window in range(WINDOWS):
             store.put(segment_names("read", window, size.count), window)
-        # Fill the memory once before anything is timed.
+        # The memory is filled once, so that no page of it is touched for the first time while the clock runs.
         fillers = [segment_names("old", number, size.count) for number in range(FILLERS)]
         for number, names in enumerate(fillers):
             store.put(names, number % WINDOWS)

@@ -85,7 +85,7 @@ class LMCacheStore:
 
 
 def _request(command: int, name: str, length: int = 0) -> bytes:
-    # model @ world size @ worker @ hash of the chunk @ dtype
+    # The fields of a key are: model @ world size @ worker @ hash of the chunk @ dtype.
     digest = int.from_bytes(name.encode(), "big")
     key = f"bench@1@0@{digest:x}@uint8".encode()
     return REQUEST.pack(command, length, BINARY, UINT8, 0, length, 0, 0, 0, key.ljust(150))
