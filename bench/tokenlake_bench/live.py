@@ -93,7 +93,8 @@ class LiveRun:
 
 
 def run_live(workload: Workload, options: LiveOptions, progress: Callable[[ReplayLog], None]) -> LiveRun:
-    """Replay `workload` and compare. Raises TokenLakeError; an interrupted replay is reported as far as it got."""
+    """Replay `workload` against real daemons and compute the baselines for the same requests. An interrupted replay is
+    reported as far as it got. Raises TokenLakeError."""
     size = pool_size(options.nodes, options.capacity_tokens, bench_layout(options.segment_tokens))
     accesses = intern_segments(workload, options.segment_tokens)
     began = time.monotonic()

@@ -35,7 +35,7 @@ class SlotRef(NamedTuple):
 
 
 def unpack_slots(packed: bytes) -> list[SlotRef]:
-    """Inverse of concatenated `SlotRef.pack`. ValueError as `split_keys`."""
+    """Inverse of concatenated `SlotRef.pack`. Raises ValueError for a length that is not a multiple of 16."""
     if len(packed) % SLOT_BYTES:
         raise ValueError(f"slots take {len(packed)} bytes, which is no multiple of {SLOT_BYTES}")
     return [SlotRef._make(fields) for fields in _SLOT.iter_unpack(packed)]

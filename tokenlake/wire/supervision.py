@@ -70,7 +70,7 @@ class Dial(_Message, frozen=True, tag=5):
 
 
 class Report(_Message, frozen=True, tag=7):
-    """Counts, from the query engine: once when it begins to serve, and every second."""
+    """Counters and gauges of the query engine, which sends them once when it begins to serve, and every second."""
 
     connections: int
     """Open connections from engines and from other query engines."""

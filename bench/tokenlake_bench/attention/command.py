@@ -48,7 +48,7 @@ class AttentionArguments:
             raise ConfigurationError("nodes", self.nodes, f"numbers among {', '.join(map(str, OWNERS))}, or nothing")
 
     def cases(self) -> Iterator[Case]:
-        """The cases in the order in which they run; each needs its memory only until the next one is taken."""
+        """Yield the cases in the order in which they run. A case must not be used after the next one was taken."""
         from tokenlake_bench.attention.local import local_cases
 
         yield from local_cases(

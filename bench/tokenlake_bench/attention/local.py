@@ -1,4 +1,5 @@
-"""Attention over segments in this process's memory, against torch's fused kernel over one contiguous cache."""
+"""Cases of attention over segments in this process's memory; the ceiling is torch's fused kernel over one contiguous
+cache."""
 
 from __future__ import annotations
 

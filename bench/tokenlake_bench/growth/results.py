@@ -44,7 +44,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """Time from the start of the process until it serves."""
+    """Time from the start of a daemon's process until it serves an engine."""
 
     arena_bytes: int
     seconds: float
