@@ -83,8 +83,8 @@ class View:
                 self._fetched[share] = segments
                 others = tuple(other for other in self.placement.shares if other is not share)
                 self.placement = Placement(self.placement.local + segments, others)
-                # The view is closed at the peer too, so that the peer, if it answers again, neither computes the results
-                # that it owes nor keeps the segments leased.
+                # The view is closed at the peer too, so that the peer, if it answers again, neither computes the
+                # results that it owes nor keeps the segments leased.
                 share.peer.close_view(share.view)
             return self._fetched[share]
         except TokenLakeError:

@@ -128,8 +128,8 @@ class TorchKernel(Kernel):
         for piece in pieces:
             keys = self._tensor(piece, key_place)
             values = keys if self.shape.latent else self._tensor(piece, value_place)
-            # Heads of different groups are not evenly spaced in a slot, so that no array has all heads as one dimension:
-            # each call computes one head of every group.
+            # Heads of different groups are not evenly spaced in a slot, so that no array has all heads as one
+            # dimension: each call computes one head of every group.
             by_head = [
                 self._fuse(query[:, head].expand(piece.length, -1, -1, -1), keys[:, :, head], values[:, :, head])
                 for head in range(self.slots.heads)
