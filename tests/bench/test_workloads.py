@@ -271,7 +271,7 @@ def test_arrivals_that_mean_nothing_are_refused(tmp_path: Path, text: str, probl
         ("uniform", {"rate": "fast"}, "'rate' is 'fast'; expected `float`, got `str`"),
         ("uniform", {"rate": float("nan")}, "'rate' is nan; expected `float` > 0"),
         ("uniform", {"zipf": 1}, "'zipf' is 1; expected one of requests, rate, seed, prefixes"),
-        ("rag", {"documents": 3, "retrieved": 4}, "'retrieved' is 4; expected at most 3, the documents"),
+        ("rag", {"documents": 3, "retrieved": 4}, "'retrieved' is 4; expected at most 3, the number of documents"),
         ("toolagent", {"first_share": 0.5, "second_share": 0.6}, "'second_share' is 0.6; expected at most 0.5"),
     ],
 )

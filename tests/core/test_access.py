@@ -173,7 +173,7 @@ def test_a_reply_with_a_depth_beyond_its_keys_is_refused() -> None:
     cluster = calm(2)
     record = AccessRecord(9, 9)
     reply = peer.LookupReply(1, 0, bytes([Code.MISSING]) * 4, (), (0.0, 0.0, 0.0), 0.0, 5, record, 1.0)
-    with pytest.raises(ValueError, match="knows of key 5 of 4"):
+    with pytest.raises(ValueError, match="known_depth 5 for 4 keys"):
         cluster.core(0).handle(events.PeerSent("n1", reply), cluster.clock.now)
 
 

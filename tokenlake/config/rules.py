@@ -46,7 +46,8 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Setting(
             _SHARE,
-            "share up to which cached copies may displace primary copies; above it only while all of them are in use",
+            "share up to which cached copies may displace primary copies; above it they may only while all cached "
+            "copies are in use",
             why="enough for the segments that an engine reads and writes at a time; each further cached copy takes the "
             "slot of a primary copy",
         ),
@@ -63,7 +64,8 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Setting(
             _SHARE,
-            "limit of slots that matches lease to one session; its fetches may hold half of the rest in addition",
+            "limit of slots that matches lease to one session; the session's fetches may lease half of the other slots "
+            "in addition",
             why="other sessions can always lease some slots",
         ),
     ] = 0.75
