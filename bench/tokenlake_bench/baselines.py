@@ -35,13 +35,16 @@ __all__ = [
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """`chain` has one id per full segment, in order; equal ids mean equal tokens up to the segment's end. Other fields
-    are as in `Request`; `output_tokens` is the length of the answer, 0 where the source does not have it."""
+    are as in `Request`; `output_tokens` is the length of the answer, 0 where the source does not have it. It is a
+    `Turn`."""
 
     tokens: int
     chain: tuple[int, ...]
     at_s: float = 0.0
     output_tokens: int = 0
     conversation: int = 0
+    follows: int | None = None
+    pause_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,17 @@ def intern_segments(requests: Iterable[Request], segment_tokens: int) -> Accesse
         digests = identity.digests(request.tokens, segment_tokens)
         chain = tuple(ids.setdefault(digest, len(ids)) for digest in digests)
         answer = len(request.output_tokens)
-        prompts.append(Prompt(len(request.tokens), chain, request.at_s, answer, request.conversation))
+        prompts.append(
+            Prompt(
+                len(request.tokens),
+                chain,
+                request.at_s,
+                answer,
+                request.conversation,
+                request.follows,
+                request.pause_s,
+            )
+        )
     return Accesses(segment_tokens, prompts)
 
 

@@ -55,6 +55,7 @@ class CacheHitArguments:
     gpu: str | None = None
     rate: float | None = None
     copies: int | None = None
+    open_loop: bool = False
 
     def __post_init__(self) -> None:
         for name in ("baselines", "model", "gpu", "rate", "copies"):

@@ -39,7 +39,9 @@ LOWEST, HIGHEST = 1 / 64, 1024.0
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     """`rates`: requests per second by system, then by varied constant ("" for the engine as fitted); 0 where no rate
-    was low enough. `shares`: the share of requests that met their objective at each tried rate, in the same structure.
+    was low enough. A rate is that of the recorded times, moved by one factor: where requests follow answers, only the
+    beginnings of the sessions move, and the pauses stay. `shares`: the share of requests that met their objective at
+    each tried rate, in the same structure.
     """
 
     model: str
@@ -173,6 +175,7 @@ def table(result: Goodput) -> Table:
 @click.option("--model")
 @click.option("--gpu")
 @click.option("--systems", default=f"{POOL},cache-aware-perfect", show_default=True)
+@click.option("--open-loop", is_flag=True, help="Requests of sessions arrive at their recorded times.")
 @click.option("--vary", is_flag=True, help="Repeat with each fitted constant 30 % lower and higher.")
 @click.option(
     "--json",
