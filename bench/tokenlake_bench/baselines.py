@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.payload import PayloadIdentity
@@ -58,6 +58,10 @@ class Accesses:
     def prompt_tokens(self) -> int:
         """Tokens of all prompts, those beyond the last full segments included."""
         return sum(prompt.tokens for prompt in self.prompts)
+
+    def open_loop(self) -> Accesses:
+        """The same prompts, each at its recorded time."""
+        return Accesses(self.segment_tokens, [replace(each, follows=None, pause_s=0.0) for each in self.prompts])
 
 
 @dataclass(frozen=True, slots=True)

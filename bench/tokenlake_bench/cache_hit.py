@@ -98,6 +98,7 @@ class CacheHitArguments:
             eviction=self.eviction,
             flash_at=self.flash_at,
             shipped_deadlines=self.shipped_deadlines,
+            open_loop=self.open_loop,
         )
 
 

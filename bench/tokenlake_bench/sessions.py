@@ -42,13 +42,13 @@ SESSIONS_PER_HOUR: Final = 24.0
 _MAX_PROMPT: Final = 1 << 24
 _MAX_RANGE_TEXT: Final = 32
 _NO_IDS: Final = np.empty(0, dtype=np.int64)
+_NO_OUTPUT: Final = np.empty(0, dtype=np.uint32)
 _TEXT_STREAM: Final = 1
 _TAIL_STREAM: Final = 2
 _KINDS: Final = {
     "primary": "true or false",
     "t": "a number of seconds",
     "api_time": "a number of seconds",
-    "duration_ms": "a number of milliseconds",
     "hash_ids": "block ids as text",
     "requests": "a list of requests",
 }
@@ -114,16 +114,16 @@ class SessionTrace:
         return len(self.requests)
 
     def __iter__(self) -> Iterator[Request]:
-        no_output = np.empty(0, dtype=np.uint32)
-        for index, request in enumerate(self.requests):
-            key = key_of(self._seed & WORD, _TEXT_STREAM, request.session)
-            blocks = self._stream(mix64(mix64(request.block_ids.astype(np.uint64)) + np.uint64(key)), BLOCK_TOKENS)
-            # The tokens behind the last full block have no id: they are unique to this request.
-            tail = np.array([key_of(self._seed & WORD, _TAIL_STREAM, index)], dtype=np.uint64)
-            tokens = np.concatenate([blocks, self._stream(tail, request.length % BLOCK_TOKENS)])
-            yield Request(
-                index, request.at_s, request.conversation, tokens, no_output, request.follows, request.pause_s
-            )
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, index: int) -> Request:
+        request = self.requests[index]
+        key = key_of(self._seed & WORD, _TEXT_STREAM, request.session)
+        blocks = self._stream(mix64(mix64(request.block_ids.astype(np.uint64)) + np.uint64(key)), BLOCK_TOKENS)
+        # The tokens behind the last full block have no id: they are unique to this request.
+        tail = np.array([key_of(self._seed & WORD, _TAIL_STREAM, index)], dtype=np.uint64)
+        tokens = np.concatenate([blocks, self._stream(tail, request.length % BLOCK_TOKENS)])
+        return Request(index, request.at_s, request.conversation, tokens, _NO_OUTPUT, request.follows, request.pause_s)
 
     def accesses(self, segment_tokens: int = 512) -> Accesses:
         """See `TraceSource`; `segment_tokens` is a multiple of 64."""

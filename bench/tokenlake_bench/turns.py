@@ -132,8 +132,12 @@ class ClockedTurns(Generic[R]):
 
 
 class DueTurns(Generic[R]):
-    """The same requests for a caller with a clock of its own: iterate for (time at which it is due, number, request),
-    in order of time, and report each answer before the next step."""
+    """Requests for a replay without an engine: iterate for (time at which it is due, number, request), in order of
+    time, and report each answer before the next step.
+
+    Answers take less time than the recorded ones, so a request is not due before its recorded time, and later where the
+    answer that it waits for was late. With answers that take no time all requests are due at their recorded times.
+    """
 
     def __init__(self, requests: Sequence[R]) -> None:
         self._turns = Turns(requests)
@@ -147,4 +151,4 @@ class DueTurns(Generic[R]):
     def answered(self, number: int, at_s: float) -> None:
         """Request `number` was answered at `at_s`, in seconds of the workload."""
         for following, request in self._turns.answered(number):
-            heapq.heappush(self._due, (at_s + request.pause_s, following, request))
+            heapq.heappush(self._due, (max(request.at_s, at_s + request.pause_s), following, request))

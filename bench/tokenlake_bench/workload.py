@@ -55,6 +55,10 @@ class Workload(Protocol):
 
     def __iter__(self) -> Iterator[Request]: ...
 
+    def __getitem__(self, index: int) -> Request:
+        """The request of this index, 0 to the length minus 1; computed anew with each call."""
+        ...
+
 
 def stream_tokens(keys: NDArray[np.uint64], count: int, vocabulary: int) -> Tokens:
     """The first `count` tokens of each stream in `keys` (shape [k]): shape [k, count], below `vocabulary`."""
@@ -171,11 +175,14 @@ class _BuiltinWorkload:
         return len(self._turns)
 
     def __iter__(self) -> Iterator[Request]:
-        for index, turn in enumerate(self._turns):
-            system = self._stream(_SYSTEM_STREAM, turn.system, turn.system_length)
-            text = self._stream(_TEXT_STREAM, turn.conversation, turn.text_length + turn.answer_length)
-            prompt = np.concatenate([system, text[: turn.text_length]])
-            yield Request(index, turn.at_s, turn.conversation, prompt, text[turn.text_length :])
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, index: int) -> Request:
+        turn = self._turns[index]
+        system = self._stream(_SYSTEM_STREAM, turn.system, turn.system_length)
+        text = self._stream(_TEXT_STREAM, turn.conversation, turn.text_length + turn.answer_length)
+        prompt = np.concatenate([system, text[: turn.text_length]])
+        return Request(index, turn.at_s, turn.conversation, prompt, text[turn.text_length :])
 
     def _stream(self, kind: int, number: int, count: int) -> Tokens:
         key = np.array([key_of(self._settings.seed & WORD, kind, number)], dtype=np.uint64)
