@@ -48,7 +48,6 @@ _TAIL_STREAM: Final = 2
 _KINDS: Final = {
     "primary": "true or false",
     "t": "a number of seconds",
-    "api_time": "a number of seconds",
     "hash_ids": "block ids as text",
     "requests": "a list of requests",
 }
@@ -63,7 +62,7 @@ class _Entry(msgspec.Struct, gc=False):
     prompt: Annotated[int, Meta(ge=1, le=_MAX_PROMPT)] = msgspec.field(name="in", default=0)
     output: Annotated[int, Meta(ge=0)] = msgspec.field(name="out", default=0)
     hash_ids: str | None = None
-    api_time: _Seconds = 0.0
+    api_time: _Seconds | None = None
     duration_ms: Annotated[float, Meta(ge=0, le=1e12)] | None = None
     requests: list[_Entry] | None = None
 
@@ -314,7 +313,7 @@ def _add_requests(
                     pause_s=0.0 if previous is None else max(0.0, entry.t - previous[1]),
                 )
             )
-            previous = len(found) - 1, entry.t + entry.api_time
+            previous = len(found) - 1, entry.t + (entry.api_time or 0.0)
 
 
 def _expand(text: str, blocks: int) -> NDArray[np.int64]:

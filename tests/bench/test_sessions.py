@@ -82,8 +82,7 @@ def turns_of(trace: SessionTrace) -> list[tuple[int | None, Any]]:
 def test_a_request_follows_the_one_before_it_after_the_recorded_pause(tmp_path: Path) -> None:
     # Answers take 2.5 s. The third request begins before the second answer ends; the fourth comes after a request
     # whose answer's time is not recorded.
-    without = request(11, 64, "1")
-    del without["api_time"]
+    without = request(11, 64, "1", api_time=None)
     turns = session(request(0, 64, "1"), request(9, 64, "1"), without, request(20, 64, "1"))
     trace = read(tmp_path, turns, GOOD, sessions_per_hour=1e-3)
     assert turns_of(trace) == [(None, 0.0), (0, 6.5), (1, 0.0), (2, 9.0), (None, 0.0), (4, 6.5)]
