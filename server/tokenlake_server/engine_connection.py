@@ -49,8 +49,9 @@ class EngineConnection:
         closed."""
         self.number = number
         self.origin = number
-        """Number of the first of the connections that this one resumes, one after the other. The process knows itself
-        by it, and may never have heard of those between (tests/client/test_resumed.py)."""
+        """The number by which the process names itself when it resumes: that of its first connection, kept by each
+        connection that resumes another. The process may have lost the replies that named those in between
+        (tests/client/test_resumed.py)."""
         self.process = ConnectedProcess(sock)
         self.hello: engine.Hello | None = None
         """The process's `Hello`; None until it has proven its tenant and layout."""
@@ -104,13 +105,14 @@ class EngineConnection:
     # -- requests
 
     def limit_reached(self, message: engine.EngineRequest) -> str:
-        """The limit that a request which will be answered exceeds; empty when it is within all limits."""
+        """Text of the limit that a request exceeds; empty when it is within all limits. For requests that have a
+        reply."""
         if self._in_flight >= MAX_IN_FLIGHT:
             return f"limit 'max_in_flight' of {MAX_IN_FLIGHT} unanswered requests is reached"
         return keys_over_limit(message)
 
     def begin_request(self) -> None:
-        """The rules have been given a request that they will answer."""
+        """Count a request that is passed to the rules as unanswered, until `answer`."""
         self._in_flight += 1
 
     def answer(self, message: engine.EngineReply) -> None:
@@ -142,8 +144,8 @@ class EngineConnection:
         self.tenant, self.secret = tenant.name, tenant.secret
 
     def welcome(self, session: int, resumed: EngineConnection | None) -> int:
-        """The process has joined `session`. `resumed`: the connection whose leases and reservations the rules handed to
-        this one. Returns the protocol version that was agreed on."""
+        """Record that the process has joined `session`. `resumed`: the connection whose leases and reservations the
+        rules handed to this one. Returns the protocol version that both sides use."""
         self.joined = True
         self.session = session
         if resumed is not None:
@@ -153,7 +155,7 @@ class EngineConnection:
 
 
 def keys_over_limit(message: engine.EngineRequest) -> str:
-    """The limit that the number of segments in a request exceeds; empty when it is within the limit."""
+    """Text of the limit that the number of segments in a request exceeds; empty when it is within the limit."""
     keys = 0
     if isinstance(message, engine.Match | engine.Prepare | engine.Hint | engine.Claim):
         keys = len(message.keys) // KEY_BYTES

@@ -37,7 +37,7 @@ _decoder = msgspec.msgpack.Decoder(_Record)
 
 
 def digest(previous: bytes, at: float, event: Event, instructions: Sequence[Instruction]) -> bytes:
-    """8 bytes over the record and the digest before it."""
+    """A digest of 8 bytes over one event, its time, its instructions and the digest of the record before."""
     body = _encoder.encode([previous, at, event, list(instructions)])
     return hashlib.blake2b(body, digest_size=8).digest()
 
