@@ -13,7 +13,7 @@ from tokenlake.errors import ProtocolRefused
 __all__ = ["MAX_DESCRIPTORS", "SPACE", "ReceivedDescriptors"]
 
 MAX_DESCRIPTORS = 8
-"""Received and not yet taken, on one connection."""
+"""Limit of the descriptors that were received on one connection and not taken yet."""
 SPACE = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
 """For `recvmsg`. The caller also passes MSG_CMSG_CLOEXEC, which `socket.recv_fds` does not."""
 
