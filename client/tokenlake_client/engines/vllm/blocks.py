@@ -1,4 +1,4 @@
-"""vLLM's paged cache as keys and values: the table of known memory layouts.
+"""vLLM's paged cache as keys and values, with a table of the memory layouts that are known.
 
 vLLM gives each layer a tensor [blocks, KV heads, tokens, 2 * head dim] for every order in memory: NHD and HND differ in
 the strides only. The contents of the last two dimensions depend on the attention backend.
@@ -52,7 +52,7 @@ def block_views(backend: str) -> BlockViews:
 
 
 class PagedLayers:
-    """Consecutive layers of the cache as one tensor."""
+    """One tensor over consecutive layers of vLLM's paged cache."""
 
     def __init__(self, tensor: Any, first: int, blocks: int, views: BlockViews) -> None:
         """`tensor`: [layers, kernel blocks, KV heads, tokens, 2 * head dim], of the layers from `first` on. `blocks`:
@@ -60,7 +60,7 @@ class PagedLayers:
         self.tensor = tensor
         self.layers = slice(first, first + tensor.shape[0])
         self.parts = tensor.shape[1] // blocks
-        """Kernel blocks per block."""
+        """The number of kernel blocks per block."""
         self.part_tokens = int(tensor.shape[3])
         self._views = views
 
