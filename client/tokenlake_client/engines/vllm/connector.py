@@ -148,7 +148,7 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: vLLM need not ensure that segments are stored, because one that is not stored is only a miss later."""
+        """False: the connector stores segments as best effort; one that is not stored is a miss later."""
         return False
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -159,7 +159,7 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(lambda: None)
     def on_new_request(self, request: Any) -> None:
-        """vLLM's hook for a request that has arrived: begin its lookup."""
+        """vLLM's hook for a request that has arrived."""
         if self._scheduler is None:
             return
         reason = _not_served(request)

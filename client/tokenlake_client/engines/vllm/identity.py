@@ -124,7 +124,7 @@ def digest_of_checkpoint(vllm_config: Any) -> str:
 def _check_loader(load: Any) -> None:
     from vllm.model_executor.model_loader import DefaultModelLoader, get_model_loader
 
-    # A plug-in may have registered its own loader under the name of one of vLLM's.
+    # The loader's class is checked too, because a plug-in may have registered its own loader under one of vLLM's names.
     if load.load_format not in FORMATS or type(get_model_loader(load)) is not DefaultModelLoader:
         raise _unnamed("load_format", load.load_format, f"supported: {', '.join(FORMATS)}, with vLLM's own loader")
 
