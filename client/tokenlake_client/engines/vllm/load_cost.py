@@ -90,7 +90,8 @@ class LoadCosts:
         remote = {owner: count * self._bytes for owner, count in Counter(owners).items() if owner != LOCAL}
         if not time.lost:
             self._add(LOCAL, len(owners) * self._bytes, time.copy_s + (0.0 if remote else time.fetch_s), now)
-        # All nodes sent at the same time. The time is divided in proportion to the predictions.
+        # All nodes sent at the same time, so the share of each in the fetch time is not known: the time is divided in
+        # proportion to the predictions.
         expected = {owner: self._fit(owner).seconds(part) + 1e-12 * part for owner, part in remote.items()}
         fetch_s = time.fetch_s * len(owners) / min(len(owners), len(owners) - time.lost + 1)
         ratio = fetch_s / sum(expected.values()) if remote else 0.0

@@ -151,8 +151,8 @@ class SavedTokens:
             self._confirmed = self._steps.popleft()[1]
 
     def void(self) -> None:
-        """To be called when a load failed: tokens of the steps under way are not stored, and loaded segments may have
-        to be stored again."""
+        """To be called when a load failed: the steps under way confirm no tokens, and all segments may be handed out
+        again, because loaded ones may have to be stored again."""
         self._steps.clear()
         self.segments = 0
 
@@ -162,8 +162,8 @@ class SavedTokens:
         self._confirmed = 0
 
     def take(self, known: int, *, certain: bool) -> range:
-        """The segments to store now, of a request whose first `known` tokens are known. They count as handed out
-        afterwards. `certain`: no step that waits for loads is under way."""
+        """The indices of the segments to store now, which count as handed out afterwards. `known`: the number of the
+        request's tokens whose ids are known. `certain`: no step that waits for loads is under way."""
         computed = self._steps[-1][1] if certain and self._steps else self._confirmed
         end = max(min(computed, known) // self._segment, self.segments)
         segments = range(self.segments, end)
@@ -183,7 +183,7 @@ class RequestEnd(NamedTuple):
 
 
 def end_of(status: str, output_tokens: int) -> RequestEnd:
-    """The end of a request with vLLM's `status` and this length of its answer."""
+    """The facts about the end of a request, from vLLM's `status` of the request and the length of its answer."""
     reason = _STOP_REASONS.get(status, "")
     return RequestEnd(reason in ("stop", "length"), reason, output_tokens if reason else -1)
 
