@@ -52,12 +52,13 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """The reply has arrived, or will never arrive."""
+        """True once the reply has arrived, or will never arrive."""
         return self.reply is not None or self.error is not None
 
 
 class Channel:
-    """Thread-safe. All calls raise `Unreachable` once the connection is broken."""
+    """Requests and replies over one connection to the daemon. Thread-safe. All calls raise `Unreachable` once the
+    connection is broken."""
 
     def __init__(
         self,
@@ -282,7 +283,7 @@ class Channel:
     def _give_up(self, pending: Pending, deadline_s: float) -> None:
         with self._changed:
             if pending.done:
-                # The reply arrived between the caller's last check and this one.
+                # The reply arrived between the caller's last check and this one, so the deadline was not missed.
                 return
             self.drop(pending)
             self._liveness.deadline_missed()

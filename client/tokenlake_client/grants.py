@@ -73,7 +73,8 @@ class LeaseHold:
 
 
 class Grants:
-    """The grants of one pool. `lock` guards the link, `closed`, and all counts here and in the holds."""
+    """The grants of one pool. `lock` guards the link, `closed`, and all counts of this object and of its `LeaseHold`
+    objects."""
 
     def __init__(self, link: Link) -> None:
         self.lock = threading.RLock()
@@ -354,7 +355,8 @@ class Grants:
     # -- messages to the daemon
 
     def sweep(self) -> None:
-        """Send the messages that give back the grants that no object holds. Never waits, never raises."""
+        """Send the collected messages that give back the items and writes that no object holds. Never waits, never
+        raises."""
         with self.lock:
             if self._closed:
                 return
@@ -395,7 +397,7 @@ class Grants:
 
 
 def _ranges(start: int, marks: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """The marked items as half-open ranges; the first mark is that of item `start`."""
+    """The items that `marks` marks, as half-open ranges of indices. The first mark is that of item `start`."""
     padded = np.zeros(len(marks) + 2, np.bool_)
     padded[1:-1] = marks
     edges = np.flatnonzero(padded[1:] != padded[:-1]) + start

@@ -52,8 +52,8 @@ class Wake:
 
 
 class HeartbeatThread(threading.Thread):
-    """Sends heartbeats while `keeper` is alive: the object to which the pool and all its leases, writes and arrays
-    refer."""
+    """Sends heartbeats, and reconnects, while `keeper` is alive: the object to which the pool and all its leases,
+    writes and arrays refer."""
 
     def __init__(self, grants: Grants, connector: Connector, wake: Wake, keeper: object) -> None:
         """`wake`: ends the thread's pauses; `connector` must call it when the connection breaks."""
@@ -114,7 +114,7 @@ class HeartbeatThread(threading.Thread):
 
 
 class PendingHeartbeat:
-    """A heartbeat whose reply is awaited. For one thread."""
+    """A heartbeat that was sent and whose reply is awaited. For one thread."""
 
     def __init__(self, link: Link) -> None:
         self._link = link

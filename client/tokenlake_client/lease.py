@@ -102,7 +102,7 @@ class Lease:
         return _node_names(link, link.call(lambda number: Locate(number, self.id), Located))
 
     def begin_nodes(self) -> PendingNodes:
-        """`nodes` without waiting: `poll` the result. Raises `Unreachable`."""
+        """Ask for the `nodes` without waiting: `PendingNodes.poll` returns them. Raises `Unreachable`."""
         return PendingNodes(self._grants.current(self.link), self.id)
 
     def fetch(self, start: int = 0, stop: int | None = None, deadline_s: float = 0.0) -> list[NDArray[np.uint8]]:
@@ -159,7 +159,8 @@ class Lease:
             self._grants.current(self.link).channel.tell(AttendedInPlace(self.id, stop))
 
     def hint(self, hints: Hints) -> None:
-        """As `Pool.hint`, for all segments of the lease, and for its later reads. Never waits, never raises."""
+        """Send hints, as `Pool.hint` does, about all segments of the lease; later reads with the lease carry them too.
+        Never waits, never raises."""
         if self.id:
             with contextlib.suppress(TokenLakeError):
                 self._grants.current(self.link).channel.tell(Hint(b"", hints, self.id))

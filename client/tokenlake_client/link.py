@@ -1,4 +1,5 @@
-"""One connection to one incarnation of a daemon: dialled, trusted, introduced.
+"""One connection to one incarnation of a daemon. The client dials, checks that the listener is trusted, and introduces
+this process.
 
 A `Link` is a `Channel` (requests and replies over a socket) together with the daemon's `Welcome` and the mapped
 regions. A pool has one link at a time and gets another when the connection breaks (`tokenlake_client.heartbeat`).
@@ -147,8 +148,9 @@ class Connector:
     deadlines: Deadlines = DEFAULT_DEADLINES
 
     def connect(self, session: SessionId, resume: int = 0, incarnation: int = 0) -> Link:
-        """Dial the daemon and introduce this process. `session` 0 opens a new one. `resume`: `Link.connection` of a
-        broken link whose grants go on, or 0. `incarnation` of the daemon that assigned these two numbers; 0: unknown.
+        """Dial the daemon and introduce this process. `session`: the session to join; 0 opens a new one. `resume`: the
+        `Link.connection` of a broken link whose leases and writes should stay valid, or 0. `incarnation`: that of the
+        daemon that assigned these two numbers; 0: unknown.
 
         Raises `Unreachable`, `ListenerUntrusted`, `LayoutRefused`, `CredentialRefused`, `ProtocolRefused`,
         `LimitReached`.

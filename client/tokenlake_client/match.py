@@ -26,13 +26,13 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The name of the request in the logs of all nodes and for `tokenlake explain`, at most 64 characters; None: the
     pool makes one."""
     hints: Hints | None = None
-    """What the engine knows of the request (`tokenlake.hints`)."""
+    """Statements of the engine about the request (`tokenlake.hints`)."""
     prompt_tokens: int = 0
     """The number of tokens of the prompt, for `tokenlake explain`; 0: those of the full segments that the keys name."""
     in_flight_wait_s: float = 0.0
-    """At most 10 s. Where an in-flight marker says that another engine computes the first missing segment, the match
-    waits this long for it. Where there is none, the match sets one for its caller, and matches of other engines wait: a
-    prompt that arrives at many engines at once is computed once."""
+    """How long the match waits for the first missing segment while an in-flight marker says that another engine
+    computes it; at most 10 s. Where there is no marker, the match sets one for its caller, and matches of other engines
+    wait: so a prompt that arrives at many engines at once is computed once."""
     in_flight_wait_per_segment_s: float = 0.0
     """A second limit of the wait: this much for each missing segment, and not more than `in_flight_wait_s`; 0: only
     `in_flight_wait_s` limits it."""

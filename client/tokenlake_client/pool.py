@@ -46,7 +46,7 @@ STORE_WINDOW = 32
 
 
 class Pool:
-    """One process of a session at its node's daemon. Thread-safe.
+    """The connection of one engine process, as a member of a session, to the daemon of its node. Thread-safe.
 
     When the daemon dies, the pool reconnects in the background. Until then calls raise `Unreachable` at once, and the
     leases are gone; arrays that were handed out stay readable and correct. When the daemon freezes, one call waits
@@ -257,8 +257,8 @@ class Pool:
 
     def claim(self, keys: Sequence[SegmentKey], seconds: float) -> None:
         """Set in-flight markers: these segments are computed here and stored a part at a time, and matches with
-        `in_flight_wait_s` wait for them, for `seconds` (at most 10); 0 removes the markers. A match with
-        `in_flight_wait_s` sets the marker of the first segment that it misses by itself. Never waits, never raises."""
+        `in_flight_wait_s` wait for them, for `seconds` (at most 10); 0 removes the markers. The marker of the first
+        segment that a match with `in_flight_wait_s` misses is set by the match itself. Never waits, never raises."""
         with contextlib.suppress(TokenLakeError):
             self.link.channel.tell(engine.Claim(join_keys(keys[:KEYS_PER_MESSAGE]), seconds))
 
@@ -272,8 +272,8 @@ class Pool:
         return self._queries.open_view(lease, heads, scale, deadline_s)
 
     def init_query(self, parts: Sequence[tuple[View, int]], dtype: str | None = None) -> QueryBuffer:
-        """Memory for the queries of these (view, tokens), to be written before each `query`. Raises `LayoutRefused`
-        for parts that do not fit together."""
+        """Memory for the queries of `parts`, (view, number of query tokens) each, to be written before each `query`.
+        Raises `LayoutRefused` for parts that do not fit together."""
         return self._queries.init_query(parts, dtype)
 
     def query(self, buffer: QueryBuffer, layer: int, deadline_s: float | None = None) -> Ticket:

@@ -45,7 +45,8 @@ class Expected:
 
 
 class QueryLink:
-    """Thread-safe. `send` raises `Unreachable` once the connection has ended; `wait` never raises."""
+    """A connection to the query engine. Thread-safe. `send` raises `Unreachable` once the connection has ended; `wait`
+    never raises."""
 
     def __init__(self, sock: socket.socket) -> None:
         """Takes over `sock`, which is connected."""

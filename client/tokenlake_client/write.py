@@ -133,7 +133,7 @@ class Write:
             self._grants.drop_write(self._link, self.id, abort=True)
 
     def expire(self) -> None:
-        """`abort`, and the codes of slots that were not published become EXPIRED. Idempotent; never raises."""
+        """Abort, and set the codes of slots that were not published to EXPIRED. Idempotent; never raises."""
         self.abort()
         self.codes[:] = self.codes.replace(bytes([Code.RESERVED]), bytes([Code.EXPIRED]))
 

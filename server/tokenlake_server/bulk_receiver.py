@@ -77,7 +77,7 @@ class _Job:
             self._socks.discard(sock)
 
     def end_part(self) -> bool:
-        """One part has ended; True when it was the last."""
+        """Count a part that has ended. Returns whether it was the last one."""
         with self._lock:
             self._left -= 1
             return not self._left

@@ -79,7 +79,7 @@ class BulkSender:
         self._streams[instruction.stream][1].put(instruction)
 
     def refuse(self, stream: int) -> None:
-        """The rules refused the `Pull` of this connection. Its thread, which waits for a `SendBulk`, closes it."""
+        """Close a connection whose `Pull` the rules refused. Its thread, which waits for a `SendBulk`, is told to."""
         served = self._streams.get(stream)
         if served is not None:
             served[1].put(None)

@@ -156,7 +156,7 @@ class Daemon:
             self.query_engine.adopt(sock, hello, rest)
 
     def _failed(self, event: Event, error: Exception) -> None:
-        """The rules did not complete an event: close the connection of its sender."""
+        """Close the connection of the sender of an event that the rules did not complete because of `error`."""
         if isinstance(error, ValueError):
             log.warning("refused: %s", error)
         else:
@@ -284,7 +284,8 @@ async def run(
         daemon.watchdog.stop()
         await daemon.close()
         for number in (signal.SIGTERM, signal.SIGINT):
-            # A second signal while the interpreter exits would end the process by the signal and not with status 0.
+            # From here on signals are ignored: one that arrived while the interpreter exits would end the process by
+            # the signal and not with status 0.
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
     finally:

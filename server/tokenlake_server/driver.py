@@ -24,7 +24,7 @@ Sink = Callable[[Any], None]
 
 
 class Driver:
-    """Lives on the control loop. Other threads call `post` only."""
+    """Runs a `NodeCore` on the control loop. Other threads may call `post` only."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Driver:
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = float("inf")
         self._tick_scheduled = False
-        """A Tick is scheduled within the next two iterations of the loop."""
+        """True: a Tick is scheduled within the next two iterations of the loop."""
         self._recorder: Recorder | None = None
 
     @property

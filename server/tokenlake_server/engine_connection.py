@@ -34,7 +34,7 @@ MAX_IN_FLIGHT = 1024
 
 
 class EngineConnection:
-    """Lives on the control loop. Owns the socket and the pidfd of the process."""
+    """The connection of one engine process. Used on the control loop only. Owns the socket and the process's pidfd."""
 
     def __init__(
         self,
@@ -60,9 +60,10 @@ class EngineConnection:
         self.secret = b""
         self.session = 0
         self.joined = False
-        """The process belongs to a session of the rules."""
+        """True: the process belongs to a session of the rules."""
         self.maps = False
-        """The process was given a descriptor of the arena, over this connection or over one that this one resumes."""
+        """True: the process was given a descriptor of the arena, over this connection or over one that this one
+        resumes."""
         self._loop = loop
         self._version = 0
         self._in_flight = 0

@@ -53,7 +53,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
 
 
 class EngineListener:
-    """Owns the socket's path and all connections to it."""
+    """Listens on the local socket. Owns the socket's path and all connections to it."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class EngineListener:
 
     @property
     def count(self) -> int:
-        """Processes that may access the arena."""
+        """The number of engine processes that are connected, or that may still access the arena."""
         return len(self._connections)
 
     def close(self) -> None:
@@ -230,7 +230,8 @@ class EngineListener:
         )
 
     def _resumed(self, connection: EngineConnection) -> EngineConnection | None:
-        """The earlier connection of the same process that its `Hello` resumes."""
+        """The earlier connection of the same process that the `Hello` of `connection` resumes; None where there is
+        none."""
         hello = connection.hello
         if hello is None or not hello.resume:
             return None

@@ -121,7 +121,7 @@ def _records(path: Path) -> Iterator[bytes]:
         while len(header := file.read(HEADER_BYTES)) == HEADER_BYTES:
             size = int.from_bytes(header, "little")
             left -= HEADER_BYTES + size
-            # Checked before the read: a damaged length would allocate as much memory as it states.
+            # The length is checked before the read, which would allocate as much memory as a damaged length states.
             if left < 0:
                 return
             yield file.read(size)

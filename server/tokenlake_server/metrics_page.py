@@ -127,7 +127,7 @@ class _Collector:
 
 
 class MetricsServer:
-    """Serves both pages, with a thread per request."""
+    """Serves the pages /metrics and /health, with a thread per request."""
 
     def __init__(self, address: Address, loop: asyncio.AbstractEventLoop, take: Callable[[], Snapshot], node: str):
         self._loop = loop

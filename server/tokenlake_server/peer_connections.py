@@ -73,7 +73,8 @@ def ring_members(ring: Ring, weights: Mapping[str, int]) -> tuple[str, ...]:
 
 
 class PeerConnections:
-    """Lives on the control loop. Owns the listening socket, the handshakes and the control connections."""
+    """The connections with other daemons. Used on the control loop only. Owns the listening socket, the handshakes and
+    the control connections."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class PeerConnections:
         self._handshakes: dict[FrameConnection, _Handshake] = {}
         self._dialling: dict[str, asyncio.Task[None]] = {}
         self._refused: dict[str, tuple[str, float]] = {}
-        """The last line about a refusal, and its time, by node."""
+        """By node, the last line of the log about a refusal, and its time."""
         self._closing = False
         self._sock = _listen(listen)
         self.address = Address(*self._sock.getsockname()[:2])
@@ -220,7 +221,7 @@ class PeerConnections:
         connection.close(str(error))
 
     def _accepted(self, connection: FrameConnection, hello: peer.PeerHello) -> None:
-        """The other side dialled and has proven that it is a member."""
+        """Complete the handshake of a connection whose dialling side has proven that it is a member of the ring."""
         current = self._connections.get(hello.node)
         if current is not None and current[1] > hello.incarnation:
             raise RingRefused(
@@ -295,7 +296,7 @@ class PeerConnections:
             current[0].close(reason)
 
     def refuse(self, node: str, error: Exception) -> None:
-        """The rules refused a message of this peer: close its connection. It may connect again."""
+        """Close the connection of a peer, one of whose messages the rules refused. The peer may connect again."""
         self._drop(node, str(error))
 
     def _say(self, instruction: SendToPeer) -> None:

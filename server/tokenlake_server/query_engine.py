@@ -39,7 +39,7 @@ STOP_S = 5.0
 
 
 class QueryEngine:
-    """Lives on the control loop. Owns the child process."""
+    """Runs the query engine as a child process, which this object owns. Used on the control loop only."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ STARTED = "start"
 
 
 class Watchdog:
-    """The watchdog of one loop. Lives on that loop."""
+    """Measures the callbacks of one event loop. Used in the thread of that loop only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -58,7 +58,7 @@ class Watchdog:
         self._event = STARTED
 
     def stop(self) -> None:
-        """The daemon stops: count and log nothing from now on, because no client waits any more."""
+        """Count and log nothing from now on. To be called when the daemon stops, because no client waits any more."""
         self._stopped = True
 
     def watch(self, callback: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,7 +39,8 @@ BLOCK_VIEWS: dict[str, BlockViews] = {
     "FLASH_ATTN": _side_by_side,
     "FLASHINFER": _side_by_side,
 }
-"""By attention backend; on a CPU also by instruction set, because the kernels pack the cache differently."""
+"""The function for each attention backend whose layout is known. On a CPU the name also states the instruction set,
+because the kernels for different sets pack the cache differently."""
 
 
 def block_views(backend: str) -> BlockViews:

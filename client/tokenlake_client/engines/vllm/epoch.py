@@ -52,8 +52,8 @@ class WeightsEpoch:
 
 
 def on_weight_version(report: Callable[[Any, str], None]) -> None:
-    """Call `report(connector, version)` for each connector of an engine whose weight version is set. A second call of
-    this function does nothing.
+    """From now on, when the weight version of an engine is set, call `report(connector, version)` for each connector of
+    the engine. A second call of this function does nothing.
 
     vLLM keeps the version that a trainer sets (`finish_weight_update(weight_version)`, `update_weight_version`) in the
     scheduler's process and has no hook for it, so the method that sets it is wrapped. In a version of vLLM without that

@@ -48,7 +48,7 @@ class LoadCosts:
         """By source, the time of the last load that was made whatever the prediction said. One entry per node at
         most."""
         self._surprises: dict[str, int] = {}
-        """By source, the number of surprises in a row."""
+        """By source, the number of its last samples in a row that were surprises (`FAR`)."""
 
     def cheapest_stop(self, owners: Sequence[str], start: int, until: int, total: int) -> int:
         """The token up to which a hit, tokens [start, until) of a prompt of `total` tokens, should be loaded; `start`

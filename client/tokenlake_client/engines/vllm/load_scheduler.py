@@ -20,7 +20,7 @@ class _Load:
     step: int = 0
     """The step in which the ranks got the plan; 0 before that."""
     time: LoadTime | None = None
-    """The duration on the slowest rank that has reported one."""
+    """The longest duration of this load that a rank has reported; None before the first report."""
 
 
 class ScheduledLoads:

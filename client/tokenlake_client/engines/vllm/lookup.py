@@ -212,7 +212,7 @@ class InFlightWaits:
     """Decides whether and how long a lookup waits for another engine. For the scheduler's thread."""
 
     def __init__(self, costs: LoadCosts, segment_tokens: int, *, stores: bool) -> None:
-        """`stores`: this engine stores what it computes."""
+        """`stores`: True where this engine stores the segments that it computes."""
         self._costs = costs
         self._segment = segment_tokens
         self._stores = stores

@@ -86,7 +86,7 @@ class LoadTime:
     """The number of segments that were lost or arrived too late."""
 
     def slower(self, other: LoadTime) -> LoadTime:
-        """The time of the slower of two ranks, with the larger loss of both."""
+        """The time of the slower of two ranks, with the larger number of lost segments."""
         slower = max(self, other, key=lambda time: time.fetch_s + time.copy_s)
         return replace(slower, lost=max(self.lost, other.lost))
 

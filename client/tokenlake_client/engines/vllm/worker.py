@@ -139,7 +139,7 @@ class WorkerSide:
         self._session.close()
 
     def _load(self, plan: StepPlan, load: LoadPlan) -> None:
-        """Fill the blocks of `load`; blocks that could not be filled become errors. Never raises."""
+        """Fill the blocks of `load`; the blocks that could not be filled are added to `errors`. Never raises."""
         started = time.perf_counter()
         filled = 0
         load_time: LoadTime | None = None
@@ -211,7 +211,7 @@ class UnservedWorker:
         return held, set() if self._plan.wait else {load.request for load in self._plan.loads}
 
     def errors(self) -> set[int]:
-        """All blocks of the step's loads."""
+        """As in `WorkerSide.errors`: all blocks of the step's loads."""
         return {block for load in self._plan.loads for block in load.blocks}
 
     def report(self) -> StepReport:
