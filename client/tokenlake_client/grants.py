@@ -371,7 +371,7 @@ class Grants:
                     channel.tell(engine.Release(tuple(self._releases)))
                     self._releases.clear()
             except TokenLakeError as error:
-                log.debug("not given back yet: %s", error)
+                log.debug("leases and writes could not be given back yet: %s", error)
 
     def _unpin_ended(self) -> None:
         while self._ended_pins:

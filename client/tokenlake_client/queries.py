@@ -354,7 +354,7 @@ def _tell(link: QueryLink, message: wire.CloseView | wire.OpenBuffer) -> None:
     try:
         link.send(message)
     except TokenLakeError as error:
-        log.debug("not sent, the connection has ended: %s", error)
+        log.debug("a message to the query engine was not sent: %s", error)
 
 
 def _as_error(refused: wire.Refused) -> errors.Refused:

@@ -60,7 +60,7 @@ class BulkSender:
         try:
             sock.settimeout(None)
             size_buffer(sock, socket.SO_SNDBUF)
-            # The kernel's timeout, because with Python's `settimeout` each send is a poll and a partial send.
+            # The timeout is set in the kernel: with Python's `settimeout` each send would be a poll and a partial send.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_STALL_S, 0))
         except OSError as error:
             log.debug("bulk connection of %s ended: %s", hello.node, error)
@@ -79,7 +79,8 @@ class BulkSender:
         self._streams[instruction.stream][1].put(instruction)
 
     def refuse(self, stream: int) -> None:
-        """Close a connection whose `Pull` the rules refused. Its thread, which waits for a `SendBulk`, is told to."""
+        """Close a connection whose `Pull` the rules refused: its thread stops waiting for a `SendBulk` and closes
+        it."""
         served = self._streams.get(stream)
         if served is not None:
             served[1].put(None)

@@ -158,7 +158,7 @@ class Daemon:
     def _failed(self, event: Event, error: Exception) -> None:
         """Close the connection of the sender of an event that the rules did not complete because of `error`."""
         if isinstance(error, ValueError):
-            log.warning("refused: %s", error)
+            log.warning("an event was refused: %s", error)
         else:
             log.error("the rules failed on %s", type(event).__name__, exc_info=error)
             error = ProtocolRefused("the daemon failed on this request; its log has the error")

@@ -184,8 +184,8 @@ class EngineListener:
             log.debug("request %r: a %s of connection %d", message.request, kind, connection.number)
         number = getattr(message, "id", None)
         if number is None:
-            # A message without an id has no reply that could carry the error, so the connection is refused. The
-            # project's own clients stay within the limit.
+            # A request without an id has no reply that could carry an error, so the connection is closed if the request
+            # exceeds the limit of keys. The project's own clients never do that.
             if reason := keys_over_limit(message):
                 connection.refuse(0, LimitReached(reason))
                 return
@@ -202,8 +202,8 @@ class EngineListener:
             connection.refuse(message.id, ProtocolRefused("Hello was sent twice on one connection; expected one"))
             return
         if message.incarnation not in (0, self._settings.incarnation):
-            # An earlier daemon assigned these numbers of a session and a connection; in this daemon they may belong to
-            # other processes.
+            # The process names a session and a connection of an earlier daemon. In this daemon their numbers may belong
+            # to other processes, so they are not used.
             message = msgspec.structs.replace(message, session=0, resume=0)
         try:
             connection.identify(message, self._tenants, self._settings.region_bytes)

@@ -80,7 +80,10 @@ def query_shape(model: Any, shape: CacheShape) -> QueryShape:
         with attending(model, probe):
             got = logits()
     if probe.layers != list(range(len(shape.devices))):
-        raise ValueError(f"its attention of {len(shape.devices)} layers calls the attention interface {probe.layers}")
+        raise ValueError(
+            f"each of its {len(shape.devices)} layers should call the attention interface once; it was called by the "
+            f"layers {probe.layers}"
+        )
     if len(probe.seen) != 1:
         raise ValueError(f"its layers' queries differ: (heads, scale) in {sorted(probe.seen)}")
     tolerance = 1e-3 if shape.dtype == torch.float32 else 0.1
@@ -102,7 +105,9 @@ class _Probe:
             if name not in UNCONCERNED and value is not None:
                 raise ValueError(f"its attention takes '{name}', whose meaning is not known")
         if query.dtype != self._shape.dtype or query.shape[1] % keys.shape[1] or query.shape[3] != keys.shape[3]:
-            raise ValueError(f"its queries are {query.dtype} {tuple(query.shape)}, its keys {tuple(keys.shape)}")
+            raise ValueError(
+                f"its queries are {query.dtype} of shape {tuple(query.shape)}, its keys of shape {tuple(keys.shape)}"
+            )
         if not scale > 0:
             raise ValueError(f"its attention has a scale of {scale}")
         self.layers.append(module.layer_idx)

@@ -16,7 +16,7 @@ class Counts:
     requests: int = 0
     """Rows of batches whose prompt was looked up."""
     requests_without_pool: int = 0
-    """Calls served by the model alone: not servable, no daemon, or a failure."""
+    """Calls that the model served alone, because the pool cannot serve them, had no daemon, or failed."""
     tokens_asked: int = 0
     tokens_hit: int = 0
     """Tokens whose cache was copied from the pool."""

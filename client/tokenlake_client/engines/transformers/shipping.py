@@ -40,7 +40,8 @@ Report = Callable[[str, BaseException], None]
 T = TypeVar("T")
 
 PAIRS = 1 << 22
-"""The deadline of a layer is `deadline_s` for each started PAIRS pairs of a query token and a prefix token."""
+"""The deadline of one layer's queries is `deadline_s` for each started 4 Mi pairs of a query token and a prefix
+token."""
 
 
 class Void(Exception):

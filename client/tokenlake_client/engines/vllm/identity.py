@@ -182,4 +182,4 @@ def _kinds(directory: Path) -> int:
 
 
 def _unnamed(field: str, value: object, reason: str) -> LayoutRefused:
-    return LayoutRefused(f"vLLM setting '{field}' is {value!r}: the weights cannot be named; {reason}")
+    return LayoutRefused(f"vLLM setting '{field}' is {value!r}: the weights cannot be identified; {reason}")
