@@ -37,9 +37,9 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A second limit of the wait: this much for each missing segment, and not more than `in_flight_wait_s`; 0: only
     `in_flight_wait_s` limits it."""
     planned: bool = False
-    """The match is one of a batch that a scheduler plans as a whole: reads of a hot segment go to its least loaded
-    copy, and each counts for the next, so that they are spread evenly. Other matches take the less loaded of two random
-    copies."""
+    """True: the match is one of a batch that a scheduler plans as a whole. Reads of a hot segment then go to its least
+    loaded copy, and each counts for the next, so that they are spread evenly. Other matches take the less loaded of two
+    random copies."""
 
 
 DEFAULT_MATCH = MatchOptions()

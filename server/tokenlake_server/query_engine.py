@@ -61,7 +61,7 @@ class QueryEngine:
         self._channel: FrameConnection | None = None
         self._closing = False
         self.starts = 0
-        """Processes that were started."""
+        """The number of processes that were started."""
         self.report: supervision.Report | None = None
         """The newest report of the process; None while no process serves."""
         self._task = loop.create_task(self._keep_running())

@@ -2,7 +2,7 @@
 
 While a callback runs, all engines and peers of the node wait. The watchdog measures processor time of the thread, so
 that a busy machine causes no count. It reads that time at the start of each callback, and at its end only where more
-than `LIMIT_S` of real time passed: 1 us per callback.
+than `LIMIT_S` of real time passed, which costs 1 us per callback.
 """
 
 from __future__ import annotations

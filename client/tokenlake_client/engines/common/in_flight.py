@@ -28,7 +28,7 @@ class InFlightWait(NamedTuple):
     """The limit per missing segment."""
 
     def seconds(self, missing: int) -> float:
-        """The limit when `missing` segments are missing."""
+        """The limit of the wait, in seconds, when `missing` segments are missing."""
         return min(self.total_s, missing * self.segment_s)
 
 

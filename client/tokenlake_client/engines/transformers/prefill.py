@@ -31,7 +31,7 @@ from tokenlake_client.engines.transformers.writer import Writer, task_of
 __all__ = ["Forward", "PartialLoad", "Prefiller", "compute", "load"]
 
 Forward = Callable[[ShippedCache, Callable[[], Any]], Any]
-"""Runs a forward pass, its second argument, with a cache (the first) whose prefix is not stored in it."""
+"""A function of (cache, forward pass) that runs the forward pass with a cache whose prefix is not stored in it."""
 LEAST_WAIT_S = 0.005
 """A match that took longer than this counts as one that waited for another engine."""
 

@@ -48,7 +48,7 @@ class ShippedLayer(RoomyLayer):
         self.before = before
 
     def get_seq_length(self) -> int:
-        """The length with the columns that are not stored here."""
+        """The number of the batch's columns so far, including the first `before`, which are not stored here."""
         return int(self.before + self.keys.shape[-2])
 
     def shorten(self, length: int) -> None:

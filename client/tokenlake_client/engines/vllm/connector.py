@@ -404,8 +404,8 @@ class TokenLakeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 def _send_client_log_to_vllm() -> None:
-    """Give the client's logger the handlers of vLLM's. A logger without handlers prints its warnings without time and
-    level."""
+    """Give the client's logger the handlers of vLLM's logger, because a logger without handlers prints its warnings
+    without time and level."""
     client, vllm = logging.getLogger("tokenlake_client"), logging.getLogger("vllm")
     if not client.hasHandlers():
         for handler in vllm.handlers:

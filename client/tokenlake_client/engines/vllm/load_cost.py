@@ -160,12 +160,12 @@ class StepPart(Protocol):
 
     @property
     def new(self) -> int:
-        """The tokens that the step computes."""
+        """The number of tokens that the step computes."""
         ...
 
     @property
     def computed(self) -> int:
-        """The tokens that are computed before the step."""
+        """The number of tokens that were computed before the step."""
         ...
 
 

@@ -253,6 +253,6 @@ class InFlightWaits:
         self._computing.pop(request, None)
 
     def computed_here(self, keys: Sequence[SegmentKey]) -> bool:
-        """Does a request of this engine compute a segment of the prompt with these keys? It may be the request itself,
-        if it lost its blocks."""
+        """Does a request of this engine compute a segment of the prompt with these keys? That request may be the one
+        that has the prompt, if it has lost its blocks."""
         return any(index < len(keys) and keys[index] == key for index, key in self._computing.values())

@@ -41,8 +41,8 @@ class SavePlan:
     blocks: tuple[int, ...]
     """The blocks of all tokens of these segments, in order."""
     write: int = 0
-    """The reservation whose slots the ranks fill, each rank its own shards; 0: one rank fills whole segments, and
-    reserves the slots itself."""
+    """The number of the reservation whose slots the ranks fill, each rank its own shards; 0: one rank fills whole
+    segments, and reserves the slots itself."""
     incarnation: int = 0
     """The incarnation of the daemon that granted the reservation."""
     hints: Hints | None = None
@@ -58,7 +58,7 @@ class StepPlan:
 
     step: int
     session: int = 0
-    """The scheduler's session at the daemon, which the ranks join; 0 while there is none."""
+    """The number of the scheduler's session at the daemon, which the ranks join; 0 while there is none."""
     incarnation: int = 0
     """The incarnation of the daemon of this session."""
     wait: bool = False
