@@ -44,7 +44,8 @@ because the kernels for different sets pack the cache differently."""
 
 
 def block_views(backend: str) -> BlockViews:
-    """The function for an attention backend. Raises `LayoutRefused` that names a backend with an unknown layout."""
+    """The function that splits a block of an attention backend into keys and values. Raises `LayoutRefused` that names
+    the backend if its layout is unknown."""
     if backend not in BLOCK_VIEWS:
         raise LayoutRefused(
             f"attention backend {backend!r} keeps its cache in an unknown layout; known: {', '.join(BLOCK_VIEWS)}"
