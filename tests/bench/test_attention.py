@@ -99,8 +99,9 @@ def test_a_short_run_writes_a_row_per_combination(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.live
 def test_remote_queries_move_the_bytes_of_the_formula(tmp_path: Path) -> None:
-    """5 % for frames. The results are compared with the kernel's on the way. On busy nodes a query engine that is late
-    is passed over for another copy, so that fewer nodes answer or one more is asked."""
+    """The bytes are those of the formula and at most 5 % more, for frames; the benchmark compares the results with
+    those of the kernel. Rows with busy nodes are left out: there a late query engine is replaced by another copy, so
+    that fewer nodes answer or one more is asked."""
     pytest.importorskip("torch")
     file = tmp_path / "rows.json"
     arguments = command.AttentionArguments(

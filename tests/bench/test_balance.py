@@ -46,7 +46,8 @@ def test_the_deviation_is_of_the_population() -> None:
 
 
 def test_windows_weigh_by_their_bytes() -> None:
-    # 30 bytes even, 10 bytes on one node of two; each alone has CV 0 and 1.
+    # In the first window 30 bytes are spread evenly (CV 0), in the second 10 bytes are all read at one of two nodes (CV
+    # 1).
     log = log_of(2, (1.0, 0, 1, 15), (2.0, 1, 2, 15), (10.0, 0, 1, 10))
     assert spread(log).cv == pytest.approx(0.25)
     assert spread(log).max_over_mean == pytest.approx(1.25)

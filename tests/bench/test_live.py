@@ -77,7 +77,8 @@ def test_a_replay_has_no_wrong_byte_and_remote_hits(tmp_path: Path) -> None:
 def test_interrupted_it_writes_what_is_done(tmp_path: Path) -> None:
     result_file = tmp_path / "result.json"
     arguments = ["bench", "cache-hit", "--limit", "5000", "--json", str(result_file)]
-    # Where the tests are a shell's background job SIGINT is ignored, and children inherit that.
+    # A shell starts background jobs with SIGINT ignored, which child processes inherit: the default handler is
+    # restored.
     heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     command = [sys.executable, "-c", f"{heard}; from tokenlake.command import main; main()", *arguments]
     with start_child(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:

@@ -48,7 +48,7 @@ def options(nodes: int, **other: object) -> SimulationOptions:
 
 
 def simulate(accesses: Accesses, how: SimulationOptions) -> Simulation:
-    """A run that ended in order."""
+    """The finished run: each request has its answer, and the cluster is idle and consistent."""
     simulation = Simulation(how)
     simulation.run(arrivals_of(accesses))
     assert simulation.cluster.idle()
@@ -68,7 +68,7 @@ def counted(simulation: Simulation, metric: Metric) -> int:
 
 
 def hit_tokens(simulation: Simulation, accesses: Accesses) -> int:
-    """Segments read by the engines."""
+    """The prompt tokens that engines found in the pool."""
     return round(simulation.measure(0.0, 1e9).token_hit_rate * accesses.prompt_tokens)
 
 
