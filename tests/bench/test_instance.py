@@ -28,7 +28,8 @@ class PerToken:
 
 
 class ByContext:
-    """As `PerToken`, plus 1 ms per token that decoding attends to. Of joined steps the middle one has the mean length."""
+    """As `PerToken`, plus 1 ms per token that decoding attends to. The middle one of joined steps has their mean
+    length."""
 
     def step_s(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float:
         return sum(chunk.new + chunk.cached / 1000 for chunk in chunks) + (decoding > 0) + context / 1000

@@ -21,12 +21,12 @@ def test_each_reset_has_its_own_digest() -> None:
 
 def test_a_version_needs_a_reset_that_emptied_the_cache() -> None:
     epoch = WeightsEpoch(BASE)
-    assert epoch.named("step 1") is None, "the cache may hold results of other weights"
+    assert epoch.named("step 1") is None, "vLLM's cache may hold results of other weights"
     epoch.reset(empty=False)
     assert epoch.named("step 1") is None
     epoch.reset(empty=True)
     assert epoch.named("step 1") == digest_of("step 1")
-    assert epoch.named("step 2") == digest_of("step 2"), "nothing was computed since the reset"
+    assert epoch.named("step 2") == digest_of("step 2"), "the cache is still empty after the reset"
     epoch.computes()
     assert epoch.named("step 3") is None
 

@@ -175,7 +175,8 @@ def test_no_wait_for_a_request_of_the_same_engine() -> None:
     bench = measured()
     first, beside = asked(bench, "first"), asked(bench, "beside")
     computes(bench, first)
-    # The lookup began before this engine computed the prompt; it is repeated without a wait.
+    # The lookup began before this engine computed the prompt, and may wait for other engines. It is repeated without a
+    # wait.
     waiting = bench.pool.matches[-1]
     assert waiting.options.in_flight_wait_s > 0
     assert bench.side.matched(beside, 96) is None
@@ -186,7 +187,7 @@ def test_no_wait_for_a_request_of_the_same_engine() -> None:
     assert bench.pool.matches[-1].options.in_flight_wait_s == 0.0
     bench.pool.answers = True
     assert bench.side.matched(beside, 96) == 0
-    # After the end of that request its segments are in the pool, or never will be.
+    # When that request has ended, its segments are in the pool or will not be stored any more.
     bench.side.finished(first, [], RequestEnd(complete=False))
     bench.side.finished(beside, [], RequestEnd(complete=False))
     bench.pool.answers = False

@@ -324,7 +324,7 @@ def at_the_other_candidate() -> tuple[Cluster, SegmentKey]:
 
 
 def evict(cluster: Cluster, key: SegmentKey, nodes: Sequence[int]) -> None:
-    """As for want of memory; the directory node is not told."""
+    """Evict the copies as for want of memory. The directory node is not told."""
     for node in nodes:
         cluster.core(node).store.discard(copies(cluster, key)[node], cluster.clock.now)
 

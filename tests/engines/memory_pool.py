@@ -23,8 +23,8 @@ SECRET = b"secret of the test's tenant"
 
 
 class MemoryPool:
-    """Holds every committed segment. `broken` names calls that raise; `lose_after` makes each fetch return
-    at most so many segments; `refuse` is the answer to every store but of the first segment."""
+    """Holds every committed segment. `broken` names calls that raise; `lose_after` makes each fetch return at most so
+    many segments; `refuse` is the code of every segment of a store but the first."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout

@@ -1,4 +1,4 @@
-"""Matches and stores carry the name and the hints of their request; its end follows."""
+"""Matches and stores carry the name and the hints of their request; after its end the pool gets its final hints."""
 
 from __future__ import annotations
 

@@ -64,4 +64,4 @@ def test_loads_slower_than_a_prefill_are_skipped(
     before = cluster.totals()["tokenlake_stored_segments_total"]
     assert run(engine, expected) == (0, WHOLE)
     assert engine.call("flush")
-    assert cluster.totals()["tokenlake_stored_segments_total"] == before, "the pool has what was computed again"
+    assert cluster.totals()["tokenlake_stored_segments_total"] == before, "the pool had these segments already"
