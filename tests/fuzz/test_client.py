@@ -33,8 +33,8 @@ Answer = Callable[[Any], msgspec.Struct | None]
 
 
 class FakeDaemon:
-    """Sends the replies of `answer`. Where `answer` returns None, it sends a valid welcome, region or heartbeat reply.
-    """
+    """Sends the replies of `answer`. Where `answer` returns None, it sends a valid welcome, region or heartbeat
+    reply."""
 
     def __init__(self, path: Path, answer: Answer) -> None:
         self.path = path

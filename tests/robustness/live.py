@@ -1,4 +1,4 @@
-"""What the tests with real daemons share: bytes that can be checked, clusters, engines in processes of their own."""
+"""Shared by the tests with real daemons: bytes that can be checked, clusters, engines in processes of their own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LAYOUT = Layout(
 )
 """Two shards; a segment takes 16 KiB."""
 LIMIT_S = 30.0
-"""Against hanging; no test depends on how long anything takes below that."""
+"""A limit for calls that hang. No test depends on a shorter time."""
 PATIENT_S = 2.0
 """Deadline of a call in a test that is not about deadlines."""
 PATIENT = Deadlines(call_s=PATIENT_S)
@@ -179,8 +179,8 @@ def wait_pushed(cluster: Cluster) -> None:
 
 @contextlib.contextmanager
 def daemons(nodes: int = 1, memory: str = "4MiB", region_size: str = "1MiB", **settings: str) -> Iterator[Cluster]:
-    """A cluster whose matches are patient, so that a busy machine causes no miss, and of which is known what goes for
-    what is stored: what was used least recently."""
+    """A cluster with patient matches, so that a busy machine causes no miss, and with LRU eviction, so that a test
+    knows the next victim."""
     settings.setdefault("match_deadline_ms", "2000")
     settings.setdefault("eviction", "lru")
     with Cluster(nodes, memory, region_size, **settings) as cluster:

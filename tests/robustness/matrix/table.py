@@ -16,8 +16,8 @@ ANY = 1 << 30
 
 @dataclass(frozen=True)
 class Cell:
-    """One scenario. `timeouts`: how many calls of an engine may wait for their whole deadline, by its name; none of all
-    others."""
+    """One scenario. `timeouts`: for each engine by name, how many calls may wait for their whole deadline; 0 for an
+    engine without a name here."""
 
     subject: str
     fault: str
@@ -36,7 +36,7 @@ class Cell:
         return 1 + CELLS.index(self)
 
     def check(self, outcome: Outcome) -> None:
-        """AssertionError for a promise that was not kept."""
+        """Raises AssertionError for a promise that was not kept."""
         assert outcome.compared > 0
         assert outcome.wrong == 0, "wrong bytes"
         assert outcome.lost <= outcome.may_lose, "segments lost"
@@ -157,7 +157,7 @@ MEANINGLESS = {
     "one machine: a bit that flips there is one that flips in the engine. Frames that are malformed, either way: "
     "`tests/server/test_noise.py`, `tests/rules/test_wire_messages.py`",
 }
-"""Why there is no scenario."""
+"""The reason why a cell has no scenario."""
 
 FOUND = (
     (
