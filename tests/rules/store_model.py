@@ -100,7 +100,7 @@ class StoreModel:
         self.replica = replica
         self.spare = list(range(regions))
         self.away: list[int] = []
-        """Reclaimed and not yet given back as spare."""
+        """Regions that were reclaimed and are not spare again yet."""
         self.regions: dict[Pool, list[int]] = {}
         self.index: dict[tuple[str, int], Copy] = {}
         self.quarantine: list[Copy] = []

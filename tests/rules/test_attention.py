@@ -32,7 +32,8 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Multi-head, grouped-query and multi-query; values of other dimensions than keys, or the keys' first columns."""
+    """Cases of multi-head, grouped-query and multi-query attention. The values have their own dimension, or are the
+    first columns of the keys."""
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     q_len, tokens = draw(st.integers(1, 3)), draw(st.integers(1, 12))
     key_dim, value_dim = draw(st.integers(1, 6)), draw(st.integers(1, 6))
@@ -99,8 +100,8 @@ def test_merged_parts_equal_the_whole(parted: tuple[Case, list[list[int]]]) -> N
     assert np.isfinite(merged.out).all()
     assert np.isfinite(merged.lse).all()
     np.testing.assert_allclose(merged.lse, whole.lse, rtol=1e-6, atol=1e-6)
-    # A log-sum-exp of 1e4 is rounded to 1e-3, and so are the weights of the parts. For far greater ones a single token
-    # has all the weight, and rounding decides between two nearly equal ones.
+    # A log-sum-exp of 1e4 is rounded to 1e-3, and so are the weights of the parts. Where it is far greater, one token
+    # has all the weight, and rounding decides between two tokens with nearly equal logits.
     rounding = 4 * float(np.abs(whole.lse).max()) * 2.0**-24
     if rounding < 0.1:
         worst = float(np.abs(case.values).max()) * (1e-5 + 2 * rounding)

@@ -46,7 +46,7 @@ class Raw:
         self.sock.sendall(pack_frame(message))
 
     def write(self, data: bytes) -> None:
-        """Bytes; the other side may have closed already."""
+        """Send bytes, also where the other side may have closed the connection already."""
         try:
             self.sock.sendall(data)
         except (BrokenPipeError, ConnectionResetError):

@@ -218,7 +218,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
 
 def name_of(event: events.Event) -> str:
-    """What it is, for people."""
+    """The type of an event and of its message, for error messages."""
     message = getattr(event, "message", None)
     return type(event).__name__ + ("" if message is None else f" with a {type(message).__name__}")
 
