@@ -82,7 +82,7 @@ def test_the_right_secret_opens_control_and_bulk_connections(cluster: Cluster) -
     with Raw(peer_address(cluster.nodes[0])) as raw:
         assert isinstance(introduce(raw, identity_of(cluster.nodes[1]), "node0", purpose="bulk"), peer.PeerWelcome)
         raw.send(peer.Pull("red", keys_of(cluster)))
-        assert outcomes(decode(peer.pulled_decoder, raw.body()).codes) & {Code.LOCAL}, "a member gets bytes by this Pull"
+        assert outcomes(decode(peer.pulled_decoder, raw.body()).codes) & {Code.LOCAL}, "a member gets bytes this way"
 
 
 def test_another_secret_is_logged_on_both_sides(tmp_path: Path) -> None:

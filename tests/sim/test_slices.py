@@ -1,4 +1,4 @@
-"""The cluster machine with long work cut in slices of two segments, so that other events come between two slices."""
+"""The cluster machine with long work cut in slices of two items, so that other events come between two slices."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ Address = Path | tuple[str, int]
 
 @dataclass(frozen=True)
 class Trickle:
-    """Forward so many bytes every 10 ms."""
+    """Forward `nbytes` every 10 ms in one direction."""
 
     direction: Direction
     nbytes: int
