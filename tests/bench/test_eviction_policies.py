@@ -56,7 +56,7 @@ TestS3Fifo.settings = TestArc.settings = settings(SEARCH, max_examples=60)
 
 
 def test_s3fifo_keeps_a_scan_on_probation() -> None:
-    """A scan of what is used once drives nothing out of the main queue."""
+    """A scan of segments that are used once evicts no segment of the main queue."""
     memory = Memory(S3Fifo(), 20)
     for number in range(20):
         memory.store(number, 0, float(number))

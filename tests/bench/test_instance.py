@@ -107,7 +107,7 @@ def test_an_arrival_ends_joined_decode_steps_at_a_step() -> None:
     assert instance.next_event() == 4.0
     assert drain(instance) == [b, a]
     assert (b.began_s, b.first_s) == (4.0, 7.0)
-    # 3 tokens until 4, one in the step with B's prompt until 7, six more.
+    # A decodes 3 tokens until 4 s, one in the step with B's prompt until 7 s, then six more.
     assert a.finished_s == 13.0
 
 

@@ -102,7 +102,7 @@ def tokens(first: int, count: int) -> NDArray[np.uint32]:
 
 
 def prompts() -> list[NDArray[np.uint32]]:
-    """The same text behind two different first segments, twice."""
+    """Prompts of one text behind two different first segments, each twice."""
     text = tokens(1000, 4 * SEGMENT)
     return [np.concatenate([tokens(first, SEGMENT), text]) for first in (0, 500, 0, 500)]
 

@@ -97,7 +97,7 @@ def test_bytes_moved_and_reads_equal_the_nodes_counters() -> None:
     totals = simulation.totals()
     assert totals.bytes_moved == counted(simulation, SENT_BYTES) == counted(simulation, SENT) * segment_bytes
     windows = simulation.windows()
-    # One request at a time: none waits for another's fetch, so each hit is one read.
+    # Requests come one at a time: no request waits for another's fetch, so that each hit is one read.
     assert sum(window.mean * 4 for window in windows) == pytest.approx(hit_tokens(simulation, accesses) / TOKENS)
     assert counted(simulation, SENT) * TOKENS > counted(simulation, FETCHED)
 

@@ -61,7 +61,7 @@ def test_new_weights_restart_a_waiting_lookup(answered: bool) -> None:
 
 
 def test_a_running_request_stores_nothing_after_new_weights() -> None:
-    """Its cache comes from both weights, so neither the old keys nor the new ones are right."""
+    """The request's cache comes from both weights, so that neither the old keys nor the new ones fit."""
     bench, asked = Bench(), request(40)
     bench.place(asked)
     assert bench.step(asked, 0, 16).saves

@@ -36,7 +36,7 @@ def test_last_saves_carry_the_end_of_the_request() -> None:
     )
     plan = bench.side.step([], lambda name: [])
     assert [save.hints for save in plan.saves] == [Hints(stop_reason="length", output_tokens=1)]
-    # One message, about the segments that are stored already.
+    # One message has the hints for all segments that are stored already.
     keys = tuple(bench.pool.prefix(asked.all_token_ids).keys)
     assert bench.pool.hinted == [(keys[:2], Hints(stop_reason="length", output_tokens=1))]
 

@@ -1,4 +1,4 @@
-"""The scheduler's side measures prefills and loads, and loads what is faster to load."""
+"""The scheduler's side measures prefills and loads, and loads the segments that are faster to load than to compute."""
 
 from __future__ import annotations
 

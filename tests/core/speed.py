@@ -40,7 +40,7 @@ def replies(core: NodeCore, message: Any, now: float) -> Any:
 
 
 def local_core(name: str = "a") -> tuple[NodeCore, bytes]:
-    """One node that holds 4,096 segments, 128 of them the prompt."""
+    """One node that holds 4,096 segments. Returns it, and the keys of a prompt of 128 of them."""
     config = CoreConfig(name, 1, NODES, 1, 4200 * (SLOT_BYTES + 64), dirty_share=1.0)
     core = NodeCore(config)
     core.start(0.0)

@@ -61,7 +61,7 @@ class Longest:
 
 
 def keys_of(count: int) -> list[SegmentKey]:
-    """In prompts of 128 segments."""
+    """`count` keys, in prompts of 128 segments."""
     return [key for number in range(-(-count // PER_PROMPT)) for key in prompt(f"p{number}", PER_PROMPT)][:count]
 
 

@@ -250,7 +250,7 @@ def start_a_long_fetch(cluster: Cluster, reader: Engine, count: int, seconds: fl
 
 
 def test_pushes_wait_while_a_fetch_is_under_way() -> None:
-    """They are transferred after the fetch."""
+    """The pushes are transferred after the fetch."""
     cluster, reader, writer, keys = pushing()
     before = len(said(cluster, 0, StartFetch))
     start_a_long_fetch(cluster, reader, 2, 0.8)

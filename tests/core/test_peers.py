@@ -143,7 +143,7 @@ def test_the_second_candidate_replaces_a_dead_directory_node() -> None:
 
 
 def test_a_restarted_directory_node_learns_the_primary_copies() -> None:
-    """Until the owner advertised, the directory node does not say that nobody has it."""
+    """The directory node does not answer MISSING before the owner has advertised."""
     cluster = calm(4, sync_grace_s=60.0)
     writer = cluster.join(0)
     key = placed(cluster, 1, 2)[0]

@@ -275,7 +275,7 @@ def send(cluster: Cluster, key: SegmentKey, reader: str, stream: int) -> None:
 
 
 def test_redirects_name_only_recipients_that_have_it() -> None:
-    """Not a recipient that is down, and not one from which a redirected reader came back."""
+    """A redirect names neither a recipient that is down nor one from which a redirected reader came back."""
     cluster, _, key = scene(nodes=7)
     for stream, node in enumerate(("n2", "n3", "n6"), 100):
         send(cluster, key, node, stream)

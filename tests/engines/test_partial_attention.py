@@ -63,7 +63,7 @@ def test_causal_behind_what_is_cached(shape: str, tokens: int, cached: int, monk
     query, keys, values = draw(shape, tokens, cached)
     seen = torch.ones((tokens, cached), dtype=torch.bool).tril(cached - tokens).expand(3, -1, -1)
     near(attend_own(query, keys, values, SCALE), expected(query, keys, values, seen))
-    # Again with a mask that hides the first tokens of two rows.
+    # The same step, with a mask that hides the first tokens of two rows.
     first = torch.tensor([0, min(1, cached - tokens), cached - tokens])[:, None, None]
     masked = seen & (torch.arange(cached) >= first)
     near(attend_own(query, keys, values, SCALE, masked[:, None]), expected(query, keys, values, masked))

@@ -114,7 +114,7 @@ def test_prefixes_here_on_another_node_and_on_two_others(cluster: Cluster, model
     wanted = [{reader}, {writer}, {other}, {writer, other}]
     found: dict[frozenset[str], list[int]] = {}
     rows: list[list[int]] = []
-    # Which of its two candidates owns a segment depends on their fill.
+    # The owner of a segment depends on how full its two candidates are.
     while not found.keys() >= set(map(frozenset, wanted)):
         assert len(rows) < 500, found
         more = [prompt(2 * SEGMENT + 1 + seed, 100 + len(rows) + seed) for seed in range(SEGMENT)]

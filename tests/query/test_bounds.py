@@ -44,7 +44,7 @@ def test_a_thousand_views() -> None:
 
 
 def test_closed_engines_leave_no_leases_or_descriptors() -> None:
-    """Their views, buffers and leases end at this node and at the other nodes."""
+    """The views, buffers and leases of a closed engine end at this node and at the other nodes."""
     with serving(3, memory="2MiB") as cluster:
         text = Text(70, 12)
         spread(cluster, [text])

@@ -43,13 +43,14 @@ LIMIT_S = 30.0
 PATIENT_S = 2.0
 """Deadline of a call in a test that is not about deadlines."""
 PATIENT = Deadlines(call_s=PATIENT_S)
-"""For pools of tests: on a busy machine a daemon may not run for a quarter of a second."""
+"""Deadlines of pools in tests: on a busy machine a daemon may not run for a quarter of a second."""
 PATIENT_ENGINE = Deadlines(call_s=PATIENT_S, match_s=PATIENT_S)
-"""For engines of tests, which match with the default deadline: 20 ms without an answer must not cause a miss."""
+"""Deadlines of engines in tests, which match with the default deadline: 20 ms without an answer must not cause a
+miss."""
 
 
 class Prompt:
-    """Seeded tokens, and what their cache must be: a function of every token up to a segment's end, computed
+    """Seeded tokens and the expected bytes of their cache: a function of every token up to a segment's end, computed
     without the pool's keys."""
 
     def __init__(self, seed: int, segments: int, shared: Prompt | None = None) -> None:
@@ -126,7 +127,7 @@ def census(node: Node) -> float:
 
 
 IDLE = ("leases", "writes", "matches", "transfers", "leases to peers", "sends", "dirty copies", "queued offers")
-"""Maps of the rules that are empty when nobody asks anything."""
+"""Maps of the rules that are empty when no request is under way."""
 
 
 def accounted(node: Node) -> bool:
@@ -143,7 +144,7 @@ def accounted(node: Node) -> bool:
 
 
 def local_keys(pool: Pool, prompts: Sequence[Prompt]) -> set[bytes]:
-    """The segments of the prompts that the pool's own node holds, whatever its copy is for."""
+    """The segments of the prompts that the pool's own node holds, with copies of any kind."""
     return _keys(pool, prompts, lambda lease: lease.codes[0] == Code.LOCAL)
 
 

@@ -69,7 +69,7 @@ def test_a_grant_of_an_earlier_connection_is_not_used(cluster: Cluster) -> None:
 
 
 def test_an_answer_that_never_comes_ends_no_service() -> None:
-    """The pool once waited for such an answer before it sent any other request, heartbeats included."""
+    """While one reply was missing, the pool once sent no other request, heartbeats included."""
     with daemons(lease_s="0.6") as cluster, cluster.connect(0, LAYOUT) as pool:
         with pytest.raises(DeadlinePassed):
             # The daemon answers no Abort.

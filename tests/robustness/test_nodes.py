@@ -147,7 +147,8 @@ def test_only_what_the_dead_node_held_is_lost(cluster: Cluster, pools: list[Pool
     assert only_there
     cluster.nodes[2].kill()
     for pool in pools[:2]:
-        # These copies are found once the nodes that hold them, and the directory nodes, have noticed the death.
+        # The segments with a copy at another node are found once that node and their directory nodes have noticed the
+        # death.
         wait_until(lambda pool=pool: held[0] | held[1] <= found_keys(pool, PROMPTS), "what others hold is found")  # type: ignore[misc]
         assert set.union(*held) - found_keys(pool, PROMPTS) == only_there
 

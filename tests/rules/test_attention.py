@@ -39,7 +39,7 @@ def cases(draw: st.DrawFn) -> Case:
     key_dim, value_dim = draw(st.integers(1, 6)), draw(st.integers(1, 6))
     dtype = draw(st.sampled_from(DTYPES))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    # With both ends of the range logits differ by up to 1e36.
+    # With factors at both ends of the range, logits differ by up to 1e36.
     spread = draw(st.sampled_from([1.0, 1e-3, 30.0] + ([1e18] if dtype != "float16" else [100.0])))
 
     def numbers(*shape: int, factor: float = 1.0) -> NDArray[np.float32]:

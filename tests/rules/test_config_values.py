@@ -1,4 +1,4 @@
-"""The values of single settings: what is taken, what is refused and how, how they are shown."""
+"""The values of single settings: which are accepted, the errors of the others, and how values are shown."""
 
 from __future__ import annotations
 

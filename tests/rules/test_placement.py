@@ -71,8 +71,8 @@ def test_the_slightly_emptier_gets_slightly_more(directory_node: Vacancy, other:
 
 
 def test_lean_never_favours_the_fuller_node() -> None:
-    """For each lean there is one border: the other node is chosen for all its vacancies that are better than the
-    border."""
+    """For each lean there is a limit: the other node becomes the owner for all of its vacancies that are better than
+    the limit."""
     for lean in (-1.0, -0.3, 0.0, 0.7, 1.0):
         others = [Vacancy(0.0, 9, retention_value / 100) for retention_value in (*range(1, 49), *range(52, 100))]
         chosen = [choose_owner([(A, Vacancy(0.0, 9, 0.5)), (B, other)], lean) for other in others]

@@ -1,4 +1,4 @@
-"""Ring: shares, what a change of members moves, independence of order, the epoch.
+"""Ring: shares, the keys that move with a change of members, independence of the members' order, the epoch.
 
 Keys are blake2b of consecutive numbers. With 128 virtual nodes a share's standard deviation is about 9 % of it
 (`VIRTUAL_NODES`); the bounds are 3.5 of them.

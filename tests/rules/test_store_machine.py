@@ -172,7 +172,7 @@ class StoreMachine(RuleBasedStateMachine):
     # -- what rules share
 
     def _reserve(self, pool: Pool, key: int, kind: Kind) -> Copy | None:
-        """None when refused, or when the key is indexed and may not be reserved."""
+        """Reserve in store and model. None when refused, or when the key is indexed and may not be reserved."""
         tenant, size = pool
         if (tenant, key) in self.model.index:
             return None

@@ -131,7 +131,8 @@ def test_all_times_of_the_rules_follow_their_clock() -> None:
 
 
 def test_instructions_of_a_failed_handler_are_carried_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without its instructions a reused slot would keep the generation of its previous segment."""
+    """The test's failed handler had given a slot to a new segment: without its instructions the slot keeps the previous
+    generation."""
     loop = SteppedLoop()
     config = CoreConfig("a", 1, {"a": 1}, regions=1, region_bytes=1 << 20)
     core = NodeCore(config)

@@ -55,7 +55,8 @@ def test_another_secret_is_refused_and_the_ring_is_not_shown(other: Secret) -> N
     ids=str,
 )
 def test_a_changed_hello_is_refused(change: dict[str, Any]) -> None:
-    """Such as a recorded handshake against a fresh nonce, or the proof of a control connection on a bulk one."""
+    """Changes such as a recorded handshake against a fresh nonce, or the proof of a control connection on a bulk
+    one."""
     dialler, acceptor = half_way()
     changed = Acceptor(B, replace(dialler.hello, **change), NONCE_B)
     with pytest.raises(CredentialRefused):

@@ -132,7 +132,7 @@ def _broken(kind: type[Any], right: Any) -> Iterator[Any]:
 
 @functools.cache
 def _wrong_requests() -> tuple[Any, ...]:
-    """Requests with a wrong field, and messages that are no requests to the rules."""
+    """Requests with a wrong field, and messages that are no requests."""
     return (
         *(broken for kind in REQUESTS for broken in _broken(kind, legal(kind))),
         *map(legal, (*NOT_FOR_THE_RULES, *PEER_MESSAGES, *typing.get_args(engine.EngineReply))),
@@ -145,7 +145,7 @@ def _wrong_requests() -> tuple[Any, ...]:
 
 @functools.cache
 def _wrong_sayings() -> tuple[Any, ...]:
-    """Peer messages with a wrong field, and messages that are none of a peer."""
+    """Peer messages with a wrong field, and messages that are no peer messages."""
     return (
         *(broken for kind in PEER_MESSAGES for broken in _broken(kind, legal(kind))),
         *map(legal, REQUESTS),

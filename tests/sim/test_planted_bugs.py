@@ -43,7 +43,7 @@ def generation_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def stamp_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """Generations change, and the shared page does not say so."""
+    """Generations change, and the driver is not told to write them into the page that engines read."""
     original = NodeCore.handle
 
     def handle(self: NodeCore, event: Any, now: float) -> Any:
@@ -93,7 +93,7 @@ def late_receiver_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def aborted_fetch_trusted(patch: pytest.MonkeyPatch) -> None:
-    """What an aborted fetch brought is published without a look at its codes."""
+    """The segments of an aborted fetch are published without a look at the fetch's codes."""
     original = Transfers.done
 
     def done(self: Transfers, fetch: int, codes: bytes, checksums: bytes) -> None:
@@ -103,7 +103,7 @@ def aborted_fetch_trusted(patch: pytest.MonkeyPatch) -> None:
 
 
 def dead_engine_frees_nothing(patch: pytest.MonkeyPatch) -> None:
-    """A process that died keeps what it held."""
+    """The slots that a dead process held stay pinned."""
 
     def gone(self: Sessions, connection: Any) -> None:
         self._processes.pop(connection, None)
@@ -216,7 +216,7 @@ def call_ended_by_a_wrong_reply(patch: pytest.MonkeyPatch) -> None:
 
 
 def transfer_not_checked(patch: pytest.MonkeyPatch) -> None:
-    """What a receiver reports is taken as it comes."""
+    """A receiver's report is taken without a check."""
     patch.setattr(Transfers, "check_done", lambda self, fetch, codes, checksums: None)
 
 

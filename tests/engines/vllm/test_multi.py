@@ -124,7 +124,7 @@ def test_segments_of_a_killed_owner_are_recomputed(
 
 
 def test_rank_reports_are_merged_per_connector() -> None:
-    """As vLLM merges them: for each connector the slowest rank counts."""
+    """vLLM merges the reports of ranks so: for each connector the slowest rank counts."""
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
 
     from tokenlake_client.engines.vllm.connector import StepOutcome

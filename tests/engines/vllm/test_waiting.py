@@ -49,7 +49,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def stored_and_hit(engines: Sequence[Engine]) -> tuple[int, int]:
-    """The sum of a count of both engines."""
+    """The tokens that were stored, and the tokens that were taken from the pool, each summed over both engines."""
     for engine in engines:
         engine.call("flush")
     counts = [engine.call("counts") for engine in engines]

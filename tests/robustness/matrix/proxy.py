@@ -123,7 +123,7 @@ class Proxy:
 
     @property
     def port(self) -> int:
-        """Of an address in TCP."""
+        """The port of a TCP address."""
         assert isinstance(self.address, tuple)
         return self.address[1]
 
@@ -138,7 +138,7 @@ class Proxy:
     def cut(self) -> None:
         """End the connections that are open."""
         while self._open:
-            # Their threads close the sockets.
+            # The threads of these connections close the sockets.
             with contextlib.suppress(OSError):
                 self._open.pop().shutdown(socket.SHUT_RDWR)
 

@@ -153,7 +153,7 @@ CELLS = (
         {"engine whose requests are damaged": ANY},
     ),
 )
-"""In the order of the page."""
+"""The cells in the order of the page."""
 
 MEANINGLESS = {
     "daemon/flip-wire": "no segment travels between a daemon and its engine, and a frame does not leave the memory of "

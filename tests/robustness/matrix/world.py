@@ -59,7 +59,7 @@ class World:
         return asker
 
     def fresh(self, number: int) -> Prompt:
-        """A prompt that no engine has stored yet, of number `number`."""
+        """The prompt of this number, which no engine has stored yet."""
         return Prompt(1000 * self.seed + 100 + number, SEGMENTS)
 
     def read(self, asker: Asker, number: int) -> None:
