@@ -38,7 +38,8 @@ class Told:
 
 
 def test_a_row_compares_what_was_measured_in_one_turn() -> None:
-    """A turn in which everything is slow counts as much as any other."""
+    """The ratio of a row compares times of the same turn, so that a turn in which everything is slow counts as any
+    other."""
     row = base.row_of(Told([], []), [2e-6, 30e-6, 4e-6], [1e-6, 10e-6, 4e-6])
     assert (row.p50_us, row.ceiling_us, row.ratio, row.least_ratio) == pytest.approx((4, 4, 2, 2))
     assert (row.bytes, row.bytes_formula) == (100, 90)

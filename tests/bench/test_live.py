@@ -165,7 +165,7 @@ def test_the_index_alone_separates_tenants(connect: Connect) -> None:
 
 
 def test_without_tenants_in_keys_and_index_bytes_are_wrong(connect: Connect) -> None:
-    # Both connect as tenant a, as if there were no tenants; each expects its own bytes.
+    # Both clients connect as tenant a, as if there were no tenants; each expects the bytes of its own tenant.
     clients = [LiveClient(connect(0, "token of a"), seed=1, tenant=tenant, chain=without_secret) for tenant in "ab"]
     served = serve_all(clients, [prompts()[0]] * 2)
     assert served[1].hits == served[1].wrong_segments == 5

@@ -112,7 +112,7 @@ def test_copies_share_templates_only_and_are_shifted() -> None:
     assert [arrival.at_s for arrival in many] == sorted(arrival.at_s for arrival in many)
     assert {int(arrival.chain[0]) for arrival in many} == {0}
     assert len({int(arrival.chain[1]) for arrival in many}) == 400
-    # Each part of the time has four times the requests of the original.
+    # Each quarter of the time has four times the requests of the original.
     counts, _ = np.histogram([arrival.at_s for arrival in many], bins=4, range=(0, 100))
     assert counts.tolist() == pytest.approx([100] * 4, abs=4)
 

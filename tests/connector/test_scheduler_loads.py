@@ -52,7 +52,7 @@ def test_segments_of_a_slow_node_are_computed() -> None:
     assert bench.side.matched(asked, 0) == 24
     lease = bench.pool.leases[-1]
     assert (lease.released_from, lease.released) == (3, False)
-    # vLLM had no free blocks, and asks again.
+    # vLLM asks again for a request for which it had no free blocks.
     assert bench.side.matched(asked, 0) == 24
     bench.side.allocated(asked, blocks_of(asked), 24)
     plan = bench.side.step([], lambda name: [])

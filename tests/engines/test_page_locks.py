@@ -210,7 +210,7 @@ def test_stores_are_right_after_a_restart_of_the_daemon(cuda: FakeCuda) -> None:
             assert len(arrays) == 3
             assert all((array.view(np.float32) == 7.0).all() for array in arrays), f"life {life} of the daemon"
             copy.from_slot(arrays[0], [0], 0)
-            # The arrays of one daemon outlive it.
+            # The arrays of the first daemon outlive it.
             held = [arrays] if life == 1 else []
             del arrays
         del held

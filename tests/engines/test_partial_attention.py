@@ -79,7 +79,7 @@ def test_inputs_of_any_strides_are_not_changed() -> None:
 
 def test_parts_in_either_order_merge_to_the_whole() -> None:
     query, keys, values = draw("grouped-query", 3, 40)
-    # Far apart, so that one part outweighs the other by far in some rows.
+    # The keys of the parts differ much, so that in some rows one part outweighs the other by far.
     keys[:, :, :10] *= 20
     whole = attend(query, keys, values, SCALE)
     for cut in (1, 10, 39):

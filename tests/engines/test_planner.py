@@ -73,7 +73,7 @@ def test_segments_that_are_slow_to_fetch_are_computed(cluster: Cluster, model: A
         measured(engine, cluster, prefill_s=1e-6, byte_s=1.0, query_s=100.0)
         counts = check(engine, model, rows)
         assert counts.tokens_shipped == 0
-        # Segments on this node may be read nevertheless.
+        # Only segments of other nodes are slow: local ones may be read.
         assert counts.tokens_skipped > 0
         assert counts.tokens_hit + counts.tokens_skipped == shipped(rows)
 
@@ -181,7 +181,7 @@ def test_rows_with_a_shared_prefix_share_leases(model: Any, mode: str) -> None:
             writer.prefill([*head, 2])
             assert writer.flush(30)
             assert writer.counts.tokens_stored == len(head)
-        # Every hit is predicted to be faster to read.
+        # With these rates every hit is predicted to be faster to read than to compute.
         measured(engine, cluster, prefill_s=10.0, byte_s=1.0, query_s=10.0)
         ids, mask = batch(rows)
         engine.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False, eos_token_id=None)

@@ -117,7 +117,7 @@ def test_the_tokens_stay_the_same(cluster: Cluster, model: Any, fault: str, kill
             assert counts.tokens_shipped == 0
             assert counts.tokens_hit + counts.tokens_computed == counts.tokens_asked
         sums_up(engine)
-        # During the fault, and after it.
+        # The engine generates the same tokens during the fault and after it.
         assert generate(engine.generate, rows, max_new_tokens=NEW)[0] == expected
         stack.close()
         assert generate(engine.generate, rows, max_new_tokens=NEW)[0] == expected

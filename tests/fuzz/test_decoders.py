@@ -1,4 +1,4 @@
-"""Any bytes are to each decoder a message of its protocol or `ProtocolRefused`, in bounded memory."""
+"""Each decoder takes any bytes: it returns a message of its protocol or raises `ProtocolRefused`, in bounded memory."""
 
 from __future__ import annotations
 

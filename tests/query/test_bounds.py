@@ -68,7 +68,7 @@ def test_closed_engines_leave_no_leases_or_descriptors() -> None:
         fillers = itertools.count(1000)
 
         def evicted() -> bool:
-            # More segments than fit: a match makes the segments it finds the most recently used.
+            # The prompts have more segments than fit. A match makes the segments that it finds the most recently used.
             for _ in range(48):
                 Text(next(fillers), 12).store(pool)
             with pool.match(pool.prefix(text.tokens).keys, deadline_s=10.0) as lease:

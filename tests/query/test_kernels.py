@@ -134,7 +134,7 @@ def test_many_queries_over_gathered_segments(
     layout, heads = ARRANGEMENTS[arrangement]
     kernel = torch_cpu.TorchKernel(layout, AttentionShape.of(layout, heads))
     cached = Cached(layout, PLACES[places])
-    # Fewer queries in between: the rest of the buffer must not be read.
+    # Smaller numbers of queries come between large ones: the rest of the scratch buffer must not be read.
     for count in (600, 515, 2, 600):
         cached.check(kernel, draw_queries(layout, count, heads))
 

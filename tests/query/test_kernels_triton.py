@@ -24,7 +24,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = ["float32", "float16", "bfloat16"] if DEVICE == "cuda" else ["float32", "float16"]
 
 if triton is not None and DEVICE == "cpu":
-    # Read when triton is imported.
+    # triton reads this variable when it is imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
 

@@ -187,7 +187,8 @@ def test_bytes_that_come_late_reach_no_new_owner() -> None:
             wait_until(lambda: match(pool, prompt).hits == 5, "the peer's segments are found")
             for attempt in range(5):
                 with match(pool, prompt) as lease:
-                    # Long enough for the handshake and the Pull on a busy machine, too short for a segment.
+                    # The deadline is long enough for the handshake and the Pull on a busy machine, and too short for a
+                    # segment.
                     assert lease.fetch(deadline_s=0.5) == []
                 # For the engine the fetch has ended. The daemon frees its slots only when the receiving thread has
                 # returned.

@@ -107,7 +107,7 @@ def test_a_daemon_ends_at_an_edge(cluster: Cluster, edge: Edge) -> None:
     with cluster.connect(0, LAYOUT) as attached, cluster.connect(1, LAYOUT) as steady:
         session = steady.session
         ending.kill()
-        # Once, twice or three times: a first crossing finds the daemon almost empty.
+        # The daemon ends at the first, second or third crossing of the edge: at the first it is almost empty.
         ending.start(FAILPOINT_DAEMON, failpoint=f"{edge.name}:{1 + EDGES.index(edge) % 3}")
         process, lives = ending.process, {attached.incarnation}
         assert process is not None

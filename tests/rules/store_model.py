@@ -222,7 +222,7 @@ class StoreModel:
                     self.order = {at: order for at, order in self.order.items() if at[0] != pool}
                 self.away.append(region)
                 return region
-            # The next search begins with the others.
+            # The next search begins with the other regions.
             self.regions[pool].append(self.regions[pool].pop(0))
         return None
 

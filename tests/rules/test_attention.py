@@ -195,5 +195,5 @@ def test_rounding_is_that_of_ieee_754(dtype: str, number: float) -> None:
         step = 2.0 ** (exponent - bits + 1)
         # Python's round() takes ties to even too.
         assert back == round(number / step) * step
-    # A value that has the precision already is not changed.
+    # Rounding does not change a value that has the precision of `dtype` already.
     np.testing.assert_array_equal(as_float32(from_float32(np.array([back], np.float32), dtype), dtype), [back])

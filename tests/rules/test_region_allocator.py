@@ -87,7 +87,7 @@ def test_a_drained_region_goes_to_its_claimant() -> None:
     busy = leased.place.region
     assert store.below_fair_share(BLUE, SLOT_BYTES, [RED, BLUE])
     assert store.regions.above_fair_share(RED, [RED, BLUE])
-    # The region without a pin is taken at once.
+    # A region without a pinned segment is free at once.
     given = store.drain(pool, 200.0)
     assert given is not None
     assert given != busy

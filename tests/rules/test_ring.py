@@ -57,7 +57,7 @@ def test_every_share_follows_the_weight(weights: dict[str, int]) -> None:
 @given(names, st.integers(0, 255))
 @settings(max_examples=40)
 def test_a_key_has_the_same_candidates_alone_as_among_many(members: set[str], first: int) -> None:
-    """Keys at both ends of the circle, where it begins again, are among them."""
+    """The keys include both ends of the circle, where it begins again."""
     ring = ring_of(dict.fromkeys(sorted(members), 1))
     ends = [SegmentKey(bytes([byte]) * KEY_BYTES) for byte in (0, 255)]
     keys = [*ends, *KEYS[first : first + 50]]

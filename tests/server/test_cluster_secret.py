@@ -155,24 +155,24 @@ def test_a_stranger_cannot_pose_as_a_dead_member(cluster: Cluster, purpose: peer
     wait_until(lambda: total(node, "tokenlake_peers_connected") == 0, "the member is gone, the recording too")
     watched = believed(cluster)
     before = watched()
-    # 1. A recorded handshake, word for word.
+    # 1. The stranger repeats a recorded handshake word for word.
     with Raw(address) as raw:
         challenged(raw, hello)
         raw.send(proof)
         refused(raw, "CredentialRefused")
-    # 2. A guessed secret, and the constant that stands in for a missing secret.
+    # 2. It proves itself with a guessed secret, and with the constant that stands in for a missing secret.
     for secret in (Secret(b"guess" * 4), Secret()):
         with Raw(address) as raw:
             challenge = challenged(raw, replace(hello, nonce=secrets.token_bytes(32)))
             ring = peer.PeerProof(posing.epoch, posing.members, bytes(32))
             raw.send(replace(ring, proof=dialler_proof(secret, hello, challenge, ring)))
             refused(raw, "CredentialRefused")
-    # 3. The node's own proof, handed back.
+    # 3. It returns the node's own proof.
     with Raw(address) as raw:
         challenge = challenged(raw, hello)
         raw.send(peer.PeerProof(posing.epoch, posing.members, challenge.proof))
         refused(raw, "CredentialRefused")
-    # 4. No proof at all, before and after the hello.
+    # 4. It sends no proof, before and after the hello.
     for said in ((), (hello,)):
         for message in (peer.Pull("red", keys), peer.Lookup(1, "red", keys), peer.Ping(1, (0.0, 0.0, 0.0), 0.0, 0)):
             with Raw(address) as raw:
@@ -180,7 +180,7 @@ def test_a_stranger_cannot_pose_as_a_dead_member(cluster: Cluster, purpose: peer
                     challenged(raw, each)
                 raw.send(message)
                 refused(raw, "ProtocolRefused")
-    # 5. The hello and the frames after the welcome, without waiting for replies.
+    # 5. It sends the hello and the frames after the welcome without waiting for replies.
     with Raw(address) as raw:
         raw.write(pack_frame(hello) + pack_frame(proof) + pack_frame(peer.Pull("red", keys)))
         assert isinstance(raw.answer(), peer.PeerChallenge)
@@ -242,7 +242,7 @@ def test_a_stranger_at_a_members_address_learns_nothing(cluster: Cluster) -> Non
                 assert answer.kind == "CredentialRefused"
                 assert "node0, " not in answer.reason
                 assert sock.recv(1) == b""
-        # A welcome without a handshake, and a message of a peer.
+        # The stranger sends a welcome without a handshake, and a message that only a peer may send.
         for message in (peer.PeerWelcome(), peer.Ready(1, "red", bytes(32))):
             sock, _ = listener.accept()
             with sock:

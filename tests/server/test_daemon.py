@@ -252,7 +252,7 @@ def test_a_signal_while_memory_is_populated(tmp_path: Path) -> None:
             if not reports:
                 os.kill(os.getpid(), signal.SIGTERM)
             reports.append((done, total))
-            # The loop handles the signal within one of these round trips.
+            # The control loop handles the signal during one of these round trips to it.
             for _ in range(10):
                 asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(LIMIT_S)
 

@@ -109,7 +109,7 @@ def test_requests_in_flight_are_bounded() -> None:
             cluster.nodes[1].freeze()
             draw = random.Random(2)
             count = MAX_IN_FLIGHT + beyond
-            # Keys of both directory nodes, so that each waits for the other node.
+            # Each match has keys of both directory nodes, so that it waits for the other node.
             raw.write(
                 b"".join(pack_frame(engine.Match(at, draw.randbytes(32 * 16), 2.0)) for at in range(2, 2 + count))
             )

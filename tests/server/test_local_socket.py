@@ -51,7 +51,7 @@ def test_the_socket_of_another_user_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_symbolic_link_is_not_followed(tmp_path: Path) -> None:
-    """A link is refused, also one to the socket of a dead daemon, which would be replaced."""
+    """A link is refused, also a link to the socket of a dead daemon. The daemon would replace that socket itself."""
     left_behind(tmp_path / "elsewhere")
     (tmp_path / "s").symlink_to(tmp_path / "elsewhere")
     assert "symbolic link" in refused(tmp_path / "s")

@@ -48,7 +48,7 @@ def test_loads_faster_than_a_prefill_are_done(weighs: Callable[[str], Engine], e
     engine = weighs("async")
     assert run(engine, expected) == (0, 0)
     assert run(engine, expected) == (WHOLE, 0)
-    # Both times are known now.
+    # The engine has measured the times of prefills and loads by now.
     assert run(engine, expected) == (WHOLE, 0)
 
 
