@@ -22,7 +22,7 @@ def test_the_plan_has_enough_requests_evictions_and_reuse() -> None:
     distinct = {segment for prompt in plan.accesses.prompts for segment in prompt.chain}
     places = NODES * plan.size.node_segments
     assert len(distinct) > 1.5 * places, "the segments do not all fit, so that some are evicted"
-    assert plan.size.node_segments >= 200, "the pool's budgets are shares of a node's slots"
+    assert plan.size.node_segments >= 200, "a node has enough slots for the budgets, which are shares of them"
     longest = max(len(prompt.chain) for prompt in plan.accesses.prompts)
     assert plan.size.node_segments > 3 * longest, "a node has room for several prompts"
     capacity = plan.size.capacity_tokens
@@ -31,7 +31,7 @@ def test_the_plan_has_enough_requests_evictions_and_reuse() -> None:
         private_routed(plan.accesses, ENGINES, capacity, seed=0).rate,
         private_round_robin(plan.accesses, ENGINES, capacity).rate,
     )
-    assert ideal >= routed > private + 0.05, "there is something to win by sharing"
+    assert ideal >= routed > private + 0.05, "one shared cache finds more than private ones"
     assert routed > ideal - 0.05, "the open conversations fit into the private caches"
     shortest = min(prompt.tokens for prompt in plan.accesses.prompts)
     assert shortest > WINDOW * SEGMENT_TOKENS / 2, "a hit is several segments long"

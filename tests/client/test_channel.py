@@ -148,4 +148,4 @@ def test_a_broken_connection_is_closed_by_its_reader() -> None:
         with pytest.raises(Unreachable):
             channel.call(engine.Heartbeat, PATIENT_S)
         assert sock.same_descriptor
-        assert sock.fileno() == -1, "closed in the end"
+        assert sock.fileno() == -1, "the descriptor is closed after the call"

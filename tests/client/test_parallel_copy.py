@@ -57,7 +57,7 @@ def test_an_error_ends_the_work_of_both(parallel_copy: ParallelCopy, here: bool)
 
     with pytest.raises(ZeroDivisionError):
         parallel_copy.each(work, range(2), MIN_PARALLEL_BYTES)
-    assert working == set(), "a thread works on"
+    assert working == set(), "a thread still copies after the call"
 
 
 def test_a_busy_thread_delays_no_other_caller(parallel_copy: ParallelCopy) -> None:

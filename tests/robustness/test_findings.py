@@ -45,7 +45,7 @@ def test_an_answer_that_was_cut_off_grants_nothing(cluster: Cluster, tmp_path: P
             ask(pool.prefix(wanted.tokens).keys)
         wait_until(Asker("", pool).answered, "it is connected again")
         arrays = kept.fetch()
-        assert (len(arrays), PROMPT.wrong(arrays)) == (4, 0), "the lease it knows stays"
+        assert (len(arrays), PROMPT.wrong(arrays)) == (4, 0), "the lease with a reply stays"
         assert node.metrics()['tokenlake_map_entries{map="leases"}'] == 1
         del arrays
         kept.release()
