@@ -57,6 +57,7 @@ class CacheHitArguments:
     gpu: str | None = None
     rate: float | None = None
     copies: int | None = None
+    open_loop: bool = False
 
     def __post_init__(self) -> None:
         for name in ("baselines", "model", "gpu", "rate", "copies"):
@@ -99,6 +100,7 @@ class CacheHitArguments:
             eviction=self.eviction,
             flash_at=self.flash_at,
             shipped_deadlines=self.shipped_deadlines,
+            open_loop=self.open_loop,
         )
 
 

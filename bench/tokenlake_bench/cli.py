@@ -66,6 +66,7 @@ def bench() -> None:
 @click.option("--model", help="simulate: the model of an instance. [default: llama-3-8b]")
 @click.option("--gpu", help="simulate: the GPU; an instance has as many as the model needs. [default: a100-80g]")
 @click.option("--rate", type=float, help="simulate: requests per second. [default: as in the trace]")
+@click.option("--open-loop", is_flag=True, help="Requests of sessions arrive at their recorded times, answered or not.")
 @click.option(
     "--copies", type=int, help="simulate: copies of the trace side by side, with shared templates. [default: 1]"
 )

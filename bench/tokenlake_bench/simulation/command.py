@@ -40,8 +40,8 @@ LEAST_LOADED, ROUND_ROBIN = "least-loaded", "round-robin"
 @dataclass(frozen=True, kw_only=True)
 class SimulateArguments:
     """Arguments of the command line. `rate`: requests per second of all copies together, None for the trace's own.
-    `copies`: so many copies of the trace run side by side, shifted, with shared templates. Raises ConfigurationError
-    for a value out of range."""
+    `copies`: so many copies of the trace run side by side, shifted, with shared templates. `open_loop`: every request
+    arrives at its recorded time. Raises ConfigurationError for a value out of range."""
 
     trace: Path | None = None
     nodes: int = 3
@@ -60,6 +60,7 @@ class SimulateArguments:
     gpu: str | None = None
     rate: float | None = None
     copies: int | None = None
+    open_loop: bool = False
     json_file: Path | None = None
     plot_file: Path | None = None
 
@@ -115,6 +116,8 @@ class SimulateArguments:
         # The first request arrives at time 0.
         start_s = accesses.prompts[0].at_s
         arrivals = [each._replace(at_s=each.at_s - start_s) for each in arrivals_of(accesses)]
+        if self.open_loop:
+            arrivals = [each.arrived(each.at_s) for each in arrivals]
         if self.copies is not None and self.copies > 1:
             arrivals = list(merged(arrivals, self.copies))
         if self.rate is not None:

@@ -139,11 +139,11 @@ class PooledEngine(SimulatedEngine):
             finished=self._answered_all,
         )
 
-    def serve(self, arrival: Arrival) -> None:
+    def serve(self, arrival: Arrival, answered: Callable[[], None] = lambda: None) -> None:
         """See `SimulatedEngine`."""
         self.open += 1
         self.backlog += arrival.tokens
-        served = RequestOutcome(arrival, self._node.index)
+        served = RequestOutcome(arrival, self._node.index, answered)
         self._queue.append(_PooledRequest(served, keys_of(arrival.chain, self._options.seed)))
         self._read_ahead()
 
@@ -213,6 +213,7 @@ class PooledEngine(SimulatedEngine):
             self._release(memory.shared, len(memory.shared))
         self._run.done.append(arrival)
         request.answered = True
+        request.served.answered()
         self._close(job.number, request)
 
     def _close(self, number: int, request: _PooledRequest) -> None:
@@ -265,6 +266,7 @@ class PooledRun:
         self.done: list[Arrival] = []
         """The answered requests, in order of their answers."""
         self.node_tokens = options.capacity_tokens // options.nodes // options.segment_tokens * options.segment_tokens
+        self._closed_loop = False
         self._numbers = count(1)
         self._draw = random.Random(options.seed)
         self._engines: list[PooledEngine] = []
@@ -297,6 +299,7 @@ class PooledRun:
         requests."""
         if not arrivals:
             raise ConfigurationError("requests", 0, "at least one")
+        self._closed_loop = any(arrival.follows is not None for arrival in arrivals)
         self.simulation.run(arrivals, progress, route or self.least_loaded, DRAIN_S)
 
     def row(self) -> SystemRow:
@@ -310,4 +313,5 @@ class PooledRun:
             duplication=totals.duplication,
             bytes_moved=totals.bytes_moved,
             seed=simulation.options.seed,
+            closed_loop=self._closed_loop,
         )
