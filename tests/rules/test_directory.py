@@ -67,7 +67,7 @@ class Model:
             entry = None
         mine = entry is not None and entry.node == step.node
         match step.act, entry:
-            case ("get" | "mark"), Entry(deadline=deadline) if 0 < deadline <= step.now:
+            case (("get" | "mark"), Entry(deadline=deadline)) if 0 < deadline <= step.now:
                 del self.entries[at]
                 entry = None
             case "clear", Entry(deadline=deadline) if mine and deadline:
