@@ -26,8 +26,9 @@ SETTLE_S = 60.0
 """The longest time that a run goes on after the last request."""
 EngineMaker = Callable[[SimNode, SimulationOptions, int, Callable[[RequestOutcome], None]], SimulatedEngine]
 """Makes the engine of a node: (node, options, segments it may read at a time, callback for each finished request)."""
-Route = Callable[[int, Arrival], int]
-"""Chooses the node of a request: (number of the request, request) -> index of a node."""
+Route = Callable[[int, Arrival], int | None]
+"""Chooses the node of a request: (number of the request, request) -> index of a node; None: the route hands the request
+to an engine itself, and counts it in `SimulatedCluster.routing` until then."""
 
 
 class SimulatedCluster:
@@ -64,6 +65,8 @@ class SimulatedCluster:
         # Fetched segments have to fit among the cached copies.
         window = int(share * self.size.node_segments)
         self.engines = [engine(node, options, window, finished) for node in self.nodes]
+        self.routing = 0
+        """Number of requests that arrived and are at no engine yet."""
 
     @property
     def now_s(self) -> float:
@@ -91,14 +94,16 @@ class SimulatedCluster:
         for index, arrival in enumerate(arrivals):
             self.clock.run_until(BEGINS_S + arrival.at_s)
             chosen = index % len(self.engines) if route is None else route(index, arrival)
-            self.engines[chosen].serve(arrival)
+            if chosen is not None:
+                self.engines[chosen].serve(arrival)
         until = self.clock.now + settle_s
         while self.clock.now < until and not self.idle():
             self.clock.run_until(self.clock.now + 1.0)
 
     def idle(self) -> bool:
         """No request is under way, and no node waits for another."""
-        return not any(engine.open for engine in self.engines) and all(node.core.idle() for node in self.nodes)
+        under_way = self.routing or any(engine.open for engine in self.engines)
+        return not under_way and all(node.core.idle() for node in self.nodes)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the state of a core does not add up."""

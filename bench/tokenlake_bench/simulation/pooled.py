@@ -178,6 +178,7 @@ class PooledEngine(SimulatedEngine):
         request = self._requests[job.number]
         request.first_s = now
         self.backlog -= job.prompt
+        self._run.first_token(request.served.arrival)
         self._clock.after(0.0, self._advance, self._store_computed(job.number, request), None)
 
     def _store_computed(self, number: int, request: _PooledRequest) -> Steps:
@@ -212,6 +213,7 @@ class PooledEngine(SimulatedEngine):
             self._release(memory.own, len(memory.own))
             self._release(memory.shared, len(memory.shared))
         self._run.done.append(arrival)
+        self._run.answered(arrival)
         request.answered = True
         self._close(job.number, request)
 
@@ -264,6 +266,9 @@ class PooledRun:
         self.answers: list[Answered] = []
         self.done: list[Arrival] = []
         """The answered requests, in order of their answers."""
+        self.first_token: Callable[[Arrival], None] = lambda arrival: None
+        self.answered: Callable[[Arrival], None] = lambda arrival: None
+        """Called with the first and with the last token of each answer."""
         self.node_tokens = options.capacity_tokens // options.nodes // options.segment_tokens * options.segment_tokens
         self._numbers = count(1)
         self._draw = random.Random(options.seed)

@@ -1,0 +1,91 @@
+"""The pool behind a router that plans: `tokenlake.planner.Router` on what a router sees of simulated nodes.
+
+::
+
+    arrives -> lookup ----------> nodes that the directory names -> Router.where -> instance
+               (a socket and a link, either way)
+
+The router knows the requests that it sent, and the tokens of the answers that pass through it. Of the pool it knows the
+nodes that its lookup names: owners, replicas, and nodes whose copy has no owner. It does not know cached copies of
+segments that another node owns, nor the instances' queues and memory.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from tokenlake.identity import NodeId, SegmentKey, TenantId
+from tokenlake.keys import KEY_BYTES
+from tokenlake.planner import Request, Router
+from tokenlake.store import Kind, State
+from tokenlake_bench.simulation.arrivals import Arrival, keys_of
+from tokenlake_bench.simulation.engine import SOCKET_S, TENANT
+from tokenlake_bench.simulation.pooled import PooledRun
+
+__all__ = ["PlannedRoute"]
+
+
+class PlannedRoute:
+    """The route of one `PooledRun`: pass it to `PooledRun.run`. It hands each request to its instance itself."""
+
+    def __init__(self, run: PooledRun) -> None:
+        """Takes over the `first_token` and `answered` callbacks of `run`."""
+        options = run.simulation.options
+        self._run = run
+        self._seed = options.seed
+        self._cluster = run.simulation.cluster
+        self._nodes = [NodeId(node.name) for node in self._cluster.nodes]
+        self._indices = {node: index for index, node in enumerate(self._nodes)}
+        instances = {node: node for node in self._nodes}
+        layout = self._cluster.size.layout
+        draw = random.Random(options.seed)
+        self.router = Router(instances, options.segment_tokens, layout.segment_bytes, draw=draw)
+        self._one_way_s = SOCKET_S + options.network.usual.latency_s
+        run.first_token = self._first_token
+        run.answered = self._answered
+
+    def __call__(self, number: int, arrival: Arrival) -> None:
+        """A request arrives: begin its lookup."""
+        self._cluster.routing += 1
+        keys = keys_of(arrival.chain, self._seed)
+        request = Request(
+            name=_name(arrival),
+            keys=tuple(SegmentKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)),
+            tokens=arrival.tokens,
+        )
+        self._cluster.clock.after(self._one_way_s, self._look_up, arrival, request)
+
+    def _look_up(self, arrival: Arrival, request: Request) -> None:
+        owners = self._owners(request.keys)
+        self._cluster.clock.after(self._one_way_s, self._send, arrival, request, owners)
+
+    def _send(self, arrival: Arrival, request: Request, owners: dict[SegmentKey, list[NodeId]]) -> None:
+        start = self.router.where(request, owners)
+        self.router.sent(request, start)
+        self._cluster.routing -= 1
+        self._cluster.engines[self._indices[NodeId(start.instance)]].serve(arrival)
+
+    def _owners(self, keys: Sequence[SegmentKey]) -> dict[SegmentKey, list[NodeId]]:
+        """The nodes that a lookup names now, up to the first segment without one."""
+        indices = [node.store.index(TenantId(TENANT)) for node in self._cluster.nodes]
+        owners: dict[SegmentKey, list[NodeId]] = {}
+        for key in keys:
+            for node, index in zip(self._nodes, indices, strict=True):
+                segment = index.get(key)
+                if segment is None or segment.state is not State.READY:
+                    continue
+                if segment.kind is not Kind.CACHED or segment.source is None:
+                    owners.setdefault(key, []).append(node)
+        return owners
+
+    def _first_token(self, arrival: Arrival) -> None:
+        self._cluster.clock.after(self._one_way_s, self.router.first_token, _name(arrival))
+
+    def _answered(self, arrival: Arrival) -> None:
+        self._cluster.clock.after(self._one_way_s, self.router.finished, _name(arrival))
+
+
+def _name(arrival: Arrival) -> str:
+    """Names a request while it is under way: no two arrivals are one object."""
+    return str(id(arrival))
