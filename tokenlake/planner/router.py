@@ -138,11 +138,10 @@ class Router:
                 if instance in coming and chosen[instance] not in nodes:
                     coming[instance] += 1
         starts: list[Start] = []
-        further = self._further(keys, depth, owners)
+        further = self.further(request, depth)
         for instance, node in chosen.items():
-            reach, here = further.get(instance, (0, 0))
-            cached = (depth + reach) * self._segment_tokens
-            moved = (depth + reach - held[node] - coming[instance] - here) * self._segment_tokens
+            cached = (depth + further.get(instance, 0)) * self._segment_tokens
+            moved = (depth - held[node] - coming[instance]) * self._segment_tokens
             prefill = Prefill(max(1, request.tokens - cached), cached)
             cost = self.queued(instance) + self.computing([prefill]) + self.moving(moved)
             starts.append(Start(instance, cost, prefill, moved))
@@ -152,21 +151,24 @@ class Router:
         """The keys that a prefix may contain: at least one token of the prompt is computed."""
         return request.keys[: max(0, request.tokens - 1) // self._segment_tokens]
 
-    def _further(self, keys: Sequence[SegmentKey], depth: int, owners: Owners) -> dict[str, tuple[int, int]]:
-        """For each instance where the first segment that no node has is in flight: how far the prefix reaches beyond
-        `depth` there, and how many of those segments need not be brought, both in segments."""
-        further: dict[str, tuple[int, int]] = {}
-        live = dict.fromkeys(self._flying.get(keys[depth], ()), 0) if depth < len(keys) else {}
-        for index, key in enumerate(keys[depth:], 1):
-            nodes, flying = owners.get(key, ()), self._flying.get(key, {})
-            if not nodes:
-                live = {instance: here for instance, here in live.items() if instance in flying}
+    # -- segments in flight
+
+    def in_flight(self, key: SegmentKey) -> Collection[str]:
+        """The instances where a segment is in flight."""
+        return self._flying.get(key, {}).keys()
+
+    def further(self, request: Request, depth: int) -> dict[str, int]:
+        """For each instance where the segment behind the first `depth` is in flight: how many segments the prefix is
+        longer there."""
+        keys = self._keys(request)[depth:]
+        live = set(self._flying.get(keys[0], ())) if keys else set()
+        reach: dict[str, int] = {}
+        for count, key in enumerate(keys, 1):
+            live &= self._flying.get(key, {}).keys()
             if not live:
                 break
-            for instance in live:
-                live[instance] += instance in flying or self.instances[instance] in nodes
-                further[instance] = index, live[instance]
-        return further
+            reach.update(dict.fromkeys(live, count))
+        return reach
 
     # -- costs
 

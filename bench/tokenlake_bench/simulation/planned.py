@@ -37,7 +37,7 @@ class PlannedRoute:
         self._cluster = run.simulation.cluster
         self._nodes = [NodeId(node.name) for node in self._cluster.nodes]
         self._indices = {node: index for index, node in enumerate(self._nodes)}
-        instances = {node: node for node in self._nodes}
+        instances = {str(node): node for node in self._nodes}
         layout = self._cluster.size.layout
         draw = random.Random(options.seed)
         self.router = Router(instances, options.segment_tokens, layout.segment_bytes, draw=draw)
