@@ -226,6 +226,10 @@ class Router:
                 if not flying:
                     del self._flying[key]
 
+    def under_way(self, instance: str) -> int:
+        """Number of requests under way at an instance."""
+        return sum(each.instance == instance for each in self._under_way.values())
+
     # -- checks
 
     def check_integrity(self) -> None:
