@@ -11,7 +11,7 @@ from typing import Self
 from tokenlake.attention import AttentionShape
 from tokenlake.errors import Refused, Unreachable
 from tokenlake.identity import NodeId, SegmentKey
-from tokenlake.planner import Model, Plans, PrefixTree, Rates, Request, cache_load, gen_plans, grow
+from tokenlake.planner import Model, Plans, PrefixTree, Rates, Request, Router, cache_load, gen_plans, grow
 from tokenlake_client.lease import Lease
 from tokenlake_client.pool import Pool
 
@@ -38,6 +38,9 @@ class ControlPlane:
         self.instances = MappingProxyType(dict(instances))
         self.rates = rates or Rates()
         self.model = Model.of(pool.layout, shape)
+        self.router = Router(instances, pool.layout.segment_tokens, self.model.segment_bytes, self.rates)
+        """The requests under way. The caller tells it of each request that is sent, its first token and its end; a
+        router that sends single requests asks it for their instances."""
         self.leases: tuple[Lease | None, ...] = ()
         """One for each request of the last tree; None where no segment was found or the daemon did not answer. Owned by
         this object and valid until the next `get_prefix_tree` with requests."""
@@ -86,7 +89,7 @@ class ControlPlane:
         `tokenlake.planner.gen_plans`. `idle`: the instances that may get a batch (default: all). Sends nothing and
         changes nothing."""
         chosen = self.instances if idle is None else {name: self.instances[name] for name in idle}
-        return gen_plans(batches, dops, tree, chosen, self.model, self.rates)
+        return gen_plans(batches, dops, tree, chosen, self.model, self.rates, self.router)
 
     def _match(self, requests: Sequence[Request]) -> list[Lease | None]:
         size = self._pool.layout.segment_tokens

@@ -66,6 +66,15 @@ def test_perfect_routers_need_one_run_of_the_pool(tmp_path: Path) -> None:
     assert written["rate"] == pytest.approx(5.0)
 
 
+def test_one_form_of_the_pool_can_run_alone(tmp_path: Path) -> None:
+    json_file = tmp_path / "result.json"
+    run("--limit", "60", "--pools", "pool-planned-real", "--baselines", "none", "--json", str(json_file))
+    written = result(json_file)
+    assert list(written["systems"]) == ["pool-planned-real"]
+    assert written["requests"] == 60
+    assert written["systems"]["pool-planned-real"]["token_hit_rate"] == pytest.approx(written["token_hit_rate"])
+
+
 def session(number: int, gap_s: float = 60.0) -> dict[str, Any]:
     """Two turns of one agent, 1,024 and 2,048 tokens, `gap_s` and a little apart."""
     return {
@@ -151,6 +160,8 @@ def test_an_interrupted_pool_counts_finished_requests(
         (["--model", "gpt-5"], "setting 'model' is 'gpt-5'"),
         (["--gpu", "b200"], "setting 'gpu' is 'b200'"),
         (["--baselines", "fifo"], "setting 'baselines' is 'fifo'"),
+        (["--pools", "pond"], "setting 'pools' is 'pond'"),
+        (["--pools", "pool-planned", "--route", "round-robin"], "setting 'route' is 'round-robin'"),
         (["--rate", "0"], "setting 'rate' is 0.0"),
         (["--rate", "nan"], "setting 'rate' is nan"),
         (["--copies", "0"], "setting 'copies' is 0"),
@@ -177,7 +188,14 @@ def test_a_wrong_argument_is_one_line_that_names_it(arguments: list[str], messag
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--model", "llama-3-8b"], ["--gpu", "h100"], ["--rate", "1"], ["--baselines", "all"], ["--copies", "2"]],
+    [
+        ["--model", "llama-3-8b"],
+        ["--gpu", "h100"],
+        ["--rate", "1"],
+        ["--baselines", "all"],
+        ["--pools", "all"],
+        ["--copies", "2"],
+    ],
 )
 def test_what_live_mode_cannot_do_is_refused_there(arguments: list[str]) -> None:
     outcome = CliRunner().invoke(bench, ["cache-hit", *arguments])

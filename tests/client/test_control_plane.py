@@ -14,7 +14,7 @@ import pytest
 from tests.robustness.live import LAYOUT, SEGMENT_TOKENS, Prompt, daemons, read, store, wait_pushed
 from tokenlake.attention import AttentionShape
 from tokenlake.identity import NodeId, SegmentKey
-from tokenlake.planner import Request, Way
+from tokenlake.planner import PrefixTree, Request, Way
 from tokenlake_client import Pool
 from tokenlake_client.control_plane import ControlPlane
 from tokenlake_testing.cluster import Cluster
@@ -52,6 +52,12 @@ def ask(pool: Pool, prompt: Prompt, name: str) -> Request:
     )
 
 
+def places_of(tree: PrefixTree, sequence: int) -> list[NodeId]:
+    """The node of each segment of a sequence."""
+    found = tree.sequences[sequence]
+    return [found.owners[0]] * len(found.keys)
+
+
 def test_a_tree_names_the_nodes_of_stored_segments(three: Cluster) -> None:
     shared = Prompt(1, 4)
     mine, other, unknown = Prompt(2, 2, shared), Prompt(3, 3, shared), Prompt(4, 2)
@@ -80,6 +86,13 @@ def test_a_tree_names_the_nodes_of_stored_segments(three: Cluster) -> None:
             while (nodes := pending.poll()) is None:
                 assert time.monotonic() < until
             assert nodes == places
+        for request in requests:
+            start = plane.router.where(request, tree.owners())
+            index = requests.index(request)
+            assert start.prefill.prefix == tree.hit_tokens[index]
+            at = [node for sequence in tree.paths[index] for node in places_of(tree, sequence)]
+            # No instance is busy: the instance with most of the prefix is chosen.
+            assert start.moved == (len(at) - max(map(at.count, instances.values()))) * SEGMENT_TOKENS
         plans = plane.gen_plans([[0, 1], [2]], [1, 1], tree)
         assert all(decision.way in (Way.LOCAL, Way.FETCH) for decision in plans.query_plans[0].decisions)
         assert plane.get_prefix_tree().hit_tokens == tree.hit_tokens

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.profiles import examples
 from tokenlake.attention import Partial, as_float32, attend, empty_partial, from_float32, merge
 
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -90,7 +91,7 @@ def test_reference_equals_the_definition(case: Case) -> None:
     np.testing.assert_allclose(part.lse, lse, rtol=1e-6, atol=1e-6)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(parted())
 def test_merged_parts_equal_the_whole(parted: tuple[Case, list[list[int]]]) -> None:
     case, parts = parted

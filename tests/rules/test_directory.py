@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.profiles import examples
 from tokenlake.directory import Directory, Entry
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 
@@ -119,7 +120,7 @@ def swept(story: list[Step]) -> list[Step]:
 
 @pytest.mark.parametrize("limit", [LIMIT, 100], ids=["bounded", "swept at any time"])
 @given(st.lists(steps, max_size=40))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_it_behaves_as_a_plain_dict(limit: int, story: list[Step]) -> None:
     directory, model = Directory(limit), Model(limit)
     for step in swept(story) if limit == LIMIT else story:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.profiles import examples
 from tests.rules.eviction_scene import Memory, key_of, size_of
 from tokenlake.hints import NO_HINTS, Hints, Outlook
 from tokenlake.store.eviction import LeastRecentlyUsed, hazard
@@ -111,7 +112,7 @@ def test_the_state_is_bounded() -> None:
     assert sizes[1] < 1.2 * sizes[0]
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.lists(st.floats(0, 1), min_size=AGES, max_size=AGES), min_size=ACCESSES, max_size=ACCESSES))
 def test_values_never_rise_with_age_nor_fall_with_accesses(hazards: list[list[float]]) -> None:
     table = retention_values(np.array(hazards).reshape(1, ACCESSES, AGES))

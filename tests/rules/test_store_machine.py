@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.profiles import examples
 from tests.rules.store_model import Copy, LruModel, Place, Pool, StoreModel
 from tests.rules.test_slot_table import add, store_of
 from tokenlake.identity import SegmentKey, TenantId
@@ -281,7 +282,7 @@ class ForecastMachine(StoreMachine):
 
 
 SEARCH = settings(
-    max_examples=200,
+    max_examples=examples(200),
     stateful_step_count=50,
     suppress_health_check=list(HealthCheck),
 )
@@ -289,7 +290,7 @@ TestStore = StoreMachine.TestCase
 TestReuse = ReuseMachine.TestCase
 TestForecast = ForecastMachine.TestCase
 TestStore.settings = SEARCH
-TestReuse.settings = TestForecast.settings = settings(SEARCH, max_examples=60)
+TestReuse.settings = TestForecast.settings = settings(SEARCH, max_examples=examples(60))
 
 
 def test_the_search_for_a_victims_age_is_bounded() -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.profiles import examples
 from tests.rules.wire_messages import DECODERS, MESSAGES, each_decoder, messages
 from tokenlake.errors import ProtocolRefused
 from tokenlake.wire import engine, peer
@@ -18,7 +19,7 @@ from tokenlake.wire.frames import decode, encode
 
 
 @pytest.mark.parametrize(("decoder", "message"), MESSAGES)
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(data=st.data())
 def test_every_message_survives_encoding(
     decoder: msgspec.msgpack.Decoder[Any], message: type[msgspec.Struct], data: st.DataObject
@@ -55,7 +56,7 @@ def test_garbage_is_refused_or_a_message(
 
 
 @each_decoder
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(data=st.data())
 def test_a_damaged_message_is_refused_or_a_message(
     decoder: msgspec.msgpack.Decoder[Any], known: tuple[type[msgspec.Struct], ...], data: st.DataObject

@@ -31,7 +31,8 @@ from tokenlake.wire import Code, pack_frame, peer
 from tokenlake.wire.frames import decode
 from tokenlake_client import Pool
 from tokenlake_server.handshake import NONCE_BYTES, Dialler, PeerIdentity, dialler_proof
-from tokenlake_testing.cluster import Cluster, Node, free_port
+from tokenlake_testing.cluster import Cluster, Node
+from tokenlake_testing.ports import reserve_port
 
 pytestmark = pytest.mark.live
 
@@ -86,7 +87,7 @@ def test_the_right_secret_opens_control_and_bulk_connections(cluster: Cluster) -
 
 
 def test_another_secret_is_logged_on_both_sides(tmp_path: Path) -> None:
-    ports = {name: free_port() for name in ("a", "b", "c")}
+    ports = {name: reserve_port() for name in ("a", "b", "c")}
     peers = ",".join(f"{name}=127.0.0.1:{port}" for name, port in ports.items())
     right, wrong = config(tmp_path / "right.toml"), config(tmp_path / "wrong.toml", "0badca" * 10)
     with daemons() as cluster:
@@ -209,7 +210,7 @@ def record(
 
 def test_refusals_of_two_nodes_are_logged_once_each() -> None:
     """The log has one line for each of two nodes with another secret, though they take turns, ten attempts a second."""
-    with daemons(peers=f"x=127.0.0.1:{free_port()},y=127.0.0.1:{free_port()}") as cluster:
+    with daemons(peers=f"x=127.0.0.1:{reserve_port()},y=127.0.0.1:{reserve_port()}") as cluster:
         node = cluster.nodes[0]
         for _ in range(10):
             for name in ("x", "y"):

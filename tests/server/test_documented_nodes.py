@@ -15,7 +15,8 @@ import pytest
 from tests.robustness.live import LAYOUT, LIMIT_S, PATIENT, Prompt, outcomes, read, store, wait_until
 from tokenlake.wire import Code
 from tokenlake_client import Pool
-from tokenlake_testing.cluster import free_port, parse_metrics
+from tokenlake_testing.cluster import parse_metrics
+from tokenlake_testing.ports import reserve_port
 
 pytestmark = pytest.mark.live
 
@@ -28,7 +29,7 @@ def test_the_two_nodes_of_the_page_connect(tmp_path: Path) -> None:
     files = dict(re.findall(r"```toml\n# ([ab])\.toml\n(.*?)```", PAGE.read_text(), re.DOTALL))
     assert sorted(files) == ["a", "b"]
     named = set(re.findall(r"127\.0\.0\.1:([0-9]+)", "".join(files.values())))
-    ports = {port: str(free_port()) for port in named}
+    ports = {port: str(reserve_port()) for port in named}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TOKENLAKE_")}
     with contextlib.ExitStack() as stack:
         daemons = {}

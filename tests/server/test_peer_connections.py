@@ -13,7 +13,8 @@ from tests.robustness.live import daemons, total, wait_until
 from tests.server.raw import Raw, identity_of, introduce, peer_address
 from tokenlake.wire import peer
 from tokenlake_server.handshake import NONCE_BYTES, Dialler
-from tokenlake_testing.cluster import Cluster, Node, free_port
+from tokenlake_testing.cluster import Cluster, Node
+from tokenlake_testing.ports import reserve_port
 
 pytestmark = pytest.mark.live
 
@@ -22,7 +23,7 @@ TIMES = 5
 
 
 def test_rings_that_differ_are_named_on_both_sides() -> None:
-    ports = {name: free_port() for name in ("a", "b", "c")}
+    ports = {name: reserve_port() for name in ("a", "b", "c")}
     both = f"a=127.0.0.1:{ports['a']},b=127.0.0.1:{ports['b']}"
     all_three = f"{both},c=127.0.0.1:{ports['c']}"
     with daemons() as cluster:
@@ -39,7 +40,7 @@ def test_rings_that_differ_are_named_on_both_sides() -> None:
 
 
 def test_two_nodes_of_one_name() -> None:
-    ports = {name: free_port() for name in ("a", "b", "again")}
+    ports = {name: reserve_port() for name in ("a", "b", "again")}
     with daemons() as cluster:
         one = _node(cluster, "a", ports["a"], f"b=127.0.0.1:{ports['b']}")
         two = _node(cluster, "b", ports["b"], f"a=127.0.0.1:{ports['a']}")

@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.profiles import examples
 from tests.sim.arena import SHARDS
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Reading, Storing
@@ -224,4 +225,4 @@ def name_of(event: events.Event) -> str:
 
 
 TestClusterMachine = ClusterMachine.TestCase
-TestClusterMachine.settings = settings(max_examples=100, stateful_step_count=30)
+TestClusterMachine.settings = settings(max_examples=examples(100), stateful_step_count=30)

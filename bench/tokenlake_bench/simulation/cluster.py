@@ -19,7 +19,7 @@ from tokenlake_bench.sizing import pool_size
 from tokenlake_bench.turns import ClockedTurns
 from tokenlake_testing.clock import Clock
 
-__all__ = ["BEGINS_S", "SETTLE_S", "SimulatedCluster", "EngineMaker", "Route"]
+__all__ = ["BEGINS_S", "SETTLE_S", "EngineMaker", "Route", "Send", "SimulatedCluster"]
 
 BEGINS_S = 10.0
 """The clock's time at which the workload begins: until then the nodes get to know each other."""
@@ -29,8 +29,11 @@ SETTLE_S = 60.0
 """The longest time that a run goes on after the last arrival."""
 EngineMaker = Callable[[SimNode, SimulationOptions, int, Callable[[RequestOutcome], None]], SimulatedEngine]
 """Makes the engine of a node: (node, options, segments it may read at a time, callback for each finished request)."""
-Route = Callable[[int, Arrival], int]
-"""Chooses the node of a request: (number in the order of arrival, request) -> index of a node."""
+Send = Callable[[int], None]
+"""Hands a request to the engine of the node with this index."""
+Route = Callable[[int, Arrival, Send], None]
+"""Chooses the node of a request: (number in the order of arrival, request, `Send`, which it calls once, now or later).
+"""
 
 
 class SimulatedCluster:
@@ -67,6 +70,8 @@ class SimulatedCluster:
         # Fetched segments have to fit among the cached copies.
         window = int(share * self.size.node_segments)
         self.engines = [engine(node, options, window, finished) for node in self.nodes]
+        self.routing = 0
+        """Number of requests that arrived and are at no engine yet."""
 
     @property
     def now_s(self) -> float:
@@ -96,9 +101,18 @@ class SimulatedCluster:
 
         def arrive(number: int, request: Arrival, at_s: float) -> None:
             index = next(indices)
+            index = next(indices)
             arrival = request if request.follows is None else request.arrived(at_s)
-            chosen = index % len(self.engines) if route is None else route(index, arrival)
-            self.engines[chosen].serve(arrival, partial(turns.answered, number))
+            self.routing += 1
+
+            def send(chosen: int) -> None:
+                self.routing -= 1
+                self.engines[chosen].serve(arrival, partial(turns.answered, number))
+
+            if route is None:
+                send(index % len(self.engines))
+            else:
+                route(index, arrival, send)
 
         turns = ClockedTurns(arrivals, self.clock, arrive, BEGINS_S)
         turns.start()
@@ -107,7 +121,8 @@ class SimulatedCluster:
 
     def idle(self) -> bool:
         """No request is under way, and no node waits for another."""
-        return not any(engine.open for engine in self.engines) and all(node.core.idle() for node in self.nodes)
+        under_way = self.routing or any(engine.open for engine in self.engines)
+        return not under_way and all(node.core.idle() for node in self.nodes)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the state of a core does not add up."""

@@ -24,7 +24,8 @@ from tokenlake_bench.report import write_json
 from tokenlake_bench.routing import SYSTEMS, FleetOptions, SystemRow, at_rate, run_system
 from tokenlake_bench.simulation.arrivals import Arrival, accesses_of, arrivals_of
 from tokenlake_bench.simulation.command import SimulateArguments
-from tokenlake_bench.simulation.pooled import POOL, POOL_REAL, PooledRun, pool_options
+from tokenlake_bench.simulation.pooled import POOL, pool_options
+from tokenlake_bench.simulation.pools import POOLS
 
 __all__ = ["Goodput", "goodput", "highest_rate", "main", "variants"]
 
@@ -98,13 +99,13 @@ def variants(engine: EngineModel) -> Iterator[tuple[str, EngineModel]]:
 def _run(name: str, arrivals: Sequence[Arrival], arguments: SimulateArguments, engine: EngineModel) -> SystemRow:
     capacity_tokens, segment_tokens = arguments.size
     nodes, seed = arguments.nodes, arguments.seed
-    if name in (POOL, POOL_REAL):
+    if name in POOLS:
         options = pool_options(
             engine, nodes=nodes, capacity_tokens=capacity_tokens, segment_tokens=segment_tokens, seed=seed, rules={}
         )
-        pooled = PooledRun(options, engine, counts_memory=name == POOL_REAL)
-        pooled.run(arrivals)
-        return pooled.row()
+        run, route = POOLS[name].prepare(options, engine)
+        run.run(arrivals, route=route)
+        return run.row()
     fleet = FleetOptions(instances=nodes, capacity_tokens=capacity_tokens, engine=engine, seed=seed)
     return run_system(accesses_of(arrivals, segment_tokens), SYSTEMS[name], fleet)
 
@@ -114,8 +115,8 @@ def goodput(
 ) -> Goodput:
     """Search the goodput of every system. `say` is called with a line per tried rate. Raises ConfigurationError."""
     for name in systems:
-        if name not in (POOL, POOL_REAL, *SYSTEMS):
-            raise ConfigurationError("systems", name, "some of " + ", ".join((POOL, POOL_REAL, *SYSTEMS)))
+        if name not in (*POOLS, *SYSTEMS):
+            raise ConfigurationError("systems", name, "some of " + ", ".join((*POOLS, *SYSTEMS)))
     _, arrivals = arguments.workload(say)
     accesses = accesses_of(arrivals, arguments.size[1])
     own_rate = (len(arrivals) - 1) / max(1e-9, arrivals[-1].at_s - arrivals[0].at_s)
