@@ -24,7 +24,7 @@ from tests.robustness.live import (
     outcomes,
     read,
     store,
-    wait_pushed,
+    wait_told,
     wait_until,
 )
 from tokenlake.errors import Unreachable
@@ -121,7 +121,7 @@ def test_a_daemon_ends_at_an_edge(cluster: Cluster, edge: Edge) -> None:
         ending.start()
         cluster.wait_ready()
         wait_until(lambda: is_back(attached, lives), "its engine is back")
-        wait_pushed(cluster)
+        wait_told(cluster)
         held = local_keys(steady, work.prompts)
         wait_until(lambda: held <= found_keys(attached, work.prompts), "what the other node holds is found again")
         for pool in (attached, steady):
