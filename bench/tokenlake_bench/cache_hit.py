@@ -46,7 +46,6 @@ class CacheHitArguments:
     speed: float
     route: str | None
     seed: int
-    hot: str
     eviction: str | None
     flash_at: float | None
     shipped_deadlines: bool
@@ -97,7 +96,6 @@ class CacheHitArguments:
             route=self.route or LiveOptions.route,
             speed=self.speed,
             seed=self.seed,
-            hot=self.hot,
             eviction=self.eviction,
             flash_at=self.flash_at,
             shipped_deadlines=self.shipped_deadlines,

@@ -47,13 +47,6 @@ def bench() -> None:
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of token ids, bytes, routes and placements.")
 @click.option(
-    "--hot",
-    type=click.Choice(["off", "observe", "on"]),
-    default="on",
-    show_default=True,
-    help="Copies of hot segments. off: none; observe: only counted; on: made.",
-)
-@click.option(
     "--eviction", help="Eviction policy, as in the daemons' setting of that name. [default: the daemons' default]"
 )
 @click.option("--flash-at", type=float, help="From this second on, 30 % of the requests share a new prefix.")

@@ -20,7 +20,7 @@ NODES: Final = 3
 ENGINES: Final = 2
 """Number of engines. They are attached to the first nodes; request i goes to engine i modulo this number."""
 SEGMENT_TOKENS: Final = 32
-"""Small, so that a node has hundreds of slots, and tens of them for cached copies and for dirty copies each."""
+"""Small, so that a node has hundreds of slots, and tens of them for cached copies and for writes each."""
 NEW_TOKENS: Final = 8
 """Tokens generated per request and compared."""
 REQUESTS: Final = 240

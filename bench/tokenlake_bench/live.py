@@ -38,16 +38,14 @@ DEADLINES = {"match_deadline_ms": 600_000, "suspect_ms": 600_000, "lease_s": 360
 """Settings that are durations, with the largest value of each."""
 SENT_BYTES = "tokenlake_sent_bytes_total"
 EVICTED = "tokenlake_evicted_segments_total"
-HOT_COPIES = 'tokenlake_hot_segments{of="copies"}'
-HOT_COPIED = "tokenlake_hot_copied_segments_total"
 FLASH_WINDOWS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiveOptions:
     """`capacity_tokens` is that of the whole pool; `speed` 0 replays as fast as possible, any other value scales the
-    daemons' clocks too. `shipped_deadlines`: the daemons keep their default deadlines. `hot` and `eviction` (None: the
-    default) are settings of the daemons. `flash_at`: the time of the workload's flash crowd. `open_loop`:
+    daemons' clocks too. `shipped_deadlines`: the daemons keep their default deadlines. `eviction` is their setting
+    of that name (None: the default). `flash_at`: the time of the workload's flash crowd. `open_loop`:
     requests arrive at their recorded times, answered or not."""
 
     nodes: int = 3
@@ -56,7 +54,6 @@ class LiveOptions:
     route: str = "round-robin"
     speed: float = 0.0
     seed: int = 0
-    hot: str = "on"
     eviction: str | None = None
     flash_at: float | None = None
     shipped_deadlines: bool = False
@@ -66,7 +63,6 @@ class LiveOptions:
         """Settings of the daemons other than sizes and addresses. With a faster clock the deadlines are multiplied, so
         that they last as many real seconds: the sockets of this machine are no faster in a replay."""
         settings = {} if self.shipped_deadlines else dict(PATIENT)
-        settings["hot"] = self.hot
         if self.eviction is not None:
             settings["eviction"] = self.eviction
         if self.speed > 0:
@@ -125,7 +121,6 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
     done = Accesses(accesses.segment_tokens, log.prompts)
     compared = baselines(done, nodes=options.nodes, capacity_tokens=size.capacity_tokens, seed=options.seed)
     spread = balance.spread(meter.served)
-    minutes = max(1.0, log.seconds / 60) * options.nodes
     result = CacheHitResult(
         token_hit_rate=log.hit_segments * options.segment_tokens / max(1, log.prompt_tokens),
         ideal_token_hit_rate=compared.ideal.rate,
@@ -136,8 +131,6 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
         load_cv=spread.cv,
         load_cv_floor=balance.floor(meter.read, options.seed).cv,
         load_max_over_mean=spread.max_over_mean,
-        hot_copies_per_node=totals[HOT_COPIES] / options.nodes,
-        hot_copies_per_node_minute=totals[HOT_COPIED] / minutes,
         flash_max_over_mean=_flash(options, lambda at: balance.max_over_mean_from(meter.served, at, FLASH_WINDOWS)),
         flash_floor=_flash(options, lambda at: balance.floor_from(meter.read, options.seed, at, FLASH_WINDOWS)),
         bytes_moved=int(totals[SENT_BYTES]),

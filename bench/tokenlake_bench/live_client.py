@@ -25,7 +25,7 @@ WINDOW: Final = 32
 MATCH_S: Final = 1.0
 """Deadline of a match, so long that hit rates do not depend on it; latencies are reported separately."""
 PATIENCE_S: Final = 5.0
-"""Longest time that a store waits without progress when the daemon's bound on dirty copies is reached."""
+"""Longest time that a store waits without progress when the daemon's bound on segments being written is reached."""
 
 Tokens = NDArray[np.uint32]
 ChainOf = Callable[[Pool, Tokens], Sequence[SegmentKey]]

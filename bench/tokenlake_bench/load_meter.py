@@ -1,7 +1,7 @@
 """Reads of each node's arena, window by window of trace time.
 
 A local read is counted by the client that made it. A read for another node is counted by the daemon that sent the
-bytes; transfers of primary copies and replicas are not reads. The daemons' counters are read once per window, when no
+bytes; transfers that hand segments over are not reads. The daemons' counters are read once per window, when no
 transfer between nodes is under way.
 """
 
@@ -64,7 +64,7 @@ class LoadMeter:
 
 
 def settle(cluster: Cluster) -> bool:
-    """Wait until no segment is being written or sent to its owner. Returns False when that takes longer than
+    """Wait until no segment is being written. Returns False when that takes longer than
     `SETTLE_S`."""
     until = time.monotonic() + SETTLE_S
     while time.monotonic() < until:

@@ -37,9 +37,6 @@ class CacheHitResult(msgspec.Struct, frozen=True, kw_only=True):
     another node; `duplication` the mean number of copies per stored segment; the load is defined in `balance`;
     `bytes_moved` went between nodes; `wrong_bytes` counts bytes that differ from the stored ones.
 
-    `hot_copies_per_node`: copies of hot segments at the end; `hot_copies_per_node_minute`: made per minute of trace
-    time.
-
     `flash_max_over_mean`: values of the two windows that begin with the flash crowd, with their floor in `flash_floor`;
     empty without a flash crowd.
     """
@@ -53,8 +50,6 @@ class CacheHitResult(msgspec.Struct, frozen=True, kw_only=True):
     load_cv: float
     load_cv_floor: float
     load_max_over_mean: float
-    hot_copies_per_node: float
-    hot_copies_per_node_minute: float
     flash_max_over_mean: tuple[float, ...]
     flash_floor: tuple[float, ...]
     bytes_moved: int
@@ -203,8 +198,6 @@ def cache_hit_table(result: CacheHitResult, details: CacheHitDetails) -> Rendera
     table.add_row("load max / mean", f"{result.load_max_over_mean:.3f}")
     for number, (ratio, least) in enumerate(zip(result.flash_max_over_mean, result.flash_floor, strict=True), 1):
         table.add_row(f"load max / mean, window {number} of the flash crowd", f"{ratio:.3f} (floor {least:.3f})")
-    copies, made = result.hot_copies_per_node, result.hot_copies_per_node_minute
-    table.add_row("hot copies per node, made per minute", f"{copies:.1f}, {made:.2f}")
     table.add_section()
     table.add_row("match p50 / p99", _quantiles(details.match))
     table.add_row("fetch p50 / p99", _quantiles(details.fetch))

@@ -13,12 +13,10 @@ from tokenlake.errors import Refused, Unreachable
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.planner import Model, Plans, PrefixTree, Rates, Request, Router, cache_load, gen_plans, grow
 from tokenlake_client.lease import Lease
-from tokenlake_client.match import MatchOptions
 from tokenlake_client.pool import Pool
 
 __all__ = ["ControlPlane"]
 
-PLANNED = MatchOptions(planned=True)
 KNOWN_KEYS = 1 << 16
 """Limit of the segments whose node is remembered for `get_prefix_tree` without requests; the oldest are forgotten."""
 KNOWN_REQUESTS = 256
@@ -102,7 +100,7 @@ class ControlPlane:
                 keys = request.keys[: max(0, request.tokens - 1) // size]
                 if keys:
                     with contextlib.suppress(Refused):
-                        pending.append((index, self._pool.begin_match(keys, PLANNED)))
+                        pending.append((index, self._pool.begin_match(keys)))
             for index, match in pending:
                 # A match that the daemon refuses, mostly because of its size or of the number of matches, is a miss.
                 with contextlib.suppress(Refused):

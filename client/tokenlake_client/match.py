@@ -36,10 +36,6 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True):
     in_flight_wait_per_segment_s: float = 0.0
     """A second limit of the wait: this much for each missing segment, and not more than `in_flight_wait_s`; 0: only
     `in_flight_wait_s` limits it."""
-    planned: bool = False
-    """True: the match is one of a batch that a scheduler plans as a whole. Reads of a hot segment then go to its least
-    loaded copy, and each counts for the next, so that they are spread evenly. Other matches take the less loaded of two
-    random copies."""
 
 
 DEFAULT_MATCH = MatchOptions()
@@ -73,7 +69,6 @@ class PendingMatch:
                 options.hints,
                 options.prompt_tokens,
                 options.in_flight_wait_s,
-                options.planned,
                 options.in_flight_wait_per_segment_s,
             )
         )

@@ -62,13 +62,6 @@ class Snapshot:
         ]
         if query_engine is not None:
             self._add_query_engine(query_engine)
-        for name, count in core.hot().items():
-            self._gauge(
-                "tokenlake_hot_segments",
-                "Hot segments: known from all directory nodes, of this directory node, copies of them on this node",
-                {"of": name},
-                count,
-            )
         for name, entries in core.census().items():
             self._gauge(
                 "tokenlake_map_entries", "Entries of each map in the state of the rules", {"map": name}, entries

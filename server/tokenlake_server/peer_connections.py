@@ -275,8 +275,8 @@ class PeerConnections:
         except ProtocolRefused as error:
             connection.close(str(error))
             return
-        if log.isEnabledFor(logging.DEBUG) and isinstance(message, peer.Lookup | peer.Offer):
-            log.debug("request %r: a %s of %s", message.request, type(message).__name__, node)
+        if log.isEnabledFor(logging.DEBUG) and isinstance(message, peer.Lookup):
+            log.debug("request %r: a Lookup of %s", message.request, node)
         self._driver.handle(events.PeerSent(node, message))
 
     def _lost(self, connection: FrameConnection, node: str, incarnation: int, reason: str) -> None:

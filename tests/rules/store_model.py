@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenlake.hints import NO_HINTS, Hints
-from tokenlake.placement import MAX_RETENTION_VALUE
 from tokenlake.store import Kind
+from tokenlake.vacancy import MAX_RETENTION_VALUE
 from tokenlake.wire.codes import Code
 
 __all__ = ["Copy", "LruModel", "Place", "Pool", "StoreModel"]
@@ -88,7 +88,6 @@ class StoreModel:
         slots: dict[int, int],
         cached: float,
         dirty: float,
-        replica: float,
         policy: Callable[[], Any] = LruModel,
     ) -> None:
         """`slots`: how many slots of each size a region holds. `policy`: orders primary copies. Any policy but the
@@ -97,7 +96,6 @@ class StoreModel:
         self.slots = slots
         self.cached = cached
         self.dirty = dirty
-        self.replica = replica
         self.spare = list(range(regions))
         self.away: list[int] = []
         """Regions that were reclaimed and are not spare again yet."""
@@ -151,8 +149,6 @@ class StoreModel:
         reach = len(self.places(pool)) + len(self.spare) * self.slots[pool[1]]
         if kind is Kind.DIRTY and self.count(pool, Kind.DIRTY) >= max(2, math.ceil(self.dirty * reach)):
             return Code.WRITE_BUDGET
-        if kind is Kind.REPLICA and self.count(pool, Kind.REPLICA) >= max(2, math.ceil(self.replica * reach)):
-            return Code.REPLICA_BUDGET
         if not self.free(pool):
             self._grow(pool)
         if self.free(pool):

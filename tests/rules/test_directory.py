@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.profiles import examples
-from tokenlake.directory import Directory, Entry, Standing
+from tokenlake.directory import Directory, Entry
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 
 A, B = NodeId("a"), NodeId("b")
@@ -27,23 +27,25 @@ class Step(NamedTuple):
     incarnation: Incarnation
     deadline: float
     now: float
+    previous: NodeId | None
 
 
 steps = st.builds(
     Step,
-    act=st.sampled_from(["get", "pending", "withdraw", "ready", "held", "gone", "forget", "sweep"]),
+    act=st.sampled_from(["get", "mark", "clear", "own", "gone", "forget", "sweep"]),
     tenant=st.sampled_from([TENANT, TenantId("u")]),
     key=st.sampled_from([SegmentKey(bytes([number]) * 32) for number in range(3)]),
     node=st.sampled_from([A, B]),
     incarnation=st.sampled_from([FIRST, SECOND]),
-    deadline=st.integers(0, 20).map(float),
+    deadline=st.integers(1, 20).map(float),
     now=st.integers(0, 20).map(float),
+    previous=st.sampled_from([None, A, B]),
 )
 
 
 class Model:
-    """A dict in order of the last change. An expired PENDING entry stays until a query for it, an entry of an earlier
-    incarnation until a sweep."""
+    """A dict in order of the last change. An expired in-flight marker stays until a query for it, an entry of an
+    earlier incarnation until a sweep."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -66,29 +68,25 @@ class Model:
             entry = None
         mine = entry is not None and entry.node == step.node
         match step.act, entry:
-            case ("get" | "pending", Entry(Standing.PENDING, deadline=deadline)) if deadline <= step.now:
+            case (("get" | "mark"), Entry(deadline=deadline)) if 0 < deadline <= step.now:
                 del self.entries[at]
                 entry = None
-            case "withdraw", Entry(Standing.PENDING) if mine:
+            case "clear", Entry(deadline=deadline) if mine and deadline:
                 del self.entries[at]
             case "gone", Entry() if mine:
                 del self.entries[at]
-            case "ready", Entry(Standing.DIRTY | Standing.PRIMARY, node) if not mine:
+            case "own", Entry(node, deadline=0.0) if node not in (step.node, step.previous):
                 return node
-            case "ready", None | Entry(Standing.PENDING | Standing.DIRTY):
-                self.put(at, Entry(Standing.DIRTY, step.node, step.incarnation, 0.0))
-            case "held", Entry(Standing.PRIMARY, node) if not mine:
-                return node
-            case "held", _:
-                self.put(at, Entry(Standing.PRIMARY, step.node, step.incarnation, 0.0))
+            case "own", _:
+                self.put(at, Entry(step.node, step.incarnation))
             case "forget", _:
                 self.lives[step.node] = step.incarnation
             case "sweep", _:
                 for other, said in list(self.entries.items()):
                     if not self.counts(said):
                         del self.entries[other]
-        if step.act == "pending" and (entry is None or (mine and entry.standing is Standing.PENDING)):
-            self.put(at, Entry(Standing.PENDING, step.node, step.incarnation, step.deadline))
+        if step.act == "mark" and (entry is None or (mine and entry.deadline)):
+            self.put(at, Entry(step.node, step.incarnation, step.deadline))
         return entry if step.act == "get" else None
 
 
@@ -97,14 +95,12 @@ def take(directory: Directory, step: Step) -> object:
     match step.act:
         case "get":
             return directory.get_all(tenant, [key], step.now)[0]
-        case "pending":
-            directory.pending(tenant, key, node, incarnation, step.deadline, step.now)
-        case "withdraw":
-            directory.withdraw(tenant, key, node)
-        case "ready":
-            return directory.ready(tenant, key, node, incarnation)
-        case "held":
-            return directory.held(tenant, key, node, incarnation)
+        case "mark":
+            directory.mark(tenant, key, node, incarnation, step.deadline, step.now)
+        case "clear":
+            directory.clear(tenant, key, node)
+        case "own":
+            return directory.own(tenant, key, node, incarnation, step.previous)
         case "gone":
             directory.gone(tenant, key, node)
         case "forget":
@@ -140,48 +136,57 @@ def test_it_behaves_as_a_plain_dict(limit: int, story: list[Step]) -> None:
 
 
 @pytest.mark.parametrize(("now", "there"), [(4.999, True), (5.0, False), (6.0, False)])
-def test_pending_counts_until_its_deadline(now: float, there: bool) -> None:
+def test_a_marker_counts_until_its_deadline(now: float, there: bool) -> None:
     directory = Directory(LIMIT)
-    directory.pending(TENANT, KEY, A, FIRST, 5.0, 0.0)
+    directory.mark(TENANT, KEY, A, FIRST, 5.0, 0.0)
     assert (directory.get(TENANT, KEY, now) is not None) == there
     assert len(directory) == there
 
 
 def test_a_second_writer_waits_for_the_deadline() -> None:
     directory = Directory(LIMIT)
-    directory.pending(TENANT, KEY, A, FIRST, 5.0, 0.0)
-    directory.pending(TENANT, KEY, B, FIRST, 9.0, 4.0)
-    assert directory.get(TENANT, KEY, 4.0) == Entry(Standing.PENDING, A, FIRST, 5.0)
-    directory.pending(TENANT, KEY, B, FIRST, 9.0, 5.0)
-    assert directory.get(TENANT, KEY, 5.0) == Entry(Standing.PENDING, B, FIRST, 9.0)
+    directory.mark(TENANT, KEY, A, FIRST, 5.0, 0.0)
+    directory.mark(TENANT, KEY, B, FIRST, 9.0, 4.0)
+    assert directory.get(TENANT, KEY, 4.0) == Entry(A, FIRST, 5.0)
+    directory.mark(TENANT, KEY, B, FIRST, 9.0, 5.0)
+    assert directory.get(TENANT, KEY, 5.0) == Entry(B, FIRST, 9.0)
 
 
-def test_the_first_commit_wins_over_an_announcement() -> None:
+def test_the_first_commit_replaces_a_marker_and_later_commits_change_nothing() -> None:
     directory = Directory(LIMIT)
-    directory.pending(TENANT, KEY, A, FIRST, 5.0, 0.0)
-    assert directory.ready(TENANT, KEY, B, FIRST) is None
-    assert directory.ready(TENANT, KEY, A, FIRST) == B
-    assert directory.held(TENANT, KEY, A, FIRST) is None
-    assert directory.held(TENANT, KEY, B, FIRST) == A
-    assert directory.ready(TENANT, KEY, B, FIRST) == A
+    directory.mark(TENANT, KEY, A, FIRST, 5.0, 0.0)
+    assert directory.own(TENANT, KEY, B, FIRST) is None
+    assert directory.own(TENANT, KEY, A, FIRST) == B
+    directory.mark(TENANT, KEY, A, FIRST, 5.0, 0.0)
+    directory.clear(TENANT, KEY, B)
+    assert directory.get(TENANT, KEY, 1.0) == Entry(B, FIRST)
+
+
+def test_a_hand_over_replaces_the_previous_owner_only() -> None:
+    directory = Directory(LIMIT)
+    directory.own(TENANT, KEY, A, FIRST)
+    assert directory.own(TENANT, KEY, B, FIRST, previous=A) is None
+    assert directory.get(TENANT, KEY, 0.0) == Entry(B, FIRST)
+    # A statement of `previous` about another node changes nothing.
+    assert directory.own(TENANT, KEY, NodeId("c"), FIRST, previous=A) == B
 
 
 def test_beyond_the_bound_the_oldest_goes() -> None:
     directory = Directory(LIMIT)
     keys = [SegmentKey(bytes([number]) * 32) for number in range(LIMIT + 1)]
     for key in keys[:LIMIT]:
-        directory.ready(TENANT, key, A, FIRST)
-    directory.held(TENANT, keys[0], A, FIRST)
-    directory.ready(TENANT, keys[LIMIT], A, FIRST)
+        directory.own(TENANT, key, A, FIRST)
+    directory.own(TENANT, keys[0], A, FIRST)
+    directory.own(TENANT, keys[LIMIT], A, FIRST)
     assert [directory.get(TENANT, key, 0.0) is not None for key in keys] == [True, False, True, True, True]
 
 
 def test_forget_drops_entries_of_an_earlier_incarnation() -> None:
     directory = Directory(LIMIT)
     early, late, other = (SegmentKey(bytes([number]) * 32) for number in range(3))
-    directory.ready(TENANT, early, A, FIRST)
-    directory.ready(TENANT, late, A, SECOND)
-    directory.ready(TENANT, other, B, FIRST)
+    directory.own(TENANT, early, A, FIRST)
+    directory.own(TENANT, late, A, SECOND)
+    directory.own(TENANT, other, B, FIRST)
     directory.forget(A, SECOND)
     assert [directory.get(TENANT, key, 0.0) is not None for key in (early, late, other)] == [False, True, True]
     assert len(directory) == 3
@@ -194,14 +199,14 @@ def test_forget_drops_entries_of_an_earlier_incarnation() -> None:
 def test_a_sweep_keeps_the_order() -> None:
     directory = Directory(LIMIT)
     keys = [SegmentKey(bytes([number]) * 32) for number in range(LIMIT + 1)]
-    directory.ready(TENANT, keys[0], A, FIRST)
+    directory.own(TENANT, keys[0], A, FIRST)
     for key in keys[1:LIMIT]:
-        directory.ready(TENANT, key, B, FIRST)
+        directory.own(TENANT, key, B, FIRST)
     directory.forget(A, SECOND)
     while directory.sweep(1):
         pass
     for key in (keys[0], keys[LIMIT]):
-        directory.ready(TENANT, key, A, SECOND)
+        directory.own(TENANT, key, A, SECOND)
     assert [directory.get(TENANT, key, 0.0) is not None for key in keys] == [True, False, True, True, True]
 
 
@@ -209,11 +214,11 @@ def test_entries_made_during_a_sweep_survive_it() -> None:
     directory = Directory(LIMIT)
     early, late, again = (SegmentKey(bytes([number]) * 32) for number in range(3))
     for key in (early, again):
-        directory.ready(TENANT, key, A, FIRST)
+        directory.own(TENANT, key, A, FIRST)
     directory.forget(A, SECOND)
     assert directory.sweep(1)
-    directory.held(TENANT, again, A, SECOND)
-    directory.held(TENANT, late, B, FIRST)
+    directory.own(TENANT, again, A, SECOND)
+    directory.own(TENANT, late, B, FIRST)
     while directory.sweep(1):
         pass
     assert [directory.get(TENANT, key, 0.0) is not None for key in (early, late, again)] == [False, True, True]
@@ -221,18 +226,5 @@ def test_entries_made_during_a_sweep_survive_it() -> None:
 
 def test_tenants_are_separate() -> None:
     directory = Directory(LIMIT)
-    directory.ready(TENANT, KEY, A, FIRST)
+    directory.own(TENANT, KEY, A, FIRST)
     assert directory.get(TenantId("u"), KEY, 0.0) is None
-
-
-def test_previous_owners_are_bounded_and_the_latest_counts() -> None:
-    directory = Directory(8)
-    keys = [SegmentKey(bytes([number]) * 32) for number in range(3)]
-    for key in keys:
-        directory.remember(TENANT, key, A)
-        directory.check_integrity()
-    assert [directory.previous_owner(TENANT, key) for key in keys] == [None, A, A]
-    directory.remember(TENANT, keys[1], B)
-    directory.remember(TENANT, keys[0], A)
-    assert [directory.previous_owner(TENANT, key) for key in keys] == [A, B, None]
-    assert directory.previous_owner(TenantId("u"), keys[1]) is None

@@ -25,8 +25,8 @@ SOME = KEYS[:300]
 names = st.sets(st.text("abcdefgh|=#0123456789", min_size=1, max_size=6), min_size=1, max_size=8)
 
 
-def ring_of(weights: dict[str, int], run_length: int = 1) -> Ring:
-    return Ring({NodeId(name): weight for name, weight in weights.items()}, run_length)
+def ring_of(weights: dict[str, int]) -> Ring:
+    return Ring({NodeId(name): weight for name, weight in weights.items()})
 
 
 def candidates(ring: Ring, keys: list[SegmentKey]) -> list[tuple[NodeId, NodeId]]:
@@ -111,7 +111,7 @@ def test_no_keys_have_no_candidates() -> None:
     assert ring_of({"a": 1, "b": 1, "c": 1}).candidates(b"") == []
 
 
-def test_the_epoch_depends_on_members_weights_and_run_length() -> None:
+def test_the_epoch_depends_on_members_and_weights() -> None:
     base = {"a": 1, "b": 2}
     rings = [
         ring_of(base),
@@ -119,7 +119,6 @@ def test_the_epoch_depends_on_members_weights_and_run_length() -> None:
         ring_of({"a": 1, "c": 2}),
         ring_of({"a": 2, "b": 1}),
         ring_of({"a": 1, "b": 3}),
-        ring_of(base, run_length=4),
         # Names that look like a part of the encoded list of members.
         ring_of({"a=1|b": 2}),
         ring_of({"a": 1, "b": 2, "E": 1}),

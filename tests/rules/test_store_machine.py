@@ -60,15 +60,15 @@ class StoreMachine(RuleBasedStateMachine):
     policy: ClassVar[Callable[[], Any]] = LruModel
     """Orders the primary copies of the model. The store uses the same policy, or LRU for its model."""
 
-    @initialize(regions=st.integers(1, 4), slots=st.integers(1, 4), cached=shares, dirty=shares, replica=shares)
-    def start(self, regions: int, slots: int, cached: float, dirty: float, replica: float) -> None:
+    @initialize(regions=st.integers(1, 4), slots=st.integers(1, 4), cached=shares, dirty=shares)
+    def start(self, regions: int, slots: int, cached: float, dirty: float) -> None:
         self.region_bytes = HEADER + slots * SMALL
         self.counters = Counters()
-        budgets = Budgets(cached, dirty, replica)
+        budgets = Budgets(cached, dirty)
         store, model = type(self).make_store, type(self).policy
         policy = LeastRecentlyUsed if model is LruModel else model
         self.store = store(range(regions), self.region_bytes, budgets, self.counters, policy)
-        self.model = StoreModel(regions, {SMALL: slots, LARGE: slots // 2}, cached, dirty, replica, model)
+        self.model = StoreModel(regions, {SMALL: slots, LARGE: slots // 2}, cached, dirty, model)
         self.real: dict[Copy, Segment] = {}
         self.now = 0.0
         self.written = 0
@@ -307,6 +307,6 @@ def test_vacancy_counts_time_since_the_last_call() -> None:
     """Two segments of a forecast, and a second without a call: one reaches the next bucket of age, and the other
     becomes the next victim."""
     machine = ForecastMachine()
-    machine.start(regions=1, slots=2, cached=0.1, dirty=0.1, replica=0.1)
+    machine.start(regions=1, slots=2, cached=0.1, dirty=0.1)
     machine.arrive(pool=("a", SMALL), first=0, count=2, kind=Kind.PRIMARY, owner=None)
     machine.vacancy()

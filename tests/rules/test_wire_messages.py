@@ -96,13 +96,13 @@ def test_a_body_with_a_false_length_is_refused(
         (engine.request_decoder, engine.Release(((1, 0, 1 << 40),))),
         (peer.peer_decoder, peer.Offer(1, "t", b"", (), 0, 1)),
         (peer.peer_decoder, peer.Offer(1, "t", b"", (), 64, 9)),
-        (peer.peer_decoder, peer.Ping(1, (math.nan, 0.0, 0.0), 0.0, 0)),
+        (peer.peer_decoder, peer.Ping(1, (math.nan, 0.0, 0.0), 0.0)),
         *[
-            (peer.peer_decoder, peer.Ping(1, (0.5, 0.0, retention_value), 0.0, 0))
+            (peer.peer_decoder, peer.Ping(1, (0.5, 0.0, retention_value), 0.0))
             for retention_value in (math.nan, math.inf, -1.0)
         ],
-        (peer.peer_decoder, peer.Pong(1, (0.5, math.inf, 0.0), 0.0, 0)),
-        *[(peer.peer_decoder, peer.Pong(1, (0.5, 0.0, 0.0), load, 0)) for load in (math.nan, math.inf, -1.0)],
+        (peer.peer_decoder, peer.Pong(1, (0.5, math.inf, 0.0), 0.0)),
+        *[(peer.peer_decoder, peer.Pong(1, (0.5, 0.0, 0.0), load)) for load in (math.nan, math.inf, -1.0)],
     ],
     ids=lambda value: repr(value) if isinstance(value, msgspec.Struct) else "",
 )

@@ -175,7 +175,7 @@ def test_a_stranger_cannot_pose_as_a_dead_member(cluster: Cluster, purpose: peer
         refused(raw, "CredentialRefused")
     # 4. It sends no proof, before and after the hello.
     for said in ((), (hello,)):
-        for message in (peer.Pull("red", keys), peer.Lookup(1, "red", keys), peer.Ping(1, (0.0, 0.0, 0.0), 0.0, 0)):
+        for message in (peer.Pull("red", keys), peer.Lookup(1, "red", keys), peer.Ping(1, (0.0, 0.0, 0.0), 0.0)):
             with Raw(address) as raw:
                 for each in said:
                     challenged(raw, each)
@@ -244,7 +244,7 @@ def test_a_stranger_at_a_members_address_learns_nothing(cluster: Cluster) -> Non
                 assert "node0, " not in answer.reason
                 assert sock.recv(1) == b""
         # The stranger sends a welcome without a handshake, and a message that only a peer may send.
-        for message in (peer.PeerWelcome(), peer.Ready(1, "red", bytes(32))):
+        for message in (peer.PeerWelcome(), peer.Owned("red", bytes(32))):
             sock, _ = listener.accept()
             with sock:
                 sock.settimeout(LIMIT_S)

@@ -121,8 +121,6 @@ class Match(_Message, frozen=True, tag=4):
     """Maximum time to wait while another engine computes the first missing segment. If no engine does, the in-flight
     marker of that segment is set for this caller and for this time, and matches of other engines wait for the
     caller."""
-    planned: bool = False
-    """The match belongs to a batch of one scheduler: reads of hot segments are spread evenly over their copies."""
     in_flight_wait_per_segment_s: Seconds = 0.0
     """Maximum part of `in_flight_wait_s` for each missing segment; 0: no such bound."""
 

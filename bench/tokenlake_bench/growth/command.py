@@ -20,8 +20,8 @@ from tokenlake_bench.report import write_json
 __all__ = ["GrowthArguments", "run_growth"]
 
 FEWEST_SEGMENTS: Final = 200
-"""Least number of segments of a daemon. With fewer slots it would refuse a store of 128 keys, as too many would be
-dirty."""
+"""Least number of segments of a daemon. With fewer slots it would refuse a store of 128 keys, because of
+`dirty_share`."""
 FIXED_BYTES: Final = 200 << 20
 PER_SEGMENT_BYTES: Final = 2 << 10
 """Bytes per segment that a daemon may use in addition to the arena."""

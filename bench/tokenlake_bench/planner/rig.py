@@ -220,8 +220,6 @@ class Rig:
             suspect_ms=str(round(PATIENT_S * 5e3)),
             # Cached copies beyond this share take only free slots and displace no primary copy.
             cached_share=str(CACHED_BYTES / 2 / MEMORY),
-            # So long that all segments of a document have one owner.
-            run_length=str(LONGEST // SEGMENT_TOKENS),
         )
         self._stack.callback(self.cluster.close)
         routes = [Route(node, other, port, self.cluster.ports[other]) for (node, other), port in via.items()]
@@ -230,8 +228,8 @@ class Rig:
         owner, reader = self.cluster.nodes
         reader.start()
         self._reader = self._stack.enter_context(self.cluster.connect(1, self.layout))
-        # The reader's node is started alone and filled, so that it owns the documents that are stored there. The other
-        # node then becomes the owner of the documents that it stores, because the reader's node is full.
+        # The reader's node is filled, so that its cached copies take turns in the room for them. It is started alone:
+        # an empty node would take a part of the segments over.
         for document in self._documents.values():
             self._store(self._reader, document, "here")
         self._fill(reader)

@@ -49,7 +49,7 @@ class SimulatedCluster:
         self.options = options
         self.size = pool_size(options.nodes, options.capacity_tokens, options.segment_layout)
         self.clock = Clock()
-        self.network = Network(options.network, options.nodes, options.load_delay_s)
+        self.network = Network(options.network, options.nodes)
         self.meter = Meter(options.nodes, self.size.layout.segment_bytes, BEGINS_S)
         names = [f"n{index:04}" for index in range(options.nodes)]
         members = dict.fromkeys(names, self.size.memory)

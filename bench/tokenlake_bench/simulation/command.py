@@ -54,7 +54,6 @@ class SimulateArguments:
     speed: float = 0.0
     route: str | None = None
     seed: int = 0
-    hot: str = "on"
     eviction: str | None = None
     flash_at: float | None = None
     shipped_deadlines: bool = False

@@ -139,7 +139,7 @@ class SimulatedEngine:
                 for at, code in enumerate(matched_codes[:arrived], start)
                 if code == Code.LOCAL
             )
-            self._node.meter.read(self._clock.now, self._node.index, self._node.index, local)
+            self._node.meter.read(self._clock.now, self._node.index, local)
             served.hits += arrived
             served.remote += matched_codes[:arrived].count(Code.REMOTE)
             self._send(engine.Release(((matched.lease, start, stop),)))

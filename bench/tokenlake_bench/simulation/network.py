@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 from tokenlake.errors import ConfigurationError
 from tokenlake.wire import peer
-from tokenlake_bench.simulation.late_load import LateLoad
 
 __all__ = ["Link", "Network", "NetworkShape"]
 
@@ -46,12 +45,10 @@ class NetworkShape:
 class Network:
     """The links between `nodes` nodes: computes when a transfer ends, and counts frames and bytes."""
 
-    def __init__(self, shape: NetworkShape, nodes: int, load_delay_s: float = 0.0) -> None:
-        """`load_delay_s`: the age of the load in frames that carry their sender's load; 0: the load as it is."""
+    def __init__(self, shape: NetworkShape, nodes: int) -> None:
         self._shape = shape
         self._sends_until = [0.0] * nodes
         self._receives_until = [0.0] * nodes
-        self._late_load = LateLoad(load_delay_s, nodes) if load_delay_s else None
         self.messages: Counter[type] = Counter()
         """Frames sent so far, by type of message."""
         self.transfers = 0
@@ -62,10 +59,9 @@ class Network:
         """The link from one node to another."""
         return self._shape.links.get((sender, receiver), self._shape.usual)
 
-    def frame(self, now: float, sender: int, message: peer.PeerMessage) -> peer.PeerMessage:
-        """Count a frame that `sender` sends now. Returns the message as its receiver gets it."""
+    def frame(self, message: peer.PeerMessage) -> None:
+        """Count a frame that is sent now."""
         self.messages[type(message)] += 1
-        return message if self._late_load is None else self._late_load.pass_on(now, sender, message)
 
     def transfer(self, now: float, sender: int, receiver: int, nbytes: int) -> tuple[float, float]:
         """Queue a transfer of `nbytes`. Returns when the sender has sent the last byte and when it arrives."""

@@ -73,15 +73,14 @@ class _SizedPull(Pull):
 
     def _count(self, codes: bytes) -> None:
         """A transfer for an engine is a read of the sender's arena; one that hands segments over is none."""
-        order, source, target = self.order, self._source, self._target
-        now, meter = source.clock.now, source.meter
+        order, source = self.order, self._source
         if order.background:
             return
         keys = order.keys
         if codes.count(Code.LOCAL) < len(codes):
             parts = (keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at, code in enumerate(codes) if code == Code.LOCAL)
             keys = b"".join(parts)
-        meter.read(now, source.index, target.index, keys)
+        source.meter.read(source.clock.now, source.index, keys)
 
 
 class SimNode:
@@ -128,7 +127,8 @@ class SimNode:
     def say(self, order: instructions.SendToPeer) -> None:
         """See `tokenlake_testing.driver.Network`."""
         other, link = self._peers[order.node]
-        message = self.network.frame(self.clock.now, self.index, order.message)
+        message = order.message
+        self.network.frame(message)
         self.clock.after(link.latency_s, other.deliver, events.PeerSent(self.name, message))
 
     def pull(self, order: instructions.StartFetch) -> Pull:

@@ -29,15 +29,12 @@ class SimulationOptions:
     network: NetworkShape = field(default_factory=NetworkShape)
     rules: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `CoreConfig` that differ from their defaults."""
-    load_delay_s: float = 0.0
-    """Age of the loads that nodes report to each other; 0: the load at the time of the report."""
     prefill_tokens_per_s: float = 0.0
     """Speed of an engine; 0: engines compute in no time."""
 
     def __post_init__(self) -> None:
-        for name in ("load_delay_s", "prefill_tokens_per_s"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigurationError(name, getattr(self, name), "a finite number, at least 0")
+        if not 0 <= self.prefill_tokens_per_s < float("inf"):
+            raise ConfigurationError("prefill_tokens_per_s", self.prefill_tokens_per_s, "a finite number, at least 0")
         for name in self.rules:
             if name not in CoreConfig.__struct_fields__:
                 raise ConfigurationError("rules", name, f"one of {', '.join(CoreConfig.__struct_fields__)}")

@@ -139,8 +139,6 @@ def pool_table(result: SimulatedResult, view: PoolView, workload: str) -> Table:
     table.add_row("load max / mean", f"{result.load_max_over_mean:.3f}")
     for number, (ratio, least) in enumerate(zip(result.flash_max_over_mean, result.flash_floor, strict=True), 1):
         table.add_row(f"the same in window {number} of the flash crowd", f"{ratio:.3f} (floor {least:.3f})")
-    copies, made = result.hot_copies_per_node, result.hot_copies_per_node_minute
-    table.add_row("hot copies per node, made per minute", f"{copies:.1f}, {made:.2f}")
     table.add_row("time to read a prefix, p50 / p99", " / ".join(map(format_duration, view.read_s)))
     table.add_row("messages between nodes per request", f"{result.messages_per_request:.1f}")
     table.add_row("processor time", format_duration(result.processor_s))

@@ -19,19 +19,14 @@ from tokenlake_bench import balance
 from tokenlake_bench.simulation.arrivals import Arrival
 from tokenlake_bench.simulation.cluster import SETTLE_S, EngineMaker, Route, SimulatedCluster
 from tokenlake_bench.simulation.engine import RequestOutcome, SimulatedEngine
-from tokenlake_bench.simulation.meter import WindowLoad
 from tokenlake_bench.simulation.options import SimulationOptions
 
 __all__ = ["Measured", "Simulation", "Totals"]
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of the time from `from_s` to `to_s` of the workload. Rates are shares; the load is defined in `balance`.
-
-    Engines read segments that their own node holds from there, so a part of the load follows the requests, and no rule
-    of the pool can move it. `at_best`: the load with that part unchanged and the other reads as even as possible.
-    `sent_cv`: the load of the other reads alone. `readers`: the load by the node whose engine read.
-    """
+    """Figures of the time from `from_s` to `to_s` of the workload. Rates are shares; the load is defined in
+    `balance`."""
 
     from_s: float
     to_s: float
@@ -42,11 +37,6 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     load_cv_floor: float
     load_max_over_mean: float
     load_max_over_mean_floor: float
-    load_cv_at_best: float
-    load_max_over_mean_at_best: float
-    sent_cv: float
-    readers_cv: float
-    readers_max_over_mean: float
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,10 +91,6 @@ class Simulation:
         finally:
             self._processor_s += time.process_time() - began
 
-    def windows(self) -> list[WindowLoad]:
-        """The load in each window of the workload."""
-        return self.cluster.meter.windows()
-
     def measure(self, from_s: float, to_s: float) -> Measured:
         """Figures of the requests that arrived, and of the reads that happened, between two times."""
         at_s = np.array(self._at_s)
@@ -112,11 +98,8 @@ class Simulation:
         tokens, hits, remote = (
             int(np.array(column)[chosen].sum()) for column in (self._tokens, self._hits, self._remote)
         )
-        meter = self.cluster.meter
-        log = meter.log(from_s, to_s)
+        log = self.cluster.meter.log(from_s, to_s)
         spread, floor = balance.spread(log), balance.floor(log, self.options.seed)
-        best = meter.at_best(from_s, to_s)
-        readers = balance.spread(meter.log_of_readers(from_s, to_s))
         return Measured(
             from_s=from_s,
             to_s=to_s,
@@ -127,11 +110,6 @@ class Simulation:
             load_cv_floor=floor.cv,
             load_max_over_mean=spread.max_over_mean,
             load_max_over_mean_floor=floor.max_over_mean,
-            load_cv_at_best=best.cv,
-            load_max_over_mean_at_best=best.max_over_mean,
-            sent_cv=balance.spread(meter.log_of_sent(from_s, to_s)).cv,
-            readers_cv=readers.cv,
-            readers_max_over_mean=readers.max_over_mean,
         )
 
     def read_s(self, quantile: float) -> float:

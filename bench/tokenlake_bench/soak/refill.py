@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from tokenlake.identity import SegmentKey
-from tokenlake.store import Kind
 from tokenlake.wire import Code
 from tokenlake_bench.live_client import LiveClient
 from tokenlake_bench.soak.load import GROUPS, PROMPTS, Group, Prompt, fresh_prompt, prompt
@@ -27,10 +26,8 @@ SEGMENTS: Final = 2
 """Segments of a new prompt: no more than a node may keep as cached copies. With more, leased cached copies of the last
 segments could occupy the slots that the first segments need for their fetch."""
 LIMIT_S: Final = 15.0
-"""Deadline of one prompt in seconds. A store is delayed while the bound on dirty copies is reached, or while a region
-changes its tenant."""
-DEAD_S: Final = 60.0
-"""Seconds within which the first daemon must notice that the others are gone."""
+"""Deadline of one prompt in seconds. A store is delayed while the bound on segments being written is reached, or
+while a region changes its tenant."""
 _REFILL: Final = 1
 _DISPLACE: Final = 1_000_000
 """Numbers of the first new prompt of `refill` and of `displace`, so far apart that no prompt is used twice."""
@@ -62,7 +59,6 @@ def refill(cluster: Cluster, seed: int) -> Refilled:
 def displace(node: Node, seed: int) -> int:
     """Number of earlier segments that are left after the node stored as many others as it has slots. The other nodes
     have ended, so that it owns all of them. Raises TokenLakeError when it does not answer."""
-    _await_primary_copies(node)
     stayed = 0
     for group in GROUPS:
         with Pool.connect(node.socket, group.layout, group.credential) as pool:
@@ -72,23 +68,6 @@ def displace(node: Node, seed: int) -> int:
             before += [fresh_prompt(seed, _REFILL + number, SEGMENTS) for number in range(slots)]
             stayed += len({key for each in before for key in _found(pool, each)})
     return stayed
-
-
-def _await_primary_copies(node: Node) -> None:
-    """Wait until cached copies and replicas have become primary copies, which happens once their owners count as dead;
-    stores do not evict them before. Copies left at the deadline are counted by the caller."""
-    until = time.monotonic() + DEAD_S
-    while time.monotonic() < until:
-        metrics = node.metrics()
-        if not any(
-            count for name, count in metrics.items() if name.startswith("tokenlake_segments{") and _is_copy(name)
-        ):
-            return
-        time.sleep(0.1)
-
-
-def _is_copy(name: str) -> bool:
-    return any(f'kind="{kind.name.lower()}"' in name for kind in (Kind.CACHED, Kind.REPLICA))
 
 
 def _store_many(pools: Sequence[Pool], seed: int, first: int, segments: int, result: Refilled) -> None:

@@ -24,7 +24,7 @@ from tokenlake_client import Pool
 __all__ = ["Load"]
 
 STORED_AT_A_TIME = 16
-"""Segments per store: far below the number of dirty copies at which a daemon refuses stores."""
+"""Segments per store: far below the number of segments being written at which a daemon refuses stores."""
 BETWEEN_STORES_S = 0.01
 SETTLE_S = 0.05
 PATIENCE_S = 1.0
