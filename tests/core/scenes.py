@@ -9,13 +9,27 @@ from tests.sim.arena import SHARDS
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, SimProcess, Storing
 from tests.sim.prompts import prompt
-from tokenlake.core import instructions
-from tokenlake.identity import SegmentKey
+from tokenlake.core import events, instructions
+from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.store import Kind, Segment
 from tokenlake.wire import engine
 from tokenlake.wire.slots import join_keys
 
-__all__ = ["answer", "ask", "calm", "copies", "fetch", "kinds", "match", "placed", "prepare", "said", "store", "tell"]
+__all__ = [
+    "answer",
+    "ask",
+    "calm",
+    "copies",
+    "fetch",
+    "kinds",
+    "match",
+    "offer",
+    "placed",
+    "prepare",
+    "said",
+    "store",
+    "tell",
+]
 
 T = TypeVar("T")
 ALL_SHARDS = (1 << SHARDS) - 1
@@ -79,10 +93,20 @@ def prepare(cluster: Cluster, writer: Engine, keys: Sequence[SegmentKey], first:
 
 
 def store(cluster: Cluster, writer: Engine, keys: Sequence[SegmentKey], first: int = 0) -> None:
-    """Store one segment sequence, and let its pushes end."""
+    """Store one segment sequence, and let its messages arrive."""
     writer.store(keys, first, Storing())
     cluster.run_for(0.5)
     cluster.check()
+
+
+def offer(cluster: Cluster, giver: int, receiver: int, keys: Sequence[SegmentKey], tenant: str = "red") -> None:
+    """Make node `giver` offer its copies of these segments to node `receiver`, as if they were its next victims."""
+    node, core = cluster.node(giver), cluster.core(giver)
+    # Moves the time of the rules to the present.
+    node.deliver(events.Tick())
+    core._handover._offer(NodeId(f"n{receiver}"), [copies(cluster, key, tenant)[giver] for key in keys])
+    # Carries out the instructions of the offer.
+    node.deliver(events.Tick())
 
 
 def copies(cluster: Cluster, key: SegmentKey, tenant: str = "red") -> dict[int, Segment]:
@@ -95,9 +119,9 @@ def copies(cluster: Cluster, key: SegmentKey, tenant: str = "red") -> dict[int, 
     return found
 
 
-def kinds(cluster: Cluster, key: SegmentKey) -> dict[int, Kind]:
+def kinds(cluster: Cluster, key: SegmentKey, tenant: str = "red") -> dict[int, Kind]:
     """The kinds of the copies of a segment, by node."""
-    return {index: segment.kind for index, segment in copies(cluster, key).items()}
+    return {index: segment.kind for index, segment in copies(cluster, key, tenant).items()}
 
 
 def said(cluster: Cluster, node: int, kind: type[T]) -> list[T]:
