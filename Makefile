@@ -1,6 +1,6 @@
 # The same commands for people and CI. Everything is installed into .venv, once: a stamp there says so.
 #
-#   make fast   lint, types and the tests of the rules; no torch; under a minute once installed
+#   make fast   lint, types and the tests of the rules, with shorter searches; no torch; under a minute once installed
 #   make test   lint, types and every test, against real processes and the built wheel
 #   make demo   three daemons and two engines on this machine
 #
@@ -26,7 +26,7 @@ VLLM_TESTS := tests/engines/vllm
 .NOTPARALLEL:
 
 fast: install-dev lint
-	$(BIN)/python -m pytest $(FAST_TESTS) -m "not live and not slow"
+	$(BIN)/python -m pytest $(FAST_TESTS) -m "not live and not slow" --hypothesis-profile=fast -n 2 --dist worksteal
 
 test: install-dev install-engines lint
 	$(BIN)/python -m pytest

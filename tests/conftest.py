@@ -1,9 +1,4 @@
-"""Settings for all tests.
-
-The default profile of hypothesis derives the random seed from the test, so that a run on the same code tries the same
-examples. The examples change when the code changes, because hypothesis also draws constants that it finds in the loaded
-modules. `pytest --hypothesis-profile=random` tries other examples in each run; `--hypothesis-seed=N` beside it repeats
-them, and a failure prints the line that does so.
+"""Settings for all tests: the profiles of hypothesis (`tests.profiles`), and asserts that explain themselves.
 
 A failed assert of a helper module shows its values, as one of a test module does.
 """
@@ -11,11 +6,10 @@ A failed assert of a helper module shows its values, as one of a test module doe
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+
+from tests.profiles import register_profiles
 
 # Before any of them is imported. pytest itself rewrites the asserts of test modules and conftests alone.
 pytest.register_assert_rewrite(*(f"tests.{each.name}" for each in Path(__file__).parent.iterdir() if each.is_dir()))
 
-settings.register_profile("tokenlake", derandomize=True, print_blob=True, deadline=None)
-settings.register_profile("random", derandomize=False, database=None, print_blob=True, deadline=None)
-settings.load_profile("tokenlake")
+register_profiles()

@@ -9,6 +9,8 @@ __all__ = ["MAX_RETENTION_VALUE", "UNKNOWN_VACANCY", "Vacancy"]
 
 MAX_RETENTION_VALUE = 1e9
 """The victim's value where nothing can be evicted."""
+FULL = 0.1
+"""A node with less free memory than this share is full for `full`."""
 FREE_NOISE, FREE_CLEAR = 0.005, 0.05
 """Difference of free shares: below the first it is noise, beyond the second one node is clearly emptier."""
 RATIO_NOISE = math.log(1.02)
@@ -31,7 +33,7 @@ class Vacancy(NamedTuple):
     @property
     def full(self) -> bool:
         """Does each new segment evict one?"""
-        return self.free_share < FREE_NOISE
+        return self.free_share < FULL
 
     def lead(self, other: Vacancy) -> float:
         """How much emptier this node is than the other, from the first of these that differs: the free share, the value

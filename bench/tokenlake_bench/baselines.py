@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokenlake.errors import ConfigurationError
 from tokenlake_bench.payload import PayloadIdentity
@@ -36,13 +36,15 @@ __all__ = [
 class Prompt:
     """A request as caches see it. `chain` has one id per full segment, in order; equal ids mean equal tokens up to the
     segment's end. Other fields are as in `Request`; `output_tokens` is the length of the answer, 0 where the source
-    does not have it."""
+    does not have it. It is a `Turn`."""
 
     tokens: int
     chain: tuple[int, ...]
     at_s: float = 0.0
     output_tokens: int = 0
     conversation: int = 0
+    follows: int | None = None
+    pause_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,10 @@ class Accesses:
     def prompt_tokens(self) -> int:
         """Tokens of all prompts, those beyond the last full segments included."""
         return sum(prompt.tokens for prompt in self.prompts)
+
+    def open_loop(self) -> Accesses:
+        """The same prompts, each at its recorded time."""
+        return Accesses(self.segment_tokens, [replace(each, follows=None, pause_s=0.0) for each in self.prompts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +137,17 @@ def intern_segments(requests: Iterable[Request], segment_tokens: int) -> Accesse
         digests = identity.digests(request.tokens, segment_tokens)
         chain = tuple(ids.setdefault(digest, len(ids)) for digest in digests)
         answer = len(request.output_tokens)
-        prompts.append(Prompt(len(request.tokens), chain, request.at_s, answer, request.conversation))
+        prompts.append(
+            Prompt(
+                len(request.tokens),
+                chain,
+                request.at_s,
+                answer,
+                request.conversation,
+                request.follows,
+                request.pause_s,
+            )
+        )
     return Accesses(segment_tokens, prompts)
 
 

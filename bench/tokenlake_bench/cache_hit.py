@@ -52,14 +52,16 @@ class CacheHitArguments:
     shipped_deadlines: bool
     json_file: Path | None
     plot_file: Path | None
+    pools: str | None = None
     baselines: str | None = None
     model: str | None = None
     gpu: str | None = None
     rate: float | None = None
     copies: int | None = None
+    open_loop: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("baselines", "model", "gpu", "rate", "copies"):
+        for name in ("pools", "baselines", "model", "gpu", "rate", "copies"):
             if getattr(self, name) is not None:
                 raise ConfigurationError(name, getattr(self, name), "absent, or used with '--mode simulate'")
         if not 0 <= self.speed <= MAX_SPEED:
@@ -99,6 +101,7 @@ class CacheHitArguments:
             eviction=self.eviction,
             flash_at=self.flash_at,
             shipped_deadlines=self.shipped_deadlines,
+            open_loop=self.open_loop,
         )
 
 

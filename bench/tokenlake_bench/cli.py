@@ -62,10 +62,12 @@ def bench() -> None:
     is_flag=True,
     help="Use the daemons' default deadlines, in place of longer ones with which a busy machine changes no result.",
 )
-@click.option("--baselines", help="simulate: systems to compare with, or all. [default: cache-aware-perfect]")
+@click.option("--pools", help="simulate: forms of the pool, or all. [default: pool, and pool-real for real baselines]")
+@click.option("--baselines", help="simulate: systems to compare with, all or none. [default: cache-aware-perfect]")
 @click.option("--model", help="simulate: the model of an instance. [default: llama-3-8b]")
 @click.option("--gpu", help="simulate: the GPU; an instance has as many as the model needs. [default: a100-80g]")
 @click.option("--rate", type=float, help="simulate: requests per second. [default: as in the trace]")
+@click.option("--open-loop", is_flag=True, help="Requests of sessions arrive at their recorded times, answered or not.")
 @click.option(
     "--copies", type=int, help="simulate: copies of the trace side by side, with shared templates. [default: 1]"
 )

@@ -50,8 +50,7 @@ class _ShortRequests:
 
     def __init__(self, workload: Workload, longest: int, count: int) -> None:
         self._workload = workload
-        kept = [request.index for request in workload if len(request.tokens) <= longest]
-        self._kept = dict(zip(kept[:count], range(count), strict=False))
+        self._kept = [request.index for request in workload if len(request.tokens) <= longest][:count]
 
     @property
     def name(self) -> str:
@@ -61,10 +60,11 @@ class _ShortRequests:
         return len(self._kept)
 
     def __iter__(self) -> Iterator[Request]:
-        for request in self._workload:
-            index = self._kept.get(request.index)
-            if index is not None:
-                yield Request(index, request.at_s, request.conversation, request.tokens, request.output_tokens)
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, index: int) -> Request:
+        request = self._workload[self._kept[index]]
+        return Request(index, request.at_s, request.conversation, request.tokens, request.output_tokens)
 
 
 def make_plan(trace: Path | None, requests: int, layout: Layout, vocabulary: int, positions: int) -> DemoPlan:

@@ -42,11 +42,13 @@ class FlashCrowd:
         return len(self._workload)
 
     def __iter__(self) -> Iterator[Request]:
-        for request in self._workload:
-            if request.at_s >= self.at_s and self._joins(request):
-                yield dataclasses.replace(request, tokens=np.concatenate([self._prefix, request.tokens]))
-            else:
-                yield request
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, index: int) -> Request:
+        request = self._workload[index]
+        if request.at_s >= self.at_s and self._joins(request):
+            return dataclasses.replace(request, tokens=np.concatenate([self._prefix, request.tokens]))
+        return request
 
     def _joins(self, request: Request) -> bool:
         return key_of(self._seed, request.index) < FLASH_SHARE * WORD

@@ -47,7 +47,8 @@ FLASH_WINDOWS = 2
 class LiveOptions:
     """`capacity_tokens` is that of the whole pool; `speed` 0 replays as fast as possible, any other value scales the
     daemons' clocks too. `shipped_deadlines`: the daemons keep their default deadlines. `hot` and `eviction` (None: the
-    default) are settings of the daemons. `flash_at`: the time of the workload's flash crowd."""
+    default) are settings of the daemons. `flash_at`: the time of the workload's flash crowd. `open_loop`:
+    requests arrive at their recorded times, answered or not."""
 
     nodes: int = 3
     capacity_tokens: int
@@ -59,6 +60,7 @@ class LiveOptions:
     eviction: str | None = None
     flash_at: float | None = None
     shipped_deadlines: bool = False
+    open_loop: bool = False
 
     def settings(self) -> dict[str, str]:
         """Settings of the daemons other than sizes and addresses. With a faster clock the deadlines are multiplied, so
@@ -97,6 +99,8 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
     reported as far as it got. Raises TokenLakeError."""
     size = pool_size(options.nodes, options.capacity_tokens, bench_layout(options.segment_tokens))
     accesses = intern_segments(workload, options.segment_tokens)
+    if options.open_loop:
+        accesses = accesses.open_loop()
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         module = FAST_DAEMON if options.speed > 0 else SERVER
@@ -118,7 +122,7 @@ def run_live(workload: Workload, options: LiveOptions, progress: Callable[[Repla
         pools = [stack.enter_context(cluster.connect(node, size.layout)) for node in range(options.nodes)]
         duplication = copies_per_segment(pools, log.keys.values(), options.haste)
         node_bytes = dict(zip([node.name for node in cluster.nodes], balance.load_of_nodes(meter.served), strict=True))
-    done = Accesses(accesses.segment_tokens, accesses.prompts[: log.requests])
+    done = Accesses(accesses.segment_tokens, log.prompts)
     compared = baselines(done, nodes=options.nodes, capacity_tokens=size.capacity_tokens, seed=options.seed)
     spread = balance.spread(meter.served)
     minutes = max(1.0, log.seconds / 60) * options.nodes

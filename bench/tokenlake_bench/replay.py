@@ -1,4 +1,4 @@
-"""Replays a workload against daemons: one request at a time, in order, as the baselines do."""
+"""Replays a workload against daemons: one request at a time, in the order in which they are due."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 
 from tokenlake.identity import SegmentKey
 from tokenlake.wire import Code
-from tokenlake_bench.baselines import Accesses
+from tokenlake_bench.baselines import Accesses, Prompt
 from tokenlake_bench.live_client import LiveClient, Served
 from tokenlake_bench.load_meter import LoadMeter
 from tokenlake_bench.routes import Route
-from tokenlake_bench.workload import Request, Workload
+from tokenlake_bench.turns import DueTurns
+from tokenlake_bench.workload import Workload
 
 __all__ = ["ReplayLog", "replay"]
 
@@ -38,14 +39,17 @@ class ReplayLog:
     """Calls that a daemon did not answer in time."""
     stored: Counter[Code] = field(default_factory=Counter)
     """Number of segments that were to be stored, by the code of the result."""
+    prompts: list[Prompt] = field(default_factory=list)
+    """The requests in order."""
     keys: dict[int, SegmentKey] = field(default_factory=dict)
     """Keys of all requested segments, by the segment's id in `Accesses`."""
     interrupted: bool = False
 
-    def add(self, request: Request, served: Served, chain: Sequence[int]) -> None:
-        """Add a finished request; `chain` has its segments' ids."""
+    def add(self, prompt: Prompt, served: Served) -> None:
+        """Add a finished request."""
         self.requests += 1
-        self.prompt_tokens += len(request.tokens)
+        self.prompts.append(prompt)
+        self.prompt_tokens += prompt.tokens
         self.hit_segments += served.hits
         self.remote_segments += len(served.remote)
         self.wrong_segments += served.wrong_segments
@@ -56,7 +60,7 @@ class ReplayLog:
             self.cut_by[served.cut_by] += 1
         self.failures += served.failures
         self.stored += served.stored
-        self.keys.update(zip(chain, served.keys, strict=True))
+        self.keys.update(zip(prompt.chain, served.keys, strict=True))
 
 
 def replay(
@@ -69,8 +73,9 @@ def replay(
     speed: float = 0.0,
     progress: Callable[[ReplayLog], None] = lambda log: None,
 ) -> ReplayLog:
-    """Serve all requests and return the sums. `accesses` are those of `workload`. `speed`: trace seconds per second; 0
-    replays without waiting for the requests' times.
+    """Serve all requests and return the sums. `accesses` are those of `workload`; `DueTurns` tells when each request
+    is due. `speed`: trace seconds per second; 0 replays without waiting for the requests' times, and answers take no
+    trace time.
 
     KeyboardInterrupt ends it early: the log is then `interrupted` and covers the finished requests. Raises
     `Unreachable`.
@@ -79,16 +84,19 @@ def replay(
     began = time.monotonic()
     first_s: float | None = None
     try:
-        for request, prompt in zip(workload, accesses.prompts, strict=True):
+        turns = DueTurns(accesses.prompts)
+        for at_s, number, prompt in turns:
+            request = workload[number]
             if speed > 0:
-                time.sleep(max(0.0, request.at_s / speed - (time.monotonic() - began)))
-            meter.at(request.at_s)
+                time.sleep(max(0.0, at_s / speed - (time.monotonic() - began)))
+            meter.at(at_s)
             node = route(request)
             served = clients[node].serve(request.tokens)
-            meter.add(request.at_s, node, list(prompt.chain[: served.hits]), len(served.remote))
-            log.add(request, served, prompt.chain)
-            first_s = request.at_s if first_s is None else first_s
-            log.seconds = request.at_s - first_s
+            turns.answered(number, max(at_s, (time.monotonic() - began) * speed))
+            meter.add(at_s, node, list(prompt.chain[: served.hits]), len(served.remote))
+            log.add(prompt, served)
+            first_s = at_s if first_s is None else first_s
+            log.seconds = at_s - first_s
             progress(log)
         meter.close_window()
     except KeyboardInterrupt:

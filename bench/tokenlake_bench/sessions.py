@@ -1,9 +1,18 @@
 """Sessions of a coding agent, as published by kv-cache-tester: JSON lines, plain or compressed, one session per line.
 
 A session has requests `t` (seconds from its start), `in`, `out` (tokens), `hash_ids` (ids of the full 64-token blocks
-of the prompt, as text: "1-3,7" is 1, 2, 3, 7), and sub-agents, whose requests lie one level deeper with times of their
-own; other fields are not used. Ids are local to the session; sessions that are not `primary` are copies and left out.
-The file has no start times of sessions; they are drawn as a Poisson process.
+of the prompt, as text: "1-3,7" is 1, 2, 3, 7), `api_time` (seconds to the answer's end), and sub-agents, whose requests
+lie one level deeper with times of their own; other fields are not used. Ids are local to the session; sessions that are
+not `primary` are copies and left out. The file has no start times of sessions; they are drawn as a Poisson
+process.
+
+Each request but a session's first ones follows another one, as a `Turn`: an agent's next request follows its previous
+one, and a sub-agent's first request follows the last request that its parent sent before. The pause is the recorded
+time from the end of the answer to the request, at least 0, because a few answers end just after the next request began.
+A request without `api_time` (one in ten) counts as answered at once, so that the pause behind it is the whole time
+between the two requests. `t` of a sub-agent with a `duration_ms` is the time at which it ended: its pause ends
+`duration_ms` earlier. Its parent's next request does not wait for it, but the parent's pause contains the sub-agent's
+recorded duration.
 """
 
 from __future__ import annotations
@@ -35,6 +44,7 @@ tokens finds 28, 58 and 92 % of the tokens."""
 _MAX_PROMPT: Final = 1 << 24
 _MAX_RANGE_TEXT: Final = 32
 _NO_IDS: Final = np.empty(0, dtype=np.int64)
+_NO_OUTPUT: Final = np.empty(0, dtype=np.uint32)
 _TEXT_STREAM: Final = 1
 _TAIL_STREAM: Final = 2
 _KINDS: Final = {
@@ -54,6 +64,8 @@ class _Entry(msgspec.Struct, gc=False):
     prompt: Annotated[int, Meta(ge=1, le=_MAX_PROMPT)] = msgspec.field(name="in", default=0)
     output: Annotated[int, Meta(ge=0)] = msgspec.field(name="out", default=0)
     hash_ids: str | None = None
+    api_time: _Seconds | None = None
+    duration_ms: Annotated[float, Meta(ge=0, le=1e12)] | None = None
     requests: list[_Entry] | None = None
 
 
@@ -75,6 +87,9 @@ class SessionRequest(msgspec.Struct, frozen=True, gc=False):
     output_length: int
     block_ids: NDArray[np.int64]
     """Block ids, local to the session."""
+    follows: int | None = None
+    pause_s: float = 0.0
+    """Both as in `Turn`."""
 
 
 class SessionTrace:
@@ -100,14 +115,16 @@ class SessionTrace:
         return len(self.requests)
 
     def __iter__(self) -> Iterator[Request]:
-        no_output = np.empty(0, dtype=np.uint32)
-        for index, request in enumerate(self.requests):
-            key = key_of(self._seed & WORD, _TEXT_STREAM, request.session)
-            blocks = self._stream(mix64(mix64(request.block_ids.astype(np.uint64)) + np.uint64(key)), BLOCK_TOKENS)
-            # The trace has no id for the tokens behind the last full block: they get values unique to this request.
-            tail = np.array([key_of(self._seed & WORD, _TAIL_STREAM, index)], dtype=np.uint64)
-            tokens = np.concatenate([blocks, self._stream(tail, request.length % BLOCK_TOKENS)])
-            yield Request(index, request.at_s, request.conversation, tokens, no_output)
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, index: int) -> Request:
+        request = self.requests[index]
+        key = key_of(self._seed & WORD, _TEXT_STREAM, request.session)
+        blocks = self._stream(mix64(mix64(request.block_ids.astype(np.uint64)) + np.uint64(key)), BLOCK_TOKENS)
+        # The tokens behind the last full block have no id: they are unique to this request.
+        tail = np.array([key_of(self._seed & WORD, _TAIL_STREAM, index)], dtype=np.uint64)
+        tokens = np.concatenate([blocks, self._stream(tail, request.length % BLOCK_TOKENS)])
+        return Request(index, request.at_s, request.conversation, tokens, _NO_OUTPUT, request.follows, request.pause_s)
 
     def accesses(self, segment_tokens: int = 512) -> Accesses:
         """See `TraceSource`; `segment_tokens` is a multiple of 64."""
@@ -121,6 +138,8 @@ class SessionTrace:
                 request.at_s,
                 request.output_length,
                 request.conversation,
+                request.follows,
+                request.pause_s,
             )
             for request in self.requests
         ]
@@ -185,15 +204,30 @@ def read_sessions(
     requests: list[SessionRequest] = []
     for number, session in enumerate(sessions):
         at_s += rng.expovariate(sessions_per_hour / 3600)
+        before = len(requests)
         requests += (
             msgspec.structs.replace(
-                request, at_s=at_s + request.at_s, session=number, conversation=agents + request.conversation
+                request,
+                at_s=at_s + request.at_s,
+                session=number,
+                conversation=agents + request.conversation,
+                follows=None if request.follows is None else before + request.follows,
             )
             for request in session
         )
         agents += 1 + max(request.conversation for request in session)
-    requests.sort(key=lambda request: request.at_s)
-    return SessionTrace(path.name, requests[:limit], malformed, seed, vocabulary)
+    return SessionTrace(path.name, _in_time_order(requests)[:limit], malformed, seed, vocabulary)
+
+
+def _in_time_order(requests: list[SessionRequest]) -> list[SessionRequest]:
+    """The requests sorted by their recorded times, renumbered. A request still comes behind the one that it follows,
+    because that one is recorded earlier, or at the same time and before it in `requests`."""
+    order = sorted(range(len(requests)), key=lambda number: requests[number].at_s)
+    places = {number: place for place, number in enumerate(order)}
+    return [
+        each if each.follows is None else msgspec.structs.replace(each, follows=places[each.follows])
+        for each in (requests[number] for number in order)
+    ]
 
 
 def _parse(path: Path) -> tuple[list[list[SessionRequest]], list[TraceError]]:
@@ -225,7 +259,10 @@ def _session(decoder: msgspec.json.Decoder[_Line], text: bytes, path: Path, numb
         line = decoder.decode(text)
         if line.block_size != BLOCK_TOKENS:
             raise _Malformed(f"expected {BLOCK_TOKENS}, got {line.block_size}", "block_size")
-        return list(_requests(line.requests, 0.0, itertools.count())) if line.primary else []
+        found: list[SessionRequest] = []
+        if line.primary:
+            _add_requests(found, line.requests, 0.0, itertools.count(), None)
+        return found
     except _Malformed as error:
         raise TraceError(path, error.problem, number, error.field) from None
     except msgspec.ValidationError as error:
@@ -244,8 +281,18 @@ class _Malformed(Exception):
         self.field = field
 
 
-def _requests(entries: Iterable[_Entry], start_s: float, agents: Iterator[int]) -> Iterator[SessionRequest]:
-    """Requests of one agent and of its sub-agents; each agent takes the next number."""
+def _add_requests(
+    found: list[SessionRequest],
+    entries: Iterable[_Entry],
+    start_s: float,
+    agents: Iterator[int],
+    previous: tuple[int, float] | None,
+) -> None:
+    """Append the requests of one agent and of its sub-agents to `found`; each agent takes the next number.
+
+    `previous`: (the index in `found` of the request that the agent's first request follows, the end of its answer in
+    seconds from the agent's start); None where it follows no request.
+    """
     agent = next(agents)
     earliest = 0.0
     for entry in entries:
@@ -253,16 +300,23 @@ def _requests(entries: Iterable[_Entry], start_s: float, agents: Iterator[int]) 
             raise _Malformed(f"expected at least {earliest:g}, the request before; got {entry.t:g}", "t")
         earliest = entry.t
         if entry.requests is not None:
-            yield from _requests(entry.requests, start_s + entry.t, agents)
+            begins_s = entry.t - (entry.duration_ms or 0.0) / 1000
+            behind = None if previous is None else (previous[0], previous[1] - begins_s)
+            _add_requests(found, entry.requests, start_s + entry.t, agents, behind)
         if entry.hash_ids is not None:
-            yield SessionRequest(
-                at_s=start_s + entry.t,
-                session=0,
-                conversation=agent,
-                length=entry.prompt,
-                output_length=entry.output,
-                block_ids=_expand(entry.hash_ids, entry.prompt // BLOCK_TOKENS),
+            found.append(
+                SessionRequest(
+                    at_s=start_s + entry.t,
+                    session=0,
+                    conversation=agent,
+                    length=entry.prompt,
+                    output_length=entry.output,
+                    block_ids=_expand(entry.hash_ids, entry.prompt // BLOCK_TOKENS),
+                    follows=None if previous is None else previous[0],
+                    pause_s=0.0 if previous is None else max(0.0, entry.t - previous[1]),
+                )
             )
+            previous = len(found) - 1, entry.t + (entry.api_time or 0.0)
 
 
 def _expand(text: str, blocks: int) -> NDArray[np.int64]:

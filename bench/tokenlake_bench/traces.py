@@ -68,10 +68,13 @@ class MooncakeTrace:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        for index, request in enumerate(self._requests):
-            keys = mix64(mix64(request.block_ids) + self._key)
-            tokens = stream_tokens(keys, BLOCK_TOKENS, self._vocabulary).reshape(-1)[: request.length]
-            yield Request(index, request.at_s, request.conversation, tokens, _NO_OUTPUT)
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, index: int) -> Request:
+        request = self._requests[index]
+        keys = mix64(mix64(request.block_ids) + self._key)
+        tokens = stream_tokens(keys, BLOCK_TOKENS, self._vocabulary).reshape(-1)[: request.length]
+        return Request(index, request.at_s, request.conversation, tokens, _NO_OUTPUT)
 
     def accesses(self, segment_tokens: int = BLOCK_TOKENS) -> Accesses:
         """See `TraceSource`; `segment_tokens` is a multiple of 512."""

@@ -30,7 +30,8 @@ class Request:
     """One prompt. The arrays are one-dimensional and belong to the caller that took the request from the workload.
 
     `index` counts from 0 in time order; `at_s` is the arrival in seconds of trace time; `conversation` is equal for the
-    turns of one conversation; `output_tokens` is the answer, empty where the source does not have it.
+    turns of one conversation; `output_tokens` is the answer, empty where the source does not have it. `follows` and
+    `pause_s` are those of a `Turn`.
     """
 
     index: int
@@ -38,6 +39,8 @@ class Request:
     conversation: int
     tokens: Tokens
     output_tokens: Tokens
+    follows: int | None = None
+    pause_s: float = 0.0
 
 
 class Workload(Protocol):
@@ -51,6 +54,10 @@ class Workload(Protocol):
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Request]: ...
+
+    def __getitem__(self, index: int) -> Request:
+        """The request of this index, 0 to the length minus 1; computed anew with each call."""
+        ...
 
 
 def stream_tokens(keys: NDArray[np.uint64], count: int, vocabulary: int) -> Tokens:
@@ -169,11 +176,14 @@ class _BuiltinWorkload:
         return len(self._turns)
 
     def __iter__(self) -> Iterator[Request]:
-        for index, turn in enumerate(self._turns):
-            system = self._stream(_SYSTEM_STREAM, turn.system, turn.system_length)
-            text = self._stream(_TEXT_STREAM, turn.conversation, turn.text_length + turn.answer_length)
-            prompt = np.concatenate([system, text[: turn.text_length]])
-            yield Request(index, turn.at_s, turn.conversation, prompt, text[turn.text_length :])
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, index: int) -> Request:
+        turn = self._turns[index]
+        system = self._stream(_SYSTEM_STREAM, turn.system, turn.system_length)
+        text = self._stream(_TEXT_STREAM, turn.conversation, turn.text_length + turn.answer_length)
+        prompt = np.concatenate([system, text[: turn.text_length]])
+        return Request(index, turn.at_s, turn.conversation, prompt, text[turn.text_length :])
 
     def _stream(self, kind: int, number: int, count: int) -> Tokens:
         key = np.array([key_of(self._settings.seed & WORD, kind, number)], dtype=np.uint64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,8 +18,9 @@ from tokenlake.layout import Layout
 from tokenlake_client import Pool
 from tokenlake_client.deadlines import DEFAULT_DEADLINES
 from tokenlake_testing.children import start_child
+from tokenlake_testing.ports import reserve_port
 
-__all__ = ["SERVER", "Cluster", "Node", "free_port", "parse_metrics"]
+__all__ = ["SERVER", "Cluster", "Node", "parse_metrics"]
 
 SERVER = "tokenlake_server"
 START_S = 60.0
@@ -37,7 +37,7 @@ class Node:
         self._module = module
         self.socket = directory / f"{name}.sock"
         self.log = directory / f"{name}.log"
-        self.metrics_port = free_port()
+        self.metrics_port = reserve_port()
         self.settings = {
             "node": name,
             "socket": str(self.socket),
@@ -125,12 +125,7 @@ class Cluster:
         """Deadlines of the pools that `connect` opens."""
         self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-")
         self.directory = Path(self._directory.name)
-        # Ports are drawn until all differ, because the kernel may name a free port again before a daemon listens there.
-        taken = set(via.values()) if via else set[int]()
-        while len(taken) < nodes + len(via or ()):
-            taken.add(free_port())
-        free = sorted(taken.difference(via.values() if via else ()))
-        self.ports = {f"node{number}": port for number, port in enumerate(free)}
+        self.ports = {f"node{number}": reserve_port() for number in range(nodes)}
         """The ports at which the nodes listen."""
         common = {"memory": memory, "region-size": region_size}
         common |= {name.replace("_", "-"): value for name, value in settings.items()}
@@ -202,13 +197,6 @@ class Cluster:
             with contextlib.suppress(TokenLakeError):
                 node.stop()
         self._directory.cleanup()
-
-
-def free_port() -> int:
-    """A port of loopback at which no process listens now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def parse_metrics(page: str) -> dict[str, float]:

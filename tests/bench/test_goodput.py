@@ -80,3 +80,13 @@ def test_an_unknown_system_is_named() -> None:
     done = CliRunner().invoke(main, ["--systems", "sglang", "--limit", "5"])
     assert done.exit_code == 1
     assert "systems" in done.output
+
+
+def test_a_load_that_no_rate_raises_is_no_goodput(tmp_path: Path) -> None:
+    """Two turns of one session: with the pause after the answer, no rate brings them closer together."""
+    trace = tmp_path / "session.jsonl"
+    turns = [{"t": at_s, "in": 1024, "out": 4, "hash_ids": "1-16", "api_time": 1.0} for at_s in (0.0, 60.0)]
+    trace.write_bytes(msgspec.json.encode({"primary": True, "block_size": 64, "requests": turns}))
+    lines: list[str] = []
+    goodput(SimulateArguments(trace=trace), ["round-robin-perfect"], vary=False, say=lines.append)
+    assert any("not a goodput" in line for line in lines)

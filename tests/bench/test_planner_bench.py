@@ -14,7 +14,7 @@ import pytest
 from tokenlake.errors import ConfigurationError
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.planner import Model, Rates
-from tokenlake_testing.cluster import free_port
+from tokenlake_testing.ports import reserve_port
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -71,7 +71,7 @@ def test_bytes_and_ends_go_through_in_both_directions() -> None:
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        port = free_port()
+        port = reserve_port()
         links = shaping.Shaping([shaping.Route("a", "b", port, listener.getsockname()[1])])
         try:
             links.shape(shaping.Shape(20e6, 0.001))
@@ -86,8 +86,8 @@ def test_bytes_and_ends_go_through_in_both_directions() -> None:
 
 
 def test_a_closed_port_refuses_through_a_link() -> None:
-    port = free_port()
-    links = shaping.Shaping([shaping.Route("a", "b", port, free_port())])
+    port = reserve_port()
+    links = shaping.Shaping([shaping.Route("a", "b", port, reserve_port())])
     try:
         with socket.create_connection(("127.0.0.1", port)) as client:
             assert client.recv(1) == b""

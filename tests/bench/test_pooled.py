@@ -11,14 +11,18 @@ from tokenlake_bench.baselines import Accesses, Prompt, infinite_cache
 from tokenlake_bench.engine_model import GPUS, MODELS, EngineModel
 from tokenlake_bench.routing import SYSTEMS, FleetOptions, run_system
 from tokenlake_bench.simulation.arrivals import accesses_of, arrivals_of
+from tokenlake_bench.simulation.engine import SOCKET_S
+from tokenlake_bench.simulation.planned import PlannedRoute
 from tokenlake_bench.simulation.pooled import PooledRun, engine_layout, pool_options
 
 ENGINE = EngineModel(MODELS["llama-3-8b"], GPUS["a100-80g"])
 TOKENS = 512
 
 
-def pooled(accesses: Accesses, nodes: int, node_segments: int, *, real: bool = False, seed: int = 0) -> PooledRun:
-    """A run that ended in order."""
+def pooled(
+    accesses: Accesses, nodes: int, node_segments: int, *, real: bool = False, planned: bool = False, seed: int = 0
+) -> PooledRun:
+    """The finished run: each request has its answer, and the cluster is idle and consistent."""
     options = pool_options(
         ENGINE,
         nodes=nodes,
@@ -28,7 +32,11 @@ def pooled(accesses: Accesses, nodes: int, node_segments: int, *, real: bool = F
         rules={},
     )
     run = PooledRun(options, ENGINE, counts_memory=real)
-    run.run(arrivals_of(accesses))
+    route = PlannedRoute(run) if planned else None
+    run.run(arrivals_of(accesses), route=route)
+    if route is not None:
+        route.router.check_integrity()
+        assert not any(route.router.under_way(name) for name in route.router.instances)
     assert run.simulation.cluster.idle()
     assert len(run.answers) == run.simulation.done == len(accesses.prompts)
     run.simulation.cluster.check_integrity()
@@ -59,15 +67,39 @@ def test_a_fetched_prefix_is_not_computed_again() -> None:
     assert run.simulation.cluster.network.nbytes > 0
 
 
+def test_a_planned_request_goes_where_its_prefix_is() -> None:
+    chains = [tuple(range(20 * at, 20 * at + 8)) for at in range(6)] * 8
+    accesses = Accesses(TOKENS, [Prompt(8 * TOKENS + 10, chain, 5.0 * at, 2) for at, chain in enumerate(chains)])
+    elsewhere, planned = (pooled(accesses, 3, 200, planned=planned) for planned in (False, True))
+    for run in (elsewhere, planned):
+        assert [answer.hit_tokens for answer in run.answers] == [0] * 6 + [8 * TOKENS] * 42
+    assert planned.row().bytes_moved < 0.75 * elsewhere.row().bytes_moved
+
+
+def test_planned_requests_do_not_queue_where_their_prefix_is() -> None:
+    """Computing 16 segments takes longer than bringing one."""
+    prompts = [Prompt(TOKENS + 10, (0,), 0.0, 2)]
+    prompts += [Prompt(17 * TOKENS, (0, *range(20 * at, 20 * at + 16)), 30.0, 2) for at in range(1, 5)]
+    run = pooled(Accesses(TOKENS, prompts), 4, 200, planned=True)
+    assert max(answer.ttft_s for answer in run.answers) < 1.5 * ENGINE.prefill_s(16 * TOKENS)
+    assert all(answer.hit_tokens == TOKENS for answer in run.answers[1:])
+
+
+def test_a_router_waits_for_its_lookup() -> None:
+    accesses = Accesses(TOKENS, [Prompt(1000, (0,), 0.0, 101)])
+    (direct,), (planned,) = (pooled(accesses, 2, 100, planned=planned).answers for planned in (False, True))
+    assert planned.ttft_s - direct.ttft_s == pytest.approx(2 * (50e-6 + SOCKET_S))
+
+
 def test_a_prompt_longer_than_a_node_is_found_in_part() -> None:
-    """A request once found at most half of a node's slots, wherever the rest lay."""
+    """A match once found at most as many segments as half of a node has slots, also where other nodes had the rest."""
     chain = tuple(range(60))
     accesses = Accesses(TOKENS, [Prompt(60 * TOKENS + 10, chain, 60.0 * at, 2) for at in range(8)])
     first, *others = pooled(accesses, 4, 48).answers
     assert first.hit_tokens == 0
     found = [answer.hit_tokens // TOKENS for answer in others]
-    # Where few of its segments lie at the node, the prompt is found whole; where the node is full of its copies, those
-    # and 12 segments elsewhere are found.
+    # At a node with few of these segments a request finds the whole prompt; at a node full of cached copies of the
+    # prompt it finds these (36 or more) and 12 segments at other nodes.
     assert max(found) == 60
     assert min(found) >= 36 + 12
 

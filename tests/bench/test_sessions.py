@@ -51,8 +51,8 @@ def test_equal_ids_mean_equal_tokens_within_a_session(tmp_path: Path) -> None:
 
 
 def test_chains_are_those_of_the_tokens(tmp_path: Path) -> None:
-    # The second prompt differs in block 2; the third equals the first again behind it, where no prefix is shared any
-    # more.
+    # The second prompt differs from the first in block 2, so that equal blocks behind it belong to no shared prefix.
+    # The blocks of the third are a prefix of the first.
     lines = [
         session(request(0, 64 * 6, "1-6"), request(1, 64 * 7, "1,9,3-7"), request(2, 64 * 5 + 3, "1-5")),
         session(request(0, 64 * 6, "1-6")),
@@ -73,6 +73,55 @@ def test_sub_agents_have_conversations_and_times_of_their_own(tmp_path: Path) ->
     found = [(each.at_s - start, each.conversation, each.block_ids.tolist()) for each in trace.requests[:4]]
     assert found == [(0, 0, [1]), (5, 1, [8]), (6, 0, [1, 2]), (8, 1, [8, 9])]
     assert [each.conversation for each in trace.requests[4:]] == [2, 2]
+
+
+def turns_of(trace: SessionTrace) -> list[tuple[int | None, Any]]:
+    return [(each.follows, pytest.approx(each.pause_s)) for each in trace.requests]
+
+
+def test_a_request_follows_the_one_before_it_after_the_recorded_pause(tmp_path: Path) -> None:
+    # Answers take 2.5 s. The third request begins before the second answer ends; the fourth comes after a request
+    # whose answer's time is not recorded.
+    without = request(11, 64, "1", api_time=None)
+    turns = session(request(0, 64, "1"), request(9, 64, "1"), without, request(20, 64, "1"))
+    trace = read(tmp_path, turns, GOOD, sessions_per_hour=1e-3)
+    assert turns_of(trace) == [(None, 0.0), (0, 6.5), (1, 0.0), (2, 9.0), (None, 0.0), (4, 6.5)]
+    assert turns_of(read(tmp_path, turns, GOOD, sessions_per_hour=1e-3, limit=3)) == turns_of(trace)[:3]
+    assert [(each.follows, each.pause_s) for each in trace] == [(e.follows, e.pause_s) for e in trace.requests]
+    assert [(p.follows, p.pause_s) for p in trace.accesses(64).prompts] == [
+        (p.follows, p.pause_s) for p in intern_segments(trace, 64).prompts
+    ]
+    # Where sessions overlap, numbers are those of the common order.
+    mixed = read(tmp_path, *[turns] * 8, sessions_per_hour=1e6)
+    apart = {6.5: 9.0, 0.0: 2.0, 9.0: 9.0}
+    later = [each for each in mixed.requests if each.follows is not None]
+    assert len(later) == 24
+    for each in later:
+        assert each.follows is not None
+        before = mixed.requests[each.follows]
+        assert before.session == each.session
+        assert each.at_s - before.at_s == pytest.approx(apart[each.pause_s])
+
+
+def test_a_sub_agent_follows_the_request_that_started_it(tmp_path: Path) -> None:
+    agent = {"t": 5.0, "type": "subagent", "requests": [request(0, 64, "8"), request(3, 128, "8-9")]}
+    # A sub-agent that is recorded when it ended began 1.5 s after the answer.
+    ended = {"t": 15.0, "type": "subagent", "duration_ms": 11_000, "requests": [request(0, 64, "7")]}
+    lines = session(agent, request(0, 64, "1") | {"t": 5.0}, agent | {"t": 9.0}, ended, request(16, 64, "1"))
+    trace = read(tmp_path, lines)
+    start = trace.requests[0].at_s
+    times = [round(each.at_s - start + 5, 6) for each in trace.requests]
+    agents = [each.conversation for each in trace.requests]
+    found = [(*each, *turn) for *each, turn in zip(times, agents, turns_of(trace), strict=True)]
+    assert found == [
+        (5, 1, None, 0.0),
+        (5, 0, None, 0.0),
+        (8, 1, 0, 0.5),
+        (9, 2, 1, 1.5),
+        (12, 2, 3, 0.5),
+        (15, 3, 1, 0.0),
+        (16, 0, 1, 8.5),
+    ]
 
 
 def test_sessions_start_at_the_rate_as_the_seed_draws(tmp_path: Path) -> None:
@@ -102,6 +151,8 @@ def test_copies_are_left_out_and_the_limit_counts_requests(tmp_path: Path) -> No
         (session(request(0, 0, "")), "in", "at least|>= 1"),
         (session(request(-1, 64, "1")), "t", ">= 0"),
         (session(request(5, 64, "1"), request(4, 64, "1")), "t", "at least 5"),
+        (session(request(0, 64, "1", api_time=-1)), "api_time", ">= 0"),
+        (session({"t": 0, "duration_ms": "long", "requests": []}), "duration_ms", "got `str`"),
         (session(request(0, 64, "1"), block_size=16), "block_size", "expected 64, got 16"),
         ({"primary": True, "block_size": 64}, "requests", "a list of requests"),
         ("broken", None, "one JSON object"),

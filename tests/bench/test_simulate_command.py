@@ -66,14 +66,23 @@ def test_perfect_routers_need_one_run_of_the_pool(tmp_path: Path) -> None:
     assert written["rate"] == pytest.approx(5.0)
 
 
-def session(number: int) -> dict[str, Any]:
-    """Two turns of one agent, 1,024 and 2,048 tokens."""
+def test_one_form_of_the_pool_can_run_alone(tmp_path: Path) -> None:
+    json_file = tmp_path / "result.json"
+    run("--limit", "60", "--pools", "pool-planned-real", "--baselines", "none", "--json", str(json_file))
+    written = result(json_file)
+    assert list(written["systems"]) == ["pool-planned-real"]
+    assert written["requests"] == 60
+    assert written["systems"]["pool-planned-real"]["token_hit_rate"] == pytest.approx(written["token_hit_rate"])
+
+
+def session(number: int, gap_s: float = 60.0) -> dict[str, Any]:
+    """Two turns of one agent, 1,024 and 2,048 tokens, `gap_s` and a little apart."""
     return {
         "primary": True,
         "block_size": 64,
         "requests": [
             {"t": 0.0, "in": 1024, "out": 10, "hash_ids": "1-16"},
-            {"t": 60.0 + number, "in": 2048, "out": 10, "hash_ids": "1-32"},
+            {"t": gap_s + number / 100, "in": 2048, "out": 10, "hash_ids": "1-32"},
         ],
     }
 
@@ -83,6 +92,27 @@ def test_coding_agent_sessions_are_a_trace(tmp_path: Path) -> None:
     trace.write_bytes(b"\n".join(msgspec.json.encode(session(number)) for number in range(4)))
     run("--trace", str(trace), "--capacity-tokens", "300000", "--nodes", "2", "--json", str(json_file))
     assert result(json_file)["token_hit_rate"] == pytest.approx(1 / 3)
+
+
+def test_sessions_answer_before_they_go_on_unless_told_otherwise(tmp_path: Path) -> None:
+    """The second turn is recorded long before this engine has answered the first one."""
+    trace = tmp_path / "sessions.jsonl"
+    trace.write_bytes(b"\n".join(msgspec.json.encode(session(number, 0.001)) for number in range(4)))
+    arguments = ["--trace", str(trace), "--capacity-tokens", "300000", "--nodes", "2"]
+    found: list[dict[str, Any]] = []
+    for more in ([], ["--open-loop"]):
+        json_file = tmp_path / "result.json"
+        run(*arguments, *more, "--baselines", "round-robin-perfect", "--json", str(json_file))
+        found.append(result(json_file))
+    closed, opened = found
+    assert closed["token_hit_rate"] == pytest.approx(1 / 3)
+    assert opened["token_hit_rate"] < 0.1
+    arrivals, recorded = (
+        SimulateArguments(trace=trace, open_loop=open_loop).workload(print)[1] for open_loop in (False, True)
+    )
+    assert [each.arrived(each.at_s).at_s for each in arrivals] == [each.at_s for each in recorded]
+    assert sum(each.follows is not None for each in arrivals) == 4
+    assert all(each.follows is None for each in recorded)
 
 
 def test_copies_are_as_much_load_on_as_many_more_nodes(tmp_path: Path) -> None:
@@ -130,6 +160,8 @@ def test_an_interrupted_pool_counts_finished_requests(
         (["--model", "gpt-5"], "setting 'model' is 'gpt-5'"),
         (["--gpu", "b200"], "setting 'gpu' is 'b200'"),
         (["--baselines", "fifo"], "setting 'baselines' is 'fifo'"),
+        (["--pools", "pond"], "setting 'pools' is 'pond'"),
+        (["--pools", "pool-planned", "--route", "round-robin"], "setting 'route' is 'round-robin'"),
         (["--rate", "0"], "setting 'rate' is 0.0"),
         (["--rate", "nan"], "setting 'rate' is nan"),
         (["--copies", "0"], "setting 'copies' is 0"),
@@ -156,7 +188,14 @@ def test_a_wrong_argument_is_one_line_that_names_it(arguments: list[str], messag
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--model", "llama-3-8b"], ["--gpu", "h100"], ["--rate", "1"], ["--baselines", "all"], ["--copies", "2"]],
+    [
+        ["--model", "llama-3-8b"],
+        ["--gpu", "h100"],
+        ["--rate", "1"],
+        ["--baselines", "all"],
+        ["--pools", "all"],
+        ["--copies", "2"],
+    ],
 )
 def test_what_live_mode_cannot_do_is_refused_there(arguments: list[str]) -> None:
     outcome = CliRunner().invoke(bench, ["cache-hit", *arguments])

@@ -14,7 +14,7 @@ import pytest
 from tests.robustness.live import LAYOUT, SEGMENT_TOKENS, Prompt, daemons, read, store, wait_pushed
 from tokenlake.attention import AttentionShape
 from tokenlake.identity import NodeId, SegmentKey
-from tokenlake.planner import Request, Way
+from tokenlake.planner import PrefixTree, Request, Way
 from tokenlake_client import Pool
 from tokenlake_client.control_plane import ControlPlane
 from tokenlake_testing.cluster import Cluster
@@ -52,6 +52,12 @@ def ask(pool: Pool, prompt: Prompt, name: str) -> Request:
     )
 
 
+def places_of(tree: PrefixTree, sequence: int) -> list[NodeId]:
+    """The node of each segment of a sequence."""
+    found = tree.sequences[sequence]
+    return [found.owners[0]] * len(found.keys)
+
+
 def test_a_tree_names_the_nodes_of_stored_segments(three: Cluster) -> None:
     shared = Prompt(1, 4)
     mine, other, unknown = Prompt(2, 2, shared), Prompt(3, 3, shared), Prompt(4, 2)
@@ -62,7 +68,7 @@ def test_a_tree_names_the_nodes_of_stored_segments(three: Cluster) -> None:
         wait_pushed(three)
         requests = [ask(pool, prompt, str(index)) for index, prompt in enumerate((mine, other, unknown))]
         tree = plane.get_prefix_tree(requests)
-        # The last token is always computed, and with it its segment.
+        # The last token of a prompt is always computed, so that the segment it completes is no hit.
         assert tree.hit_tokens == (5 * SEGMENT_TOKENS, 6 * SEGMENT_TOKENS, 0)
         assert sum(tree.slots().values()) == 4 + 1 + 2
         assert {sequence.requests for sequence in tree.sequences if sequence.parent < 0} == {(0, 1)}
@@ -80,6 +86,13 @@ def test_a_tree_names_the_nodes_of_stored_segments(three: Cluster) -> None:
             while (nodes := pending.poll()) is None:
                 assert time.monotonic() < until
             assert nodes == places
+        for request in requests:
+            start = plane.router.where(request, tree.owners())
+            index = requests.index(request)
+            assert start.prefill.prefix == tree.hit_tokens[index]
+            at = [node for sequence in tree.paths[index] for node in places_of(tree, sequence)]
+            # No instance is busy: the instance with most of the prefix is chosen.
+            assert start.moved == (len(at) - max(map(at.count, instances.values()))) * SEGMENT_TOKENS
         plans = plane.gen_plans([[0, 1], [2]], [1, 1], tree)
         assert all(decision.way in (Way.LOCAL, Way.FETCH) for decision in plans.query_plans[0].decisions)
         assert plane.get_prefix_tree().hit_tokens == tree.hit_tokens
@@ -100,8 +113,8 @@ def test_a_scheduler_without_a_daemon_gets_a_plan() -> None:
 
 
 def test_a_refused_request_is_a_miss(three: Cluster) -> None:
-    """With one prompt of more segments than a daemon looks up at once the scheduler failed, and the segments that were
-    found for the other requests stayed leased."""
+    """A prompt of more segments than a daemon looks up at once is a miss. It once made the scheduler fail, and the
+    segments that were found for the other requests stayed leased."""
     known = Prompt(300, 3)
     with three.connect(0, LAYOUT) as pool, ControlPlane(pool, {"a": NodeId("node0")}, SHAPE) as plane:
         store(pool, known)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 from tests.sim.arena import SHARDS
 from tests.sim.cluster import Cluster
@@ -100,11 +102,15 @@ def store(cluster: Cluster, writer: Engine, keys: Sequence[SegmentKey], first: i
 
 
 def offer(cluster: Cluster, giver: int, receiver: int, keys: Sequence[SegmentKey], tenant: str = "red") -> None:
-    """Make node `giver` offer its copies of these segments to node `receiver`, as if they were its next victims."""
-    node, core = cluster.node(giver), cluster.core(giver)
+    """Make node `giver` offer its copies of these segments to node `receiver`, as if the memory of `receiver` had been
+    emptier for long and the segments had just been committed."""
+    node, handover = cluster.node(giver), cluster.core(giver)._handover
     # Moves the time of the rules to the present.
     node.deliver(events.Tick())
-    core._handover._offer(NodeId(f"n{receiver}"), [copies(cluster, key, tenant)[giver] for key in keys])
+    segments = [copies(cluster, key, tenant)[giver] for key in keys]
+    leads = {NodeId(f"n{receiver}"): math.inf}
+    with patch.object(handover, "_leads", leads), patch.object(handover, "_emptiest", lambda: next(iter(leads))):
+        handover.committed(segments)
     # Carries out the instructions of the offer.
     node.deliver(events.Tick())
 

@@ -43,7 +43,7 @@ __all__ = [
 HEADS = 4
 SCALE = 0.2
 DEADLINE_S = 10.0
-"""Of queries in tests that are not about deadlines."""
+"""The deadline of queries in tests that are not about deadlines."""
 
 
 def layout_of(dtype: str) -> Layout:

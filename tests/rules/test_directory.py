@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.profiles import examples
 from tokenlake.directory import Directory, Entry, Standing
 from tokenlake.identity import Incarnation, NodeId, SegmentKey, TenantId
 
@@ -123,7 +124,7 @@ def swept(story: list[Step]) -> list[Step]:
 
 @pytest.mark.parametrize("limit", [LIMIT, 100], ids=["bounded", "swept at any time"])
 @given(st.lists(steps, max_size=40))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_it_behaves_as_a_plain_dict(limit: int, story: list[Step]) -> None:
     directory, model = Directory(limit), Model(limit)
     for step in swept(story) if limit == LIMIT else story:
@@ -134,7 +135,7 @@ def test_it_behaves_as_a_plain_dict(limit: int, story: list[Step]) -> None:
         directory.check_integrity()
         assert len(directory) == len(model.entries), step
     for (tenant, key), entry in list(model.entries.items()):
-        # At a time before every deadline, so that the query drops nothing.
+        # The query has a time before every deadline, so that it drops no expired entry.
         assert directory.get(tenant, key, -1.0) == (entry if model.counts(entry) else None)
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.profiles import examples
 from tests.rules.eviction_scene import Memory, key_of
 from tokenlake.hints import NO_HINTS
 from tokenlake.store.eviction import POLICIES, EvictionPolicy, LeastRecentlyUsed, policy_named
@@ -119,7 +120,7 @@ def test_a_hot_segment_outlives_a_scan(make: Make) -> None:
 
 
 Requests = list[tuple[int, int, int, float]]
-"""Stem, branch, length, seconds since the one before."""
+"""Of each request: stem, branch, length, and the seconds since the previous request."""
 
 
 def requests(most: int) -> st.SearchStrategy[Requests]:
@@ -141,7 +142,7 @@ ordered = pytest.mark.parametrize("name", ["lru", "reuse"])
 
 
 @ordered
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(asked=requests(120))
 def test_children_are_evicted_before_their_parents(name: str, asked: Requests) -> None:
     memory = Memory(POLICIES[name](), 1000)
@@ -155,7 +156,7 @@ def test_children_are_evicted_before_their_parents(name: str, asked: Requests) -
 
 
 @ordered
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(asked=requests(40), nodes=st.integers(2, 3), later=st.sampled_from([0.0, 20.0, 3000.0]))
 def test_a_parent_is_valued_no_less_than_a_child_elsewhere(
     name: str, asked: Requests, nodes: int, later: float

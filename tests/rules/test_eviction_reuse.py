@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.profiles import examples
 from tests.rules.eviction_scene import Memory, key_of, size_of
 from tokenlake.hints import NO_HINTS, Hints, Outlook
 from tokenlake.store.eviction import LeastRecentlyUsed, hazard
@@ -41,7 +42,7 @@ def conversations(memory: Memory, seed: int, requests: int = 1500, hinted: bool 
 
 
 def test_it_hits_more_than_lru() -> None:
-    """So many prompts come once that no segment stays half a minute under LRU."""
+    """So many prompts come once that under LRU every segment is evicted before it comes again half a minute later."""
     lru, learned = Memory(LeastRecentlyUsed(), 24), Memory(LearnedReuse(), 24)
     assert conversations(learned, seed=1) > 2 * conversations(lru, seed=1)
 
@@ -83,7 +84,8 @@ def test_later_hints_move_a_segment_to_another_class() -> None:
 
 
 def test_a_refused_segment_is_valued_more_at_its_next_try() -> None:
-    """Eight segments are accessed over and over, beside a scan: the scan is refused, and known when it comes again."""
+    """Eight segments are accessed over and over beside a scan. The policy refuses the scanned segments; it values one
+    of them more when it comes again."""
     policy = LearnedReuse()
     memory = Memory(policy, 8)
     for second in range(2000):
@@ -110,7 +112,7 @@ def test_the_state_is_bounded() -> None:
     assert sizes[1] < 1.2 * sizes[0]
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.lists(st.floats(0, 1), min_size=AGES, max_size=AGES), min_size=ACCESSES, max_size=ACCESSES))
 def test_values_never_rise_with_age_nor_fall_with_accesses(hazards: list[list[float]]) -> None:
     table = retention_values(np.array(hazards).reshape(1, ACCESSES, AGES))

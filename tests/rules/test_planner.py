@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.profiles import examples
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.planner import (
     Batch,
@@ -31,7 +32,7 @@ from tokenlake.planner import (
 )
 
 choosing = sys.modules["tokenlake.planner.choose"]
-"""The module; the package exports a function of the same name."""
+"""The module: as an attribute of the package, its name is a function."""
 
 MODEL = Model(layers=4, segment_bytes=1 << 20, query_bytes=1 << 12)
 TOKENS = 16
@@ -128,7 +129,7 @@ def all_ways(costs: Costs, sequence: SegmentSequence) -> list[tuple[Way, NodeId 
     return [*ways, (Way.RECOMPUTE, None)]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.data())
 def test_chosen_ways_cost_what_brute_force_finds(data: st.DataObject) -> None:
     prompts = data.draw(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3, unique=True))

@@ -1,4 +1,4 @@
-"""Ring: shares, what a change of members moves, independence of order, the epoch.
+"""Ring: shares, the keys that move with a change of members, independence of the members' order, the epoch.
 
 Keys are blake2b of consecutive numbers. With 128 virtual nodes a share's standard deviation is about 9 % of it
 (`VIRTUAL_NODES`); the bounds are 3.5 of them.
@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.profiles import examples
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.keys import KEY_BYTES
 from tokenlake.ring import Ring
@@ -55,9 +56,9 @@ def test_every_share_follows_the_weight(weights: dict[str, int]) -> None:
 
 
 @given(names, st.integers(0, 255))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_a_key_has_the_same_candidates_alone_as_among_many(members: set[str], first: int) -> None:
-    """At the ends of the circle too, where it begins again."""
+    """The keys include both ends of the circle, where it begins again."""
     ring = ring_of(dict.fromkeys(sorted(members), 1))
     ends = [SegmentKey(bytes([byte]) * KEY_BYTES) for byte in (0, 255)]
     keys = [*ends, *KEYS[first : first + 50]]
@@ -65,7 +66,7 @@ def test_a_key_has_the_same_candidates_alone_as_among_many(members: set[str], fi
 
 
 @given(names)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_candidates_differ_and_a_single_member_is_both(members: set[str]) -> None:
     ring = ring_of(dict.fromkeys(sorted(members), 1))
     for directory_node, other in candidates(ring, SOME):
@@ -74,7 +75,7 @@ def test_candidates_differ_and_a_single_member_is_both(members: set[str]) -> Non
 
 
 @given(names.filter(lambda members: len(members) >= 3), st.data())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_a_member_that_leaves_moves_only_its_keys(members: set[str], data: st.DataObject) -> None:
     gone = NodeId(data.draw(st.sampled_from(sorted(members))))
     before = candidates(ring_of(dict.fromkeys(sorted(members), 1)), SOME)
@@ -96,7 +97,7 @@ def test_a_weighted_member_that_leaves_moves_little_else() -> None:
 
 
 @given(st.dictionaries(st.text(min_size=1, max_size=5), st.integers(1, 9), min_size=1, max_size=6), st.randoms())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_the_order_of_members_does_not_matter(weights: dict[str, int], random: Random) -> None:
     shuffled = list(weights.items())
     random.shuffle(shuffled)
@@ -119,7 +120,7 @@ def test_the_epoch_depends_on_members_weights_and_run_length() -> None:
         ring_of({"a": 2, "b": 1}),
         ring_of({"a": 1, "b": 3}),
         ring_of(base, run_length=4),
-        # Names that look like parts of other members.
+        # Names that look like a part of the encoded list of members.
         ring_of({"a=1|b": 2}),
         ring_of({"a": 1, "b": 2, "E": 1}),
     ]

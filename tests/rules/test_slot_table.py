@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.profiles import examples
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters
 from tokenlake.store import Budgets, Cursor, Kind, Segment, SegmentStore
@@ -31,7 +32,7 @@ def add(store: SegmentStore, number: int, kind: Kind = Kind.PRIMARY) -> Segment:
     held=st.integers(0, REGIONS * PER_REGION),
     steps=st.lists(st.tuples(st.integers(1, 5), st.sampled_from(["add", "discard", "nothing"])), min_size=40),
 )
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_a_walk_passes_each_segment_that_stays_once(held: int, steps: list[tuple[int, str]]) -> None:
     store = store_of(REGIONS, PER_REGION)
     there = [add(store, number) for number in range(held)]

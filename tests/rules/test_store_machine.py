@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.profiles import examples
 from tests.rules.store_model import Copy, LruModel, Place, Pool, StoreModel
 from tests.rules.test_slot_table import add, store_of
 from tokenlake.identity import SegmentKey, TenantId
@@ -35,7 +36,7 @@ WRITER = "writer"
 
 POOLS: list[Pool] = [("a", SMALL), ("a", SMALL), ("a", SMALL), ("b", SMALL), ("a", LARGE)]
 pools = st.sampled_from(POOLS)
-"""Mostly one, so that it fills."""
+"""Mostly the same pool, so that it fills."""
 kinds = st.sampled_from(Kind)
 keys = st.integers(0, KEYS - 1)
 picks = st.integers(0, 47)
@@ -114,7 +115,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.index)
     @rule(pick=picks, owner=owners)
     def pin(self, pick: int, owner: str) -> None:
-        """A copy in the index, or in quarantine because it is pinned already."""
+        """Pin a copy that is in the index, or in quarantine and pinned already."""
         self._pin(pick_from(pick, self.model.copies()), owner)
 
     @precondition(lambda self: any(copy.pins for copy in self.model.copies()))
@@ -172,7 +173,7 @@ class StoreMachine(RuleBasedStateMachine):
     # -- what rules share
 
     def _reserve(self, pool: Pool, key: int, kind: Kind) -> Copy | None:
-        """None when refused, or when the key is indexed and may not be reserved."""
+        """Reserve in store and model. None when refused, or when the key is indexed and may not be reserved."""
         tenant, size = pool
         if (tenant, key) in self.model.index:
             return None
@@ -281,7 +282,7 @@ class ForecastMachine(StoreMachine):
 
 
 SEARCH = settings(
-    max_examples=200,
+    max_examples=examples(200),
     stateful_step_count=50,
     suppress_health_check=list(HealthCheck),
 )
@@ -289,7 +290,7 @@ TestStore = StoreMachine.TestCase
 TestReuse = ReuseMachine.TestCase
 TestForecast = ForecastMachine.TestCase
 TestStore.settings = SEARCH
-TestReuse.settings = TestForecast.settings = settings(SEARCH, max_examples=60)
+TestReuse.settings = TestForecast.settings = settings(SEARCH, max_examples=examples(60))
 
 
 def test_the_search_for_a_victims_age_is_bounded() -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.profiles import examples
 from tests.rules.wire_messages import DECODERS, MESSAGES, each_decoder, messages
 from tokenlake.errors import ProtocolRefused
 from tokenlake.wire import engine, peer
@@ -18,7 +19,7 @@ from tokenlake.wire.frames import decode, encode
 
 
 @pytest.mark.parametrize(("decoder", "message"), MESSAGES)
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(data=st.data())
 def test_every_message_survives_encoding(
     decoder: msgspec.msgpack.Decoder[Any], message: type[msgspec.Struct], data: st.DataObject
@@ -36,7 +37,7 @@ def test_every_message_is_in_a_union_and_tags_differ() -> None:
             for name in module.__all__
             if isinstance(each := getattr(module, name), type)
             and issubclass(each, msgspec.Struct)
-            # Without a tag it is a part of messages.
+            # A struct without a tag is no message but a part of messages.
             and each.__struct_config__.tag is not None
         }
         known = {each for _, some in DECODERS.values() for each in some if each.__module__ == module.__name__}
@@ -55,7 +56,7 @@ def test_garbage_is_refused_or_a_message(
 
 
 @each_decoder
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(data=st.data())
 def test_a_damaged_message_is_refused_or_a_message(
     decoder: msgspec.msgpack.Decoder[Any], known: tuple[type[msgspec.Struct], ...], data: st.DataObject

@@ -13,16 +13,17 @@ from tests.robustness.live import daemons, total, wait_until
 from tests.server.raw import Raw, identity_of, introduce, peer_address
 from tokenlake.wire import peer
 from tokenlake_server.handshake import NONCE_BYTES, Dialler
-from tokenlake_testing.cluster import Cluster, Node, free_port
+from tokenlake_testing.cluster import Cluster, Node
+from tokenlake_testing.ports import reserve_port
 
 pytestmark = pytest.mark.live
 
 TIMES = 5
-"""Several, because the write of the welcome fails at once or later, as the kernel decides."""
+"""Several attempts, because the write of the welcome fails at once or later, as the kernel decides."""
 
 
 def test_rings_that_differ_are_named_on_both_sides() -> None:
-    ports = {name: free_port() for name in ("a", "b", "c")}
+    ports = {name: reserve_port() for name in ("a", "b", "c")}
     both = f"a=127.0.0.1:{ports['a']},b=127.0.0.1:{ports['b']}"
     all_three = f"{both},c=127.0.0.1:{ports['c']}"
     with daemons() as cluster:
@@ -39,7 +40,7 @@ def test_rings_that_differ_are_named_on_both_sides() -> None:
 
 
 def test_two_nodes_of_one_name() -> None:
-    ports = {name: free_port() for name in ("a", "b", "again")}
+    ports = {name: reserve_port() for name in ("a", "b", "again")}
     with daemons() as cluster:
         one = _node(cluster, "a", ports["a"], f"b=127.0.0.1:{ports['b']}")
         two = _node(cluster, "b", ports["b"], f"a=127.0.0.1:{ports['a']}")
@@ -86,7 +87,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("purpose", ["control", "bulk", "query"])
 def test_a_dialler_that_dies_in_the_handshake(cluster: Cluster, purpose: peer.Purpose, reset: bool) -> None:
-    """A callback of the control loop failed, with a traceback in the log each time."""
+    """The death of the dialler makes no callback of the control loop fail, which would log a traceback."""
     member, node = cluster.nodes
     identity = identity_of(member)
     for _ in range(TIMES):

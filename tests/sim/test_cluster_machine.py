@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.profiles import examples
 from tests.sim.arena import SHARDS
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine, Reading, Storing
@@ -55,7 +56,7 @@ class ClusterMachine(RuleBasedStateMachine):
     """See the module's docstring."""
 
     look_inside = True
-    """Cores are checked too, not only what engines see."""
+    """Are the cores checked too, or only the bytes that engines see?"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +164,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @rule(node=nodes, sender=st.integers(1, NODES - 1), number=which)
     def nonsense(self, node: int, sender: int, number: int) -> None:
-        """Every kind of malformed event, for what this node has under way now."""
+        """Send every kind of malformed event, with the calls that the node has under way."""
         target = self.cluster.node(node)
         # Two snapshots take as long as many steps: not each time.
         if number % 3 or target.core is None or target.frozen or not self.look_inside:
@@ -218,10 +219,10 @@ class ClusterMachine(RuleBasedStateMachine):
 
 
 def name_of(event: events.Event) -> str:
-    """What it is, for people."""
+    """The type of an event and of its message, for error messages."""
     message = getattr(event, "message", None)
     return type(event).__name__ + ("" if message is None else f" with a {type(message).__name__}")
 
 
 TestClusterMachine = ClusterMachine.TestCase
-TestClusterMachine.settings = settings(max_examples=100, stateful_step_count=30)
+TestClusterMachine.settings = settings(max_examples=examples(100), stateful_step_count=30)

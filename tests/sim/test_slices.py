@@ -1,4 +1,4 @@
-"""The cluster machine again, with long work cut in slices of two: whatever happens between two of them."""
+"""The cluster machine with long work cut in slices of two items, so that other events come between two slices."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from tests.profiles import examples
 from tests.sim.test_cluster_machine import ClusterMachine
 from tokenlake.core import directory_node, ownership, serve, sessions
 
@@ -16,4 +17,4 @@ def test_work_in_slices_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ownership, "ADOPT_SLOTS", 2)
     monkeypatch.setattr(serve, "SLICE", 2)
     monkeypatch.setattr(sessions, "SLICE", 2)
-    run_state_machine_as_test(ClusterMachine, settings=settings(max_examples=40, stateful_step_count=30))
+    run_state_machine_as_test(ClusterMachine, settings=settings(max_examples=examples(40), stateful_step_count=30))

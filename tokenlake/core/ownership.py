@@ -44,12 +44,12 @@ class Ownership:
         """READY segments of one write, in prompt order, are new here: this node owns them."""
         if not segments:
             return
+        store, now = self._context.store, self._context.now
         # From the beginning of the prompt: where not all are admitted, the first ones are.
-        admitted = [segment for segment in segments if self._context.store.admits_primary(segment, self._context.now)]
-        chosen = frozenset(map(id, admitted))
+        kinds = [_PRIMARY if store.admits_primary(segment, now) else _CACHED for segment in segments]
         # Deepest first, so that parents are evicted last.
-        for segment in reversed(segments):
-            self._context.store.become(segment, _PRIMARY if id(segment) in chosen else _CACHED, self._context.now)
+        for segment, kind in reversed(list(zip(segments, kinds, strict=True))):
+            store.become(segment, kind, now)
         self.redundant(self._directory_node.tell_owned(tenant, [segment.key for segment in segments]))
 
     def redundant(self, message: wire.Redundant) -> None:

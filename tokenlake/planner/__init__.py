@@ -6,6 +6,7 @@ from tokenlake.planner.fits import DecodeFit, PrefillFit, QueryFit, TransferFit
 from tokenlake.planner.load import cache_load
 from tokenlake.planner.plans import Plans, QueryPlan, TransferPlan, gen_plans
 from tokenlake.planner.rates import Estimate, PeerRates, Rates
+from tokenlake.planner.router import Prefill, Router, Start
 from tokenlake.planner.tree import PrefixTree, Request, SegmentSequence, grow
 
 __all__ = [
@@ -17,13 +18,16 @@ __all__ = [
     "Model",
     "PeerRates",
     "Plans",
+    "Prefill",
     "PrefillFit",
     "PrefixTree",
     "QueryFit",
     "QueryPlan",
     "Rates",
     "Request",
+    "Router",
     "SegmentSequence",
+    "Start",
     "TransferFit",
     "TransferPlan",
     "Way",

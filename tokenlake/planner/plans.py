@@ -12,6 +12,7 @@ from tokenlake.identity import NodeId
 from tokenlake.planner.choose import Decision, choose
 from tokenlake.planner.costs import Batch, Costs, Model
 from tokenlake.planner.rates import Rates
+from tokenlake.planner.router import Prefill, Router
 from tokenlake.planner.tree import PrefixTree
 
 __all__ = ["Plans", "QueryPlan", "TransferPlan", "gen_plans"]
@@ -51,13 +52,15 @@ def gen_plans(
     instances: Mapping[str, NodeId],
     model: Model,
     rates: Rates,
+    router: Router | None = None,
 ) -> Plans:
     """Plans for one iteration. Pure and deterministic.
 
     `batches`: indices of the tree's requests; no request is in two. `dops`: the number of instances for each batch, at
-    least 1. `instances`: the node of each instance. Batches are assigned to instances so that the fewest bytes are
-    moved (the Hungarian method); a sequence on another node counts with the bytes of its segments or of the
-    batch's queries, whichever are fewer.
+    least 1. `instances`: the node of each instance. `router`: the requests under way at the instances (default: none
+    are). Batches are assigned to instances at the least sum of the costs of their starts (`router`, by the Hungarian
+    method); a sequence on another node counts with its tokens or with the bytes of the batch's queries, whichever are
+    fewer.
 
     Raises ValueError for more instances than there are, and for batches that share a request.
     """
@@ -65,8 +68,10 @@ def gen_plans(
     names = list(instances)
     nodes = sorted(set(instances.values()))
     made = [Batch(tree, batch, rates) for batch in batches]
-    by_node = np.stack([_bytes(tree, batch, nodes, model) for batch in made]) if made else np.zeros((0, len(nodes)))
-    places = _match(by_node[:, [nodes.index(instances[name]) for name in names]], dops)
+    router = router or Router(instances, tree.segment_tokens, model.segment_bytes, rates)
+    waiting = np.array([router.queued(name) for name in names])
+    starts = [_start_costs(tree, batch, instances, model, router) for batch in made]
+    places = _match(np.array(starts).reshape(len(made), len(names)), waiting, dops)
     groups = tuple(tuple(names[place] for place in group) for group in places)
     batch_nodes = [instances[group[0]] for group in groups]
     sharers = {
@@ -93,21 +98,55 @@ def _check(batches: Sequence[Sequence[int]], dops: Sequence[int], instances: Map
         raise ValueError("a request is in two batches")
 
 
-def _bytes(tree: PrefixTree, batch: Batch, nodes: Sequence[NodeId], model: Model) -> NDArray[np.float64]:
-    """Bytes that the batch moves if it runs on each of `nodes`. Shape [nodes]."""
-    total, held = 0.0, dict.fromkeys(nodes, 0.0)
+def _start_costs(
+    tree: PrefixTree, batch: Batch, instances: Mapping[str, NodeId], model: Model, router: Router
+) -> list[float]:
+    """Cost of the batch's start at each instance, without the prompts that wait there."""
+    token_bytes = model.segment_bytes / tree.segment_tokens
+    total, held = 0.0, dict.fromkeys(instances.values(), 0.0)
+    coming = dict.fromkeys(instances, 0.0)
     for sequence in batch.readers:
         queries = model.layers * (batch.queries[sequence] + batch.decoded[sequence]) * model.query_bytes
-        nbytes = min(len(tree.sequences[sequence].keys) * model.segment_bytes, queries)
-        total += nbytes
-        for owner in tree.sequences[sequence].owners:
+        keys, owners = tree.sequences[sequence].keys, tree.sequences[sequence].owners
+        tokens = min(float(tree.tokens[sequence]), queries / token_bytes)
+        total += tokens
+        for owner in owners:
             if owner in held:
-                held[owner] += nbytes
-    return total - np.array(list(held.values()))
+                held[owner] += tokens
+        # A request that contains the last segment of a sequence contains all of them.
+        for name in router.in_flight(keys[-1]):
+            if name in coming and instances[name] not in owners:
+                coming[name] += tokens
+    further = {
+        request: router.further(tree.requests[request], tree.hit_tokens[request] // tree.segment_tokens)
+        for request in batch.requests
+    }
+    anywhere = [Prefill(new, tree.hit_tokens[request]) for request, new in batch.new.items()]
+    computing = router.computing(anywhere)
+    moving = {tokens: router.moving(tokens) for tokens in {total - each for each in held.values()}}
+    costs: list[float] = []
+    for name, node in instances.items():
+        reach = {request: ahead[name] for request, ahead in further.items() if name in ahead}
+        compute = computing if not reach else router.computing(_shortened(anywhere, batch.requests, reach, tree))
+        moved = total - held[node]
+        costs.append(compute + (moving[moved] if not coming[name] else router.moving(max(0.0, moved - coming[name]))))
+    return costs
 
 
-def _match(nbytes: NDArray[np.float64], dops: Sequence[int]) -> list[list[int]]:
-    """Columns for each row of `nbytes` [batches, instances], `dops` many, at the least sum; no column twice."""
+def _shortened(
+    prefills: Sequence[Prefill], requests: Sequence[int], reach: Mapping[int, int], tree: PrefixTree
+) -> list[Prefill]:
+    """The prefills of `requests` where so many further segments are computed before they begin."""
+    shorter = []
+    for (_, prefix), request in zip(prefills, requests, strict=True):
+        cached = prefix + reach.get(request, 0) * tree.segment_tokens
+        shorter.append(Prefill(max(1, tree.requests[request].tokens - cached), cached))
+    return shorter
+
+
+def _match(costs: NDArray[np.float64], waiting: NDArray[np.float64], dops: Sequence[int]) -> list[list[int]]:
+    """Columns for each row of `costs` [batches, instances], `dops` many, at the least sum of costs and of `waiting`
+    [instances]; no column twice."""
     # Imported here: schedulers have scipy, engines that import this module need not.
     from scipy.optimize import linear_sum_assignment
 
@@ -115,10 +154,10 @@ def _match(nbytes: NDArray[np.float64], dops: Sequence[int]) -> list[list[int]]:
         return []
     rows = np.repeat(np.arange(len(dops)), dops)
     taken: list[list[int]] = [[] for _ in dops]
-    for row, column in zip(*linear_sum_assignment(nbytes[rows]), strict=True):
+    for row, column in zip(*linear_sum_assignment(costs[rows] + waiting), strict=True):
         taken[rows[row]].append(int(column))
-    # The first instance of a group is on the node that has most of the prefix.
-    return [sorted(group, key=lambda column: (nbytes[row, column], column)) for row, group in enumerate(taken)]
+    # The ways are chosen for the first instance of a group: the one at which least has to be computed and brought.
+    return [sorted(group, key=lambda column: (costs[row, column], column)) for row, group in enumerate(taken)]
 
 
 def _sharers(tree: PrefixTree, batches: Sequence[Batch]) -> list[int]:

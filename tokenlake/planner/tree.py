@@ -59,6 +59,10 @@ class PrefixTree:
         self.hit_tokens = tuple(sum(self.tokens[index] for index in path) for path in paths)
         """Cached tokens of each request's prefix."""
 
+    def owners(self) -> dict[SegmentKey, tuple[NodeId, ...]]:
+        """The nodes that have each cached segment of the tree."""
+        return {key: sequence.owners for sequence in self.sequences for key in sequence.keys}
+
     def slots(self) -> dict[NodeId, int]:
         """Per node, the number of segments of this prefix tree that it has a copy of."""
         held: dict[NodeId, int] = {}

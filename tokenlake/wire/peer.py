@@ -190,7 +190,7 @@ class Offer(_Message, frozen=True, tag=11):
     slot_bytes: SlotBytes
     shards: Shards
     hints: Hints | None = None
-    """Hints of the newest request that read or wrote them."""
+    """Hints of the request that wrote them."""
 
 
 class OfferReply(_Message, frozen=True, tag=12):

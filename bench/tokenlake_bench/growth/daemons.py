@@ -18,7 +18,8 @@ from tokenlake.wire import Code
 from tokenlake_bench.growth.client import LAYOUT, PROMPT_KEYS, held_keys
 from tokenlake_bench.soak.gauges import process_gauges
 from tokenlake_client import Pool
-from tokenlake_testing.cluster import Node, free_port
+from tokenlake_testing.cluster import Node
+from tokenlake_testing.ports import reserve_port
 
 __all__ = ["GrowthDaemon", "start_seconds", "store"]
 
@@ -103,7 +104,7 @@ def start_seconds(memory: int) -> float:
 
 
 def _node(directory: str, memory: int, region: int, **settings: str) -> Node:
-    port = free_port()
+    port = reserve_port()
     given = {"memory": str(memory), "region-size": str(region), "listen": f"127.0.0.1:{port}"}
     return Node("growth", Path(directory), given | {name.replace("_", "-"): value for name, value in settings.items()})
 

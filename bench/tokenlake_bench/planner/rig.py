@@ -43,7 +43,8 @@ from tokenlake_client.engines.transformers.identity import cache_shape
 from tokenlake_client.engines.transformers.segment_copy import LayerPair, write_segment
 from tokenlake_client.lease import Lease
 from tokenlake_client.match import DEFAULT_MATCH, MatchOptions
-from tokenlake_testing.cluster import Cluster, Node, free_port
+from tokenlake_testing.cluster import Cluster, Node
+from tokenlake_testing.ports import reserve_port
 from tokenlake_testing.tiny_model import save_tiny_model
 
 __all__ = ["OWNER", "READER", "SEGMENT_TOKENS", "Rig", "Timed", "PrefixUse", "Work"]
@@ -209,10 +210,7 @@ class Rig:
         self._stack.close()
 
     def _open(self) -> None:
-        ports = {free_port(), free_port()}
-        while len(ports) < 2:
-            ports.add(free_port())
-        via = dict(zip(((OWNER, READER), (READER, OWNER)), sorted(ports), strict=True))
+        via = {(OWNER, READER): reserve_port(), (READER, OWNER): reserve_port()}
         self.cluster = Cluster(
             2,
             str(MEMORY),

@@ -17,6 +17,7 @@ from tokenlake_bench.routing.instance import InstanceOptions, Job
 from tokenlake_bench.routing.knowledge import OwnRecord, TrackedCaches
 from tokenlake_bench.routing.outcome import Answered, SystemRow, row_of
 from tokenlake_bench.routing.systems import System
+from tokenlake_bench.turns import ClockedTurns
 from tokenlake_testing.clock import Clock
 
 __all__ = ["FleetOptions", "at_rate", "run_system"]
@@ -45,7 +46,8 @@ class FleetOptions:
 
 
 def at_rate(accesses: Accesses, rate: float) -> Accesses:
-    """The same requests with arrival times scaled so that `rate` arrive per second on average. Raises
+    """The same requests with arrival times scaled so that their recorded times give `rate` per second on average.
+    Pauses after answers stay: they do not depend on how many conversations begin per second. Raises
     ConfigurationError."""
     if not 0 < rate < math.inf:
         raise ConfigurationError("rate", rate, "a finite number of requests per second above 0")
@@ -55,7 +57,16 @@ def at_rate(accesses: Accesses, rate: float) -> Accesses:
         raise ConfigurationError("rate", rate, "a workload whose requests do not all come at once")
     scale = (len(prompts) - 1) / rate / duration_s
     moved = [
-        Prompt(p.tokens, p.chain, (p.at_s - prompts[0].at_s) * scale, p.output_tokens, p.conversation) for p in prompts
+        Prompt(
+            p.tokens,
+            p.chain,
+            (p.at_s - prompts[0].at_s) * scale,
+            p.output_tokens,
+            p.conversation,
+            p.follows,
+            p.pause_s,
+        )
+        for p in prompts
     ]
     return Accesses(accesses.segment_tokens, moved)
 
@@ -80,7 +91,10 @@ def run_system(
 class _Request:
     """One request under way."""
 
+    number: int
+    """Its number in the workload; `routed` is numbered in the order of arrival."""
     prompt: Prompt
+    at_s: float
     routed: RoutedRequest
     choice: Choice
     fetched: int = 0
@@ -111,6 +125,7 @@ class _Run:
         memory = None if system.perfect else self._capacity * self._segment
         limits = InstanceOptions(chunk_tokens=options.chunk_tokens, memory_tokens=memory)
         self._clock = Clock()
+        self._turns = ClockedTurns(accesses.prompts, self._clock, self._arrive)
         self._instances = [
             ClockedInstance(
                 self._clock,
@@ -126,16 +141,14 @@ class _Run:
         """By instance, the memory in tokens that requests under way take and the cache does not have."""
         self._requests: list[_Request] = []
         self._answers: list[Answered] = []
+        self._progress: Callable[[int], None] = lambda done: None
         self._reads = ReadLog(instances)
         self._moved_tokens = 0
 
     def run(self, progress: Callable[[int], None]) -> SystemRow:
         """Run all requests to the last token."""
-        for index, prompt in enumerate(self._accesses.prompts):
-            self._clock.run_until(prompt.at_s)
-            self._arrive(index, prompt)
-            if index % _PROGRESS == 0:
-                progress(index)
+        self._progress = progress
+        self._turns.start()
         self._clock.run_until(math.inf)
         progress(len(self._requests))
         return row_of(
@@ -145,14 +158,15 @@ class _Run:
             duplication=self._caches.copies_per_segment(),
             bytes_moved=self._moved_tokens * self._engine.model.cache_bytes,
             seed=self._options.seed,
+            closed_loop=self._turns.closed,
         )
 
-    def _arrive(self, index: int, prompt: Prompt) -> None:
-        now = prompt.at_s
+    def _arrive(self, number: int, prompt: Prompt, now: float) -> None:
+        index = len(self._requests)
         routed = RoutedRequest(index, prompt.tokens, prompt.chain)
         choice = self._router.choose(routed, now)
         self._caches.promise(routed.chain, choice.prefill)
-        request = _Request(prompt, routed, choice)
+        request = _Request(number, prompt, now, routed, choice)
         self._requests.append(request)
         ready_s = now
         if choice.fetch is not None:
@@ -160,6 +174,8 @@ class _Run:
         # A separate prefill instance produces the first token only; the decoding instance produces the others.
         output = max(1, prompt.output_tokens) if choice.prefill == choice.decode else 1
         self._instances[choice.prefill].submit(Job(index, prompt.tokens, output, ready_s=ready_s))
+        if index % _PROGRESS == 0:
+            self._progress(index)
 
     def _fetch(self, request: _Request, fetch: Fetch, now: float) -> float:
         """Copy those segments of the fetch that the source really has. Returns the seconds until they have arrived."""
@@ -219,7 +235,7 @@ class _Run:
     def _answered(self, request: _Request, now: float) -> None:
         prompt = request.prompt
         answer = Answered(
-            at_s=prompt.at_s,
+            at_s=request.at_s,
             prompt_tokens=prompt.tokens,
             output_tokens=max(1, prompt.output_tokens),
             hit_tokens=request.hit_tokens,
@@ -228,6 +244,7 @@ class _Run:
         )
         self._answers.append(answer)
         self._router.finished(request.routed, request.choice, answer.output_tokens, now)
+        self._turns.answered(request.number)
 
     def _hand_over(self, request: _Request, now: float) -> None:
         """Pass the request to the decoding instance, at its first token. The job is ready there when its cache has

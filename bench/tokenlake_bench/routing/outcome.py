@@ -45,8 +45,9 @@ class SystemRow(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of `systems` in the JSON of `tokenlake bench cache-hit --mode simulate`.
 
     The load is defined in `balance`; `duplication` is copies per held segment at the end; `goodput_rps` counts requests
-    within their objective per second of arrivals, `slo_attainment` is their share; `bytes_moved` went between
-    instances, the hand-over from prefill to decode included.
+    within their objective per second of arrivals, or, where requests follow answers, per second from the first arrival
+    to the last answer: there a slow system stretches the arrivals. `slo_attainment` is their share; `bytes_moved` went
+    between instances, the hand-over from prefill to decode included.
     """
 
     token_hit_rate: float
@@ -77,11 +78,14 @@ def row_of(
     duplication: float,
     bytes_moved: int,
     seed: int,
+    closed_loop: bool = False,
 ) -> SystemRow:
-    """The row of a system with these answers, at least one. Answers of one token have no time per further token."""
+    """The row of a system with these answers, at least one. Answers of one token have no time per further token.
+    `closed_loop`: there are requests that followed answers."""
     met = sum(within_objective(answered, engine) for answered in answers)
     arrivals = [answered.at_s for answered in answers]
-    duration_s = max(arrivals) - min(arrivals)
+    ends_s = max(answered.finished_s for answered in answers) if closed_loop else max(arrivals)
+    duration_s = ends_s - min(arrivals)
     ttft = [answered.ttft_s for answered in answers]
     tpot = [answered.tpot_s for answered in answers if answered.output_tokens > 1]
     return SystemRow(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,12 +38,26 @@ class Arrival(NamedTuple):
     """Number of each full segment, in order."""
     output_tokens: int = 0
     """Length of the answer; 0 where the source does not have it."""
+    follows: int | None = None
+    pause_s: float = 0.0
+    """Both as in `Turn`."""
+
+    def arrived(self, at_s: float) -> Arrival:
+        """The request once it has arrived, which waits for no other."""
+        return self._replace(at_s=at_s, follows=None, pause_s=0.0)
 
 
 def arrivals_of(accesses: Accesses) -> list[Arrival]:
     """The requests of a workload, in order."""
     return [
-        Arrival(prompt.at_s, prompt.tokens, np.array(prompt.chain, dtype=np.int64), prompt.output_tokens)
+        Arrival(
+            prompt.at_s,
+            prompt.tokens,
+            np.array(prompt.chain, dtype=np.int64),
+            prompt.output_tokens,
+            prompt.follows,
+            prompt.pause_s,
+        )
         for prompt in accesses.prompts
     ]
 
@@ -52,7 +66,17 @@ def accesses_of(arrivals: Iterable[Arrival], segment_tokens: int) -> Accesses:
     """The inverse of `arrivals_of`: the workload as the other systems take it."""
     return Accesses(
         segment_tokens,
-        [Prompt(each.tokens, tuple(each.chain.tolist()), each.at_s, each.output_tokens) for each in arrivals],
+        [
+            Prompt(
+                each.tokens,
+                tuple(each.chain.tolist()),
+                each.at_s,
+                each.output_tokens,
+                follows=each.follows,
+                pause_s=each.pause_s,
+            )
+            for each in arrivals
+        ],
     )
 
 
@@ -67,7 +91,8 @@ def merged(arrivals: Sequence[Arrival], copies: int, *, common_share: float = 0.
     """Run `copies` of a workload side by side, which is the same load on each of `copies` times as many nodes.
 
     Each copy begins at another point of the workload and wraps around at its end. The copies share the segments that at
-    least `common_share` of the requests contain (templates); every other segment belongs to one copy.
+    least `common_share` of the requests contain (templates); every other segment belongs to one copy. A request that
+    follows one before its copy's beginning arrives at its recorded time.
     """
     if copies < 1:
         raise ConfigurationError("copies", copies, "at least 1")
@@ -76,13 +101,31 @@ def merged(arrivals: Sequence[Arrival], copies: int, *, common_share: float = 0.
     numbers, counts = np.unique(np.concatenate([arrival.chain for arrival in arrivals]), return_counts=True)
     common = numbers[counts >= common_share * len(arrivals)]
     duration_s = arrivals[-1].at_s + 1e-9
-    return heapq.merge(
-        *(_copy(arrivals, common, copy, duration_s * copy / copies) for copy in range(copies)),
-        key=lambda arrival: arrival.at_s,
+    return _renumbered(
+        heapq.merge(
+            *(_copy(arrivals, common, copy, duration_s * copy / copies) for copy in range(copies)),
+            key=lambda copied: copied.arrival.at_s,
+        ),
+        {arrival.follows for arrival in arrivals if arrival.follows is not None},
     )
 
 
-def _copy(arrivals: Sequence[Arrival], common: NDArray[np.int64], copy: int, begins_s: float) -> Iterator[Arrival]:
+class _Copied(NamedTuple):
+    copy: int
+    number: int
+    """Number of the request in the workload that is copied; `arrival.follows` is such a number."""
+    arrival: Arrival
+
+
+def _renumbered(copied: Iterable[_Copied], followed: Container[int]) -> Iterator[Arrival]:
+    places: dict[tuple[int, int], int] = {}
+    for place, (copy, number, arrival) in enumerate(copied):
+        if number in followed:
+            places[copy, number] = place
+        yield arrival if arrival.follows is None else arrival._replace(follows=places[copy, arrival.follows])
+
+
+def _copy(arrivals: Sequence[Arrival], common: NDArray[np.int64], copy: int, begins_s: float) -> Iterator[_Copied]:
     end_s = arrivals[-1].at_s + 1e-9
     first = next((index for index, arrival in enumerate(arrivals) if arrival.at_s >= begins_s), 0)
     for place in range(len(arrivals)):
@@ -90,12 +133,15 @@ def _copy(arrivals: Sequence[Arrival], common: NDArray[np.int64], copy: int, beg
         arrival = arrivals[index]
         at_s = arrival.at_s - begins_s + (end_s if index < first else 0.0)
         own = np.where(np.isin(arrival.chain, common), arrival.chain, arrival.chain + copy * _COPY)
-        yield arrival._replace(at_s=at_s, chain=own)
+        # A copy that begins after a request and before the next turn has that turn first.
+        cut = arrival.follows is not None and arrival.follows < first <= index
+        follows = None if cut else arrival.follows
+        yield _Copied(copy, index, arrival._replace(at_s=at_s, chain=own, follows=follows))
 
 
 def flash_crowd(arrivals: Iterable[Arrival], from_s: float, segment_tokens: int, seed: int) -> Iterator[Arrival]:
     """Turn a share of the requests into a flash crowd: from `from_s` on, `FLASH_SHARE` of them, drawn by `seed`, begin
-    with one new prefix of `FLASH_SEGMENTS`. The segments behind that prefix are new as well."""
+    with one new prefix of `FLASH_SEGMENTS`. The segments behind that prefix are new as well. Recorded times decide."""
     draw = random.Random(seed)
     prefix = -np.arange(1, FLASH_SEGMENTS + 1, dtype=np.int64)
     for arrival in arrivals:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from tokenlake.core import NodeCore, events
 from tokenlake.core.context import CoreConfig
@@ -14,20 +16,24 @@ from tokenlake_bench.simulation.network import Network
 from tokenlake_bench.simulation.node import SimNode
 from tokenlake_bench.simulation.options import SimulationOptions
 from tokenlake_bench.sizing import pool_size
+from tokenlake_bench.turns import ClockedTurns
 from tokenlake_testing.clock import Clock
 
-__all__ = ["BEGINS_S", "SETTLE_S", "SimulatedCluster", "EngineMaker", "Route"]
+__all__ = ["BEGINS_S", "SETTLE_S", "EngineMaker", "Route", "Send", "SimulatedCluster"]
 
 BEGINS_S = 10.0
 """The clock's time at which the workload begins: until then the nodes get to know each other."""
 GOSSIP_S = 1.0
 """Four times a daemon's default: with few requests, reports would be most of the events."""
 SETTLE_S = 60.0
-"""The longest time that a run goes on after the last request."""
+"""The longest time that a run goes on after the last arrival."""
 EngineMaker = Callable[[SimNode, SimulationOptions, int, Callable[[RequestOutcome], None]], SimulatedEngine]
 """Makes the engine of a node: (node, options, segments it may read at a time, callback for each finished request)."""
-Route = Callable[[int, Arrival], int]
-"""Chooses the node of a request: (number of the request, request) -> index of a node."""
+Send = Callable[[int], None]
+"""Hands a request to the engine of the node with this index."""
+Route = Callable[[int, Arrival, Send], None]
+"""Chooses the node of a request: (number in the order of arrival, request, `Send`, which it calls once, now or later).
+"""
 
 
 class SimulatedCluster:
@@ -64,6 +70,8 @@ class SimulatedCluster:
         # Fetched segments have to fit among the cached copies.
         window = int(share * self.size.node_segments)
         self.engines = [engine(node, options, window, finished) for node in self.nodes]
+        self.routing = 0
+        """Number of requests that arrived and are at no engine yet."""
 
     @property
     def now_s(self) -> float:
@@ -77,7 +85,8 @@ class SimulatedCluster:
         route: Route | None = None,
         settle_s: float = SETTLE_S,
     ) -> None:
-        """Serve the requests at their times, then let those under way end, for `settle_s` at the longest.
+        """Serve the requests when they are due, then let those under way end, for `settle_s` after the last arrival at
+        the longest.
 
         `window_ended` is called at the end of each window of the workload. Without a `route`, requests go to the
         nodes in turn.
@@ -88,17 +97,32 @@ class SimulatedCluster:
             self.clock.at(BEGINS_S + at_s + WINDOW_S, ended, at_s + WINDOW_S)
 
         self.clock.at(BEGINS_S + WINDOW_S, ended, WINDOW_S)
-        for index, arrival in enumerate(arrivals):
-            self.clock.run_until(BEGINS_S + arrival.at_s)
-            chosen = index % len(self.engines) if route is None else route(index, arrival)
-            self.engines[chosen].serve(arrival)
-        until = self.clock.now + settle_s
-        while self.clock.now < until and not self.idle():
+        indices = itertools.count()
+
+        def arrive(number: int, request: Arrival, at_s: float) -> None:
+            index = next(indices)
+            index = next(indices)
+            arrival = request if request.follows is None else request.arrived(at_s)
+            self.routing += 1
+
+            def send(chosen: int) -> None:
+                self.routing -= 1
+                self.engines[chosen].serve(arrival, partial(turns.answered, number))
+
+            if route is None:
+                send(index % len(self.engines))
+            else:
+                route(index, arrival, send)
+
+        turns = ClockedTurns(arrivals, self.clock, arrive, BEGINS_S)
+        turns.start()
+        while self.clock.now < turns.last_s + settle_s and not (turns.over and self.idle()):
             self.clock.run_until(self.clock.now + 1.0)
 
     def idle(self) -> bool:
         """No request is under way, and no node waits for another."""
-        return not any(engine.open for engine in self.engines) and all(node.core.idle() for node in self.nodes)
+        under_way = self.routing or any(engine.open for engine in self.engines)
+        return not under_way and all(node.core.idle() for node in self.nodes)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the state of a core does not add up."""

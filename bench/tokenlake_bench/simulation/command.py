@@ -20,7 +20,8 @@ from tokenlake_bench.report import write_json
 from tokenlake_bench.routing import FleetOptions, System, SystemRow, at_rate, run_system, systems_named
 from tokenlake_bench.simulation.arrivals import Arrival, accesses_of, arrivals_of, flash_crowd, merged
 from tokenlake_bench.simulation.picture import plot_simulated
-from tokenlake_bench.simulation.pooled import POOL, POOL_REAL, PooledRun, pool_options
+from tokenlake_bench.simulation.pooled import POOL, POOL_REAL, pool_options
+from tokenlake_bench.simulation.pools import POOLS, PoolSystem, pools_named
 from tokenlake_bench.simulation.results import PoolView, SimulatedResult, pool_table, result_of, systems_table
 from tokenlake_bench.trace_formats import read_trace
 from tokenlake_bench.trace_lines import passed_over
@@ -34,14 +35,16 @@ JITTER_S: Final = 3.0
 """Traces round their times to multiples of this many seconds; an even delay up to it spreads the requests again."""
 BUILTIN_SEGMENT_TOKENS, BUILTIN_CAPACITY_TOKENS = 64, 24_000
 TRACE_SEGMENT_TOKENS, TRACE_CAPACITY_TOKENS = 512, 3_000_000
+NONE = "none"
 LEAST_LOADED, ROUND_ROBIN = "least-loaded", "round-robin"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateArguments:
     """Arguments of the command line. `rate`: requests per second of all copies together, None for the trace's own.
-    `copies`: so many copies of the trace run side by side, shifted, with shared templates. Raises ConfigurationError
-    for a value out of range."""
+    `copies`: so many copies of the trace run side by side, shifted, with shared templates. `open_loop`: every request
+    arrives at its recorded time. `pools`: None for `pool`, and for `pool-real` where a compared system is real. Raises
+    ConfigurationError for a value out of range."""
 
     trace: Path | None = None
     nodes: int = 3
@@ -56,10 +59,12 @@ class SimulateArguments:
     flash_at: float | None = None
     shipped_deadlines: bool = False
     baselines: str | None = None
+    pools: str | None = None
     model: str | None = None
     gpu: str | None = None
     rate: float | None = None
     copies: int | None = None
+    open_loop: bool = False
     json_file: Path | None = None
     plot_file: Path | None = None
 
@@ -99,7 +104,17 @@ class SimulateArguments:
 
     def systems(self) -> list[System]:
         """The systems to compare the pool with."""
-        return systems_named(BASELINES if self.baselines is None else self.baselines)
+        return [] if self.baselines == NONE else systems_named(BASELINES if self.baselines is None else self.baselines)
+
+    def pool_systems(self) -> list[PoolSystem]:
+        """The forms of the pool that run."""
+        if self.pools is None:
+            real = any(not system.perfect for system in self.systems())
+            return [POOLS[POOL], POOLS[POOL_REAL]] if real else [POOLS[POOL]]
+        chosen = pools_named(self.pools)
+        if self.route is not None and any(pool.planned for pool in chosen):
+            raise ConfigurationError("route", self.route, "absent where a pool is planned")
+        return chosen
 
     def workload(self, tell: Callable[[str], object]) -> tuple[str, list[Arrival]]:
         """(name of the workload, its requests). `tell` is called with a note on malformed lines."""
@@ -115,6 +130,8 @@ class SimulateArguments:
         # The first request arrives at time 0.
         start_s = accesses.prompts[0].at_s
         arrivals = [each._replace(at_s=each.at_s - start_s) for each in arrivals_of(accesses)]
+        if self.open_loop:
+            arrivals = [each.arrived(each.at_s) for each in arrivals]
         if self.copies is not None and self.copies > 1:
             arrivals = list(merged(arrivals, self.copies))
         if self.rate is not None:
@@ -130,6 +147,7 @@ class _Study:
 
     arguments: SimulateArguments
     engine: EngineModel
+    pools: list[PoolSystem]
     systems: list[System]
     name: str
     arrivals: list[Arrival]
@@ -141,9 +159,8 @@ class _Study:
     def run(self) -> None:
         """Run every system in turn. KeyboardInterrupt ends the run and keeps the results so far."""
         try:
-            self._run_pool(POOL)
-            if any(not system.perfect for system in self.systems):
-                self._run_pool(POOL_REAL)
+            for pool in self.pools:
+                self._run_pool(pool)
             accesses = accesses_of(self.arrivals, self.arguments.size[1])
             for system in self.systems:
                 self._run_other(system, accesses)
@@ -151,7 +168,7 @@ class _Study:
         except KeyboardInterrupt:
             self.console.print("interrupted: the results so far follow", soft_wrap=True)
 
-    def _run_pool(self, name: str) -> None:
+    def _run_pool(self, pool: PoolSystem) -> None:
         arguments = self.arguments
         capacity_tokens, segment_tokens = arguments.size
         rules = {} if arguments.eviction is None else {"eviction": arguments.eviction}
@@ -163,16 +180,16 @@ class _Study:
             seed=arguments.seed,
             rules=rules,
         )
-        run = PooledRun(options, self.engine, counts_memory=name == POOL_REAL)
-        route = (lambda number, _: number % arguments.nodes) if arguments.route == ROUND_ROBIN else None
+        run, own_route = pool.prepare(options, self.engine)
+        route = run.round_robin if arguments.route == ROUND_ROBIN else own_route
         try:
-            with LiveProgress(self.console, name, len(self.arrivals)) as bar:
+            with LiveProgress(self.console, pool.name, len(self.arrivals)) as bar:
                 run.run(self.arrivals, lambda done: bar.update(done, ""), route)
         finally:
             if run.answers and self.view is None:
                 self.view = PoolView.of(run)
             if run.answers:
-                self._done(name, run.row())
+                self._done(pool.name, run.row())
 
     def _run_other(self, system: System, accesses: Accesses) -> None:
         options = FleetOptions(
@@ -209,7 +226,7 @@ class _Study:
 def simulate(arguments: SimulateArguments, console: Console) -> tuple[SimulatedResult | None, PoolView | None]:
     """Run the comparison, print it, and write the JSON file after every system. Returns None where nothing was done.
     Raises TokenLakeError."""
-    engine, systems = arguments.engine(), arguments.systems()
+    engine, pools, systems = arguments.engine(), arguments.pool_systems(), arguments.systems()
     name, arrivals = arguments.workload(console.print)
     if arguments.trace is None:
         console.print("no --trace: simulating the built-in workload")
@@ -219,7 +236,7 @@ def simulate(arguments: SimulateArguments, console: Console) -> tuple[SimulatedR
     FleetOptions(instances=arguments.nodes, capacity_tokens=arguments.size[0], engine=engine).capacity(
         arguments.size[1]
     )
-    study = _Study(arguments, engine, systems, name, arrivals, console)
+    study = _Study(arguments, engine, pools, systems, name, arrivals, console)
     study.run()
     study.write()
     result = study.result()

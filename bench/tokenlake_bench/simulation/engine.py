@@ -39,6 +39,8 @@ class RequestOutcome:
 
     arrival: Arrival
     node: int
+    answered: Callable[[], None]
+    """To be called once, with the request's answer."""
     hits: int = 0
     """Segments read from the pool: the contiguous prefix."""
     remote: int = 0
@@ -71,10 +73,10 @@ class SimulatedEngine:
         node.deliver(events.Joined(self.connection, 0, TENANT, layout.segment_bytes, 1, layout.segment_tokens, 0, 0))
         self._beat()
 
-    def serve(self, arrival: Arrival) -> None:
-        """Begin a request."""
+    def serve(self, arrival: Arrival, answered: Callable[[], None] = lambda: None) -> None:
+        """Begin a request. `answered` is called with its answer: here, when its segments are stored."""
         self.open += 1
-        self._advance(self._request(RequestOutcome(arrival, self._node.index)), None)
+        self._advance(self._request(RequestOutcome(arrival, self._node.index, answered)), None)
 
     def hear(self, message: engine.EngineReply) -> None:
         """A reply of the daemon left the node; it arrives after `SOCKET_S`."""
@@ -114,6 +116,7 @@ class SimulatedEngine:
             yield from self._store(served, keys)
         self.open -= 1
         self._finished(served)
+        served.answered()
 
     def _read(self, served: RequestOutcome, keys: bytes) -> Steps:
         # Another engine that computes the same prefix began earlier, and its notice travels a little longer than the

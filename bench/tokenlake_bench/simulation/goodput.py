@@ -24,7 +24,8 @@ from tokenlake_bench.report import write_json
 from tokenlake_bench.routing import SYSTEMS, FleetOptions, SystemRow, at_rate, run_system
 from tokenlake_bench.simulation.arrivals import Arrival, accesses_of, arrivals_of
 from tokenlake_bench.simulation.command import SimulateArguments
-from tokenlake_bench.simulation.pooled import POOL, POOL_REAL, PooledRun, pool_options
+from tokenlake_bench.simulation.pooled import POOL, pool_options
+from tokenlake_bench.simulation.pools import POOLS
 
 __all__ = ["Goodput", "goodput", "highest_rate", "main", "variants"]
 
@@ -34,12 +35,16 @@ STEP: Final = 1.05
 """Ratio of two neighbouring rates of the search."""
 VARIED: Final = (0.7, 1.3)
 LOWEST, HIGHEST = 1 / 64, 1024.0
+_HIGHEST_STEP: Final = math.floor(math.log(HIGHEST, STEP))
 """Bounds of the search, as multiples of the workload's own rate."""
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     """`rates`: requests per second by system, then by varied constant ("" for the engine as fitted); 0 where no rate
-    was low enough. `shares`: the share of requests that met their objective at each tried rate, in the same structure.
+    was low enough. A rate is that of the recorded times, moved by one factor: where requests follow answers, only the
+    beginnings of the sessions move, and the pauses stay, so that a few sessions may meet it at the highest rate that is
+    tried. `shares`: the share of requests that met their objective at
+    each tried rate, in the same structure.
     """
 
     model: str
@@ -54,7 +59,7 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
 def highest_rate(share_at: Callable[[int], float], start: int = 0) -> int | None:
     """The highest step at which `share_at` is at least `SHARE` while it is lower one step up; None where that is below
     `LOWEST`. Where the share is not monotonic, the result is one such step, rather near `start`."""
-    lowest, highest = (math.floor(math.log(bound, STEP)) for bound in (LOWEST, HIGHEST))
+    lowest, highest = math.floor(math.log(LOWEST, STEP)), _HIGHEST_STEP
     good = bad = None
     at, stride = start, 1
     while good is None or bad is None:
@@ -94,13 +99,13 @@ def variants(engine: EngineModel) -> Iterator[tuple[str, EngineModel]]:
 def _run(name: str, arrivals: Sequence[Arrival], arguments: SimulateArguments, engine: EngineModel) -> SystemRow:
     capacity_tokens, segment_tokens = arguments.size
     nodes, seed = arguments.nodes, arguments.seed
-    if name in (POOL, POOL_REAL):
+    if name in POOLS:
         options = pool_options(
             engine, nodes=nodes, capacity_tokens=capacity_tokens, segment_tokens=segment_tokens, seed=seed, rules={}
         )
-        pooled = PooledRun(options, engine, counts_memory=name == POOL_REAL)
-        pooled.run(arrivals)
-        return pooled.row()
+        run, route = POOLS[name].prepare(options, engine)
+        run.run(arrivals, route=route)
+        return run.row()
     fleet = FleetOptions(instances=nodes, capacity_tokens=capacity_tokens, engine=engine, seed=seed)
     return run_system(accesses_of(arrivals, segment_tokens), SYSTEMS[name], fleet)
 
@@ -110,8 +115,8 @@ def goodput(
 ) -> Goodput:
     """Search the goodput of every system. `say` is called with a line per tried rate. Raises ConfigurationError."""
     for name in systems:
-        if name not in (POOL, POOL_REAL, *SYSTEMS):
-            raise ConfigurationError("systems", name, "some of " + ", ".join((POOL, POOL_REAL, *SYSTEMS)))
+        if name not in (*POOLS, *SYSTEMS):
+            raise ConfigurationError("systems", name, "some of " + ", ".join((*POOLS, *SYSTEMS)))
     _, arrivals = arguments.workload(say)
     accesses = accesses_of(arrivals, arguments.size[1])
     own_rate = (len(arrivals) - 1) / max(1e-9, arrivals[-1].at_s - arrivals[0].at_s)
@@ -140,6 +145,8 @@ def goodput(
             usual = result.rates[name].get("")
             start = round(math.log(usual / own_rate, STEP)) if usual else 0
             best = highest_rate(partial(share_at, name, varied, model), start)
+            if best == _HIGHEST_STEP:
+                say(f"{name} {varied}: not a goodput, the objective is met at the highest rate that is tried")
             result.rates[name][varied] = 0.0 if best is None else own_rate * STEP**best
             if arguments.json_file is not None:
                 write_json(result, arguments.json_file)
@@ -173,6 +180,7 @@ def table(result: Goodput) -> Table:
 @click.option("--model")
 @click.option("--gpu")
 @click.option("--systems", default=f"{POOL},cache-aware-perfect", show_default=True)
+@click.option("--open-loop", is_flag=True, help="Requests of sessions arrive at their recorded times.")
 @click.option("--vary", is_flag=True, help="Repeat with each fitted constant 30 % lower and higher.")
 @click.option(
     "--json",

@@ -29,7 +29,7 @@ from tokenlake_bench.routing.clocked import ClockedInstance
 from tokenlake_bench.routing.instance import InstanceOptions, Job
 from tokenlake_bench.routing.outcome import Answered, SystemRow, row_of
 from tokenlake_bench.simulation.arrivals import Arrival, keys_of
-from tokenlake_bench.simulation.cluster import BEGINS_S, Route
+from tokenlake_bench.simulation.cluster import BEGINS_S, Route, Send
 from tokenlake_bench.simulation.engine import TENANT, RequestOutcome, SimulatedEngine, Steps
 from tokenlake_bench.simulation.network import Link, NetworkShape
 from tokenlake_bench.simulation.node import SimNode
@@ -139,11 +139,11 @@ class PooledEngine(SimulatedEngine):
             finished=self._answered_all,
         )
 
-    def serve(self, arrival: Arrival) -> None:
+    def serve(self, arrival: Arrival, answered: Callable[[], None] = lambda: None) -> None:
         """See `SimulatedEngine`."""
         self.open += 1
         self.backlog += arrival.tokens
-        served = RequestOutcome(arrival, self._node.index)
+        served = RequestOutcome(arrival, self._node.index, answered)
         self._queue.append(_PooledRequest(served, keys_of(arrival.chain, self._options.seed)))
         self._read_ahead()
 
@@ -178,6 +178,7 @@ class PooledEngine(SimulatedEngine):
         request = self._requests[job.number]
         request.first_s = now
         self.backlog -= job.prompt
+        self._run.first_token(request.served.arrival)
         self._clock.after(0.0, self._advance, self._store_computed(job.number, request), None)
 
     def _store_computed(self, number: int, request: _PooledRequest) -> Steps:
@@ -212,7 +213,9 @@ class PooledEngine(SimulatedEngine):
             self._release(memory.own, len(memory.own))
             self._release(memory.shared, len(memory.shared))
         self._run.done.append(arrival)
+        self._run.answered(arrival)
         request.answered = True
+        request.served.answered()
         self._close(job.number, request)
 
     def _close(self, number: int, request: _PooledRequest) -> None:
@@ -264,7 +267,11 @@ class PooledRun:
         self.answers: list[Answered] = []
         self.done: list[Arrival] = []
         """The answered requests, in order of their answers."""
+        self.first_token: Callable[[Arrival], None] = lambda arrival: None
+        self.answered: Callable[[Arrival], None] = lambda arrival: None
+        """Called with the first and with the last token of each answer."""
         self.node_tokens = options.capacity_tokens // options.nodes // options.segment_tokens * options.segment_tokens
+        self._closed_loop = False
         self._numbers = count(1)
         self._draw = random.Random(options.seed)
         self._engines: list[PooledEngine] = []
@@ -281,11 +288,16 @@ class PooledRun:
         self._engines.append(engine)
         return engine
 
-    def least_loaded(self, number: int, arrival: Arrival) -> int:
-        """The node with the fewest prompt tokens to compute, then the fewest requests; ties are drawn by the seed."""
+    def least_loaded(self, number: int, arrival: Arrival, send: Send) -> None:
+        """To the node with the fewest prompt tokens to compute, then the fewest requests; ties are drawn by the
+        seed."""
         loads = [(each.backlog, each.open) for each in self._engines]
         least = min(loads)
-        return self._draw.choice([node for node, load in enumerate(loads) if load == least])
+        send(self._draw.choice([node for node, load in enumerate(loads) if load == least]))
+
+    def round_robin(self, number: int, arrival: Arrival, send: Send) -> None:
+        """To the nodes in turn."""
+        send(number % len(self._engines))
 
     def run(
         self,
@@ -297,6 +309,7 @@ class PooledRun:
         requests."""
         if not arrivals:
             raise ConfigurationError("requests", 0, "at least one")
+        self._closed_loop = any(arrival.follows is not None for arrival in arrivals)
         self.simulation.run(arrivals, progress, route or self.least_loaded, DRAIN_S)
 
     def row(self) -> SystemRow:
@@ -310,4 +323,5 @@ class PooledRun:
             duplication=totals.duplication,
             bytes_moved=totals.bytes_moved,
             seed=simulation.options.seed,
+            closed_loop=self._closed_loop,
         )

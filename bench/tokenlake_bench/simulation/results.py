@@ -26,8 +26,9 @@ FLASH_WINDOWS = 2
 class SimulatedResult(CacheHitResult, frozen=True, kw_only=True):
     """The JSON of `tokenlake bench cache-hit --mode simulate`.
 
-    The fields it shares with live mode describe the pool in which requests under way take no memory, as in live mode;
-    `wrong_bytes` is 0 because segments have no bytes. `systems`: that pool and every other system, by name. An instance
+    The fields it shares with live mode describe the first form of the pool in `systems`; by default that is `pool`, in
+    which requests under way take no memory, as in live mode. `wrong_bytes` is 0 because segments have no bytes.
+    `systems`: every form of the pool and every other system, by name. An instance
     is `gpus` GPUs. `rate`: arriving requests per second. `messages_per_request`: frames between nodes of the pool.
     `complete`: the run was not interrupted.
     """

@@ -11,7 +11,8 @@ from tokenlake.errors import Unreachable
 from tokenlake.layout import Layout
 from tokenlake_bench.transfer.base import WINDOWS, Size
 from tokenlake_client import Pool
-from tokenlake_testing.cluster import Node, free_port
+from tokenlake_testing.cluster import Node
+from tokenlake_testing.ports import reserve_port
 
 __all__ = ["ALONE_WINDOWS", "Daemons", "layout_of"]
 
@@ -52,7 +53,7 @@ class Daemons:
         self._layout = layout_of(size)
         self._directory = tempfile.TemporaryDirectory(prefix="tokenlake-")
         region = size.window_bytes + HEADER
-        ports = {name: free_port() for name in ("alone", "reader", "writer")}
+        ports = {name: reserve_port() for name in ("alone", "reader", "writer")}
         pair = ",".join(f"{name}=127.0.0.1:{ports[name]}" for name in ("reader", "writer"))
         windows = {"alone": ALONE_WINDOWS, "reader": READER_WINDOWS, "writer": WRITER_WINDOWS}
         self.nodes = {

@@ -16,8 +16,9 @@ import pytest
 
 from tests.engines.vllm.conftest import PATIENT, TINY, prompt
 from tokenlake_testing.children import start_child
-from tokenlake_testing.cluster import Cluster, free_port
+from tokenlake_testing.cluster import Cluster
 from tokenlake_testing.engine_lines import ENVIRONMENT
+from tokenlake_testing.ports import reserve_port
 from tokenlake_testing.tiny_model import save_tiny_model
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(400)]
@@ -49,7 +50,7 @@ class Server:
     """One `vllm serve`, with the one flag, and its other settings in the environment."""
 
     def __init__(self, model: Path, socket: Path, log: Path) -> None:
-        self.port = free_port()
+        self.port = reserve_port()
         self.log = log
         settings = {f"TOKENLAKE_ENGINE_{name.upper()}": str(value) for name, value in PATIENT.items()}
         environment = {**os.environ, **ENVIRONMENT, **settings, "TOKENLAKE_ENGINE_SOCKET": str(socket)}

@@ -19,7 +19,7 @@ from tokenlake_bench.transfer.base import FAST, MATCH, SIZES, WINDOWS, Size
 from tokenlake_bench.transfer.windows import fill_windows, segment_names
 from tokenlake_bench.transfer.worker import serve
 from tokenlake_testing.children import start_child
-from tokenlake_testing.cluster import free_port
+from tokenlake_testing.ports import free_port
 
 __all__ = ["FILLERS", "Store", "free_port", "run_peer", "server", "wait_for_port"]
 

@@ -1,0 +1,55 @@
+"""The forms of the pool that are compared, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from tokenlake.errors import ConfigurationError
+from tokenlake_bench.engine_model import EngineModel
+from tokenlake_bench.simulation.cluster import Route
+from tokenlake_bench.simulation.options import SimulationOptions
+from tokenlake_bench.simulation.planned import PlannedRoute
+from tokenlake_bench.simulation.pooled import POOL, POOL_REAL, PooledRun
+
+__all__ = ["POOLS", "POOL_PLANNED", "POOL_PLANNED_REAL", "PoolSystem", "pools_named"]
+
+POOL_PLANNED, POOL_PLANNED_REAL = "pool-planned", "pool-planned-real"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSystem:
+    """`counts_memory`: requests under way take memory from the pool. `planned`: requests go where they start soonest
+    (`planned`); otherwise to the least loaded node."""
+
+    name: str
+    counts_memory: bool
+    planned: bool
+
+    def prepare(self, options: SimulationOptions, engine: EngineModel) -> tuple[PooledRun, Route | None]:
+        """A run, and the route to pass to it; None: the run's own."""
+        run = PooledRun(options, engine, counts_memory=self.counts_memory)
+        return run, PlannedRoute(run) if self.planned else None
+
+
+POOLS: Final[dict[str, PoolSystem]] = {
+    system.name: system
+    for system in (
+        PoolSystem(POOL, counts_memory=False, planned=False),
+        PoolSystem(POOL_REAL, counts_memory=True, planned=False),
+        PoolSystem(POOL_PLANNED, counts_memory=False, planned=True),
+        PoolSystem(POOL_PLANNED_REAL, counts_memory=True, planned=True),
+    )
+}
+
+
+def pools_named(names: str) -> list[PoolSystem]:
+    """`all`, or names separated by commas. Raises ConfigurationError for a name that is not in `POOLS`."""
+    if names == "all":
+        return list(POOLS.values())
+    chosen = []
+    for name in names.split(","):
+        if name not in POOLS:
+            raise ConfigurationError("pools", name, "all, or names among " + ", ".join(POOLS))
+        chosen.append(POOLS[name])
+    return chosen

@@ -1,0 +1,37 @@
+"""The profiles of hypothesis: which examples a search tries, and how many.
+
+`tokenlake`, the default: the random seed is derived from the test, so that a run on the same code tries the same
+examples. The examples change when the code changes, because hypothesis also draws constants that it finds in the loaded
+modules.
+
+`random`: other examples in each run. `--hypothesis-seed=N` beside it repeats them, and a failure prints the line that
+does so.
+
+`fast`, of `make fast`: as `tokenlake`, with a smaller number of examples (`examples`).
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+__all__ = ["examples", "register_profiles"]
+
+WHOLE = 100
+"""Examples of a test that names no number."""
+FAST = 40
+"""The same in `make fast`."""
+
+
+def register_profiles() -> None:
+    """Register the profiles, and load the default one. `--hypothesis-profile` then replaces it, before any test module
+    is imported."""
+    common = settings(max_examples=WHOLE, print_blob=True, deadline=None)
+    settings.register_profile("tokenlake", common, derandomize=True)
+    settings.register_profile("random", common, derandomize=False, database=None)
+    settings.register_profile("fast", common, derandomize=True, max_examples=FAST)
+    settings.load_profile("tokenlake")
+
+
+def examples(number: int) -> int:
+    """The number of examples of a search that takes long: `number`, and less in `make fast`."""
+    return number * settings().max_examples // WHOLE

@@ -1,0 +1,245 @@
+"""Where a request starts soonest: the prompt tokens that wait at each instance, those of the request that no node has,
+and those that have to be brought to the instance's node.
+
+::
+
+    prompt      |== here ==|== at other nodes ==|== in flight here ==|== computed by no one ==|
+    cost               0     brought, and a copy           0                   new                + what is queued here
+
+A request that an instance has got and not answered is *in flight* there: a request that follows it to the same instance
+starts after its prefill, and finds its prefix.
+
+Costs are seconds once the time of a prefill is known (`Rates.prefill`), and tokens before. Bringing a token costs its
+transfer, and as much as computing it: the copy takes the slot of another segment, which is computed again when it is
+read. With transfers alone a prefix is copied to every node, and the pool holds less.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from tokenlake.identity import NodeId, SegmentKey
+from tokenlake.planner.rates import Rates
+from tokenlake.planner.tree import Request
+
+__all__ = ["COPY_PRICE", "Prefill", "Router", "Start"]
+
+COPY_PRICE = 1.0
+"""Cost of a copy at another node, as a multiple of the cost of computing its tokens."""
+
+Owners = Mapping[SegmentKey, Collection[NodeId]]
+
+
+class Prefill(NamedTuple):
+    """Tokens of one prompt to compute, and those before them that are cached."""
+
+    new: int
+    prefix: int
+
+
+class Start(msgspec.Struct, frozen=True):
+    """The start of one request at one instance."""
+
+    instance: str
+    cost: float
+    """Of the request and of what waits before it; comparable between instances, not between calls."""
+    prefill: Prefill
+    moved: int
+    """Tokens of the prefix that are brought from other nodes."""
+
+
+class _UnderWay(NamedTuple):
+    """One request between `sent` and `finished`."""
+
+    instance: str
+    keys: Sequence[SegmentKey]
+
+
+class Router:
+    """The requests under way at each instance, as a router sees them: sent, first token, finished. One thread.
+
+    ::
+
+        start = router.where(request, owners)
+        router.sent(request, start)
+        router.first_token(request.name)
+        router.finished(request.name)        # also when the request failed, or its client went away
+    """
+
+    def __init__(
+        self,
+        instances: Mapping[str, NodeId],
+        segment_tokens: int,
+        segment_bytes: int,
+        rates: Rates | None = None,
+        draw: random.Random | None = None,
+    ) -> None:
+        """`instances`: the node of each. `rates`: an object that the caller may go on updating (default: none is
+        measured). `draw` chooses among equal costs (default: seeded with 0); of several routers each needs a seed of
+        its own."""
+        self.instances = dict(instances)
+        self.rates = rates or Rates()
+        self._segment_tokens = segment_tokens
+        self._token_bytes = segment_bytes / segment_tokens
+        self._draw = draw or random.Random(0)
+        self._under_way: dict[str, _UnderWay] = {}
+        self._queues: dict[str, dict[str, Prefill]] = {instance: {} for instance in instances}
+        """Per instance, the prompts without a first token, by name of the request."""
+        self._flying: dict[SegmentKey, dict[str, int]] = {}
+        """Per segment, the instances where it is in flight, each with the number of requests that contain it."""
+
+    # -- instances
+
+    def join(self, instance: str, node: NodeId) -> None:
+        """A new instance, or one that was restarted: nothing is under way there."""
+        self.leave(instance)
+        self.instances[instance] = node
+        self._queues[instance] = {}
+
+    def leave(self, instance: str) -> None:
+        """The instance is gone, with the requests under way there."""
+        for name in [name for name, each in self._under_way.items() if each.instance == instance]:
+            self.finished(name)
+        self.instances.pop(instance, None)
+        self._queues.pop(instance, None)
+
+    # -- choices
+
+    def where(self, request: Request, owners: Owners, among: Iterable[str] | None = None) -> Start:
+        """The start of least cost; equal ones are drawn. Changes no state but that of `draw`.
+
+        `owners`: the nodes that have each segment, as of the last lookup; segments that are absent are at no node.
+        `among`: the instances to choose from (default: all). Raises ValueError where there is none.
+        """
+        starts = self.starts(request, owners, among)
+        if not starts:
+            raise ValueError(f"request {request.name}: there is no instance to choose from")
+        least = min(start.cost for start in starts)
+        cheapest = [start for start in starts if start.cost == least]
+        return cheapest[0] if len(cheapest) == 1 else self._draw.choice(cheapest)
+
+    def starts(self, request: Request, owners: Owners, among: Iterable[str] | None = None) -> list[Start]:
+        """The start at each instance of `among`. Arguments as of `where`. Pure."""
+        chosen = self.instances if among is None else {name: self.instances[name] for name in among}
+        keys = self._keys(request)
+        depth = next((index for index, key in enumerate(keys) if not owners.get(key)), len(keys))
+        held = dict.fromkeys(chosen.values(), 0)
+        coming = dict.fromkeys(chosen, 0)
+        for key in keys[:depth]:
+            nodes = owners[key]
+            for node in nodes:
+                if node in held:
+                    held[node] += 1
+            for instance in self._flying.get(key, ()):
+                if instance in coming and chosen[instance] not in nodes:
+                    coming[instance] += 1
+        starts: list[Start] = []
+        further = self.further(request, depth)
+        for instance, node in chosen.items():
+            cached = (depth + further.get(instance, 0)) * self._segment_tokens
+            moved = (depth - held[node] - coming[instance]) * self._segment_tokens
+            prefill = Prefill(max(1, request.tokens - cached), cached)
+            cost = self.queued(instance) + self.computing([prefill]) + self.moving(moved)
+            starts.append(Start(instance, cost, prefill, moved))
+        return starts
+
+    def _keys(self, request: Request) -> Sequence[SegmentKey]:
+        """The keys that a prefix may contain: at least one token of the prompt is computed."""
+        return request.keys[: max(0, request.tokens - 1) // self._segment_tokens]
+
+    # -- segments in flight
+
+    def in_flight(self, key: SegmentKey) -> Collection[str]:
+        """The instances where a segment is in flight."""
+        return self._flying.get(key, {}).keys()
+
+    def further(self, request: Request, depth: int) -> dict[str, int]:
+        """For each instance where the segment behind the first `depth` is in flight: how many segments the prefix is
+        longer there."""
+        keys = self._keys(request)[depth:]
+        live = set(self._flying.get(keys[0], ())) if keys else set()
+        reach: dict[str, int] = {}
+        for count, key in enumerate(keys, 1):
+            live &= self._flying.get(key, {}).keys()
+            if not live:
+                break
+            reach.update(dict.fromkeys(live, count))
+        return reach
+
+    # -- costs
+
+    def queued(self, instance: str) -> float:
+        """Cost of the prompts without a first token at an instance."""
+        return self.computing(self._queues[instance].values())
+
+    def computing(self, prefills: Iterable[Prefill]) -> float:
+        """Cost of some prefills, one after the other."""
+        fit = self.rates.prefill
+        if fit.known:
+            return sum(fit.seconds(new, prefix) for new, prefix in prefills)
+        return float(sum(new for new, _ in prefills))
+
+    def moving(self, tokens: float) -> float:
+        """Cost of bringing so many tokens of cache from other nodes, copies included."""
+        if not tokens:
+            return 0.0
+        fit = self.rates.prefill
+        if fit.known:
+            return self.rates.slowest_fetch_s(tokens * self._token_bytes) + COPY_PRICE * fit.seconds(tokens, 0)
+        return COPY_PRICE * tokens
+
+    # -- what passes through the router
+
+    def sent(self, request: Request, start: Start) -> None:
+        """The request goes to `start.instance`. A request of this name that is still under way is taken as finished."""
+        self.finished(request.name)
+        instance = start.instance
+        keys = self._keys(request)
+        self._under_way[request.name] = _UnderWay(instance, keys)
+        self._queues[instance][request.name] = start.prefill
+        for key in keys:
+            flying = self._flying.setdefault(key, {})
+            flying[instance] = flying.get(instance, 0) + 1
+
+    def first_token(self, name: str) -> None:
+        """The prefill of a request is done. Ignored where the request is not under way."""
+        under_way = self._under_way.get(name)
+        if under_way is not None:
+            self._queues[under_way.instance].pop(name, None)
+
+    def finished(self, name: str) -> None:
+        """A request was answered or failed. Ignored where the request is not under way."""
+        self.first_token(name)
+        under_way = self._under_way.pop(name, None)
+        if under_way is None:
+            return
+        instance = under_way.instance
+        for key in under_way.keys:
+            flying = self._flying[key]
+            flying[instance] -= 1
+            if not flying[instance]:
+                del flying[instance]
+                if not flying:
+                    del self._flying[key]
+
+    def under_way(self, instance: str) -> int:
+        """Number of requests under way at an instance."""
+        return sum(each.instance == instance for each in self._under_way.values())
+
+    # -- checks
+
+    def check_integrity(self) -> None:
+        """AssertionError when the queues and the segments in flight differ from those of the requests under way."""
+        counts: dict[SegmentKey, dict[str, int]] = {}
+        for each in self._under_way.values():
+            for key in each.keys:
+                at = counts.setdefault(key, {})
+                at[each.instance] = at.get(each.instance, 0) + 1
+        assert counts == self._flying
+        assert self._queues.keys() == self.instances.keys()
+        for instance, queue in self._queues.items():
+            assert all(self._under_way[name].instance == instance for name in queue)
