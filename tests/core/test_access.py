@@ -98,19 +98,22 @@ def test_a_segment_behind_a_gap_is_known() -> None:
 def test_an_evicted_conversation_goes_on(asker: int) -> None:
     cluster = calm(2, regions=3, eviction="forecast")
     engines = [cluster.join(0), cluster.join(1)]
-    assert turn(cluster, engines[0], KEYS[:6]) == 0
+    keys = placed(cluster, 0, 1, 8, "evicted")
+    assert turn(cluster, engines[0], keys[:6]) == 0
     for number in range(200):
         turn(cluster, engines[number % 2], prompt(f"crowd {number}", 6))
-        if not any(copies(cluster, key) for key in KEYS[:6]):
+        if not any(copies(cluster, key) for key in keys[:6]):
             break
-    assert not any(copies(cluster, key) for key in KEYS[:6])
-    stores = [cluster.core(node).store for node in (0, 1)]
-    remembered = [store.last_access(TenantId("red"), KEYS[:6], cluster.clock.now) for store in stores]
+    assert not any(copies(cluster, key) for key in keys[:6])
+    # Another node asks the directory node, which wrote them, for the keys at places 0, 1, 3 and 7.
+    looked_up = [keys[:8], [keys[index] for index in (0, 1, 3, 7)]][asker]
+    remembered = cluster.core(0).store.last_access(TenantId("red"), looked_up, cluster.clock.now)
     # Only segments that became primary copies are remembered.
-    depth = max(each[0] for each in remembered if each is not None) + 1
+    assert remembered is not None
+    depth = keys.index(looked_up[remembered[0]]) + 1
     assert depth > 1
-    assert turn(cluster, engines[asker], KEYS[:8]) == 0
-    kept = [key for key in KEYS[:8] if copies(cluster, key)]
+    assert turn(cluster, engines[asker], keys) == 0
+    kept = [key for key in keys if copies(cluster, key)]
     known = last_access(cluster, kept[0])
     assert (known.segments, known.hits, known.remembered, known.unshared) == (8, 0, depth, 6 - depth)
     assert known.gap_s >= REPORTED_S

@@ -48,7 +48,8 @@ def rule_of(cluster: Cluster, directory_node: int, key: SegmentKey) -> str:
 def test_a_wrong_copy_is_dropped_and_computed_again() -> None:
     cluster = calm(4)
     local, reader, early = (cluster.join(node) for node in (0, 2, 3))
-    (key,) = placed(cluster, 1, 2)
+    # The directory node is the reader itself and the other candidate the owner: no other node is asked for a copy.
+    (key,) = placed(cluster, 2, 0)
     store(cluster, local, [key])
     fetched(cluster, early, [key])
     flip(cluster, 0, key)
@@ -59,7 +60,7 @@ def test_a_wrong_copy_is_dropped_and_computed_again() -> None:
     assert cluster.core(2).counters[MISSING] == SEGMENT_TOKENS
     assert cluster.core(0).counters[REPORTED] == cluster.core(0).counters[CONFIRMED] == 1
     assert kinds(cluster, key) == {3: Kind.CACHED}, "copies of other nodes stay"
-    assert rule_of(cluster, 1, key) == CORRUPT_RULE
+    assert rule_of(cluster, 2, key) == CORRUPT_RULE
     for asking in (local, reader):
         assert match(cluster, asking, [key]).codes == bytes([Code.MISSING])
 
