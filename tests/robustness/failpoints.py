@@ -70,7 +70,9 @@ EDGES = (
     Edge("fetch.leased", Moment.DECIDED, peer.Lookup, "the owner: segments are leased, the reader does not know it"),
     Edge("fetch.answered", Moment.DONE, peer.LookupReply, "the owner: the reader was answered"),
     Edge("fetch.found", Moment.ASKED, peer.LookupReply, "the reader has the owner's answer"),
-    Edge("fetch.reserved", Moment.DOING, instructions.StartFetch, "the reader has reserved slots and pulls nothing yet"),
+    Edge(
+        "fetch.reserved", Moment.DOING, instructions.StartFetch, "the reader has reserved slots and pulls nothing yet"
+    ),
     Edge("fetch.pulling", Moment.ASKED, events.PullRequested, "the source: the reader asks for the bytes"),
     Edge("fetch.pinned", Moment.DOING, instructions.SendBulk, "the source: slots are pinned, nothing is sent"),
     Edge("fetch.sent", Moment.ASKED, events.SendDone, "the source: the bytes are sent, the slots still pinned"),
