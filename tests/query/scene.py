@@ -80,6 +80,15 @@ class Text:
 
         wait_until(stored, "the text is stored")
 
+    def store_every(self, pool: Pool, first: int, step: int) -> None:
+        """Store the segments `first`, `first + step`, ..."""
+        keys = pool.prefix(self.tokens).keys
+        for index in range(first, self.segments, step):
+            codes = pool.store_all(
+                [keys[index]], lambda _, array, index=index: self._fill(index, array), patience=LIMIT_S, first=index
+            )
+            assert outcomes(codes) <= {Code.COMMITTED, Code.EXISTS}, codes
+
     def match(self, pool: Pool) -> Lease:
         """A lease of all segments."""
         lease = pool.match(pool.prefix(self.tokens).keys, deadline_s=DEADLINE_S)
@@ -156,11 +165,12 @@ def freeze(pid: int) -> None:
 
 
 def spread(cluster: Cluster, texts: Sequence[Text]) -> None:
-    """Store texts at the second node and wait until their segments are pushed to the owners, which are on all nodes."""
-    with cluster.connect(1, texts[0].layout) as pool:
-        for text in texts:
-            text.store(pool)
-            wait_told(cluster)
+    """Store the segments of each text at all nodes in turn, and wait until the directory nodes know the owners."""
+    for number in range(len(cluster.nodes)):
+        with cluster.connect(number, texts[0].layout) as pool:
+            for text in texts:
+                text.store_every(pool, number, len(cluster.nodes))
+    wait_told(cluster)
 
 
 def open_view(pool: Pool, text: Text, heads: int = HEADS, scale: float = SCALE) -> View:
