@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Collection, Mapping
 
 import pytest
@@ -19,7 +18,7 @@ SEGMENT_BYTES = MODEL.segment_bytes
 
 
 def router(measured: bool = False, seed: int = 0) -> Router:
-    return Router(INSTANCES, TOKENS, SEGMENT_BYTES, rates(measured), random.Random(seed))
+    return Router(INSTANCES, TOKENS, SEGMENT_BYTES, rates(measured), seed)
 
 
 def named(prompt: Request, name: str) -> Request:

@@ -18,12 +18,12 @@ computing it at an idle instance would cost the same, and most requests behind a
 
 from __future__ import annotations
 
-import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
+from tokenlake.hot.choice import splitmix64
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.planner.rates import Rates
 from tokenlake.planner.tree import Request
@@ -80,16 +80,15 @@ class Router:
         segment_tokens: int,
         segment_bytes: int,
         rates: Rates | None = None,
-        draw: random.Random | None = None,
+        seed: int = 0,
     ) -> None:
         """`instances`: the node of each. `rates`: an object that the caller may go on updating (default: none is
-        measured). `draw` chooses among equal costs (default: seeded with 0); of several routers each needs a seed of
-        its own."""
+        measured). Equal costs are drawn by `seed`; of several routers each needs its own."""
         self.instances = dict(instances)
         self.rates = rates or Rates()
         self._segment_tokens = segment_tokens
         self._token_bytes = segment_bytes / segment_tokens
-        self._draw = draw or random.Random(0)
+        self._draws = splitmix64(seed)
         self._under_way: dict[str, _UnderWay] = {}
         self._queues: dict[str, dict[str, Prefill]] = {instance: {} for instance in instances}
         """Per instance, the prompts without a first token, by name of the request."""
@@ -114,7 +113,7 @@ class Router:
     # -- choices
 
     def where(self, request: Request, owners: Owners, among: Iterable[str] | None = None) -> Start:
-        """The start of least cost; equal ones are drawn. Changes no state but that of `draw`.
+        """The start of least cost; equal ones are drawn. Changes nothing but the state of the draw.
 
         `owners`: the nodes that have each segment, as of the last lookup; segments that are absent are at no node.
         `among`: the instances to choose from (default: all). Raises ValueError where there is none.
@@ -124,7 +123,7 @@ class Router:
             raise ValueError(f"request {request.name}: there is no instance to choose from")
         least = min(start.cost for start in starts)
         cheapest = [start for start in starts if start.cost == least]
-        return cheapest[0] if len(cheapest) == 1 else self._draw.choice(cheapest)
+        return cheapest[0] if len(cheapest) == 1 else cheapest[next(self._draws) % len(cheapest)]
 
     def starts(self, request: Request, owners: Owners, among: Iterable[str] | None = None) -> list[Start]:
         """The start at each instance of `among`. Arguments as of `where`. Pure."""
