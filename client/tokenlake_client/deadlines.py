@@ -24,6 +24,9 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     """For calls that the daemon answers from its own memory: attach, nodes, heartbeat, map a region to read."""
     match_s: float = 0.020
     """For `match` and `begin_match`: how long the daemon may ask other nodes."""
+    fetch_s: float = 0.0
+    """For `Lease.fetch` and `Lease.copy_into`, until segments of other nodes have been transferred to this one. 0: the
+    daemon predicts it from the rate of earlier transfers, and the client waits as long as the daemon is alive."""
     store_s: float = 2.0
     """For calls that reserve or commit slots, and to map a region to write. Engines store in the background, and a
     longer wait loses less than a store that fails."""
