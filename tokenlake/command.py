@@ -48,7 +48,7 @@ def main() -> NoReturn:
             raise
         _fail(
             f"`tokenlake {name}` needs the module {missing!r}, which is not installed; install it with\n"
-            f"    pip install {_requirement(entry, missing)}"
+            f"    pip install {requirement_of(entry, missing)}"
         )
     sys.exit(0)
 
@@ -67,7 +67,7 @@ def _ordered(commands: Collection[str]) -> list[str]:
     return [name for name in SUMMARIES if name in commands] + sorted(set(commands) - SUMMARIES.keys())
 
 
-def _requirement(entry: EntryPoint, missing: str) -> str:
+def requirement_of(entry: EntryPoint, missing: str) -> str:
     """The requirement to install, quoted for a shell. In `tokenlake`: the extra of the command's package, and where
     that does not include the missing module, the smallest extra that does (an extra that includes another lists its
     modules too). Otherwise the distribution of the command, whose installation is incomplete."""
