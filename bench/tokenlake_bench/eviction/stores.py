@@ -9,8 +9,8 @@ store with them. Prompts are served one at a time, each at the node that `least_
 4. The segments that were found are unpinned and touched, here and at their owners, deepest first. Segments after the
    first missing one that were held are computed again, and touched as well.
 
-Left out: dirty copies, replicas and delays. Queues are empty whenever the time of the trace advances: a prompt waits for
-the prompts of the same moment only. These prompts are what spreads a trace with one first segment for all prompts over
+Left out: dirty copies, replicas and delays. Queues are empty whenever the time of the trace advances: a prompt waits
+for the prompts of the same moment only. Those spread a trace with one first segment for all prompts over
 the nodes: with no queues at all the owner of that segment would have the least cost for each of them.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from tokenlake.core.access import access_after, with_access
 from tokenlake.core.learned import SEND_S
