@@ -20,6 +20,7 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 
+from tokenlake.config.rules import RuleSettings
 from tokenlake.core.access import access_after, with_access
 from tokenlake.core.learned import SEND_S
 from tokenlake.errors import ConfigurationError
@@ -35,6 +36,8 @@ __all__ = ["NodeStores", "least_cost", "slots_per_node"]
 _TENANT = TenantId("study")
 _SLOT_BYTES = 64
 _PAGE = 4096
+_BUDGETS = Budgets(cached=RuleSettings().cached_share)
+"""As daemons have them by default."""
 READ_COST = 1.0
 """Cost of a token that is read from another node, in computed tokens."""
 
@@ -248,7 +251,7 @@ def slots_per_node(accesses: Accesses, nodes: int, capacity_tokens: int) -> int:
 
 def _store(slots: int, policy: Callable[[], EvictionPolicy]) -> SegmentStore:
     header_bytes = -(-slots * GENERATION_BYTES // _PAGE) * _PAGE
-    return SegmentStore([0], header_bytes + slots * _SLOT_BYTES, Budgets(), Counters(), policy)
+    return SegmentStore([0], header_bytes + slots * _SLOT_BYTES, _BUDGETS, Counters(), policy)
 
 
 def _key(segment: int) -> SegmentKey:
