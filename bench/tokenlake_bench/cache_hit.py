@@ -45,7 +45,6 @@ class CacheHitArguments:
     route: str | None
     seed: int
     hot: str
-    eviction: str | None
     flash_at: float | None
     shipped_deadlines: bool
     json_file: Path | None
@@ -94,7 +93,6 @@ class CacheHitArguments:
             speed=self.speed,
             seed=self.seed,
             hot=self.hot,
-            eviction=self.eviction,
             flash_at=self.flash_at,
             shipped_deadlines=self.shipped_deadlines,
         )

@@ -45,8 +45,8 @@ FLASH_WINDOWS = 2
 @dataclass(frozen=True, kw_only=True)
 class LiveOptions:
     """`capacity_tokens` is that of the whole pool; `speed` 0 replays as fast as possible, any other value scales the
-    daemons' clocks too. `shipped_deadlines`: the daemons keep their default deadlines. `hot` and `eviction` (None: the
-    default) are settings of the daemons. `flash_at`: the time of the workload's flash crowd."""
+    daemons' clocks too. `shipped_deadlines`: the daemons keep their default deadlines. `hot`: the daemons' setting.
+    `flash_at`: the time of the workload's flash crowd."""
 
     nodes: int = 3
     capacity_tokens: int
@@ -55,7 +55,6 @@ class LiveOptions:
     speed: float = 0.0
     seed: int = 0
     hot: str = "on"
-    eviction: str | None = None
     flash_at: float | None = None
     shipped_deadlines: bool = False
 
@@ -64,8 +63,6 @@ class LiveOptions:
         disks and sockets of this machine are no faster in a replay."""
         settings = {} if self.shipped_deadlines else dict(PATIENT)
         settings["hot"] = self.hot
-        if self.eviction is not None:
-            settings["eviction"] = self.eviction
         if self.speed > 0:
             settings["speed"] = str(self.speed)
             plain = ServerConfig()

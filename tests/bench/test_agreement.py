@@ -22,7 +22,7 @@ def test_daemons_and_simulated_nodes_agree() -> None:
     nodes = 2
     live = run_live(
         workload,
-        LiveOptions(nodes=nodes, capacity_tokens=capacity_tokens, segment_tokens=segment_tokens, eviction="lru"),
+        LiveOptions(nodes=nodes, capacity_tokens=capacity_tokens, segment_tokens=segment_tokens),
         lambda log: None,
     )
     patience = {name.removesuffix("_ms") + "_s": int(value) / 1000 for name, value in PATIENT.items()}
@@ -31,7 +31,7 @@ def test_daemons_and_simulated_nodes_agree() -> None:
         capacity_tokens=capacity_tokens,
         segment_tokens=segment_tokens,
         layout=bench_layout(segment_tokens),
-        rules=patience | {"eviction": "lru"},
+        rules=patience,
     )
     simulation = Simulation(options)
     # What is evicted depends on ages: the requests come as fast as they came.

@@ -96,7 +96,7 @@ def test_a_segment_behind_a_gap_is_known() -> None:
 
 @pytest.mark.parametrize("asker", [0, 1], ids=["the writing node", "another node"])
 def test_an_evicted_conversation_goes_on(asker: int) -> None:
-    cluster = calm(2, regions=3, eviction="forecast")
+    cluster = calm(2, regions=3)
     engines = [cluster.join(0), cluster.join(1)]
     assert turn(cluster, engines[0], KEYS[:6]) == 0
     for number in range(200):
@@ -230,7 +230,7 @@ def test_a_readers_hints_reach_the_owner() -> None:
 
 
 def test_late_hints_reach_every_copy_and_count_as_no_read() -> None:
-    cluster = calm(eviction="lru")
+    cluster = calm()
     writer = cluster.join(2)
     keys = placed(cluster, 0, 1, 2)
     stored(cluster, writer, keys, CHAT)

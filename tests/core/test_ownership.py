@@ -12,12 +12,13 @@ from tests.sim.arena import SHARDS, content
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Storing
 from tests.sim.prompts import prompt
+from tokenlake.core import context
 from tokenlake.core.instructions import StartFetch
 from tokenlake.core.ownership import DUPLICATES
 from tokenlake.hints import Hints
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.store import Kind
-from tokenlake.store.eviction import POLICIES, LeastRecentlyUsed
+from tokenlake.store.eviction import LeastRecentlyUsed
 from tokenlake.store.store import NOT_ADMITTED
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.slots import SLOT_BYTES, join_keys
@@ -38,8 +39,8 @@ class Choosy(LeastRecentlyUsed):
 def full(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """Two nodes without a free slot, whose policy refuses keys by `REFUSALS`."""
     REFUSALS.clear()
-    monkeypatch.setitem(POLICIES, "choosy", Choosy)
-    cluster = calm(2, regions=3, eviction="choosy")
+    monkeypatch.setattr(context, "Forecast", Choosy)
+    cluster = calm(2, regions=3)
     engines = [cluster.join(0), cluster.join(1)]
     cluster.run_for(0.01)
     for turn in range(12):
@@ -243,8 +244,8 @@ def test_a_remote_read_places_a_refused_segment_again(full: Cluster) -> None:
 
 def test_free_slots_admit_every_segment(monkeypatch: pytest.MonkeyPatch) -> None:
     REFUSALS.clear()
-    monkeypatch.setitem(POLICIES, "choosy", Choosy)
-    cluster = calm(2, regions=4, eviction="choosy")
+    monkeypatch.setattr(context, "Forecast", Choosy)
+    cluster = calm(2, regions=4)
     writer = cluster.join(0)
     keys = placed(cluster, 1, 0, 4)
     for key in keys:
@@ -256,8 +257,8 @@ def test_free_slots_admit_every_segment(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_single_node_evicts_refused_segments_first(monkeypatch: pytest.MonkeyPatch) -> None:
     REFUSALS.clear()
-    monkeypatch.setitem(POLICIES, "choosy", Choosy)
-    cluster = calm(1, regions=1, eviction="choosy")
+    monkeypatch.setattr(context, "Forecast", Choosy)
+    cluster = calm(1, regions=1)
     writer = cluster.join(0)
     for turn in range(12):
         store(cluster, writer, [SegmentKey(bytes([turn + 1]) * 32)])

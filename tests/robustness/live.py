@@ -182,7 +182,6 @@ def daemons(nodes: int = 1, memory: str = "4MiB", region_size: str = "1MiB", **s
     """A cluster whose matches are patient, so that a busy machine causes no miss, and of which is known what goes for
     what is stored: what was used least recently."""
     settings.setdefault("match_deadline_ms", "2000")
-    settings.setdefault("eviction", "lru")
     with Cluster(nodes, memory, region_size, **settings) as cluster:
         cluster.deadlines = PATIENT
         yield cluster

@@ -6,7 +6,6 @@ import msgspec
 
 from tokenlake.config import kinds
 from tokenlake.config.setting import Setting
-from tokenlake.store.eviction import POLICIES
 
 __all__ = ["RuleSettings"]
 
@@ -41,15 +40,6 @@ class RuleSettings(msgspec.Struct, frozen=True, kw_only=True):
             why="from 16 nodes on, single segments spread a prefix over too many nodes (measured)",
         ),
     ] = 0
-    eviction: Annotated[
-        str,
-        Setting(
-            kinds.one_of(*POLICIES),
-            "policy by which a full node chooses the primary copies to evict, and the segments not to store "
-            "([policies](operations.md#eviction)); the same on all nodes, which compare retention values",
-            why="on eight nodes its hit rate is at least that of the other policies on each measured trace",
-        ),
-    ] = "reuse"
     hot: Annotated[
         str,
         Setting(

@@ -16,7 +16,7 @@ from tokenlake.metrics import Counters, Metric
 from tokenlake.placement import Vacancy, default_run_length
 from tokenlake.ring import Ring
 from tokenlake.store import Budgets, Segment, SegmentStore, State
-from tokenlake.store.eviction import policy_named
+from tokenlake.store.eviction import Forecast
 from tokenlake.store.removals import RemovalLog
 from tokenlake.wire.fields import MAX_AMOUNT, MAX_SECONDS
 
@@ -73,7 +73,7 @@ class Context:
             config.region_bytes,
             Budgets(cached=config.cached_share, dirty=config.dirty_share, replica=config.replica_share),
             self.counters,
-            policy=policy_named(config.eviction),
+            policy=Forecast,
             quotas=config.quotas,
             removals=self.removals,
         )

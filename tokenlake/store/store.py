@@ -12,7 +12,7 @@ from tokenlake.hints import NO_HINTS, AccessRecord, Hints
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.metrics import Counters, Metric
 from tokenlake.placement import MAX_RETENTION_VALUE, Vacancy
-from tokenlake.store.eviction import POLICIES, EvictionPolicy, LeastRecentlyUsed
+from tokenlake.store.eviction import EvictionPolicy, LeastRecentlyUsed
 from tokenlake.store.pool import Budgets, SlotPool
 from tokenlake.store.region import RegionShape
 from tokenlake.store.region_allocator import RegionAllocator
@@ -20,6 +20,7 @@ from tokenlake.store.removals import (
     CACHED_RULE,
     CORRUPT_RULE,
     NOT_ADMITTED_RULE,
+    POLICY_RULE,
     RECLAIMED_RULE,
     Removal,
     RemovalLog,
@@ -92,7 +93,6 @@ class SegmentStore:
         self._counters = counters
         self._budgets = budgets
         self._policy = policy
-        self._rule = next((name for name, make in POLICIES.items() if make is policy), "the policy")
         self._removals = RemovalLog() if removals is None else removals
         self._index: dict[TenantId, dict[SegmentKey, Segment]] = {}
         self._pools: dict[PoolId, SlotPool] = {}
@@ -498,7 +498,7 @@ class SegmentStore:
         """`rule`: the reason, if it is none of the order of eviction."""
         self._counters.add(EVICTED)
         if not rule and segment.kind is Kind.PRIMARY:
-            rule = self._pools[segment.pool].retention.rule(segment) or self._rule
+            rule = self._pools[segment.pool].retention.rule(segment) or POLICY_RULE
         removal = Removal(now, rule or CACHED_RULE, unused_s=max(0.0, now - segment.touched))
         self._removals.add(segment.tenant, segment.key, removal)
         if segment.kind is Kind.PRIMARY or (segment.kind is Kind.CACHED and segment.source is None):

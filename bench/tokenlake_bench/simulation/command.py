@@ -11,7 +11,6 @@ from typing import Final
 from rich.console import Console
 
 from tokenlake.errors import ConfigurationError
-from tokenlake.store.eviction import POLICIES
 from tokenlake_bench.baselines import Accesses, intern_segments
 from tokenlake_bench.engine_model import EngineModel, gpu_named, model_named
 from tokenlake_bench.pictures import check_plot
@@ -52,7 +51,6 @@ class SimulateArguments:
     route: str | None = None
     seed: int = 0
     hot: str = "on"
-    eviction: str | None = None
     flash_at: float | None = None
     shipped_deadlines: bool = False
     baselines: str | None = None
@@ -72,8 +70,6 @@ class SimulateArguments:
             )
         if self.route not in (None, LEAST_LOADED, ROUND_ROBIN):
             raise ConfigurationError("route", self.route, f"{LEAST_LOADED} or {ROUND_ROBIN} when simulated")
-        if self.eviction is not None and self.eviction not in POLICIES:
-            raise ConfigurationError("eviction", self.eviction, " or ".join(POLICIES))
         if self.rate is not None and not 0 < self.rate < math.inf:
             raise ConfigurationError("rate", self.rate, "a finite number of requests per second above 0")
         if self.flash_at is not None and not 0 <= self.flash_at < math.inf:
@@ -154,14 +150,13 @@ class _Study:
     def _run_pool(self, name: str) -> None:
         arguments = self.arguments
         capacity_tokens, segment_tokens = arguments.size
-        rules = {"hot": arguments.hot} | ({} if arguments.eviction is None else {"eviction": arguments.eviction})
         options = pool_options(
             self.engine,
             nodes=arguments.nodes,
             capacity_tokens=capacity_tokens,
             segment_tokens=segment_tokens,
             seed=arguments.seed,
-            rules=rules,
+            rules={"hot": arguments.hot},
         )
         run = PooledRun(options, self.engine, counts_memory=name == POOL_REAL)
         route = (lambda number, _: number % arguments.nodes) if arguments.route == ROUND_ROBIN else None

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tokenlake.hints import NEVER, Hints
-from tokenlake.store.eviction.learning import Label, Labels
+from tokenlake.store.eviction.labels import Label, Labels
 
 __all__ = ["AGES", "EDGES", "LABELS", "Features", "Odds"]
 
