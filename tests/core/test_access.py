@@ -10,11 +10,12 @@ from tests.sim.arena import SHARDS, content
 from tests.sim.cluster import Cluster
 from tests.sim.engine import Engine
 from tests.sim.prompts import prompt
-from tokenlake.core import events
+from tokenlake.core import context, events
 from tokenlake.core.access import MAX_RECENT_MATCHES, RecentMatches, access_after
 from tokenlake.hints import NEVER, NO_ACCESS, NO_HINTS, AccessRecord, Hints, Outlook
 from tokenlake.identity import SegmentKey, TenantId
 from tokenlake.store import Kind
+from tokenlake.store.eviction import LeastRecentlyUsed
 from tokenlake.wire import Code, engine, peer
 from tokenlake.wire.frames import decode, encode
 from tokenlake.wire.slots import join_keys
@@ -229,7 +230,9 @@ def test_a_readers_hints_reach_the_owner() -> None:
     assert [hints_of(cluster, key) for key in keys] == [{0: CHAT, 1: CHAT, 2: NO_HINTS}] * 2
 
 
-def test_late_hints_reach_every_copy_and_count_as_no_read() -> None:
+def test_late_hints_reach_every_copy_and_count_as_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The learned policy counts the age of a segment from its last hints.
+    monkeypatch.setattr(context, "Forecast", LeastRecentlyUsed)
     cluster = calm()
     writer = cluster.join(2)
     keys = placed(cluster, 0, 1, 2)

@@ -111,8 +111,9 @@ def test_lru_evicts_children_before_their_parents(asked: Requests) -> None:
         assert places == sorted(places, reverse=True)
 
 
-def test_a_policy_without_statistics_saves_nothing() -> None:
-    policy = LeastRecentlyUsed()
+@pytest.mark.parametrize("make", [LeastRecentlyUsed])
+def test_a_policy_without_statistics_saves_nothing(make: Make) -> None:
+    policy = make()
     assert policy.save() == b""
     policy.restore(b"")
     with pytest.raises(ValueError, match="learns nothing"):
