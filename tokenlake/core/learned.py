@@ -52,6 +52,7 @@ class Learned:
 
     def _send(self) -> None:
         reachable = [peer.node for peer in self._peers if peer.reachable]
+        self._context.store.exchange_among(1 + len(reachable))
         # Without a reachable peer the statistics need not be collected.
         learned = self._context.store.learned() if reachable else {}
         pools = [(tenant, size, data) for (tenant, size), data in learned.items()]

@@ -101,6 +101,8 @@ class SegmentStore:
         self._unserved: dict[PoolId, None] = {}
         self._corrupt: OrderedDict[tuple[TenantId, SegmentKey], None] = OrderedDict()
         """Copies with wrong bytes were found here, and no sound copy came since."""
+        self._exchanging = 1
+        """Nodes that merge each other's statistics."""
         self._learned: dict[PoolId, bytes] = {}
         """Statistics of pools without memory, the newest last."""
 
@@ -135,6 +137,7 @@ class SegmentStore:
                 return None
             pool = self._pools[at] = SlotPool(at, region_slots, self._budgets, self._policy)
             pool.retention.restore(self._learned.pop(at, b""))
+            pool.retention.exchange_among(self._exchanging)
             self._grow(pool)
         return pool
 
@@ -348,6 +351,12 @@ class SegmentStore:
         """Statistics that the policies of primary copies learned, also of pools that have no memory now."""
         live = {at: pool.retention.save() for at, pool in self._pools.items()}
         return {at: data for at, data in (self._learned | live).items() if data}
+
+    def exchange_among(self, nodes: int) -> None:
+        """So many nodes, this one included, merge each other's statistics."""
+        self._exchanging = nodes
+        for pool in self._pools.values():
+            pool.retention.exchange_among(nodes)
 
     def merge_learned(self, learned: Mapping[PoolId, bytes]) -> None:
         """Merge the statistics of another node's store into the pools that are here as well. ValueError for data

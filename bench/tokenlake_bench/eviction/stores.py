@@ -66,6 +66,8 @@ class NodeStores:
     ) -> None:
         slots = slots_per_node(accesses, nodes, capacity_tokens)
         self._stores = [_store(slots, policy) for _ in range(nodes)]
+        for store in self._stores:
+            store.exchange_among(nodes)
         self._segment_tokens = accesses.segment_tokens
         self._parents = _parents(accesses)
         self._keys = [_key(segment) for segment in range(len(self._parents))]

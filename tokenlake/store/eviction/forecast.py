@@ -155,6 +155,10 @@ class Forecast(EvictionPolicy):
         """See `EvictionPolicy`."""
         return self._odds.save()
 
+    def exchange_among(self, nodes: int) -> None:
+        """See `EvictionPolicy`."""
+        self._odds.nodes = nodes
+
     def merge(self, learned: bytes) -> None:
         """See `EvictionPolicy`; cohorts that exist keep their values."""
         self._odds.merge(learned)
@@ -249,7 +253,7 @@ class Forecast(EvictionPolicy):
         cohort.used += 1
         self._leave_cohort(record)
         if not cohort.unused and cohort.age < AGES - 1:
-            self._odds.add(cohort.features, cohort.age, 1.0, cohort.sample_size())
+            self._odds.add(cohort.features, cohort.age, 1.0, cohort.members)
 
     def _leave_cohort(self, record: Record) -> None:
         if record.cohort is not None:
@@ -267,9 +271,6 @@ class Forecast(EvictionPolicy):
             self._ages[0].append(cohort)
             self._next_aging = min(self._next_aging, self._now + EDGES[1])
         cohort.unused += 1
-        cohort.joined += 1
-        access = hints.access
-        cohort.prompt = max(cohort.prompt, access.segments - access.known if record.accesses == 1 else access.known)
         record.cohort = cohort
         return cohort
 
@@ -297,7 +298,7 @@ class Forecast(EvictionPolicy):
     def _grow_older(self, cohort: Cohort, age: int) -> None:
         if not cohort.unused:
             return
-        self._odds.add(cohort.features, age - 1, cohort.used / (cohort.used + cohort.unused), cohort.sample_size())
+        self._odds.add(cohort.features, age - 1, cohort.used / cohort.members, cohort.members)
         cohort.age, cohort.used = age, 0
         if age < AGES - 1:
             self._ages[age].append(cohort)

@@ -38,9 +38,7 @@ class Cohort:
         "features",
         "heap_entry",
         "here",
-        "joined",
         "number",
-        "prompt",
         "retention_value",
         "unused",
         "used",
@@ -60,20 +58,16 @@ class Cohort:
         """Members that were not used again yet, with their segments here or ghosts."""
         self.used = 0
         """Members that were used again at this age."""
-        self.joined = 0
-        """All records that ever were members."""
-        self.prompt = 0
-        """Segments of the prompt with the same history, on all nodes."""
         self.here: dict[Segment, Record] = {}
         self._order: list[Segment] | None = None
         """Segments here, deepest last, and some that left; None when a segment came since."""
         self.heap_entry = 0
         """Number of the valid entry in the heap; entries with another number are void."""
 
-    def sample_size(self) -> float:
-        """Segments for which this cohort is a sample at its age: the segments of the prompt at other nodes have the
-        same future, and nodes that see a part each should learn as fast as one that sees all."""
-        return (self.used + self.unused) * max(1.0, self.prompt / self.joined)
+    @property
+    def members(self) -> int:
+        """Members at the beginning of this age."""
+        return self.used + self.unused
 
     def enter(self, segment: Segment, record: Record) -> None:
         """The segment of a member is here."""
