@@ -107,6 +107,7 @@ def test_nodes_exchange_their_statistics() -> None:
     key = SegmentKey(b"n" * 32)
     before = pools[1].retention.retention_value_of_new(key, NO_HINTS, 1e5)
     cluster.run_for(3 * SEND_S)
+    assert [pool.retention._policy._odds.nodes for pool in pools if pool is not None] == [2, 2]  # type: ignore[attr-defined]
     seen = pools[0].retention.retention_value_of_new(key, NO_HINTS, 1e5)
     heard = pools[1].retention.retention_value_of_new(key, NO_HINTS, 1e5)
     assert heard != before

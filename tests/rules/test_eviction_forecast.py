@@ -184,6 +184,28 @@ def test_nodes_without_samples_do_not_dilute_a_merge() -> None:
     assert others[0].retention_value(features)[5] > 2 * odds.Odds().retention_value(features)[5]
 
 
+def test_nodes_that_merge_learn_as_fast_as_one_that_sees_all() -> None:
+    """Eight nodes see an eighth of the samples each, and each merges with the next ones in turn."""
+
+    def learned(nodes: int, exchanging: int, turns: int) -> float:
+        models = [odds.Odds() for _ in range(nodes)]
+        for model in models:
+            model.nodes = exchanging
+        for turn in range(turns):
+            for sample in range(16):
+                model = models[sample % nodes]
+                model.add(model.features(1, SHORT), 5, 0.75, 1.0)
+            for model in models:
+                model.learn()
+            saved = [model.save() for model in models]
+            for number in range(nodes if nodes > 1 else 0):
+                models[(number + 1 + turn % (nodes - 1)) % nodes].merge(saved[number])
+        return models[0].retention_value(models[0].features(1, SHORT))[5]
+
+    goal, unaware, eight = learned(1, 1, 200), learned(8, 1, 3), learned(8, 8, 3)
+    assert abs(eight - goal) < 0.1 * goal < abs(unaware - goal)
+
+
 def test_a_false_report_does_not_stop_the_learning() -> None:
     here, other = odds.Odds(), odds.Odds()
     weights = np.frombuffer(saved_fields(other.save())[WEIGHTS]).copy()
