@@ -137,7 +137,8 @@ class NodeStores:
     ) -> tuple[int, list[Segment]]:
         """Copy the segments of `chain[:hits]` that lie at other nodes only. Returns the length of the prefix that the
         node has then, and the copies, each pinned once."""
-        store, fetched = self._stores[node], []
+        store = self._stores[node]
+        fetched: list[Segment] = []
         for depth, segment in enumerate(chain[:hits]):
             if store.get(_TENANT, self._keys[segment]) is None:
                 made = self._reserve(node, segment, Kind.CACHED, depth, hints, now)
