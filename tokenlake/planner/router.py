@@ -18,12 +18,12 @@ computing it at an idle instance would cost the same, and most requests behind a
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from tokenlake.hot.choice import splitmix64
 from tokenlake.identity import NodeId, SegmentKey
 from tokenlake.planner.rates import Rates
 from tokenlake.planner.tree import Request
@@ -88,7 +88,8 @@ class Router:
         self.rates = rates or Rates()
         self._segment_tokens = segment_tokens
         self._token_bytes = segment_bytes / segment_tokens
-        self._draws = splitmix64(seed)
+        self._seed = seed
+        self._drawn = 0
         self._under_way: dict[str, _UnderWay] = {}
         self._queues: dict[str, dict[str, Prefill]] = {instance: {} for instance in instances}
         """Per instance, the prompts without a first token, by name of the request."""
@@ -123,7 +124,12 @@ class Router:
             raise ValueError(f"request {request.name}: there is no instance to choose from")
         least = min(start.cost for start in starts)
         cheapest = [start for start in starts if start.cost == least]
-        return cheapest[0] if len(cheapest) == 1 else cheapest[next(self._draws) % len(cheapest)]
+        return cheapest[0] if len(cheapest) == 1 else cheapest[self._draw() % len(cheapest)]
+
+    def _draw(self) -> int:
+        self._drawn += 1
+        digest = hashlib.blake2b(f"{self._seed}#{self._drawn}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big")
 
     def starts(self, request: Request, owners: Owners, among: Iterable[str] | None = None) -> list[Start]:
         """The start at each instance of `among`. Arguments as of `where`. Pure."""
